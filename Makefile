@@ -1,0 +1,44 @@
+# Every target prepares .venv by itself. `make demo` trains a small language model; `make test` runs the checks.
+# PYTHON chooses the interpreter that makes .venv: `make test PYTHON=python3.12`.
+
+PYTHON ?= python3
+TORCH := torch==2.13.0
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test test-all lint format bench clean
+.DEFAULT_GOAL := test
+
+demo: $(READY)
+	$(BIN)/trueshard demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-all: lint
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
+
+# torch goes in first and alone, so that no other requirement pulls another build of it.
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than 3.11, which the pinned set needs; choose another: make PYTHON=python3.12" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --disable-pip-version-check --requirement requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@

@@ -1,0 +1,53 @@
+"""TrueShard: fully-sharded training on PyTorch that changes where tensors live, and nothing else.
+
+Names are loaded when they are first used, so that ``import trueshard`` costs little beside ``import torch``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trueshard.api import accumulate, set_reshard_after_forward, shard
+    from trueshard.checkpoint import load, save
+    from trueshard.optim.clip import clip_grad_norm_
+    from trueshard.plans import MixedPrecision, Plan, Unit
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "MixedPrecision": "plans",
+    "Plan": "plans",
+    "Unit": "plans",
+    "accumulate": "api",
+    "clip_grad_norm_": "optim.clip",
+    "load": "checkpoint",
+    "save": "checkpoint",
+    "set_reshard_after_forward": "api",
+    "shard": "api",
+}
+
+__all__ = [
+    "MixedPrecision",
+    "Plan",
+    "Unit",
+    "accumulate",
+    "clip_grad_norm_",
+    "load",
+    "save",
+    "set_reshard_after_forward",
+    "shard",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'trueshard' has no attribute {name!r}")
+    value = getattr(import_module(f"trueshard.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,212 @@
+"""The only place that touches PyTorch's private names.
+
+Each function says why nothing public serves. ``tests/test_torch_private.py`` calls every one of them, so a release of
+torch that moves one of these names fails there, by name, and not in a user's training run. Supported: torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import _composable_state
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+#: What torch itself keeps in a parameter's ``__dict__``: ``nn.Parameter``'s mark, and ``fully_shard``'s (2.13 on).
+PARAMETER_ATTRIBUTES = frozenset({"_is_param", "_fsdp_orig_uid"})
+
+
+def wrapper_attribute(module: nn.Module) -> str | None:
+    """The attribute under which a naming wrapper holds the user's module, or None for any other module.
+
+    ``torch.compile(module)`` and activation checkpointing's ``checkpoint_wrapper`` put an attribute of their own into
+    every name below them; no public function tells which.
+    """
+    # Asked through sys.modules: a module cannot be an OptimizedModule unless dynamo is imported, which costs a second.
+    import sys
+
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame is not None and isinstance(module, eval_frame.OptimizedModule):
+        return "_orig_mod"
+    if isinstance(module, CheckpointWrapper):
+        return "_checkpoint_wrapped_module"
+    return None
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """True after ``module.compile()``, which no public attribute shows."""
+    return module._compiled_call_impl is not None
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # 2.12 on
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
+    """Every module below ``root`` (itself included) on which ``fully_shard`` was called."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def forget(modules: Iterable[nn.Module]) -> None:
+    """Remove FSDP's registration of ``modules``, so that a failed ``fully_shard`` can be tried again.
+
+    The rest of what ``fully_shard`` does lies in the module's own ``__dict__`` and class; this one is a global table.
+    """
+    for module in modules:
+        _composable_state._module_state_mapping.pop(module, None)
+
+
+def initialise(root: FSDPModule) -> None:
+    """Fix ``root`` as the root of its units, now and not at the first forward.
+
+    Otherwise the first submodule called from outside ``forward`` would take the place of the root, and what FSDP2
+    checks lazily (dtypes, ties) would fail in the first step instead of in ``shard()``.
+    """
+    root._get_fsdp_state()._lazy_init()
+
+
+def refresh_dtypes(root: nn.Module) -> None:
+    """Read again which parameters are trainable: FSDP2 does so once, and a thawed unit would reduce in no dtype."""
+    for module in fsdp_modules(root):
+        for group in _groups(module):
+            group._init_mp_dtypes()
+
+
+def gathered_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+    """(name, sharded parameter, gathered parameter) for each parameter that has been gathered once.
+
+    The gathered parameter is a second object behind the same name; an optimizer made while it is registered holds it.
+    """
+    for module in fsdp_modules(root):
+        for group in _groups(module):
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    yield parameter._param_fqn or "?", parameter.sharded_param, parameter._unsharded_param
+
+
+def is_unsharded(module: FSDPModule) -> bool:
+    """Whether the unit's gathered parameters are registered; no public method tells."""
+    return any(group.is_unsharded for group in _groups(module))
+
+
+def in_pass(module: nn.Module) -> bool:
+    """Whether the unit is in a forward, or recomputes one in backward, right now."""
+    return isinstance(module, FSDPModule) and module._get_fsdp_state()._training_state in (
+        TrainingState.FORWARD,
+        TrainingState.PRE_BACKWARD,
+    )
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in nested containers; ``torch.utils._pytree`` is what knows the registered ones."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def reduces_gradients(module: FSDPModule) -> bool:
+    """What ``set_requires_gradient_sync`` last said for this unit (True for a unit without parameters)."""
+    return all(group.reduce_grads for group in _groups(module))
+
+
+def interrupted(root: FSDPModule) -> bool:
+    """Whether a forward or backward of ``root`` was left by an exception. Call it outside forward and backward."""
+    context = root._get_fsdp_state()._state_ctx
+    if context.iter_forward_root is not None or context.post_backward_final_callback_queued:
+        return True
+    return any(state._training_state != TrainingState.IDLE for state in context.all_states)
+
+
+def reset_iteration(root: FSDPModule) -> None:
+    """``FSDPModule.reset_iter_state`` (2.13 on), and the same for the releases before it."""
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    state = root._get_fsdp_state()
+    context, communication = state._state_ctx, state._comm_ctx
+    communication.all_gather_state = None
+    if hasattr(communication, "reduce_scatter_state"):
+        communication.reduce_scatter_state = None
+    communication.post_forward_order.clear()
+    for each in context.all_states:
+        each._training_state = TrainingState.IDLE
+        group = each._fsdp_param_group
+        if group is None:
+            continue
+        if group._all_gather_result is not None:
+            group.wait_for_unshard()
+        group._training_state = TrainingState.IDLE
+        group._post_forward_indices.clear()
+        group._post_reduce_event = None
+        group._all_reduce_state = None
+        group._reshard_after_forward_event = None
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        group._to_sharded()
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+
+
+def set_reshard_after_forward(module: FSDPModule, policy: bool | int, meshes: dict[Any, DeviceMesh]) -> None:
+    """``FSDPModule.set_reshard_after_forward``, for one unit, that also takes a node size.
+
+    The public setter refuses integers, and ``fully_shard(reshard_after_forward=int)`` makes new process groups for
+    each unit. ``meshes`` is the caller's table of the smaller meshes, so that a size makes its groups once.
+    """
+    if isinstance(policy, bool):
+        module.set_reshard_after_forward(policy, recurse=False)
+        return
+    module._get_fsdp_state()._auto_reshard_after_forward = False
+    for group in _groups(module):
+        mesh = group.mesh_info.mesh
+        if (mesh, policy) not in meshes:
+            ranks = mesh.mesh.view(-1, policy)
+            meshes[mesh, policy] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
+        info = HSDPMeshInfo(meshes[mesh, policy], shard_mesh_dim=1, replicate_mesh_dim=0)
+        group.post_forward_mesh_info = info
+        for parameter in group.fsdp_params:
+            parameter.post_forward_mesh_info = info
+            whole = torch.empty(parameter._orig_size, device="meta")
+            parameter._init_sharded_post_forward_param_metadata(whole)
+
+
+def shard_group(mesh: DeviceMesh) -> Any:
+    """The process group over which the parameters on ``mesh`` (1-D, or replicate × shard) are sharded."""
+    info = FSDPMeshInfo(mesh, shard_mesh_dim=mesh.ndim - 1)
+    return info.shard_process_group
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The local shard without ``to_local()``'s autograd node and view: versions and storages are the shard's own."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def storage_identity(tensor: torch.Tensor) -> int:
+    """A number that two tensors share exactly if they share memory; addresses do not tell (meta tensors' are all 0)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written to in place. torch documents the counter under its private name only."""
+    return int(local(tensor)._version)
+
+
+def at_end_of_backward(function: Any) -> None:
+    """Call ``function()`` once when the running backward has finished. FSDP2 itself has only this way."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward now (activation recomputation included)."""
+    return torch._C._current_graph_task_id() != -1

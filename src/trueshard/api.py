@@ -1,0 +1,261 @@
+"""The public functions: choose a Plan, apply it, and hold the Intent against the result."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from trueshard import _torch, agreement, distributed, intent, names, policies, sharding
+from trueshard.groups import Grouping
+from trueshard.optim.rebind import rebind, watch
+from trueshard.plans import MixedPrecision, Plan
+from trueshard.refusals import refuse
+from trueshard.runtime import Runtime, runtime_of
+from trueshard.snapshot import Snapshot
+from trueshard.units import UnitWords, choose_units
+
+_DEFAULTS: dict[str, Any] = {
+    "units": "auto",
+    "reshard_after_forward": "default",
+    "mixed_precision": None,
+    "activation_checkpointing": "none",
+    "compile": False,
+    "offload": "none",
+    "memory": None,
+}
+
+
+def shard(
+    model: nn.Module,
+    *optimizers: torch.optim.Optimizer,
+    plan: Plan | None = None,
+    mesh: DeviceMesh | None = None,
+    units: UnitWords = "auto",
+    reshard_after_forward: str | int | Mapping[str, str | int | bool] = "default",
+    mixed_precision: MixedPrecisionPolicy | str | None = None,
+    activation_checkpointing: str | Mapping[str, str] = "none",
+    compile: bool = False,
+    offload: str = "none",
+    memory: str | None = None,
+) -> Plan:
+    """Shard ``model`` and ``optimizers`` over ranks, in place. Nothing changes but where the tensors live.
+
+    Collective over the mesh. Either everything is sharded, on every rank, or everything is as it was and an error
+    says why.
+
+    Args:
+        model: any module, or one that ``torch.compile`` returned. On the meta device its shards stay there.
+        optimizers: made before, on the model's parameters; the same objects go on, state included.
+        plan: all choices in one object; the arguments below must then be left out.
+        mesh: 1-D (shard) or 2-D (replicate, shard); None: all ranks shard. Without a process group or a launcher's
+            environment, one rank.
+        units: what is gathered together: ``"auto"``, class name(s), class(es), glob(s) over names, or
+            ``callable(name, module) -> bool``.
+        reshard_after_forward: when gathered parameters are freed. ``"default"``: blocks after forward, the last block
+            and the root after backward. ``"always"``: all after forward. ``"never"``: all after backward.
+            ``"last_layer"``: all but the last block after forward. An integer: reshard to so many ranks. A dict of
+            globs over unit names: each its own, the rest by default.
+        mixed_precision: ``"bf16"`` or ``"fp16"`` (compute in it, reduce in float32), or torch's policy as it stands.
+            The storage dtype is never touched.
+        activation_checkpointing: ``"none"``, ``"full"``, ``"selective"`` (for every block), or a dict of globs.
+        compile: compile every block in place.
+        offload: ``"cpu"`` keeps shards, gradients and optimizer state in host memory.
+        memory: a budget per rank, for what is ``"auto"``; needs the planner.
+
+    Returns:
+        The plan that was applied; ``print`` shows it as a table.
+
+    Raises:
+        ValueError: something in the model, the optimizers or the arguments cannot be sharded as it stands; the message
+            names it and the remedy.
+        TypeError: an argument of the wrong type.
+    """
+    given = dict(
+        units=units,
+        reshard_after_forward=reshard_after_forward,
+        mixed_precision=mixed_precision,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        offload=offload,
+        memory=memory,
+    )
+    _check_arguments(model, optimizers, plan, given)
+    mesh = distributed.ensure_mesh(mesh)
+    before: Any = None
+    error: BaseException | None = None
+    try:
+        before, originals = intent.capture(model, optimizers)
+        refuse(names.unwrap(model), before, originals)
+        resolved = _resolve(model, plan, given, mesh)
+    except (ValueError, TypeError) as caught:
+        error = caught
+    agreement.agree_on_success(error, mesh)
+    facts = [("plan", resolved.to_json())]
+    agreement.agree_on_structure(before, facts, mesh)
+    snapshot = Snapshot(model, optimizers)
+    try:
+        _equalise(model, before, originals, optimizers, mesh)
+        new_of = sharding.apply(model, resolved, mesh)
+        rebind(optimizers, new_of)
+        after, _ = intent.capture(model, optimizers)
+        if words := intent.difference(before, after):
+            raise RuntimeError(f"sharding would change the model: {words}")
+    except BaseException as caught:
+        error = caught
+    try:
+        agreement.agree_on_success(error, mesh)
+    except BaseException:
+        snapshot.restore()
+        raise
+    root = names.unwrap(model)
+    replaced = zip(before.parameters, originals.parameters, strict=True)
+    watch(root, {r.name: p for r, p in replaced if new_of[id(p)] is not p})
+    sharding.warn_about_statistics(root)
+    if len(resolved.units) == 1 and mesh.size() > 1:
+        warnings.warn(
+            "the whole model is one unit, so each rank gathers all of it at once; name its blocks with units=...",
+            stacklevel=2,
+        )
+    return resolved
+
+
+def _check_arguments(model: Any, optimizers: Any, plan: Any, given: Mapping[str, Any]) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard() takes a torch.nn.Module, not {type(model).__name__}")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"shard() takes torch.optim.Optimizer objects after the model, not {optimizer!r}")
+    if any(isinstance(module, FSDPModule) for module in names.unwrap(model).modules()):
+        raise ValueError("the model is sharded already; shard() is called once, on the unsharded model")
+    if plan is not None:
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan must be a trueshard.Plan, not {type(plan).__name__}")
+        if also := [name for name, default in _DEFAULTS.items() if given[name] != default]:
+            raise ValueError(f"plan= holds every choice: leave out {', '.join(also)}, or leave out plan")
+    if given["memory"] is not None:
+        raise ValueError("memory= needs the planner, which this version does not have; leave it out")
+    if given["offload"] not in ("none", "cpu"):
+        raise ValueError(f'offload={given["offload"]!r} is not known; use "none" or "cpu"')
+
+
+def _resolve(model: nn.Module, plan: Plan | None, given: Mapping[str, Any], mesh: DeviceMesh) -> Plan:
+    ranks = tuple(mesh.shape)
+    root = names.unwrap(model)
+    if plan is not None and plan.units:
+        found = Grouping.of_plan(root, plan).units()
+        for unit in found:
+            told = plan.unit(unit.name)
+            if (unit.parameters, unit.dtype) != (told.parameters, told.dtype):
+                raise ValueError(
+                    f"the plan's unit {unit.name or '(root)'!r} has {told.parameters:,} elements of {told.dtype}, the "
+                    f"model's has {unit.parameters:,} of {unit.dtype}: the plan was made for another model"
+                )
+            policies.reshard_values(plan, told.reshard_after_forward, ranks[-1])
+        return dataclasses.replace(plan, ranks=ranks)
+    if plan is None:
+        plan = Plan(
+            reshard_after_forward=given["reshard_after_forward"],
+            activation_checkpointing=given["activation_checkpointing"],
+            mixed_precision=_precision(given["mixed_precision"]),
+            compile=bool(given["compile"]),
+            offload=given["offload"],
+        )
+    grouping = Grouping(root)
+    # Inside a graph of the whole model an embedding's own gathering would only break the graph.
+    compiled = root is not model or _torch.is_compiled_in_place(root)
+    grouping.choose(choose_units(root, given["units"]), split_embeddings=not compiled)
+    plan = dataclasses.replace(plan, units=grouping.units(), replicated=grouping.replications(), ranks=ranks)
+    return policies.apply_words(plan, ranks[-1])
+
+
+def _precision(given: MixedPrecisionPolicy | str | None) -> MixedPrecision | None:
+    if given is None:
+        return None
+    if isinstance(given, MixedPrecisionPolicy):
+        word = [
+            None if dtype is None else str(dtype).removeprefix("torch.")
+            for dtype in (given.param_dtype, given.reduce_dtype, given.output_dtype)
+        ]
+        return MixedPrecision(word[0], word[1], word[2], given.cast_forward_inputs)
+    known = {"bf16": "bfloat16", "fp16": "float16"}
+    if given not in known:
+        raise ValueError(f'mixed_precision={given!r} is not known; use "bf16", "fp16" or a MixedPrecisionPolicy')
+    return MixedPrecision(compute=known[given], reduce="float32")
+
+
+def _equalise(model: nn.Module, before: intent.Intent, originals: intent.Originals, optimizers: Any, mesh: Any) -> None:
+    """Ranks that were initialised differently go on from rank 0's values, and say so."""
+    tensors = list(zip((r.name for r in before.parameters), originals.parameters, strict=True))
+    agreement.announce("parameters", agreement.take_from_first_rank(tensors, mesh))
+    buffers = list(zip((r.name for r in before.buffers), originals.buffers, strict=True))
+    agreement.announce("buffers", agreement.take_from_first_rank(buffers, mesh))
+    name_of = {id(p): r.name for r, p in zip(before.parameters, originals.parameters, strict=True)}
+    state = [
+        (f"{name_of[id(parameter)]}.{key}", value)
+        for optimizer in optimizers
+        for parameter, entries in optimizer.state.items()
+        if id(parameter) in name_of
+        for key, value in entries.items()
+        if isinstance(value, torch.Tensor)
+    ]
+    agreement.announce("tensors of optimizer state", agreement.take_from_first_rank(state, mesh))
+
+
+def sharded(model: nn.Module) -> Runtime:
+    """The runtime of a sharded model.
+
+    Raises:
+        ValueError: ``shard()`` was not called on ``model``.
+    """
+    runtime = runtime_of(names.unwrap(model))
+    if runtime is None:
+        raise ValueError(f"this {type(model).__name__} is not sharded; call trueshard.shard(model, ...) first")
+    return runtime
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module, *, last: bool) -> Iterator[None]:
+    """Backward passes inside reduce gradients only when ``last``; before that they add up on each rank.
+
+    Units with a parameter on which a gradient hook is set reduce every time, since the hook means the global gradient.
+
+    Args:
+        model: a sharded model.
+        last: whether this is the last microbatch before the optimizer's step.
+    """
+    runtime = sharded(model)
+    runtime.root.set_requires_gradient_sync(last)
+    for module in runtime.hooked:
+        module.set_requires_gradient_sync(True, recurse=False)
+    try:
+        yield
+    finally:
+        runtime.root.set_requires_gradient_sync(True)
+
+
+def set_reshard_after_forward(model: nn.Module, policy: str | int | Mapping[str, str | int | bool]) -> None:
+    """Change when gathered parameters are freed, between steps.
+
+    Args:
+        model: a sharded model.
+        policy: as ``shard()``'s argument.
+
+    Raises:
+        ValueError: as in ``shard()``; nothing is changed then.
+    """
+    runtime = sharded(model)
+    plan = dataclasses.replace(runtime.plan, reshard_after_forward=policy)
+    values = policies.reshard_values(plan, policy, runtime.mesh.shape[-1])
+    for (module, _), value in zip(runtime.units, values, strict=True):
+        module.reshard()
+        _torch.set_reshard_after_forward(module, value, runtime.meshes)
+    units = (dataclasses.replace(u, reshard_after_forward=v) for u, v in zip(plan.units, values, strict=True))
+    runtime.plan = dataclasses.replace(plan, units=tuple(units))

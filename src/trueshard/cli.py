@@ -1,0 +1,110 @@
+"""The command line: parse, call, print. What a command does lives in the module it calls.
+
+A wrong input is one line on stderr and exit code 2, whether the option parser finds it or a command. Heavy modules are
+imported inside the command that needs them, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trueshard.train.errors import UserError
+from trueshard.train.signals import STOPPED
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+"""What the option parser raises; typer has carried its own copy of click since 0.20, so it is not always click's."""
+
+assert USAGE_ERROR.__name__ == "UsageError"
+
+Nproc = Annotated[
+    int | None, typer.Option("--nproc", help="Processes to start on this machine.", metavar="N", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a setting, such as train.steps=100; repeatable.", metavar="KEY=VALUE"),
+]
+
+
+@app.callback()
+def _trueshard() -> None:
+    """Fully-sharded training on PyTorch FSDP2."""
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="The configuration, a TOML file.", metavar="CONFIG.toml")],
+    nproc: Nproc = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train a language model; started again, go on from its last checkpoint.
+
+    Starts one process a CUDA device, or one on the CPU, unless --nproc says otherwise. Under torchrun or srun it joins
+    the processes that those have started.
+    """
+    raise typer.Exit(_train(["train", str(config)], config, overrides or [], nproc, cpu_processes=1))
+
+
+@app.command()
+def demo(nproc: Nproc = None, overrides: Overrides = None) -> None:
+    """Train a small model from scratch on Python's own source code, with two CPU processes, in a few minutes."""
+    from trueshard import train as package
+
+    config = Path(package.__file__).parent / "demo.toml"
+    raise typer.Exit(_train(["demo"], config, overrides or [], nproc, cpu_processes=2))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line on `arguments` (default: those of the process); returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        code = typer.main.get_command(app).main(args=given, prog_name="trueshard", standalone_mode=False)
+    except UserError as error:
+        return _wrong(str(error))
+    except USAGE_ERROR as error:
+        message = getattr(error, "format_message", error.__str__)()
+        return _wrong(f"{' '.join(message.split()).rstrip('.')}. See `trueshard --help`.")
+    except (KeyboardInterrupt, typer.Abort):
+        print("Stopped before training began.", file=sys.stderr)
+        return STOPPED
+    return int(code or 0)
+
+
+def _train(command: list[str], path: Path, overrides: list[str], nproc: int | None, cpu_processes: int) -> int:
+    """Be the launcher of a training run or, where one has started this process, a worker of it."""
+    from trueshard.train.launch import launch, launcher_of
+    from trueshard.train.parse import load_config
+
+    config = load_config(path, overrides)
+    launcher = launcher_of(os.environ)
+    if launcher is not None:
+        if nproc is not None:
+            raise UserError(f"--nproc {nproc}: {launcher} has already started the processes; leave --nproc out")
+        from trueshard.train.worker import work
+
+        return work(config)
+
+    from trueshard.train.checkpoints import complete_steps
+    from trueshard.train.preflight import check, check_nproc, default_nproc
+    from trueshard.train.worker import tell_if_complete
+
+    nproc = default_nproc(cpu_processes) if nproc is None else nproc
+    check_nproc(nproc)
+    if tell_if_complete(config, check(config, nproc), aloud=True):
+        return 0
+    code = launch(command + [f"--set={override}" for override in overrides], nproc)
+    if code == STOPPED and not complete_steps(config):
+        print("Stopped before the first checkpoint; the same command begins again.")
+    return code
+
+
+def _wrong(line: str) -> int:
+    print(f"trueshard: {line}", file=sys.stderr)
+    return 2

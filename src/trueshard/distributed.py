@@ -1,0 +1,107 @@
+"""Process group and mesh: taken as the user set them up, made when there is none.
+
+- With a launcher's environment (``torchrun``) the group it describes is joined; without one, a group of one rank is
+  made, so that the same script runs in a notebook. A group made here is closed at exit.
+- The mesh is on the accelerator where there is one and the process group can use it, else on the CPU.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def ensure_process_group() -> None:
+    """Initialise the default process group if the user has not.
+
+    Raises:
+        RuntimeError: the environment describes a launcher only in part; the message names the missing variables.
+    """
+    if dist.is_initialized():
+        return
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    present = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
+    if present and "RANK" in present and len(present) < len(_LAUNCHER_VARIABLES):
+        missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
+        raise RuntimeError(
+            f"{present[0]} is set but {', '.join(missing)} is not: start through torchrun, or unset {present[0]}"
+        )
+    launched = len(present) == len(_LAUNCHER_VARIABLES)
+    backend = "gloo"
+    if accelerator is not None:
+        if launched and "LOCAL_RANK" in os.environ:
+            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        # Both: what rests on the CPU (offload) is reduced there.
+        backend = f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
+    if launched:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(_close)
+
+
+def _close() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def ensure_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """``mesh`` itself after a check, or a 1-D mesh over all ranks.
+
+    Raises:
+        TypeError: not a DeviceMesh.
+        ValueError: not 1-D or 2-D, or a 2-D mesh without dimension names.
+    """
+    if mesh is None:
+        ensure_process_group()
+        return init_device_mesh(_device_type(), (dist.get_world_size(),), mesh_dim_names=("shard",))
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch.distributed DeviceMesh, not {type(mesh).__name__}")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"mesh must be 1-D (shard) or 2-D (replicate, shard), not {mesh.ndim}-D; slice it by name")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ValueError('a 2-D mesh needs names: init_device_mesh(..., mesh_dim_names=("replicate", "shard"))')
+    return mesh
+
+
+def _device_type() -> str:
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        # A group that the user made for the CPU only cannot gather on the accelerator.
+        backends = dist.get_backend_config()
+        if accelerator.type in str(backends) or dist.get_backend() != "gloo":
+            return accelerator.type
+    return "cpu"
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device on which this rank computes."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def is_simulated(mesh: DeviceMesh) -> bool:
+    """Whether the mesh's groups are torch's ``fake`` ones: one process stands for many, and nothing can be compared."""
+    return dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "fake"
+
+
+def gather_objects(value: Any, mesh: DeviceMesh) -> list[Any]:
+    """``value`` of every rank of the mesh, in mesh order. Collective; picklable values only."""
+    values = [value]
+    for dim in reversed(range(mesh.ndim)):
+        group = mesh.get_group(dim)
+        if group.size() == 1 or is_simulated(mesh):
+            continue
+        received: list[Any] = [None] * group.size()
+        dist.all_gather_object(received, values, group=group)
+        values = [each for part in received for each in part]
+    return values

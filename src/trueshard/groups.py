@@ -1,0 +1,229 @@
+"""From chosen modules to units that FSDP2 accepts, with every parameter in exactly one place.
+
+FSDP2 gathers the parameters below a module, less those of the units inside it, and asks of them one dtype and no tie
+with another unit. Where a model does not fit, the unit is split or joined here, before anything is touched:
+
+- a tie across units makes one unit of the modules that own the tied parameter; where those contain one another (or
+  one is the root), the units between them are given up and the tie falls to their common ancestor;
+- the trainable parameters of another dtype in a block become a unit of their own, by module;
+- an embedding's backward does not read its weight, so an embedding outside every block is a unit that is not gathered
+  for backward;
+- what cannot be sharded at all (0-dim, empty, a second trainable dtype inside one module) is replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from trueshard import names
+from trueshard.plans import Plan, Replicated, Unit, UnitKind
+from trueshard.units import has_forward
+
+
+@dataclass
+class _Parameter:
+    name: str
+    tensor: nn.Parameter
+    owners: list[str] = field(default_factory=list)
+    """Names of the modules that hold it, each place of a tie one."""
+
+
+@dataclass
+class _Group:
+    modules: tuple[str, ...]
+    kind: UnitKind
+    why: str
+
+
+class Grouping:
+    """The units of one model: chosen from words (``choose``), or taken from a plan (``of_plan``)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(names.named_modules(model))
+        self.first_name = {id(module): name for name, module in self.modules.items()}
+        self.parameters = self._parameters(model)
+        self.replicated: dict[str, str] = {}
+        self.groups: dict[str, _Group] = {}
+
+    @classmethod
+    def of_plan(cls, model: nn.Module, plan: Plan) -> Grouping:
+        """The same units as ``plan``'s, measured on ``model``.
+
+        Raises:
+            ValueError: the plan names a module or parameter that the model does not have.
+        """
+        self = cls(model)
+        known = {parameter.name for parameter in self.parameters}
+        for unit in plan.units:
+            for module in unit.modules:
+                if module not in self.modules:
+                    near = names.nearest(module, self.modules)
+                    raise ValueError(f"the plan's unit {module!r} is no module of this model.{near}")
+            self.groups[unit.name] = _Group(unit.modules, unit.kind, unit.why)
+        for each in plan.replicated:
+            if each.name not in known:
+                raise ValueError(f"the plan replicates {each.name!r}, which is no parameter of this model")
+            self.replicated[each.name] = each.why
+        if "" not in self.groups:
+            raise ValueError('the plan has no root unit (name ""); take one from shard() and edit that')
+        return self
+
+    def choose(self, chosen: Mapping[str, str], *, split_embeddings: bool) -> None:
+        """Make the units for the ``chosen`` modules (name → why) and what they leave over."""
+        for name, why in chosen.items():
+            self.groups[name] = _Group((name,), "block", why)
+        self.groups[""] = _Group(("",), "root", "root")
+        self._replicate_unshardable()
+        self._join_ties()
+        if split_embeddings:
+            self._split_embeddings()
+        self._split_dtypes()
+
+    # What is where
+
+    def _parameters(self, model: nn.Module) -> list[_Parameter]:
+        found: dict[int, _Parameter] = {}
+        for name, module, _, tensor in names.named_tensors(model, "parameters"):
+            assert isinstance(tensor, nn.Parameter)
+            owner = self._host(self.first_name[id(module)])
+            record = found.setdefault(id(tensor), _Parameter(name, tensor))
+            if owner not in record.owners:
+                record.owners.append(owner)
+        return list(found.values())
+
+    def _host(self, name: str) -> str:
+        """The nearest module, from ``name`` upwards, that has a forward (a ParameterList has none)."""
+        while name and not has_forward(self.modules[name]):
+            name = _parent(name)
+        return name
+
+    def home(self, owner: str) -> str:
+        """The key of the group that gathers what ``owner`` holds."""
+        member = {module: key for key, group in self.groups.items() for module in group.modules}
+        while owner not in member:
+            owner = _parent(owner)
+        return member[owner]
+
+    def _homes(self, parameter: _Parameter) -> set[str]:
+        return {self.home(owner) for owner in parameter.owners}
+
+    # Steps
+
+    def _replicate_unshardable(self) -> None:
+        for parameter in self.parameters:
+            if parameter.tensor.ndim == 0:
+                self.replicated[parameter.name] = "0-dim: nothing to shard"
+            elif parameter.tensor.numel() == 0:
+                self.replicated[parameter.name] = "empty: nothing to shard"
+
+    def _join_ties(self) -> None:
+        for parameter in self.parameters:
+            if parameter.name in self.replicated:
+                continue
+            while len(homes := self._homes(parameter)) > 1:
+                owners = parameter.owners
+                if all(not _nested(a, b) for i, a in enumerate(owners) for b in owners[i + 1 :]):
+                    self._make_tied_unit(owners, homes)
+                    break
+                # One owner contains another: give up the innermost unit between them.
+                inner = max(homes, key=lambda key: (key.count("."), key != ""))
+                del self.groups[inner]
+
+    def _make_tied_unit(self, owners: list[str], homes: set[str]) -> None:
+        members = list(owners)
+        for key in homes:
+            # An owner that is itself a unit, or a member of an earlier tie, brings its group along.
+            if key and set(self.groups[key].modules) & set(owners):
+                members += [module for module in self.groups.pop(key).modules if module not in members]
+        order = list(self.modules)
+        members = [m for m in members if not any(m != other and m.startswith(f"{other}.") for other in members)]
+        members.sort(key=order.index)
+        self.groups[" + ".join(members)] = _Group(tuple(members), "tied", "tied across units")
+
+    def _split_embeddings(self) -> None:
+        tied = {owner for parameter in self.parameters if len(parameter.owners) > 1 for owner in parameter.owners}
+        for name, module in self.modules.items():
+            plain = isinstance(module, nn.Embedding) and set(module._parameters) == {"weight"} and not module._modules
+            if plain and name and name not in tied and self.home(name) == "":
+                self.groups[name] = _Group((name,), "embedding", "embedding: not gathered for backward")
+
+    def _split_dtypes(self) -> None:
+        for key in list(self.groups):
+            mine = [p for p in self.parameters if p.name not in self.replicated and self._homes(p) == {key}]
+            by_dtype: dict[torch.dtype, list[_Parameter]] = {}
+            for parameter in mine:
+                if parameter.tensor.requires_grad:
+                    by_dtype.setdefault(parameter.tensor.dtype, []).append(parameter)
+            if len(by_dtype) > 1:
+                sizes = {d: sum(p.tensor.numel() * p.tensor.itemsize for p in ps) for d, ps in by_dtype.items()}
+                for dtype in sorted(by_dtype, key=lambda d: sizes[d], reverse=True)[1:]:
+                    self._split_off(key, dtype, by_dtype[dtype], mine)
+
+    def _split_off(self, key: str, dtype: torch.dtype, parameters: list[_Parameter], mine: list[_Parameter]) -> None:
+        """Give the trainable ``parameters`` of ``dtype`` a unit of their own, as far as modules allow."""
+        word = str(dtype).removeprefix("torch.")
+        hosts: list[str] = []
+        for parameter in parameters:
+            owner = parameter.owners[0]
+            below = [p for p in mine if any(o == owner or o.startswith(f"{owner}.") for o in p.owners)]
+            pure = all(p.tensor.dtype == dtype for p in below if p.tensor.requires_grad)
+            nested = any(_nested(owner, module) for group in self.groups.values() for module in group.modules if module)
+            unit = owner in self.groups[key].modules
+            if pure and not unit and len(parameter.owners) == 1 and not (nested and self.home(owner) != key):
+                if not any(_nested(owner, host) for host in hosts) and owner not in hosts:
+                    hosts.append(owner)
+            else:
+                self.replicated[parameter.name] = f"trainable {word} beside another dtype in one module"
+        hosts = [h for h in hosts if not any(module.startswith(f"{h}.") for module in self._unit_modules())]
+        if hosts:
+            order = list(self.modules)
+            hosts.sort(key=order.index)
+            inside = f" of {key}" if key else ""
+            self.groups[" + ".join(hosts)] = _Group(tuple(hosts), "dtype", f"trainable {word}{inside}")
+
+    def _unit_modules(self) -> list[str]:
+        return [module for group in self.groups.values() for module in group.modules if module]
+
+    # Result
+
+    def units(self) -> tuple[Unit, ...]:
+        """The units in the order of the model's modules, the root first."""
+        order = {name: i for i, name in enumerate(self.modules)}
+        found = [self._unit(key, group) for key, group in self.groups.items()]
+        return tuple(sorted(found, key=lambda unit: order[unit.modules[0]]))
+
+    def _unit(self, key: str, group: _Group) -> Unit:
+        mine = [p.tensor for p in self.parameters if p.name not in self.replicated and self._homes(p) == {key}]
+        dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in mine})
+        return Unit(
+            name=key,
+            modules=group.modules,
+            kind=group.kind,
+            parameters=sum(tensor.numel() for tensor in mine),
+            bytes=sum(tensor.numel() * tensor.itemsize for tensor in mine),
+            trainable=sum(tensor.numel() for tensor in mine if tensor.requires_grad),
+            dtype="+".join(dtypes) or "-",
+            unshard_in_backward=group.kind != "embedding",
+            why=group.why,
+        )
+
+    def replications(self) -> tuple[Replicated, ...]:
+        """The parameters that every rank holds whole."""
+        return tuple(
+            Replicated(p.name, p.tensor.numel(), self.replicated[p.name])
+            for p in self.parameters
+            if p.name in self.replicated
+        )
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _nested(a: str, b: str) -> bool:
+    """Whether one of two module names lies inside the other (the root contains all)."""
+    return a == b or not a or not b or a.startswith(f"{b}.") or b.startswith(f"{a}.")

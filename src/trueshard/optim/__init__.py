@@ -1,0 +1,1 @@
+"""Optimizers under sharding: the same objects, bound to the shards."""

@@ -1,0 +1,180 @@
+"""The Plan: every choice that sharding makes, as frozen data.
+
+- A plan holds names and numbers only, never a module or a tensor: it can be printed, written as JSON, edited, compared.
+- ``Plan()`` with no units is a set of choices still to be resolved on a model; ``shard()`` returns one with its units.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Recompute = Literal["none", "full", "selective"]
+UnitKind = Literal["root", "block", "embedding", "tied", "dtype"]
+
+#: Dtype names that a mixed-precision choice may hold.
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """In which dtypes a unit computes and reduces; the storage dtype is not part of it and never changes."""
+
+    compute: str | None = None
+    """Dtype of the gathered parameters and of the forward inputs; None: as stored."""
+    reduce: str | None = None
+    """Dtype in which gradients are reduced over ranks; None: the compute dtype."""
+    output: str | None = None
+    """Dtype to which a unit's floating-point outputs are cast; None: as computed."""
+    cast_inputs: bool = True
+    """Whether floating-point forward inputs are cast to the compute dtype."""
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "reduce", "output"):
+            if (dtype := getattr(self, name)) is not None and dtype not in DTYPES:
+                raise ValueError(f"mixed_precision.{name}={dtype!r} is no dtype name; use one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules whose parameters are gathered together, in one collective."""
+
+    name: str
+    """The module's dotted name; several are joined by ``" + "``; the root's is ``""``."""
+    modules: tuple[str, ...]
+    kind: UnitKind
+    parameters: int
+    """Elements, each tied parameter once, units inside this one not counted."""
+    bytes: int
+    """Size in the storage dtype, whole (not per rank)."""
+    trainable: int
+    """Elements that require a gradient."""
+    dtype: str
+    """Storage dtype(s), joined by ``"+"``."""
+    reshard_after_forward: bool | int = True
+    """True: free after forward, gather again in backward. False: keep. An integer: reshard to that many ranks."""
+    activation_checkpointing: Recompute = "none"
+    unshard_in_backward: bool = True
+    """False where backward does not read the parameters (an embedding)."""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """A parameter that FSDP2 cannot shard; every rank holds it whole and its gradient is averaged over ranks."""
+
+    name: str
+    parameters: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which modules are gathered together, when they are freed, in which dtypes they compute, where they rest.
+
+    ``Plan(...)`` without ``units`` is resolved by ``shard(model, plan=...)``; the plan that ``shard()`` returns has them.
+    """
+
+    units: tuple[Unit, ...] = ()
+    replicated: tuple[Replicated, ...] = ()
+    reshard_after_forward: str | int | Mapping[str, str | int | bool] = "default"
+    activation_checkpointing: str | Mapping[str, str] = "none"
+    mixed_precision: MixedPrecision | None = None
+    compile: bool = False
+    offload: Literal["none", "cpu"] = "none"
+    pipeline: bool = False
+    """The model is one stage of a pipeline: a stage runs many microbatches in a row, so ``default`` means ``never``."""
+    ranks: tuple[int, ...] = ()
+    """Mesh shape: (shard,) or (replicate, shard); empty before the plan is resolved."""
+    version: int = field(default=1)
+
+    def __post_init__(self) -> None:
+        if self.pipeline and self.reshard_after_forward == "default":
+            kept = tuple(dataclasses.replace(unit, reshard_after_forward=False) for unit in self.units)
+            object.__setattr__(self, "units", kept)
+
+    def unit(self, name: str) -> Unit:
+        """The unit called ``name``, or one of whose modules is.
+
+        Raises:
+            KeyError: no unit has that name.
+        """
+        for unit in self.units:
+            if name == unit.name or name in unit.modules:
+                return unit
+        raise KeyError(f"no unit is called {name!r}; units: {', '.join(repr(unit.name) for unit in self.units)}")
+
+    def to_json(self) -> str:
+        """The plan as JSON text that ``from_json`` reads back to an equal plan."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """A plan from ``to_json``'s text.
+
+        Raises:
+            ValueError: not JSON, an unknown key, a missing key or a newer version; the message names it.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a plan must be JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise ValueError("a plan must be a JSON object")
+        if data.get("version", 1) != 1:
+            raise ValueError(f"plan version {data['version']} is newer than this library reads (1); update trueshard")
+        data["units"] = tuple(
+            _build(Unit, {**unit, "modules": tuple(unit.get("modules", ()))}, f"units[{i}]")
+            for i, unit in enumerate(data.get("units", ()))
+        )
+        data["replicated"] = tuple(
+            _build(Replicated, each, f"replicated[{i}]") for i, each in enumerate(data.get("replicated", ()))
+        )
+        data["ranks"] = tuple(data.get("ranks", ()))
+        if data.get("mixed_precision") is not None:
+            data["mixed_precision"] = _build(MixedPrecision, data["mixed_precision"], "mixed_precision")
+        plan = _build(cls, data, "plan")
+        assert isinstance(plan, Plan)
+        return plan
+
+    def __str__(self) -> str:
+        head = ("unit", "parameters", "bytes", "trainable", "dtype", "reshard after forward")
+        head += ("activation checkpointing", "why")
+        rows = [head]
+        for unit in self.units:
+            policy = unit.reshard_after_forward
+            reshard = ("yes" if policy else "no") if isinstance(policy, bool) else f"to {policy} ranks"
+            numbers = (f"{unit.parameters:,}", _size(unit.bytes), f"{unit.trainable:,}")
+            name = unit.name or "(root)"
+            rows.append((name, *numbers, unit.dtype, reshard, unit.activation_checkpointing, unit.why))
+        for each in self.replicated:
+            rows.append((each.name, f"{each.parameters:,}", "", "", "", "replicated", "", each.why))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        right = {1, 2, 3}
+        lines = [
+            "  ".join(cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(line))
+            for line in (list(zip(row, widths, strict=True)) for row in rows)
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _build(cls: type, data: Mapping[str, Any], where: str) -> Any:
+    known = {each.name for each in dataclasses.fields(cls)}
+    if unknown := sorted(set(data) - known):
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    try:
+        return cls(**data)
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

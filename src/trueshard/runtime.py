@@ -1,0 +1,229 @@
+"""What happens around a sharded model's forward and backward, beside FSDP2's own hooks.
+
+- A *pass* is one use of the model: its forward, or another method, or a submodule called from outside. All of them
+  gather what they need and register for backward, since FSDP2 itself knows only ``forward``.
+- Before a pass: leftovers of one that an exception cut short are cleared, and units that stayed gathered while their
+  shards changed (an optimizer step after an evaluation) are freed, so that no pass computes with old values.
+- In backward: gradients of replicated parameters are averaged; a double backward is refused where it would fail later.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from trueshard import _torch
+from trueshard.gradients import GradientHooks, ReplicatedGradients
+from trueshard.plans import Plan
+from trueshard.snapshot import Trace
+
+_KEY = "_trueshard"
+
+
+class Runtime:
+    """The sharded model's own record; one for each ``shard()``, kept on the root module."""
+
+    def __init__(self, root: FSDPModule, plan: Plan, mesh: DeviceMesh, replicated: ReplicatedGradients) -> None:
+        self.root = root
+        self.plan = plan
+        self.mesh = mesh
+        self.meshes: dict[Any, DeviceMesh] = {}
+        self.replicated = replicated
+        self.units: list[tuple[FSDPModule, list[nn.Parameter]]] = []
+        """Each unit's first module and its sharded parameters, in the plan's order."""
+        self.hooked: list[FSDPModule] = []
+        """Units with a parameter on which the user set a gradient hook: they reduce in every backward."""
+        self.trace: Trace | None = None
+        self.depth = 0
+        self._versions: dict[FSDPModule, int] = {}
+        self._trainable: list[bool] = []
+        self._reducing = False
+
+    def install(self) -> None:
+        """Put the hooks on the root. Called after every ``fully_shard``."""
+        root: Any = self.root
+        root.__dict__[_KEY] = self
+        self._trainable = self._trainability()
+        begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
+        root.register_forward_pre_hook(lambda *_: begin(), prepend=True)
+        root.register_forward_hook(lambda _module, _args, output: end(output))
+        root.register_forward_hook(lambda *_: self._leave(), always_call=True)
+
+    # Around a pass
+
+    def _begin(self) -> None:
+        if self.depth == 0 and not _torch.in_backward():
+            if _torch.interrupted(self.root):
+                _torch.reset_iteration(self.root)
+            self._free_changed()
+            if (now := self._trainability()) != self._trainable:
+                self._trainable = now
+                self._thaw()
+        self.depth += 1
+
+    def _leave(self) -> None:
+        self.depth = max(0, self.depth - 1)
+
+    def _end(self, output: Any) -> None:
+        for module, parameters in self.units:
+            if _torch.is_unsharded(module):
+                self._versions[module] = sum(_torch.version(p) for p in parameters)
+        if torch.is_grad_enabled():
+            for tensor in _torch.tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._in_backward)
+
+    def _free_changed(self) -> None:
+        for module, parameters in self.units:
+            if _torch.is_unsharded(module):
+                version = sum(_torch.version(p) for p in parameters)
+                if version != self._versions.get(module):
+                    module.reshard()
+
+    def _trainability(self) -> list[bool]:
+        return [parameter.requires_grad for _, parameters in self.units for parameter in parameters]
+
+    def _thaw(self) -> None:
+        """``requires_grad`` changed since the last pass: FSDP2 reads it when it gathers, and dtypes only once."""
+        for module, _ in self.units:
+            module.reshard()
+        for unit, (_, parameters) in zip(self.plan.units, self.units, strict=True):
+            dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+            if len(dtypes) > 1:
+                shown = " and ".join(sorted(str(dtype) for dtype in dtypes))
+                raise RuntimeError(
+                    f"unit {unit.name or '(root)'!r} now has trainable parameters of {shown}, which FSDP2 cannot "
+                    "reduce together: set requires_grad before shard(), so that they become units of their own"
+                )
+        _torch.refresh_dtypes(self.root)
+
+    # In backward
+
+    def _in_backward(self, grad: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: a second backward needs the gathered parameters that the first one frees, whatever "
+                "reshard_after_forward is. Compute this penalty on the model before shard(), or by "
+                "torch.func.jvp/finite differences, which need one backward only"
+            )
+        if not self._reducing and self.replicated.parameters:
+            self._reducing = True
+            _torch.at_end_of_backward(self._reduce_replicated)
+
+    def _reduce_replicated(self) -> None:
+        self._reducing = False
+        if _torch.reduces_gradients(self.root):
+            self.replicated.reduce()
+
+    # Passes other than forward
+
+    def run(self, module: nn.Module, function: Callable[..., Any], gathered: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, so that outside a pass of ``module`` it is one itself.
+
+        Args:
+            module: the unit whose parameters it reads.
+            function: what to call inside a pass.
+            gathered: the same, behind FSDP2's forward hooks.
+        """
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self.depth and module is self.root or _torch.in_pass(module):
+                return function(*args, **kwargs)
+            if module is not self.root:
+                return gathered(*args, **kwargs)
+            try:
+                self._begin()
+                output = gathered(*args, **kwargs)
+                self._end(output)
+                return output
+            finally:
+                self._leave()
+
+        return call
+
+    def gather_in_methods(self, module: FSDPModule, methods: Iterable[str]) -> None:
+        """Make ``methods`` of a unit work like its forward."""
+        for name in methods:
+            function = getattr(module, name)
+            register_fsdp_forward_method(module, name)  # type: ignore[arg-type]
+            gathered = module.__dict__.pop(name)
+            module.__dict__[name] = self.run(module, function, gathered)  # type: ignore[arg-type]
+
+    def gather_in_submodules(self) -> None:
+        """Make the root's own layers work when they are called from outside a pass (``model.encoder(x)``)."""
+        root: Any = self.root
+        root.__dict__["_trueshard_call"] = lambda function, *args, **kwargs: function(*args, **kwargs)
+        register_fsdp_forward_method(root, "_trueshard_call")
+        behind_hooks = root.__dict__["_trueshard_call"]
+        mine = {id(p) for module, parameters in self.units if module is self.root for p in parameters}
+        for module in root.modules():
+            direct = {id(p) for p in module._parameters.values()}
+            if module is root or not direct & mine:
+                continue
+            forward = module.forward
+            gathered = functools.partial(behind_hooks, forward)
+            module.__dict__["forward"] = self.run(root, forward, gathered)
+
+
+def runtime_of(model: nn.Module) -> Runtime | None:
+    """The record that ``shard()`` left on ``model``, or None."""
+    found = model.__dict__.get(_KEY)
+    return found if isinstance(found, Runtime) else None
+
+
+class GatheredOnAccess(nn.Module):
+    """Mixed into the class of an embedding that is a unit: reading its weight in a pass gathers it.
+
+    Its forward does so by FSDP2's hooks; but ``F.linear(hidden, embedding.weight)`` reads it from outside.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if isinstance(value, DTensor) and name in self._parameters and isinstance(self, FSDPModule):
+            runtime = self.__dict__.get(_KEY + "_root")
+            if runtime is not None and runtime.depth:
+                self.unshard()
+                return super().__getattr__(name)
+        return value
+
+
+class CarryOnce:
+    """A forward pre-hook that, at the first pass, gives the gathered parameter what the user set on the original.
+
+    FSDP2 makes the gathered parameter when it gathers for the first time, and keeps that object.
+
+    Args:
+        module: the module that holds the parameter as ``attribute``.
+        attribute: its attribute there.
+        found: the user's attributes.
+        hooks: the user's gradient hooks, if any.
+    """
+
+    def __init__(self, module: nn.Module, attribute: str, found: dict[str, Any], hooks: GradientHooks | None) -> None:
+        self.module, self.attribute, self.found, self.hooks = module, attribute, found, hooks
+        sharded = module._parameters[attribute]
+        assert sharded is not None
+        self.sharded: torch.Tensor = sharded
+
+    def install(self, unit: nn.Module) -> None:
+        """Wait for the first pass of ``unit``, which gathers the parameter."""
+        call = torch.compiler.disable(self._carry)
+        self._handle = unit.register_forward_pre_hook(lambda *_: call())
+
+    def _carry(self) -> None:
+        gathered = self.module._parameters[self.attribute]
+        if gathered is None or isinstance(gathered, DTensor):
+            return
+        self._handle.remove()
+        gathered.__dict__.update(self.found)
+        if (hooks := self.hooks) is not None and gathered.requires_grad:
+            sharded = self.sharded
+            gathered.register_hook(lambda _: hooks.set_aside(sharded))
