@@ -1,13 +1,13 @@
 """The only place that touches PyTorch's private names.
 
 Each function says why nothing public serves. ``tests/test_torch_private.py`` calls every one of them, so a release of
-torch that moves one of these names fails there, by name, and not in a user's training run. Supported: torch 2.11 to 2.13.
+torch that moves one of these names fails there, by name, and not in a user's run. Supported: torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+
+    class ShardedModule(FSDPModule, nn.Module):
+        """A module on which ``fully_shard`` was called; torch's own type does not say that it is a module."""
+else:
+    ShardedModule = FSDPModule
 
 #: What torch itself keeps in a parameter's ``__dict__``: ``nn.Parameter``'s mark, and ``fully_shard``'s (2.13 on).
 PARAMETER_ATTRIBUTES = frozenset({"_is_param", "_fsdp_orig_uid"})
@@ -45,16 +52,16 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
-def _groups(module: FSDPModule) -> list[Any]:
+def _groups(module: ShardedModule) -> list[Any]:
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):  # 2.12 on
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
-def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
+def fsdp_modules(root: nn.Module) -> list[ShardedModule]:
     """Every module below ``root`` (itself included) on which ``fully_shard`` was called."""
-    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+    return [module for module in root.modules() if isinstance(module, ShardedModule)]
 
 
 def forget(modules: Iterable[nn.Module]) -> None:
@@ -66,7 +73,7 @@ def forget(modules: Iterable[nn.Module]) -> None:
         _composable_state._module_state_mapping.pop(module, None)
 
 
-def initialise(root: FSDPModule) -> None:
+def initialise(root: ShardedModule) -> None:
     """Fix ``root`` as the root of its units, now and not at the first forward.
 
     Otherwise the first submodule called from outside ``forward`` would take the place of the root, and what FSDP2
@@ -94,14 +101,14 @@ def gathered_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn
                     yield parameter._param_fqn or "?", parameter.sharded_param, parameter._unsharded_param
 
 
-def is_unsharded(module: FSDPModule) -> bool:
+def is_unsharded(module: ShardedModule) -> bool:
     """Whether the unit's gathered parameters are registered; no public method tells."""
     return any(group.is_unsharded for group in _groups(module))
 
 
 def in_pass(module: nn.Module) -> bool:
     """Whether the unit is in a forward, or recomputes one in backward, right now."""
-    return isinstance(module, FSDPModule) and module._get_fsdp_state()._training_state in (
+    return isinstance(module, ShardedModule) and module._get_fsdp_state()._training_state in (
         TrainingState.FORWARD,
         TrainingState.PRE_BACKWARD,
     )
@@ -112,12 +119,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def reduces_gradients(module: FSDPModule) -> bool:
+def reduces_gradients(module: ShardedModule) -> bool:
     """What ``set_requires_gradient_sync`` last said for this unit (True for a unit without parameters)."""
     return all(group.reduce_grads for group in _groups(module))
 
 
-def interrupted(root: FSDPModule) -> bool:
+def interrupted(root: ShardedModule) -> bool:
     """Whether a forward or backward of ``root`` was left by an exception. Call it outside forward and backward."""
     context = root._get_fsdp_state()._state_ctx
     if context.iter_forward_root is not None or context.post_backward_final_callback_queued:
@@ -125,7 +132,7 @@ def interrupted(root: FSDPModule) -> bool:
     return any(state._training_state != TrainingState.IDLE for state in context.all_states)
 
 
-def reset_iteration(root: FSDPModule) -> None:
+def reset_iteration(root: ShardedModule) -> None:
     """``FSDPModule.reset_iter_state`` (2.13 on), and the same for the releases before it."""
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
@@ -158,7 +165,7 @@ def reset_iteration(root: FSDPModule) -> None:
     context.post_backward_final_callback_queued = False
 
 
-def set_reshard_after_forward(module: FSDPModule, policy: bool | int, meshes: dict[Any, DeviceMesh]) -> None:
+def set_reshard_after_forward(module: ShardedModule, policy: bool | int, meshes: dict[Any, DeviceMesh]) -> None:
     """``FSDPModule.set_reshard_after_forward``, for one unit, that also takes a node size.
 
     The public setter refuses integers, and ``fully_shard(reshard_after_forward=int)`` makes new process groups for

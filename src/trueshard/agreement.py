@@ -48,10 +48,13 @@ def agree_on_structure(intent: Intent, facts: Sequence[tuple[str, Any]], mesh: D
     for rank, theirs in enumerate(everyone):
         for a, b in zip(everyone[0], theirs, strict=False):
             if a != b:
-                raise ValueError(f"ranks were given different models: rank 0 has {' '.join(a)}, rank {rank} {' '.join(b)}")
+                raise ValueError(
+                    f"ranks were given different models: rank 0 has {' '.join(a)}, rank {rank} {' '.join(b)}"
+                )
         if len(theirs) != len(everyone[0]):
-            raise ValueError(f"ranks were given different models: rank 0 has {len(everyone[0])} things, rank {rank} "
-                             f"{len(theirs)}")
+            raise ValueError(
+                f"ranks were given different models: rank 0 has {len(everyone[0])} things, rank {rank} {len(theirs)}"
+            )
 
 
 def agree_on_success(error: BaseException | None, mesh: DeviceMesh) -> None:

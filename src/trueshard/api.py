@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trueshard import _torch, agreement, distributed, intent, names, policies, sharding
+from trueshard._torch import ShardedModule
 from trueshard.groups import Grouping
 from trueshard.optim.rebind import rebind, watch
 from trueshard.plans import MixedPrecision, Plan
@@ -78,15 +79,15 @@ def shard(
             names it and the remedy.
         TypeError: an argument of the wrong type.
     """
-    given = dict(
-        units=units,
-        reshard_after_forward=reshard_after_forward,
-        mixed_precision=mixed_precision,
-        activation_checkpointing=activation_checkpointing,
-        compile=compile,
-        offload=offload,
-        memory=memory,
-    )
+    given = {
+        "units": units,
+        "reshard_after_forward": reshard_after_forward,
+        "mixed_precision": mixed_precision,
+        "activation_checkpointing": activation_checkpointing,
+        "compile": compile,
+        "offload": offload,
+        "memory": memory,
+    }
     _check_arguments(model, optimizers, plan, given)
     mesh = distributed.ensure_mesh(mesh)
     before: Any = None
@@ -133,7 +134,7 @@ def _check_arguments(model: Any, optimizers: Any, plan: Any, given: Mapping[str,
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"shard() takes torch.optim.Optimizer objects after the model, not {optimizer!r}")
-    if any(isinstance(module, FSDPModule) for module in names.unwrap(model).modules()):
+    if any(isinstance(module, ShardedModule) for module in names.unwrap(model).modules()):
         raise ValueError("the model is sharded already; shard() is called once, on the unsharded model")
     if plan is not None:
         if not isinstance(plan, Plan):

@@ -89,7 +89,7 @@ def _train(command: list[str], path: Path, overrides: list[str], nproc: int | No
             raise UserError(f"--nproc {nproc}: {launcher} has already started the processes; leave --nproc out")
         from trueshard.train.worker import work
 
-        return work(config)
+        work(config)
 
     from trueshard.train.checkpoints import complete_steps
     from trueshard.train.preflight import check, check_nproc, default_nproc

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch, names
+from trueshard._torch import ShardedModule
 from trueshard.runtime import Runtime
 from trueshard.snapshot import Snapshot, Trace
 
@@ -32,7 +32,7 @@ def allow_deepcopy(runtime: Runtime, before: Snapshot, apply: Apply) -> None:
     """
     root: Any = runtime.root
     for module in root.modules():
-        if isinstance(module, FSDPModule) and module is not root:
+        if isinstance(module, ShardedModule) and module is not root:
             module.__dict__["__deepcopy__"] = _refuse
     root.__dict__["__deepcopy__"] = lambda memo: _copy(runtime, memo, apply)
     runtime.trace = Trace(before)

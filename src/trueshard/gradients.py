@@ -1,8 +1,8 @@
 """Gradients after reduction: the user's hooks on parameters, and the parameters that every rank holds whole.
 
-- A gradient hook means the gradient of the global batch, as on one device. FSDP2 drops hooks, and reduces after autograd
-  has called its own; so hooks are called here, on the whole reduced gradient, whatever they do with it. That costs one
-  all-gather of the hooked parameter.
+- A gradient hook means the gradient of the global batch, as on one device. FSDP2 drops hooks, and reduces after
+  autograd has called its own; so hooks are called here, on the whole reduced gradient, whatever they do with it. That
+  costs one all-gather of the hooked parameter.
 - The dictionaries in which torch keeps hooks stay the user's own, so a handle made before sharding still removes.
 """
 

@@ -121,17 +121,18 @@ class Grouping:
                 self.replicated[parameter.name] = "empty: nothing to shard"
 
     def _join_ties(self) -> None:
-        for parameter in self.parameters:
-            if parameter.name in self.replicated:
-                continue
-            while len(homes := self._homes(parameter)) > 1:
-                owners = parameter.owners
-                if all(not _nested(a, b) for i, a in enumerate(owners) for b in owners[i + 1 :]):
-                    self._make_tied_unit(owners, homes)
-                    break
+        ties = [p for p in self.parameters if len(p.owners) > 1 and p.name not in self.replicated]
+        given_up: set[str] = set()
+        # Joining for one tie may part another; each round removes a unit or makes one that is not removed again.
+        while parted := [p for p in ties if len(self._homes(p)) > 1]:
+            owners, homes = parted[0].owners, self._homes(parted[0])
+            apart = all(not _nested(a, b) for i, a in enumerate(owners) for b in owners[i + 1 :])
+            if apart and not given_up & set(owners):
+                self._make_tied_unit(owners, homes)
+            else:
                 # One owner contains another: give up the innermost unit between them.
-                inner = max(homes, key=lambda key: (key.count("."), key != ""))
-                del self.groups[inner]
+                inner = max(homes, key=lambda key: (max(m.count(".") for m in self.groups[key].modules), key != ""))
+                given_up |= set(self.groups.pop(inner).modules)
 
     def _make_tied_unit(self, owners: list[str], homes: set[str]) -> None:
         members = list(owners)

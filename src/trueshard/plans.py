@@ -75,7 +75,7 @@ class Replicated:
 class Plan:
     """Which modules are gathered together, when they are freed, in which dtypes they compute, where they rest.
 
-    ``Plan(...)`` without ``units`` is resolved by ``shard(model, plan=...)``; the plan that ``shard()`` returns has them.
+    ``Plan(...)`` without ``units`` is resolved by ``shard(model, plan=...)``; the plan that it returns has them.
     """
 
     units: tuple[Unit, ...] = ()
@@ -141,17 +141,16 @@ class Plan:
         return plan
 
     def __str__(self) -> str:
-        head = ("unit", "parameters", "bytes", "trainable", "dtype", "reshard after forward")
+        head: tuple[str, ...] = ("unit", "parameters", "bytes", "trainable", "dtype", "reshard after forward")
         head += ("activation checkpointing", "why")
-        rows = [head]
+        rows: list[tuple[str, ...]] = [head]
         for unit in self.units:
             policy = unit.reshard_after_forward
             reshard = ("yes" if policy else "no") if isinstance(policy, bool) else f"to {policy} ranks"
             numbers = (f"{unit.parameters:,}", _size(unit.bytes), f"{unit.trainable:,}")
             name = unit.name or "(root)"
             rows.append((name, *numbers, unit.dtype, reshard, unit.activation_checkpointing, unit.why))
-        for each in self.replicated:
-            rows.append((each.name, f"{each.parameters:,}", "", "", "", "replicated", "", each.why))
+        rows += [(r.name, f"{r.parameters:,}", "", "", "", "replicated", "", r.why) for r in self.replicated]
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         right = {1, 2, 3}
         lines = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from trueshard import names
-from trueshard.plans import Plan, Unit
+from trueshard.plans import Plan, Recompute, Unit
 
 RESHARD_WORDS = ("default", "always", "never", "last_layer")
 RECOMPUTE_WORDS = ("none", "full", "selective")
@@ -70,15 +70,15 @@ def _node_size(size: int, shard_ranks: int) -> bool | int:
     return size
 
 
-def recompute_values(units: Sequence[Unit], words: Any) -> list[str]:
+def recompute_values(units: Sequence[Unit], words: Any) -> list[Recompute]:
     """One of ``RECOMPUTE_WORDS`` for each unit: a single word means every block."""
     if isinstance(words, Mapping):
         chosen = _by_glob("activation_checkpointing", units, words)
         for word in words.values():
             _check_recompute(word)
-        return [word or "none" for word in chosen]
+        return [cast(Recompute, word or "none") for word in chosen]
     _check_recompute(words)
-    return [words if unit.kind == "block" else "none" for unit in units]
+    return [cast(Recompute, words if unit.kind == "block" else "none") for unit in units]
 
 
 def _check_recompute(word: Any) -> None:
@@ -90,7 +90,9 @@ def _by_glob(argument: str, units: Sequence[Unit], table: Mapping[str, Any]) -> 
     """For each unit the value of the last glob that matches its name; a glob without a match is an error."""
     chosen: list[Any] = [None] * len(units)
     for glob, word in table.items():
-        hits = [i for i, unit in enumerate(units) if any(fnmatch.fnmatchcase(m, glob) for m in (unit.name, *unit.modules))]
+        hits = [
+            i for i, unit in enumerate(units) if any(fnmatch.fnmatchcase(m, glob) for m in (unit.name, *unit.modules))
+        ]
         if not hits:
             near = names.nearest(glob, [unit.name for unit in units])
             shown = ", ".join(repr(unit.name) for unit in units[:8])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import nn
 
 from trueshard import _torch, names
@@ -38,13 +40,13 @@ def _refuse_shared_memory(intent: Intent, originals: Originals) -> None:
     for record, tensor in zip(intent.parameters, originals.parameters, strict=True):
         if type(tensor) is not nn.Parameter or tensor.numel() == 0:
             continue
-        extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        start = tensor.storage_offset() * tensor.itemsize
+        extent = 1 + sum(int(n - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        start = int(tensor.storage_offset()) * tensor.itemsize
         span = (start, start + extent * tensor.itemsize, record.name)
         spans.setdefault(_torch.storage_identity(tensor), []).append(span)
     for members in spans.values():
         members.sort()
-        for (_, end, one), (start, _, two) in zip(members, members[1:], strict=False):
+        for (_, end, one), (start, _, two) in pairwise(members):
             if start < end:
                 raise ValueError(
                     f"{one!r} and {two!r} are two parameters over the same memory; sharding would make them "

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
+from trueshard._torch import ShardedModule
 from trueshard.gradients import GradientHooks, ReplicatedGradients
 from trueshard.plans import Plan
 from trueshard.snapshot import Trace
@@ -30,19 +31,19 @@ _KEY = "_trueshard"
 class Runtime:
     """The sharded model's own record; one for each ``shard()``, kept on the root module."""
 
-    def __init__(self, root: FSDPModule, plan: Plan, mesh: DeviceMesh, replicated: ReplicatedGradients) -> None:
+    def __init__(self, root: ShardedModule, plan: Plan, mesh: DeviceMesh, replicated: ReplicatedGradients) -> None:
         self.root = root
         self.plan = plan
         self.mesh = mesh
         self.meshes: dict[Any, DeviceMesh] = {}
         self.replicated = replicated
-        self.units: list[tuple[FSDPModule, list[nn.Parameter]]] = []
+        self.units: list[tuple[ShardedModule, list[nn.Parameter]]] = []
         """Each unit's first module and its sharded parameters, in the plan's order."""
-        self.hooked: list[FSDPModule] = []
+        self.hooked: list[ShardedModule] = []
         """Units with a parameter on which the user set a gradient hook: they reduce in every backward."""
         self.trace: Trace | None = None
         self.depth = 0
-        self._versions: dict[FSDPModule, int] = {}
+        self._versions: dict[ShardedModule, int] = {}
         self._trainable: list[bool] = []
         self._reducing = False
 
@@ -135,7 +136,7 @@ class Runtime:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self.depth and module is self.root or _torch.in_pass(module):
+            if torch.compiler.is_compiling() or (self.depth and module is self.root) or _torch.in_pass(module):
                 return function(*args, **kwargs)
             if module is not self.root:
                 return gathered(*args, **kwargs)
@@ -149,13 +150,13 @@ class Runtime:
 
         return call
 
-    def gather_in_methods(self, module: FSDPModule, methods: Iterable[str]) -> None:
+    def gather_in_methods(self, module: ShardedModule, methods: Iterable[str]) -> None:
         """Make ``methods`` of a unit work like its forward."""
         for name in methods:
             function = getattr(module, name)
-            register_fsdp_forward_method(module, name)  # type: ignore[arg-type]
+            register_fsdp_forward_method(module, name)
             gathered = module.__dict__.pop(name)
-            module.__dict__[name] = self.run(module, function, gathered)  # type: ignore[arg-type]
+            module.__dict__[name] = self.run(module, function, gathered)
 
     def gather_in_submodules(self) -> None:
         """Make the root's own layers work when they are called from outside a pass (``model.encoder(x)``)."""
@@ -187,7 +188,7 @@ class GatheredOnAccess(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        if isinstance(value, DTensor) and name in self._parameters and isinstance(self, FSDPModule):
+        if isinstance(value, DTensor) and name in self._parameters and isinstance(self, ShardedModule):
             runtime = self.__dict__.get(_KEY + "_root")
             if runtime is not None and runtime.depth:
                 self.unshard()

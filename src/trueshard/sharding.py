@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -23,6 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch, activation, names
+from trueshard._torch import ShardedModule
 from trueshard.copying import allow_deepcopy, fill
 from trueshard.distributed import device_of
 from trueshard.gradients import GradientHooks, ReplicatedGradients
@@ -116,9 +116,10 @@ def _shard_unit(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if whole:
         options["ignored_params"] = whole
-    fully_shard(members[0] if len(members) == 1 else members, **options)  # type: ignore[call-overload]
+    fully_shard(members[0] if len(members) == 1 else members, **options)
     if not unit.unshard_in_backward:
-        members[0].set_unshard_in_backward(False)  # type: ignore[operator]
+        assert isinstance(members[0], ShardedModule)
+        members[0].set_unshard_in_backward(False)
 
 
 def precision_policy(mixed: MixedPrecision | None) -> MixedPrecisionPolicy:
@@ -146,7 +147,7 @@ class _Carrying:
         places: list[_Place],
         whole: set[nn.Parameter],
     ) -> None:
-        assert isinstance(root, FSDPModule)
+        assert isinstance(root, ShardedModule)
         self.root, self.plan, self.modules, self.places, self.whole = root, plan, modules, places, whole
         self.hooks = {name: GradientHooks(p) for name, _, _, p in places if GradientHooks.on(p)}
         alone = [(name, p, self._take_hooks(name, p)) for name, _, _, p in places if p in whole]
@@ -156,9 +157,9 @@ class _Carrying:
         """A replicated parameter keeps its object, so autograd would call its hooks before the reduction."""
         hooks = self.hooks.get(name)
         if hooks is not None:
-            parameter._backward_hooks = None
+            parameter._backward_hooks = None  # type: ignore[assignment]
             if hooks.after:
-                parameter._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+                parameter._post_accumulate_grad_hooks = None
             if parameter.requires_grad:
                 parameter.register_hook(lambda _: hooks.set_aside(parameter))
         return hooks
@@ -192,13 +193,19 @@ class _Carrying:
         allow_deepcopy(runtime, before, apply)
         return new_of
 
-    def _module(self, unit: Unit) -> FSDPModule:
+    def _module(self, unit: Unit) -> ShardedModule:
         module = self.modules[unit.modules[0]]
-        assert isinstance(module, FSDPModule)
+        assert isinstance(module, ShardedModule)
         return module
 
     def _carry_parameter(
-        self, name: str, module: nn.Module, attribute: str, original: nn.Parameter, new: nn.Parameter, unit: FSDPModule
+        self,
+        name: str,
+        module: nn.Module,
+        attribute: str,
+        original: nn.Parameter,
+        new: nn.Parameter,
+        unit: ShardedModule,
     ) -> None:
         found = attributes_of(original)
         new.__dict__.update(found)
@@ -216,14 +223,14 @@ class _Carrying:
             for unit_name in self.plan_unit(unit).modules:
                 CarryOnce(module, attribute, found, hooks).install(self.modules[unit_name])
 
-    def plan_unit(self, module: FSDPModule) -> Unit:
+    def plan_unit(self, module: ShardedModule) -> Unit:
         """The plan's unit whose first module is ``module``."""
         return next(unit for unit in self.plan.units if self.modules[unit.modules[0]] is module)
 
     def _gather_beside_forward(self) -> None:
         runtime = self.runtime
         runtime.gather_in_submodules()
-        compiled_root = _torch.is_compiled_in_place(self.root)  # type: ignore[arg-type]
+        compiled_root = _torch.is_compiled_in_place(self.root)
         for unit in self.plan.units:
             module = self._module(unit)
             if unit.kind in ("root", "block") and len(unit.modules) == 1 and not compiled_root:

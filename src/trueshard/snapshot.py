@@ -50,11 +50,14 @@ class _TensorState:
     data: torch.Tensor
     attributes: dict[str, Any]
     hooks: Any
+    later_hooks: Any
     grad: torch.Tensor | None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _TensorState:
-        return cls(tensor, tensor.data, dict(tensor.__dict__), tensor._backward_hooks, tensor.grad)
+        later = getattr(tensor, "_post_accumulate_grad_hooks", None)
+        grad = tensor.grad if tensor.is_leaf else None
+        return cls(tensor, tensor.data, dict(tensor.__dict__), tensor._backward_hooks, later, grad)
 
     def restore(self) -> None:
         self.tensor.data = self.data
@@ -62,6 +65,8 @@ class _TensorState:
         self.tensor.__dict__.update(self.attributes)
         if self.tensor._backward_hooks is not self.hooks:
             self.tensor._backward_hooks = self.hooks
+        if getattr(self.tensor, "_post_accumulate_grad_hooks", None) is not self.later_hooks:
+            self.tensor._post_accumulate_grad_hooks = self.later_hooks
         if self.tensor.is_leaf:
             self.tensor.grad = self.grad
 

@@ -171,7 +171,7 @@ def _lists_of_blocks(module: nn.Module, prefix: str) -> dict[str, str]:
     if isinstance(module, _LISTS):
         blocks = [name for name, child in children if _composite(child)]
         if len(blocks) >= 2:
-            return {name: "block of a list" for name in blocks}
+            return dict.fromkeys(blocks, "block of a list")
     found: dict[str, str] = {}
     for name, child in children:
         found.update(_lists_of_blocks(child, name))
@@ -198,7 +198,7 @@ def _lists_of_layers(module: nn.Module, prefix: str) -> dict[str, str]:
     children = _children(module, prefix)
     layers = [name for name, child in children if has_forward(child)]
     if isinstance(module, _LISTS) and len(layers) >= 2:
-        return {name: "layer of a list" for name in layers}
+        return dict.fromkeys(layers, "layer of a list")
     found: dict[str, str] = {}
     for name, child in children:
         found.update(_lists_of_layers(child, name))

@@ -74,9 +74,7 @@ def shard_like(whole: torch.Tensor, like: DTensor) -> DTensor:
         piece = -(-whole.shape[0] // mesh.size(mesh.ndim - 1))
         start = piece * mesh.get_local_rank(mesh.ndim - 1)
         part.copy_(whole.detach()[start : start + local.shape[0]])
-    return DTensor.from_local(
-        part, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return DTensor.from_local(part, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def watch(root: nn.Module, originals: Mapping[str, nn.Parameter]) -> None:

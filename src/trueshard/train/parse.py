@@ -1,0 +1,180 @@
+"""From a TOML file and `--set` overrides to a checked `Config`, or to one line that says what to change.
+
+- An unknown key is answered with the nearest valid one, wherever it lives.
+- A wrong value is answered with the key, what was found and what was wanted.
+- `--set a.b=c` reads c as a TOML value, and as a string where that fails, so that paths need no quotes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from trueshard.train.config import Config
+from trueshard.train.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+WANTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "list_type": "an array",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "model_attributes_type": "a table",
+    "none_required": "nothing",
+    "literal_error": "{expected}",
+    "greater_than_equal": "a value >= {ge}",
+    "greater_than": "a value > {gt}",
+    "less_than_equal": "a value <= {le}",
+    "less_than": "a value < {lt}",
+    "string_too_short": "a string that is not empty",
+    "too_short": "an array of at least {min_length} values",
+    "too_long": "an array of at most {max_length} values",
+    "finite_number": "a finite number",
+}
+
+
+def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a configuration file.
+
+    `overrides` are "section.key=value" strings that win over the file, the last one over the others.
+    Raises `UserError` with one line for a file that is missing or malformed, or a key or value that is wrong.
+    """
+    tree = _read(path)
+    for override in overrides:
+        _override(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"{path}: {_describe(error)}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such configuration file; check the path") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        detail = " ".join(str(error).split())
+        raise UserError(f"{path}: not valid TOML: {detail}; correct that place") from None
+
+
+def _override(tree: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not equals or len(parts) < 2 or not all(parts):
+        raise UserError(f"--set {text}: wanted section.key=value, such as train.steps=100")
+    table = tree
+    for depth, part in enumerate(parts[:-1], start=1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise UserError(f"--set {text}: {'.'.join(parts[:depth])} is a value, not a table; set it itself")
+    table[parts[-1]] = _toml_value(value.strip())
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if list(parsed) == ["value"] else text
+
+
+def _describe(error: ValidationError) -> str:
+    """The first problem in words, and how many more there are."""
+    problems: dict[str, list[Any]] = {}
+    for item in error.errors():
+        problems.setdefault(_dotted(item["loc"]), []).append(item)
+    key, items = next(iter(problems.items()))
+    more = len(problems) - 1
+    return _problem(key, items) + (f" (and {more} more)" if more else "")
+
+
+def _problem(key: str, items: list[Any]) -> str:
+    first = items[0]
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {key}; {_nearest(key)}"
+    if first["type"] == "missing":
+        return f"{key} is missing; set it"
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    wanted = dict.fromkeys(_wanted(item) for item in items)
+    return f"{key}: found {_found(first['input'])}, wanted {' or '.join(wanted)}"
+
+
+def _wanted(item: Any) -> str:
+    template = WANTED.get(item["type"])
+    return template.format(**item.get("ctx", {})) if template else item["msg"]
+
+
+def _found(value: Any) -> str:
+    kinds = {
+        bool: "a boolean",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        list: "an array",
+        dict: "a table",
+    }
+    return f"{json.dumps(value, default=str)} ({kinds.get(type(value), type(value).__name__)})"
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    """The key a problem belongs to: pydantic adds the branch of a union, which is no key."""
+    parts: list[str] = []
+    model: type[BaseModel] | None = Config
+    for part in location:
+        if model is None:
+            break
+        parts.append(str(part))
+        model = _section(model, str(part))
+    return ".".join(parts)
+
+
+def _section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+    for name, field in model.model_fields.items():
+        if key == (field.alias or name):
+            annotation = field.annotation
+            return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    return None
+
+
+def _keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        key = prefix + (field.alias or name)
+        section = _section(model, field.alias or name)
+        keys += _keys(section, key + ".") if section else [key]
+    return keys
+
+
+def _nearest(key: str) -> str:
+    """Where an unknown key probably belongs: the like in its own section first, then anywhere."""
+    section, _, last = key.rpartition(".")
+    keys = _keys()
+    if not section:
+        sections = list(dict.fromkeys(valid.split(".")[0] for valid in keys))
+        near = difflib.get_close_matches(last, sections, n=1, cutoff=0.5)
+        if near:
+            return f"nearest valid one: {near[0]}"
+    own = {valid.rpartition(".")[2]: valid for valid in keys if valid.rpartition(".")[0] == section}
+    every = {valid.rpartition(".")[2]: valid for valid in reversed(keys)}
+    for names, cutoff in ((own, 0.7), (every, 0.85), (own, 0.4), (every, 0.6)):
+        near = difflib.get_close_matches(last, names, n=1, cutoff=cutoff)
+        if near:
+            return f"nearest valid one: {names[near[0]]}"
+    return f"valid ones: {', '.join(own.values() or sections)}"

@@ -1,0 +1,36 @@
+"""How a run is asked to stop: the first signal asks, the second insists.
+
+SIGINT (Ctrl-C), SIGTERM and SIGHUP set a flag that the loop reads between steps, so that it can save first. A second
+signal ends the process at once, even inside a collective: it meets the system's own handling. A worker whose launcher
+has died asks itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPED = 130
+"""Exit code of a run that was stopped and can be resumed, whichever of the signals asked."""
+
+
+class StopRequest:
+    """Installs the handlers; `requested` is what the loop reads."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._parent = os.getppid()
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+
+    @property
+    def requested(self) -> bool:
+        """Whether this rank was asked to stop; ranks agree by an all-reduce of it."""
+        return self._asked or os.getppid() != self._parent
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_DFL)

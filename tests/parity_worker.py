@@ -1,0 +1,158 @@
+"""One rank of the parity helper: a long-lived process that runs test functions sent to it.
+
+- Jobs come over a socket pair, pickled by reference, so a worker imports a test module once and keeps it.
+- Each job gets a fresh gloo process group and a clean global state (seeds, default dtype, environment, caches): what
+  one test left behind cannot reach the next.
+- A thread does nothing but read that socket: when the parent goes away, even by kill -9, the worker leaves at once.
+- SIGUSR1 makes `faulthandler` write every thread's stack to a file, also while the main thread waits in a collective.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import queue
+import random
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank is to run. `call` holds the pickled function and its arguments."""
+
+    rank: int
+    world_size: int
+    port: int
+    """of the TCP store that the parent serves on the loopback interface"""
+    name: str
+    """prefix of this job's keys in the store, never used twice"""
+    timeout: float
+    """seconds that the parent waits; collectives give up earlier, so that they end in a Python traceback"""
+    group: bool
+    """whether the default process group is initialised before the call"""
+    call: bytes
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a job on one rank: a pickled value, or an exception as text."""
+
+    value: bytes = b""
+    error: str = ""
+    """last line of the traceback, as in `ValueError: lr must be positive`; empty if the function returned"""
+    trace: str = ""
+
+
+def plain(value: Any) -> Any:
+    """`value` with every tensor inside dicts, lists and tuples made a detached CPU tensor that owns its memory.
+
+    A DTensor is gathered, which is a collective: every rank must return it.
+    """
+    if isinstance(value, torch.Tensor):
+        if hasattr(value, "full_tensor"):
+            value = value.full_tensor()
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(plain, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value))
+    return value
+
+
+def reset(environment: dict[str, str], folder: str) -> None:
+    """Leaves no trace of the job before: process groups, meshes, seeds, defaults, environment, caches."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    if "torch.distributed.tensor" in sys.modules:
+        # Sharding decisions are cached with the mesh they were made for, and a mesh knows its groups by names
+        # that the next process group uses again.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+    warnings.simplefilter("default")  # forgets which warnings were shown, so that each job shows them again
+    gc.collect()
+    gc.freeze()  # what is alive now is modules and their tables: the next collection need not walk them again
+
+
+def execute(job: Job) -> Answer:
+    try:
+        function, args = pickle.loads(job.call)
+        if job.group:
+            store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=job.timeout))
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(job.name, store),
+                rank=job.rank,
+                world_size=job.world_size,
+                timeout=timedelta(seconds=0.9 * job.timeout),
+            )
+        return Answer(value=pickle.dumps(plain(function(job.rank, job.world_size, *args))))
+    except BaseException as error:  # SystemExit and CheckpointException too: the parent decides what they mean
+        trace = "".join(traceback.format_exception(error))
+        return Answer(error="".join(traceback.format_exception_only(error)).strip(), trace=trace)
+
+
+def serve(descriptor: int, stack_file: str) -> None:
+    """Runs jobs until the parent closes its end of the socket `descriptor`."""
+    connection: Connection = Connection(descriptor)
+    os.set_inheritable(descriptor, False)
+    stacks = Path(stack_file).open("w")  # noqa: SIM115 (open as long as the process lives)
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    torch.set_num_threads(1)
+    environment, folder = dict(os.environ), os.getcwd()
+    messages: queue.Queue[bytes] = queue.Queue()
+    threading.Thread(target=_listen, args=(connection, messages.put), daemon=True).start()
+    connection.send_bytes(pickle.dumps(Answer()))
+    while True:
+        job = pickle.loads(messages.get())
+        if job is None:
+            reset(environment, folder)
+            answer = Answer()
+        else:
+            # A second guard, in C: ends a worker whose endless call holds the interpreter lock, its parent gone.
+            faulthandler.dump_traceback_later(job.timeout + 60, exit=True, file=stacks)
+            answer = execute(job)
+            faulthandler.cancel_dump_traceback_later()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(pickle.dumps(answer))
+
+
+def _listen(connection: Connection, put: Callable[[bytes], None]) -> None:
+    while True:
+        try:
+            put(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)

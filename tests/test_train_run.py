@@ -1,0 +1,335 @@
+"""Whole runs of `trueshard train`, as a user starts them: real processes, a real text, a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trueshard.train.metrics import read_metrics
+
+LIMIT = 120
+"""Seconds that a run may take."""
+CONFIG = """
+[run]
+dir = "run"
+[model]
+architecture = "llama"
+[model.fields]
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+[tokenizer]
+vocab_size = 400
+[data]
+path = "text"
+[train]
+steps = 6
+seed = 11
+sequence_length = 32
+batch_size = 8
+accumulate = 2
+checkpoint_every = 3
+keep = 5
+[optimizer]
+lr = 1e-2
+[schedule]
+warmup_steps = 2
+[sample]
+prompt = "def "
+tokens = 8
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of a fresh terminal: no launcher's variables, one thread a process."""
+    launcher = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+    )
+    kept = {key: value for key, value in os.environ.items() if key not in launcher and not key.startswith("SLURM")}
+    return kept | {"OMP_NUM_THREADS": "1"} | more
+
+
+def start(
+    folder: Path, *options: str, python: tuple[str, ...] = ("-m", "trueshard"), **variables: str
+) -> subprocess.Popen[str]:
+    """Start `trueshard train` in `folder`, in a session of its own, as a terminal would."""
+    return subprocess.Popen(
+        [sys.executable, *python, "train", "train.toml", *options],
+        cwd=folder,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Wait for the end of a run: its exit code, stdout and stderr."""
+    try:
+        out, err = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, out, err
+
+
+def run(folder: Path, *options: str, **variables: str) -> str:
+    """Run to a good end; returns stdout."""
+    code, out, err = end(start(folder, *options, **variables))
+    assert code == 0, out + err
+    assert err == ""
+    return out
+
+
+def make_project(folder: Path) -> Path:
+    """A folder with a text of some hundred kilobytes and the tiny configuration."""
+    folder.mkdir(parents=True)
+    shutil.copytree(
+        Path(sysconfig.get_path("stdlib")) / "json", folder / "text", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    (folder / "train.toml").write_text(CONFIG)
+    return folder
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return read_metrics(folder / "run" / "metrics.jsonl")
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in metrics(folder)]
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+
+
+def workers_of(launcher: int) -> list[int]:
+    """Process ids of a launcher's workers."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher)], capture_output=True, text=True, check=True)
+    return [int(line) for line in found.stdout.split()]
+
+
+def wait_for_steps(folder: Path, process: subprocess.Popen[str], steps: int) -> None:
+    """Wait until a run has taken so many steps."""
+    deadline = time.monotonic() + LIMIT
+    while len(metrics(folder)) < steps:
+        assert process.poll() is None, end(process)
+        assert time.monotonic() < deadline, "no step was taken"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of six steps on two processes, and what it printed."""
+    folder = make_project(tmp_path_factory.mktemp("train") / "finished")
+    return folder, run(folder, "--nproc", "2")
+
+
+@pytest.fixture
+def halfway(finished: tuple[Path, str], tmp_path: Path) -> Path:
+    """A copy of the finished run as a crash after step 5 would have left it: its last checkpoint is of step 3."""
+    folder = tmp_path / "halfway"
+    shutil.copytree(finished[0], folder)
+    shutil.rmtree(folder / "run" / "checkpoints" / "step-00000006")
+    (folder / "run" / "loss.png").unlink()
+    file = folder / "run" / "metrics.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:5], lines[5][:20]]))
+    return folder
+
+
+def test_run_leaves_every_file_and_names_it(finished: tuple[Path, str]) -> None:
+    folder, out = finished
+    for name in ("metrics.jsonl", "loss.png", "sample.txt", "config.json", "data/tokenizer/", "data/tokens.bin"):
+        assert (folder / "run" / name).exists()
+        assert f"run/{name}" in out
+    assert checkpoints(folder) == ["step-00000003", "step-00000006"]
+    assert "run/checkpoints/step-00000003/" in out
+    assert "run/checkpoints/step-00000006/" in out
+    assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "run" / "sample.txt").read_text().startswith("def ")
+    left = {path.name for path in (folder / "run").iterdir()}
+    assert left == {"metrics.jsonl", "loss.png", "sample.txt", "config.json", "data", "checkpoints"}
+
+
+def test_run_shows_steps_entropy_and_sample(finished: tuple[Path, str]) -> None:
+    out = finished[1]
+    assert re.search(r"step 1/6  loss \d\.\d+", out)
+    assert re.search(r"Loss \d\.\d+ nats a token .* unigram entropy of the text \d\.\d+", out)
+    assert "def " in out
+    assert "\r" not in out
+
+
+def test_metrics_hold_one_object_a_step(finished: tuple[Path, str]) -> None:
+    records = metrics(finished[0])
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record["samples"] for record in records] == [8, 16, 24, 32, 40, 48]
+    for record in records:
+        assert {"loss", "grad_norm", "lr", "tokens_per_second"} <= record.keys()
+        assert record["tokens_per_second"] > 0
+    assert records[0]["lr"] == pytest.approx(5e-3)
+    assert records[1]["lr"] == pytest.approx(1e-2)
+    assert records[5]["lr"] == pytest.approx(1e-3)
+    assert records[5]["loss"] < records[0]["loss"]
+
+
+def test_resume_continues_bit_for_bit(finished: tuple[Path, str], halfway: Path) -> None:
+    out = run(halfway, "--nproc", "2")
+    assert "Resumed after step 3" in out
+    for found, expected in zip(metrics(halfway), metrics(finished[0]), strict=True):
+        for key in ("step", "loss", "grad_norm", "lr", "samples"):
+            assert found[key] == expected[key]
+    assert checkpoints(halfway) == ["step-00000003", "step-00000006"]
+    assert (halfway / "run" / "loss.png").exists()
+
+
+def test_resume_on_one_process_sees_the_same_samples(finished: tuple[Path, str], halfway: Path) -> None:
+    run(halfway, "--nproc", "1")
+    assert [record["step"] for record in metrics(halfway)] == [1, 2, 3, 4, 5, 6]
+    assert losses(halfway) == pytest.approx(losses(finished[0]), rel=1e-4)
+
+
+def test_finished_run_says_what_to_change(finished: tuple[Path, str]) -> None:
+    folder, _ = finished
+    before = (folder / "run" / "metrics.jsonl").read_bytes()
+    out = run(folder, "--nproc", "2")
+    assert "complete: 6 steps" in out
+    assert "train.steps" in out
+    assert (folder / "run" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("model.fields.hidden_size=64", "model.fields.hidden_size: is 64"),
+        ("train.seed=12", "train.seed: is 12"),
+        ("tokenizer.vocab_size=401", "tokenizer.vocab_size: is 401"),
+    ],
+)
+def test_resume_with_a_contradiction_is_refused(
+    halfway: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], setting: str, named: str
+) -> None:
+    from trueshard.cli import main
+
+    monkeypatch.chdir(halfway)
+    assert main(["train", "train.toml", "--nproc", "2", "--set", setting]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert named in lines[0]
+    assert "run.dir" in lines[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stop_saves_and_the_same_command_resumes(tmp_path: Path, number: signal.Signals) -> None:
+    folder = make_project(tmp_path / "stopped")
+    long = ("--nproc", "2", "--set", "train.steps=100000", "--set", "train.checkpoint_every=100000")
+    process = start(folder, *long)
+    wait_for_steps(folder, process, 3)
+    process.send_signal(number)
+    code, out, err = end(process)
+    assert code == 130, out + err
+    assert err == ""
+    steps = len(metrics(folder))
+    assert f"Stopped after step {steps}" in out
+    assert checkpoints(folder) == [f"step-{steps:08d}"]
+    if number == signal.SIGTERM:
+        return
+    out = run(folder, "--nproc", "2", "--set", f"train.steps={steps + 2}")
+    assert f"Resumed after step {steps}" in out
+    assert [record["step"] for record in metrics(folder)] == list(range(1, steps + 3))
+
+
+def test_worker_that_dies_ends_the_run(tmp_path: Path) -> None:
+    folder = make_project(tmp_path / "killed")
+    process = start(folder, "--nproc", "2", "--set", "train.steps=100000")
+    wait_for_steps(folder, process, 2)
+    workers = workers_of(process.pid)
+    assert len(workers) == 2
+    os.kill(max(workers), signal.SIGKILL)
+    code, _, err = end(process)
+    assert code == 1
+    assert "was ended by SIGKILL" in err
+
+
+def test_torchrun_starts_workers(finished: tuple[Path, str], halfway: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trueshard")
+    code, out, err = end(start(halfway, python=torchrun))
+    assert code == 0, out + err
+    assert losses(halfway) == losses(finished[0])
+
+
+def test_srun_starts_workers(finished: tuple[Path, str], tmp_path: Path) -> None:
+    folder = make_project(tmp_path / "srun")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    tasks = [
+        start(folder, SLURM_PROCID=str(task), SLURM_LOCALID=str(task), SLURM_NTASKS="2", MASTER_PORT=str(port))
+        for task in range(2)
+    ]
+    results = [end(task) for task in tasks]
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert losses(folder) == losses(finished[0])
+    assert json.loads((folder / "run" / "config.json").read_text())["config"]["train"]["seed"] == 11
+
+
+def test_own_model_directory_and_jsonl(tmp_path: Path) -> None:
+    """GPT-2 with dropout and tied embeddings, its own tokenizer, text as JSONL: resumed, it goes on bit for bit."""
+    folder = make_project(tmp_path / "own")
+    save_gpt2(folder)
+    documents = [file.read_text() for file in sorted((folder / "text").iterdir())]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"body": document}) + "\n" for document in documents))
+    sources = '[model]\npath = "gpt2"\n[data]\npath = "text.jsonl"\nfield = "body"\n[train]'
+    (folder / "train.toml").write_text(re.sub(r"\[model\].*?\[train\]", lambda _: sources, CONFIG, flags=re.DOTALL))
+    run(folder, "--nproc", "2")
+    expected = losses(folder)
+    assert expected[-1] < expected[0]
+    shutil.rmtree(folder / "run" / "checkpoints" / "step-00000006")
+    run(folder, "--nproc", "2")
+    assert losses(folder) == expected
+
+
+def save_gpt2(folder: Path) -> None:
+    """Write a tiny GPT-2 and its tokenizer to `gpt2` in the folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train(
+        [str(file) for file in sorted((folder / "text").iterdir())],
+        trainers.BpeTrainer(vocab_size=500, special_tokens=["<end>"], show_progress=False),
+    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(str(folder / "gpt2"))
+    GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=64, n_embd=32, n_layer=2, n_head=4)).save_pretrained(
+        str(folder / "gpt2")
+    )
+
+
+def test_user_error_in_workers_is_one_line(tmp_path: Path) -> None:
+    folder = make_project(tmp_path / "refused")
+    code, _, err = end(start(folder, "--nproc", "2", "--set", "shard.units=NoSuchBlock"))
+    assert code == 2, err
+    assert len(err.splitlines()) == 1, err
+    assert "NoSuchBlock" in err
