@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from trueshard.cli import main
+from trueshard.train.parse import load_config
 
 CONFIG = """
 [run]
@@ -292,3 +293,8 @@ def test_help_lists_the_commands(capfd: pytest.CaptureFixture[str]) -> None:
     shown = capfd.readouterr().out
     assert "train" in shown
     assert "demo" in shown
+
+
+@pytest.mark.parametrize("name", ["own_text.toml", "continue_model.toml"])
+def test_examples_are_valid_configurations(name: str) -> None:
+    load_config(Path(__file__).parents[1] / "examples" / name)

@@ -312,11 +312,12 @@ def test_own_model_directory_and_jsonl(tmp_path: Path) -> None:
 
 def save_gpt2(folder: Path) -> None:
     """Write a tiny GPT-2 and its tokenizer to `gpt2` in the folder."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train(
         [str(file) for file in sorted((folder / "text").iterdir())],
         trainers.BpeTrainer(vocab_size=500, special_tokens=["<end>"], show_progress=False),

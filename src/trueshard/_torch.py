@@ -47,6 +47,11 @@ def wrapper_attribute(module: nn.Module) -> str | None:
     return None
 
 
+def renames_when_loading(wrapper: nn.Module) -> bool:
+    """Whether a naming wrapper itself puts its attribute into the keys of a state dict that is loaded."""
+    return isinstance(wrapper, CheckpointWrapper)
+
+
 def is_compiled_in_place(module: nn.Module) -> bool:
     """True after ``module.compile()``, which no public attribute shows."""
     return module._compiled_call_impl is not None

@@ -90,42 +90,51 @@ def shard(
     }
     _check_arguments(model, optimizers, plan, given)
     mesh = distributed.ensure_mesh(mesh)
-    before: Any = None
-    error: BaseException | None = None
-    try:
-        before, originals = intent.capture(model, optimizers)
-        refuse(names.unwrap(model), before, originals)
-        resolved = _resolve(model, plan, given, mesh)
-    except (ValueError, TypeError) as caught:
-        error = caught
-    agreement.agree_on_success(error, mesh)
-    facts = [("plan", resolved.to_json())]
-    agreement.agree_on_structure(before, facts, mesh)
     snapshot = Snapshot(model, optimizers)
     try:
-        _equalise(model, before, originals, optimizers, mesh)
-        new_of = sharding.apply(model, resolved, mesh)
-        rebind(optimizers, new_of)
-        after, _ = intent.capture(model, optimizers)
-        if words := intent.difference(before, after):
-            raise RuntimeError(f"sharding would change the model: {words}")
-    except BaseException as caught:
-        error = caught
-    try:
-        agreement.agree_on_success(error, mesh)
+        with _together(mesh):
+            names.hide_wrappers(model)
+            before, originals = intent.capture(model, optimizers)
+            refuse(names.unwrap(model), before, originals)
+            resolved = _resolve(model, plan, given, mesh)
+        agreement.agree_on_structure(before, [("plan", resolved.to_json())], mesh)
+        with _together(mesh):
+            _equalise(before, originals, optimizers, mesh)
+            new_of = sharding.apply(model, resolved, mesh)
+            rebind(optimizers, new_of)
+            after, _ = intent.capture(model, optimizers)
+            if words := intent.difference(before, after):
+                raise RuntimeError(f"sharding would change the model: {words}")
     except BaseException:
         snapshot.restore()
         raise
-    root = names.unwrap(model)
     replaced = zip(before.parameters, originals.parameters, strict=True)
-    watch(root, {r.name: p for r, p in replaced if new_of[id(p)] is not p})
-    sharding.warn_about_statistics(root)
-    if len(resolved.units) == 1 and mesh.size() > 1:
+    watch(names.unwrap(model), {record.name: p for record, p in replaced if new_of[id(p)] is not p})
+    _warn(model, resolved, mesh)
+    return resolved
+
+
+@contextlib.contextmanager
+def _together(mesh: DeviceMesh) -> Iterator[None]:
+    """What is done inside succeeds on every rank of the mesh, or raises on every one. Collective."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
+    agreement.agree_on_success(error, mesh)
+
+
+def _warn(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    if mesh.size() == 1:
+        return
+    if words := sharding.splits_statistics(names.unwrap(model)):
+        warnings.warn(words, stacklevel=3)
+    if len(plan.units) == 1:
         warnings.warn(
             "the whole model is one unit, so each rank gathers all of it at once; name its blocks with units=...",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return resolved
 
 
 def _check_arguments(model: Any, optimizers: Any, plan: Any, given: Mapping[str, Any]) -> None:
@@ -192,7 +201,7 @@ def _precision(given: MixedPrecisionPolicy | str | None) -> MixedPrecision | Non
     return MixedPrecision(compute=known[given], reduce="float32")
 
 
-def _equalise(model: nn.Module, before: intent.Intent, originals: intent.Originals, optimizers: Any, mesh: Any) -> None:
+def _equalise(before: intent.Intent, originals: intent.Originals, optimizers: Any, mesh: Any) -> None:
     """Ranks that were initialised differently go on from rank 0's values, and say so."""
     tensors = list(zip((r.name for r in before.parameters), originals.parameters, strict=True))
     agreement.announce("parameters", agreement.take_from_first_rank(tensors, mesh))

@@ -89,8 +89,8 @@ class _Transparent(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Called by a module above: it will look for this wrapper's child under the child's attribute.
         attribute, _ = self._wrapped()
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            if not key.startswith(f"{prefix}{attribute}."):
+        if not _torch.renames_when_loading(self):
+            for key in [key for key in state_dict if key.startswith(prefix)]:
                 state_dict[f"{prefix}{attribute}.{key[len(prefix) :]}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -6,7 +6,6 @@ What the user set on parameters (attributes, hooks, gradients) is carried to the
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -157,9 +156,9 @@ class _Carrying:
         """A replicated parameter keeps its object, so autograd would call its hooks before the reduction."""
         hooks = self.hooks.get(name)
         if hooks is not None:
-            parameter._backward_hooks = None  # type: ignore[assignment]
+            parameter._backward_hooks = None
             if hooks.after:
-                parameter._post_accumulate_grad_hooks = None
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
             if parameter.requires_grad:
                 parameter.register_hook(lambda _: hooks.set_aside(parameter))
         return hooks
@@ -253,8 +252,8 @@ class _Carrying:
         return self.modules[best]
 
 
-def warn_about_statistics(root: nn.Module) -> None:
-    """Say that batch normalisation sees this rank's part of the batch only."""
+def splits_statistics(root: nn.Module) -> str | None:
+    """A warning if batch normalisation would see one rank's part of the batch only."""
     found = [
         name
         for name, module in names.named_modules(root)
@@ -262,9 +261,9 @@ def warn_about_statistics(root: nn.Module) -> None:
         and not isinstance(module, nn.SyncBatchNorm)
         and module.training
     ]
-    if found:
-        warnings.warn(
-            f"{found[0]!r} (and {len(found) - 1} more) normalises by the statistics of each rank's part of the batch, "
-            "which is not what one device computes; use nn.SyncBatchNorm.convert_sync_batchnorm(model) before shard()",
-            stacklevel=3,
-        )
+    if not found:
+        return None
+    return (
+        f"{found[0]!r} (and {len(found) - 1} more) normalises by the statistics of each rank's part of the batch, which "
+        "is not what one device computes; use nn.SyncBatchNorm.convert_sync_batchnorm(model) before shard()"
+    )

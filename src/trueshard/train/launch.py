@@ -103,7 +103,7 @@ def join(environment: MutableMapping[str, str]) -> Ranks:
     On the CPU, the cores of the machine are shared out among its workers.
     """
     if "RANK" not in environment:
-        environment.update(_from_slurm(environment))
+        environment.update(slurm_to_torch(environment))
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     local_rank = int(environment.get("LOCAL_RANK", rank))
     local_world = int(environment.get("LOCAL_WORLD_SIZE", world))
@@ -144,8 +144,8 @@ def _slurm_tasks(environment: Mapping[str, str]) -> int:
     return int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))
 
 
-def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """torch's variables from those that srun sets for each task."""
+def slurm_to_torch(environment: Mapping[str, str]) -> dict[str, str]:
+    """torch's variables of a worker, from those that srun sets for each task."""
     tasks, nodes = _slurm_tasks(environment), int(environment.get("SLURM_NNODES", "1"))
     node_list = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
     address = _first_node(node_list) if nodes > 1 and node_list else "127.0.0.1"

@@ -75,7 +75,7 @@ def start(config: Config, ready: Ready, ranks: Ranks) -> Trainer:
         data = ready.data.summary
         print(plan)
         print(
-            f"{count / 1e6:.1f}M parameters on {ranks.world} {ranks.device.type} rank{'s' if ranks.world > 1 else ''}; "
+            f"{count:,} parameters on {ranks.world} {ranks.device.type} rank{'s' if ranks.world > 1 else ''}, "
             f"{data.tokens:,} tokens of text in {data.documents:,} documents",
             flush=True,
         )

@@ -55,7 +55,7 @@ def check(config: Config, ranks: int, make: bool = True) -> Ready:
         checkpoints.check_resumable(config, plain_settings(settings))
     if make:
         _check_writable(config)
-    data = prepare(config, source, tokenizer, frozen=bool(steps), make=make)
+    data = prepare(config, source, tokenizer, frozen=bool(steps) or not make, make=make)
     return Ready(settings, data, steps[-1] if steps else 0)
 
 

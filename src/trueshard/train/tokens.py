@@ -93,7 +93,8 @@ def prepare(config: Config, source: Source, tokenizer: Any, frozen: bool, make: 
     if not make:
         raise UserError(f"run.dir: {folder} is not seen by every rank; choose a folder that all machines share")
     made = "reading it" if tokenizer is not None else "training a tokenizer on it"
-    print(f"{source.size() / 1e6:.3g} MB of text: {made}", flush=True)
+    size = source.size()
+    print(f"{f'{size / 1e6:.1f} MB' if size >= 1e6 else f'{size / 1e3:.1f} kB'} of text: {made}", flush=True)
     with _new_folder(folder) as scratch:
         summary = _make(config, source, tokenizer, Path(scratch))
         _checked(TokenData(Path(scratch), summary, config.train.sequence_length), config)

@@ -1,0 +1,146 @@
+"""Contract line 1: names are the user's own, in the user's order, whatever wraps the model."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import trueshard
+from models.handmade import Stack, TiedLanguageModel
+from parity import Ranks
+from training import whole
+
+WRAPPINGS = ["compiled whole", "compiled in place", "compiled block", "recomputed block", "lora"]
+
+
+def wrapped(kinds: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
+    """A stack wrapped in each of ``kinds``, in that order, and the same without what only wraps."""
+    torch.manual_seed(0)
+    plain = model = Stack()
+    for kind in kinds:
+        if kind == "lora":
+            import peft
+
+            base = plain if model is plain else model._orig_mod
+            plain = peft.get_peft_model(base, peft.LoraConfig(target_modules=["up"], r=2))
+            model = plain if model is base else torch.compile(plain, backend="eager")
+        elif kind == "compiled whole":
+            model = torch.compile(plain, backend="eager")
+        elif kind == "compiled in place":
+            plain.compile(backend="eager")
+        else:
+            blocks = next(m for m in plain.modules() if isinstance(m, nn.ModuleList))
+            wrap = checkpoint_wrapper if kind == "recomputed block" else _compile
+            blocks[1] = wrap(blocks[1])
+    return model, plain
+
+
+def _compile(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")
+
+
+def wrappings(rank: int, world_size: int) -> list[str]:
+    torch.manual_seed(0)
+    bare = Stack()
+    x = torch.randn(4, 8)
+    expected = bare(x)
+    checked = []
+    for count in (1, 2, 3):
+        for kinds in itertools.permutations(WRAPPINGS, count):
+            torch._dynamo.reset()
+            if "lora" in kinds and kinds[0] != "lora":
+                continue
+            model, _ = wrapped(kinds)
+            clean = [n for n, _ in wrapped(("lora",) if "lora" in kinds else ())[1].named_parameters()]
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+            trueshard.shard(model, optimizer)
+            assert [n for n, _ in model.named_parameters()] == clean, kinds
+            assert list(model.state_dict()) == clean, kinds
+            inner = getattr(model, "_orig_mod", model)
+            assert [n for n, _ in inner.named_parameters()] == clean, kinds
+            torch.testing.assert_close(model(x), expected)
+            saved = {name: whole(value) for name, value in model.state_dict().items()}
+            model(x).sum().backward()
+            optimizer.step()
+            model.load_state_dict(model.state_dict())
+            assert list(saved) == clean
+            checked.append(" + ".join(kinds))
+    return checked
+
+
+def test_names_under_every_mixture_of_wrappers(ranks2: Ranks) -> None:
+    checked = ranks2.run(wrappings, timeout=240)[0]
+    assert len(checked) > 40
+    assert "lora + recomputed block + compiled whole" in checked
+
+
+def words(rank: int, world_size: int) -> None:
+    for options in (
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": {"layers.1": "full"}},
+    ):
+        torch.manual_seed(0)
+        model = TiedLanguageModel()
+        names = [n for n, _ in model.named_parameters(remove_duplicate=False)]
+        keys = list(model.state_dict())
+        modules = [n for n, _ in model.named_modules()]
+        buffers = [n for n, _ in model.named_buffers()]
+        trueshard.shard(model, **options)
+        model(torch.randint(0, 64, (2, 4))).sum().backward()
+        assert [n for n, _ in model.named_parameters(remove_duplicate=False)] == names
+        assert list(model.state_dict()) == keys
+        assert [n for n, _ in model.named_modules()] == modules
+        assert [n for n, _ in model.named_buffers()] == buffers
+
+
+def test_activation_checkpointing_adds_no_prefix(ranks2: Ranks) -> None:
+    ranks2.run(words)
+
+
+def load_clean_keys(rank: int, world_size: int) -> None:
+    """A compiled model takes and gives the keys of a model that never was compiled."""
+    torch.manual_seed(0)
+    source = Stack()
+    model, _ = wrapped(("compiled block", "compiled whole"))
+    trueshard.shard(model)
+    sharded = Stack()
+    trueshard.shard(sharded)
+    model.load_state_dict(sharded.state_dict())
+    for (name, mine), theirs in zip(model.state_dict().items(), source.state_dict().values(), strict=True):
+        if world_size > 1:
+            assert name in source.state_dict()
+        assert whole(mine).shape == theirs.shape
+
+
+def test_state_dict_moves_between_compiled_and_plain_models(ranks2: Ranks) -> None:
+    ranks2.run(load_clean_keys)
+
+
+@pytest.mark.compiles
+def test_inductor_compiles_the_blocks_in_place(ranks2: Ranks) -> None:
+    ranks2.run(compiled_blocks, timeout=280)
+
+
+def compiled_blocks(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    reference, model = Stack(), None
+    torch.manual_seed(0)
+    model = Stack()
+    names = list(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trueshard.shard(model, optimizer, compile=True)
+    expected = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(2):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        for each, steps in ((model, optimizer), (reference, expected)):
+            each(x).pow(2).mean().backward()
+            steps.step()
+            steps.zero_grad()
+    assert list(model.state_dict()) == names
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine), theirs.detach(), rtol=1e-4, atol=1e-5)

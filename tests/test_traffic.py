@@ -1,0 +1,108 @@
+"""Bytes received in a step equal the limit formula, for every reshard policy; no padding by choice of sizes.
+
+P parameters, T trainable, N ranks, f = (N-1)/N, b_p and b_r bytes in the compute and reduce dtype, P_bwd what backward
+gathers: reshard always f·b_p·(P + P_bwd) + f·b_r·T; never f·b_p·P + f·b_r·T; k ranks f·b_p·P + (k-1)/k·b_p·P_bwd +
+f·b_r·T.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trueshard
+from parity import Ranks
+from traffic import Traffic
+
+LAYERS = 4
+
+
+def llama(tied: bool = False) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def count(rank: int, world_size: int, words: dict[str, Any], tied: bool, freeze: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = llama(tied)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not freeze or freeze not in name)
+    sizes = {n: p.numel() for n, p in model.named_parameters()}
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    plan = trueshard.shard(model, **words)
+    ids = torch.randint(0, 96, (2, 8))
+    for _ in range(2):  # the second step: nothing is made for the first time
+        with Traffic() as traffic:
+            model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+    unit = {u.name: u.parameters for u in plan.units}
+    return {"received": traffic.received, "sizes": sizes, "trainable": trainable, "units": unit}
+
+
+def parts(result: dict[str, Any]) -> tuple[int, int, int, int]:
+    """(P, the embedding, the root unit, the last block), in elements."""
+    units = result["units"]
+    embedding = units.get("model.embed_tokens", 0)
+    return sum(result["sizes"].values()), embedding, units[""], units[f"model.layers.{LAYERS - 1}"]
+
+
+POLICIES = ["always", "never", "default", "last_layer"]
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_bytes_of_a_step_are_the_limit(
+    policy: str, precision: str | None, size: int, ranks2: Ranks, ranks3: Ranks
+) -> None:
+    ranks = {2: ranks2, 3: ranks3}[size]
+    words = {"reshard_after_forward": policy, "mixed_precision": precision}
+    for result in ranks.run(count, words, False, ""):
+        everything, embedding, root, last = parts(result)
+        again = {
+            "always": everything - embedding,
+            "never": 0,
+            "default": everything - embedding - root - last,
+            "last_layer": everything - embedding - last,
+        }[policy]
+        f = (size - 1) / size
+        compute = 2 if precision else 4
+        assert embedding == 96 * 48
+        assert result["received"]["all_gather"] == pytest.approx(f * compute * (everything + again), rel=1e-12)
+        assert result["received"]["reduce_scatter"] == pytest.approx(f * 4 * everything, rel=1e-12)
+        assert result["received"]["all_reduce"] == 0
+
+
+def test_a_node_size_gathers_again_inside_the_node(ranks4: Ranks) -> None:
+    for result in ranks4.run(count, {"reshard_after_forward": 2}, False, ""):
+        everything, embedding, _, _ = parts(result)
+        assert result["received"]["all_gather"] == pytest.approx(
+            3 / 4 * 4 * everything + 1 / 2 * 4 * (everything - embedding), rel=1e-12
+        )
+
+
+def test_a_tied_embedding_is_gathered_with_the_root(ranks2: Ranks) -> None:
+    for result in ranks2.run(count, {"reshard_after_forward": "always"}, True, ""):
+        everything, embedding, _, _ = parts(result)
+        assert embedding == 0
+        assert result["received"]["all_gather"] == pytest.approx(1 / 2 * 4 * 2 * everything, rel=1e-12)
+
+
+def test_what_is_frozen_is_not_reduced(ranks2: Ranks) -> None:
+    for result in ranks2.run(count, {"reshard_after_forward": "always"}, False, "mlp"):
+        everything = sum(result["sizes"].values())
+        assert result["trainable"] == everything - LAYERS * 3 * 48 * 96
+        assert result["received"]["reduce_scatter"] == pytest.approx(1 / 2 * 4 * result["trainable"], rel=1e-12)

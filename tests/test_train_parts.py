@@ -1,0 +1,110 @@
+"""The small parts of the trainer: schedule, text, metrics file, Slurm's variables, the bundled configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from trueshard import train
+from trueshard.train.config import DataSection, ScheduleSection
+from trueshard.train.launch import launcher_of, slurm_to_torch
+from trueshard.train.metrics import MetricsFile, read_metrics
+from trueshard.train.model import architecture
+from trueshard.train.optimizer import learning_rate
+from trueshard.train.parse import load_config
+from trueshard.train.text import find
+
+DEMO = Path(train.__file__).parent / "demo.toml"
+
+
+def test_demo_is_a_llama_of_ten_million_parameters() -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(DEMO)
+    assert config.tokenizer.vocab_size is not None
+    settings = architecture(config, config.tokenizer.vocab_size)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings)
+    assert settings.model_type == "llama"
+    assert 9e6 < sum(parameter.numel() for parameter in model.parameters()) < 11e6
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [("constant", [0.5, 1.0, 1.0, 1.0]), ("linear", [0.5, 1.0, 0.55, 0.1]), ("cosine", [0.5, 1.0, 0.55, 0.1])],
+)
+def test_learning_rate_rises_then_falls_to_its_final_part(decay: str, expected: list[float]) -> None:
+    section = ScheduleSection.model_validate({"warmup_steps": 10, "decay": decay, "final": 0.1})
+    found = [learning_rate(section, peak=1.0, step=step, steps=30) for step in (5, 10, 20, 30)]
+    assert found == pytest.approx(expected)
+
+
+def test_learning_rate_without_warmup_begins_near_the_peak() -> None:
+    assert learning_rate(ScheduleSection(), peak=1.0, step=1, steps=1000) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.md", "a.txt", "a/.hidden.txt", ".git/x.txt", "c.bin", "empty.txt"):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("" if name == "empty.txt" else name)
+    assert list(find(DataSection(path=str(tmp_path))).documents()) == ["a.txt", "a/z.md", "b.txt"]
+    assert list(find(DataSection(path=str(tmp_path), include=["*.md"])).documents()) == ["a/z.md"]
+
+
+def test_single_file_and_jsonl(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("whole")
+    (tmp_path / "lines.jsonl").write_text('{"text": "one"}\n{"text": ""}\n\n{"text": "two", "more": 1}\n')
+    assert list(find(DataSection(path=str(tmp_path / "one.txt"))).documents()) == ["whole"]
+    assert list(find(DataSection(path=str(tmp_path / "lines.jsonl"))).documents()) == ["one", "two"]
+
+
+def test_standard_library_leaves_tests_and_packages_out() -> None:
+    source = find(DataSection(path="stdlib"))
+    names = {file.relative_to(source.root).as_posix() for file in source.files}
+    assert "json/decoder.py" in names
+    assert not any(part in name.split("/") for name in names for part in ("test", "site-packages", "idle_test"))
+    assert source.size() > 5e6
+
+
+def test_metrics_file_drops_what_a_resume_takes_again(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 6)) + '{"step": 6, "lo')
+    resumed = MetricsFile(file, 3)
+    resumed.write({"step": 4, "loss": 2.0})
+    resumed.close()
+    assert [(record["step"], record["loss"]) for record in read_metrics(file)] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 1.0),
+        (4, 2.0),
+    ]
+
+
+def test_slurm_variables_become_those_of_torch() -> None:
+    task = {
+        "SLURM_PROCID": "5",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "2",
+        "SLURM_NTASKS": "7",
+        "SLURM_NNODES": "3",
+        "SLURM_STEP_NODELIST": "gpu[03-04,7],cpu1",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2),3",
+        "SLURM_JOB_ID": "123456",
+    }
+    found = slurm_to_torch(task)
+    assert found["MASTER_ADDR"] == "gpu03"
+    assert (found["RANK"], found["WORLD_SIZE"]) == ("5", "7")
+    assert (found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("1", "3")
+    assert 1024 < int(found["MASTER_PORT"]) < 65536
+    assert slurm_to_torch(task | {"MASTER_PORT": "4242"})["MASTER_PORT"] == "4242"
+
+
+def test_who_started_a_process_is_read_from_its_environment() -> None:
+    assert launcher_of({}) is None
+    assert launcher_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+    assert launcher_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}) == "srun"
+    assert launcher_of({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}) == "torchrun"
