@@ -138,10 +138,23 @@ def interrupted(root: ShardedModule) -> bool:
 
 
 def reset_iteration(root: ShardedModule) -> None:
-    """``FSDPModule.reset_iter_state`` (2.13 on), and the same for the releases before it."""
+    """``FSDPModule.reset_iter_state`` (2.13 on), the same for the releases before it, and gathered gradients dropped.
+
+    A backward that was cut short leaves gradients on gathered parameters, which the next one would add to its own.
+    """
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
-        return
+    else:
+        _reset_iteration_before_2_13(root)
+    for module in fsdp_modules(root):
+        for group in _groups(module):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+
+def _reset_iteration_before_2_13(root: ShardedModule) -> None:
     state = root._get_fsdp_state()
     context, communication = state._state_ctx, state._comm_ctx
     communication.all_gather_state = None
@@ -150,22 +163,17 @@ def reset_iteration(root: ShardedModule) -> None:
     communication.post_forward_order.clear()
     for each in context.all_states:
         each._training_state = TrainingState.IDLE
-        group = each._fsdp_param_group
-        if group is None:
-            continue
-        if group._all_gather_result is not None:
-            group.wait_for_unshard()
-        group._training_state = TrainingState.IDLE
-        group._post_forward_indices.clear()
-        group._post_reduce_event = None
-        group._all_reduce_state = None
-        group._reshard_after_forward_event = None
-        group._partial_reduce_output = None
-        for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
-        group._to_sharded()
+    for module in fsdp_modules(root):
+        for group in _groups(module):
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
+            group._training_state = TrainingState.IDLE
+            group._post_forward_indices.clear()
+            group._post_reduce_event = None
+            group._all_reduce_state = None
+            group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._to_sharded()
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
 
@@ -210,8 +218,11 @@ def storage_identity(tensor: torch.Tensor) -> int:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` was written to in place. torch documents the counter under its private name only."""
-    return int(local(tensor)._version)
+    """A number that grows when ``tensor`` is written to in place, through it or through its local shard.
+
+    torch documents the counter under its private name only. DTensor's dispatch counts on the wrapper alone.
+    """
+    return int(tensor._version) + (int(tensor._local_tensor._version) if isinstance(tensor, DTensor) else 0)
 
 
 def at_end_of_backward(function: Any) -> None:

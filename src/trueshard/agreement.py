@@ -29,18 +29,18 @@ def agree_on_structure(intent: Intent, facts: Sequence[tuple[str, Any]], mesh: D
 
     Args:
         intent: this rank's.
-        facts: (what it is called, value with a stable ``repr``): the arguments of ``shard()``.
+        facts: (what it is called, value with a stable ``repr``): what follows from the arguments of ``shard()``.
         mesh: the ranks.
 
     Raises:
         ValueError: names the first thing that differs and the rank.
     """
-    mine = [(f"argument {name}", repr(value)) for name, value in facts]
-    mine += [(f"parameter {r.name!r}", repr((r.names, r.shape, r.dtype, r.requires_grad))) for r in intent.parameters]
+    mine = [(f"parameter {r.name!r}", repr((r.names, r.shape, r.dtype, r.requires_grad))) for r in intent.parameters]
     mine += [(f"buffer {r.name!r}", repr((r.names, r.shape, r.dtype))) for r in intent.buffers]
     for i, optimizer in enumerate(intent.optimizers):
         groups = [group.parameters for group in optimizer.groups]
         mine.append((f"optimizer {i}", repr((optimizer.kind, groups, sorted(optimizer.state.items())))))
+    mine += [(name, repr(value)) for name, value in facts]
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(gather_objects(digest, mesh))) == 1:
         return

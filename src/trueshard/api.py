@@ -97,7 +97,9 @@ def shard(
             before, originals = intent.capture(model, optimizers)
             refuse(names.unwrap(model), before, originals)
             resolved = _resolve(model, plan, given, mesh)
-        agreement.agree_on_structure(before, [("plan", resolved.to_json())], mesh)
+        facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key != "units"]
+        facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
+        agreement.agree_on_structure(before, facts, mesh)
         with _together(mesh):
             _equalise(before, originals, optimizers, mesh)
             new_of = sharding.apply(model, resolved, mesh)

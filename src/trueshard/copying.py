@@ -45,8 +45,7 @@ def _refuse(memo: dict[int, Any]) -> Any:
 def _copy(runtime: Runtime, memo: dict[int, Any], apply: Apply) -> nn.Module:
     root: Any = runtime.root
     assert runtime.trace is not None
-    for module, _ in runtime.units:
-        module.reshard()
+    runtime.free()
     sources = {name: t for kind in ("parameters", "buffers") for name, _, _, t in names.named_tensors(root, kind)}
     for tensor in sources.values():
         if isinstance(tensor, DTensor):

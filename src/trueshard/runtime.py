@@ -2,8 +2,9 @@
 
 - A *pass* is one use of the model: its forward, or another method, or a submodule called from outside. All of them
   gather what they need and register for backward, since FSDP2 itself knows only ``forward``.
-- Before a pass: leftovers of one that an exception cut short are cleared, and units that stayed gathered while their
-  shards changed (an optimizer step after an evaluation) are freed, so that no pass computes with old values.
+- Before a pass: leftovers of one that an exception cut short are cleared, and a thawed parameter is taken notice of.
+- After a pass without gradients every unit is freed, and before a pass every unit whose shards were written to. FSDP2
+  would keep the root gathered until the next backward, and compute with old values after a step or a swap of weights.
 - In backward: gradients of replicated parameters are averaged; a double backward is refused where it would fail later.
 """
 
@@ -43,6 +44,7 @@ class Runtime:
         """Units with a parameter on which the user set a gradient hook: they reduce in every backward."""
         self.trace: Trace | None = None
         self.depth = 0
+        self._kept = 0
         self._versions: dict[ShardedModule, int] = {}
         self._trainable: list[bool] = []
         self._reducing = False
@@ -71,30 +73,52 @@ class Runtime:
 
     def _leave(self) -> None:
         self.depth = max(0, self.depth - 1)
+        if self.depth == 0 and not self._kept and not torch.is_grad_enabled() and not _torch.in_backward():
+            self.free()
 
     def _end(self, output: Any) -> None:
-        for module, parameters in self.units:
-            if _torch.is_unsharded(module):
-                self._versions[module] = sum(_torch.version(p) for p in parameters)
         if torch.is_grad_enabled():
             for tensor in _torch.tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._in_backward)
 
-    def _free_changed(self) -> None:
         for module, parameters in self.units:
             if _torch.is_unsharded(module):
-                version = sum(_torch.version(p) for p in parameters)
-                if version != self._versions.get(module):
-                    module.reshard()
+                self._versions[module] = sum(map(_torch.version, parameters))
+
+    def _free_changed(self) -> None:
+        """A pass that no backward followed left units gathered; free those whose shards were written to since."""
+        for module, parameters in self.units:
+            if _torch.is_unsharded(module) and self._versions.get(module) != sum(map(_torch.version, parameters)):
+                module.reshard()
+
+    def free(self) -> None:
+        """Free every gathered parameter; a backward that needs one gathers it again."""
+        for module, _ in self.units:
+            module.reshard()
+
+    def keep_gathered_in(self, method: str) -> None:
+        """Passes inside ``method`` of the root (a ``generate``) keep what the plan keeps; it is freed at its end."""
+        function = getattr(self.root, method)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._kept += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._kept -= 1
+                if not self._kept and not self.depth:
+                    self.free()
+
+        self.root.__dict__[method] = call
 
     def _trainability(self) -> list[bool]:
         return [parameter.requires_grad for _, parameters in self.units for parameter in parameters]
 
     def _thaw(self) -> None:
         """``requires_grad`` changed since the last pass: FSDP2 reads it when it gathers, and dtypes only once."""
-        for module, _ in self.units:
-            module.reshard()
+        self.free()
         for unit, (_, parameters) in zip(self.plan.units, self.units, strict=True):
             dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
             if len(dtypes) > 1:
@@ -196,6 +220,16 @@ class GatheredOnAccess(nn.Module):
         return value
 
 
+def after_gathering(unit: nn.Module, function: Callable[[], Any]) -> Any:
+    """Call ``function()`` when ``unit`` has gathered, before the user's own forward pre-hooks; returns the handle."""
+    call = torch.compiler.disable(function)
+    hooks: Any = unit._forward_pre_hooks
+    gather = next(iter(hooks))  # FSDP2 puts its hook first
+    handle = unit.register_forward_pre_hook(lambda *_: call() and None, prepend=True)
+    hooks.move_to_end(gather, last=False)
+    return handle
+
+
 class CarryOnce:
     """A forward pre-hook that, at the first pass, gives the gathered parameter what the user set on the original.
 
@@ -216,8 +250,7 @@ class CarryOnce:
 
     def install(self, unit: nn.Module) -> None:
         """Wait for the first pass of ``unit``, which gathers the parameter."""
-        call = torch.compiler.disable(self._carry)
-        self._handle = unit.register_forward_pre_hook(lambda *_: call())
+        self._handle = after_gathering(unit, self._carry)
 
     def _carry(self) -> None:
         gathered = self.module._parameters[self.attribute]

@@ -29,7 +29,7 @@ from trueshard.intent import attributes_of
 from trueshard.methods import methods_that_compute
 from trueshard.optim.rebind import shard_like
 from trueshard.plans import MixedPrecision, Plan, Unit
-from trueshard.runtime import CarryOnce, GatheredOnAccess, Runtime
+from trueshard.runtime import CarryOnce, GatheredOnAccess, Runtime, after_gathering
 from trueshard.snapshot import Snapshot
 
 
@@ -234,12 +234,13 @@ class _Carrying:
             module = self._module(unit)
             if unit.kind in ("root", "block") and len(unit.modules) == 1 and not compiled_root:
                 runtime.gather_in_methods(module, methods_that_compute(self.modules[unit.name]))
+            if unit.kind == "root" and callable(getattr(module, "generate", None)):
+                runtime.keep_gathered_in("generate")
             if unit.kind == "embedding":
                 module.__dict__["_trueshard_root"] = runtime
             if unit.kind in ("tied", "dtype"):
                 outer = self._enclosing(unit)
-                unshard = torch.compiler.disable(module.unshard)
-                outer.register_forward_pre_hook(lambda *_, unshard=unshard: unshard() and None)
+                after_gathering(outer, module.unshard)
 
     def _enclosing(self, unit: Unit) -> nn.Module:
         """The innermost other unit around all modules of ``unit``: its forward may read them without calling them."""

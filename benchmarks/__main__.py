@@ -1,0 +1,61 @@
+"""``python -m benchmarks [name …]``: run them, show the tables, and keep the figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib import import_module
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import machine
+from benchmarks.table import Table
+
+NAMES = ("step", "shard_time", "traffic")
+
+
+def main() -> None:
+    """Run the benchmarks that were named, or all of them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure what TrueShard costs.")
+    # Not choices=: with nargs="*" argparse would refuse that none is given.
+    parser.add_argument("names", nargs="*", metavar="name", help=f"one of {', '.join(NAMES)}; all when left out")
+    parser.add_argument("--json", type=Path, default=Path("build/benchmarks.json"), help="where the figures go")
+    parser.add_argument("--markdown", type=Path, help="write the tables to this file, too")
+    given = parser.parse_args()
+    for name in given.names:
+        if name not in NAMES:
+            parser.error(f"no benchmark is called {name!r}; use {', '.join(NAMES)}")
+    console = Console()
+    where = machine.describe()
+    console.print(where, style="dim", end="\n\n")
+    tables = []
+    for name in given.names or NAMES:
+        with console.status(f"{name} …"):
+            table: Table = import_module(f"benchmarks.{name}").run()
+        table.show(console)
+        tables.append(table)
+        _write(given.json, json.dumps({"machine": where, "benchmarks": [each.data() for each in tables]}, indent=1))
+    console.print(f"Figures: {given.json}")
+    if given.markdown is not None:
+        _write(given.markdown, _page(where, tables))
+        console.print(f"Tables: {given.markdown}")
+
+
+def _page(where: str, tables: list[Table]) -> str:
+    head = (
+        "# Benchmarks\n\n"
+        "What TrueShard costs beside a hand-written `fully_shard` loop. This page is what\n\n"
+        "```\npython -m benchmarks --markdown docs/benchmarks.md\n```\n\n"
+        f"wrote on this machine: {where}. `make bench` shows the tables for yours."
+    )
+    return "\n\n".join([head, *(table.markdown() for table in tables)]) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Runs a function on N fresh processes that form a process group, and returns what each returned.
+
+Fresh, because what is measured may happen once in a process: an import, a first call, a cache that is still empty.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = timedelta(minutes=5)
+"""After which a collective that waits for a dead peer gives up."""
+
+
+def on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+    """``function(*args)`` on ``ranks`` gloo processes, one thread each.
+
+    Args:
+        function: at the top level of a module; it and ``args`` are pickled, as is what it returns.
+        ranks: number of processes.
+        args: the same for every rank.
+
+    Returns:
+        One value a rank, in rank order.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank failed; the message holds its traceback.
+    """
+    return _start(function, ranks, ranks, args)
+
+
+def on_simulated_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
+    """``function(*args)`` in one process that is rank 0 of ``ranks``; its collectives return at once, unanswered."""
+    (value,) = _start(function, 1, ranks, args)
+    return value
+
+
+def _start(function: Callable[..., Any], processes: int, ranks: int, args: tuple[Any, ...]) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_work, (Path(folder), processes, ranks, function, args), nprocs=processes)
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(processes)]
+
+
+def _work(
+    rank: int, folder: Path, processes: int, ranks: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # torch warns once a process that a barrier guesses its device; on the CPU there is nothing to guess.
+    warnings.filterwarnings("ignore", message=".*barrier.*")
+    if processes == ranks:
+        store = dist.FileStore(str(folder / "store"), ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    else:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        (folder / str(rank)).write_bytes(pickle.dumps(function(*args)))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,48 @@
+"""A benchmark's result: one table, shown on a terminal, written as Markdown, kept as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of strings to read, and the numbers behind them."""
+
+    name: str
+    """The benchmark's name on the command line."""
+    title: str
+    note: str
+    """What was run and what the columns mean, in sentences."""
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    """One cell a column; the first column is a label, the others are figures."""
+    numbers: Sequence[Mapping[str, Any]]
+    """For each row, every measured value, unrounded: plain JSON values."""
+
+    def show(self, console: Console) -> None:
+        """Print the table, then the note."""
+        table = RichTable(title=self.title, title_justify="left")
+        for i, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if i else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        console.print(table)
+        console.print(self.note, style="dim", end="\n\n")
+
+    def markdown(self) -> str:
+        """A section: heading, command, note, table."""
+        head = ["| " + " | ".join(self.columns) + " |", "|---" + "|---:" * (len(self.columns) - 1) + "|"]
+        body = ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join(
+            [f"## {self.title}", "", f"`python -m benchmarks {self.name}`", "", self.note, "", *head, *body]
+        )
+
+    def data(self) -> dict[str, Any]:
+        """The table as plain JSON values."""
+        return asdict(self)

@@ -1,0 +1,107 @@
+"""The bytes that a rank receives in a step, over the least that the policy allows.
+
+With P elements, N ranks, f = (N-1)/N, b_p and b_r bytes an element in the compute and the reduce dtype, a step gathers
+P for forward, gathers again for backward the parameters of the units that were freed and that backward reads (an
+embedding's backward reads none), and reduces P gradients:
+
+    f·b_p·P + g·b_p·P_again + f·b_r·P,    g = f, or (k-1)/k where units are resharded to k ranks
+
+Bytes are counted from the collectives themselves. The sizes divide by the ranks, so there is no padding: the ratio is
+exact, and one is the limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from benchmarks.llama import Shape, loss_of, shard_by_hand
+from benchmarks.processes import on_ranks
+from benchmarks.table import Table
+from tests.traffic import Traffic
+
+_SHAPE = Shape(layers=4, hidden=96, intermediate=192, heads=4, vocabulary=384, tokens=8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row."""
+
+    policy: str
+    ranks: int
+    bf16: bool = False
+
+    @property
+    def words(self) -> dict[str, str | int]:
+        """The arguments of ``shard()``."""
+        policy: str | int = int(self.policy) if self.policy.isdigit() else self.policy
+        return {"reshard_after_forward": policy} | ({"mixed_precision": "bf16"} if self.bf16 else {})
+
+
+CASES = (
+    *(Case(policy, 2, bf16) for policy in ("default", "always", "never", "last_layer") for bf16 in (False, True)),
+    *(Case(policy, 4) for policy in ("default", "always", "never", "last_layer", "2")),
+)
+
+
+def run() -> Table:
+    """Every policy; the bytes of the second step, in which nothing is made for the first time."""
+    rows, numbers = [], []
+    for case in CASES:
+        ours, by_hand, least = on_ranks(measure, case.ranks, case)[0]
+        policy = f"{case.policy} ranks" if case.policy.isdigit() else case.policy
+        dtype = "bfloat16" if case.bf16 else "float32"
+        cells = (f"{ours:,.0f}", f"{least:,.0f}", f"{ours / least:.4f}", f"{by_hand / least:.4f}")
+        rows.append((policy, str(case.ranks), dtype, *cells))
+        numbers.append({**asdict(case), "received": ours, "limit": least, "received_by_hand": by_hand})
+    return Table(
+        name="traffic",
+        title="Bytes received in a step, over the limit of the policy",
+        note=(
+            f"A Llama of {_SHAPE.layers} blocks over gloo processes; bytes a rank receives, counted from the "
+            "collectives. The limit is the formula in `benchmarks/traffic.py`. By hand: `fully_shard` on each block, "
+            "then on the root, which gathers the embedding for backward where the root is freed after forward."
+        ),
+        columns=("reshard_after_forward", "ranks", "compute in", "received", "limit", "over limit", "by hand"),
+        rows=tuple(rows),
+        numbers=numbers,
+    )
+
+
+def measure(case: Case) -> tuple[float, float, float]:
+    """Bytes that this rank receives in a step: ours, by hand, and the limit."""
+    import trueshard
+
+    ours, by_hand = _SHAPE.build(), _SHAPE.build()
+    sizes = {name: parameter.numel() for name, parameter in ours.named_parameters()}
+    trueshard.shard(ours, **case.words)
+    shard_by_hand(by_hand, case.ranks, case.policy, bf16=case.bf16)
+    return _bytes_of_a_step(ours), _bytes_of_a_step(by_hand), limit(case, sizes)
+
+
+def _bytes_of_a_step(model: torch.nn.Module) -> float:
+    for seed in (0, 1):
+        with Traffic() as traffic:
+            loss_of(model, _SHAPE.batch(seed)).backward()
+        model.zero_grad()
+    return traffic.total
+
+
+def limit(case: Case, sizes: dict[str, int]) -> float:
+    """The formula above.
+
+    Args:
+        case: policy, ranks and dtype.
+        sizes: elements of each parameter, by name.
+    """
+    everything = sum(sizes.values())
+    embedding = sizes["model.embed_tokens.weight"]
+    last = sum(size for name, size in sizes.items() if name.startswith(f"model.layers.{_SHAPE.layers - 1}."))
+    root = sum(size for name, size in sizes.items() if ".layers." not in name) - embedding
+    freed = everything - embedding
+    again = {"never": 0, "last_layer": freed - last, "default": freed - last - root}.get(case.policy, freed)
+    part = (case.ranks - 1) / case.ranks
+    near = int(case.policy) if case.policy.isdigit() else case.ranks
+    compute, reduce = (2 if case.bf16 else 4), 4
+    return part * compute * everything + (near - 1) / near * compute * again + part * reduce * everything

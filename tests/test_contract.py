@@ -1,0 +1,452 @@
+"""Contract lines 3 to 8: trainability, ties, dtypes, attachments, what FSDP2 refuses, ranks that disagree."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import trueshard
+from models import LAZY
+from models.handmade import Block, Buffers, Methods, Scalar, Stack, TiedBlocks, TiedLanguageModel
+from parity import Ranks, assert_same
+from training import whole
+
+Report = dict[str, Any]
+Case = Callable[[int, int], Any]
+
+
+def batch(seed: int, rank: int, world_size: int) -> torch.Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
+
+
+def ids(seed: int, rank: int, world_size: int) -> torch.Tensor:
+    return torch.randint(0, 64, (6, 5), generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
+
+
+def parameters(model: nn.Module) -> Report:
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def same(case: Case, alone: Ranks, *others: Ranks, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    (expected,) = alone.run(case)
+    for ranks in others:
+        for found in ranks.run(case):
+            assert_same(found, expected, rtol=rtol, atol=atol)
+
+
+# 3. Trainability
+
+
+def freeze_and_thaw(rank: int, world_size: int) -> Report:
+    torch.manual_seed(0)
+    model = Stack()
+    model.blocks[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    report: Report = {}
+    for seed in range(6):
+        if seed == 2:
+            model.blocks[0].requires_grad_(True)
+            model.first.requires_grad_(False)
+        if seed == 4:
+            model.requires_grad_(False)
+            model.blocks[1].norm.requires_grad_(True)
+        model(batch(seed, rank, world_size)).pow(2).mean().backward()
+        report[f"without gradient {seed}"] = [n for n, p in model.named_parameters() if p.grad is None]
+        optimizer.step()
+        optimizer.zero_grad()
+        report[f"parameters {seed}"] = parameters(model)
+    report["state"] = sorted(n for n, p in model.named_parameters() if optimizer.state.get(p))
+    return report
+
+
+def test_what_is_frozen_never_moves_and_thaws(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+    same(freeze_and_thaw, alone, ranks2, ranks3)
+
+
+# 4. Ties
+
+
+def ties(rank: int, world_size: int) -> None:
+    for build, one, two in (
+        (TiedBlocks, "blocks.0.up.weight", "blocks.2.up.weight"),
+        (TiedLanguageModel, "embed.weight", "head.weight"),
+    ):
+        torch.manual_seed(0)
+        model = build()
+        trueshard.shard(model)
+        model((ids if build is TiedLanguageModel else batch)(0, rank, world_size)).sum().backward()
+        every = dict(model.named_parameters(remove_duplicate=False))
+        assert every[one] is every[two]
+        assert len(every) == len(dict(model.named_parameters())) + 1
+        saved = model.state_dict()
+        assert saved[one].to_local().data_ptr() == saved[two].to_local().data_ptr()
+
+
+def test_a_tie_stays_one_object(ranks2: Ranks, ranks3: Ranks) -> None:
+    ranks2.run(ties)
+    ranks3.run(ties)
+
+
+# 5. Dtypes
+
+
+def dtypes(rank: int, world_size: int) -> Report:
+    seen: Report = {}
+    for word, compute in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        torch.manual_seed(0)
+        model = Stack()
+        model.blocks[1].up.weight.requires_grad_(False)
+        plan = trueshard.shard(model, mixed_precision=word)
+        inside: list[torch.dtype] = []
+        model.blocks[0].up.register_forward_hook(
+            lambda m, _, out, inside=inside: inside.extend((m.weight.dtype, out.dtype))
+        )
+        model(batch(0, rank, world_size)).pow(2).mean().backward()
+        assert inside == [compute, compute]
+        assert plan.mixed_precision == trueshard.MixedPrecision(compute=str(compute)[6:], reduce="float32")
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+        seen[word] = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return seen
+
+
+def test_mixed_precision_never_touches_storage(ranks2: Ranks) -> None:
+    found = ranks2.run(dtypes)
+    assert_same(found[0], found[1])
+    assert len(found[0]["bf16"]) == len(list(Stack().parameters())) - 1
+
+
+def mixed_units(rank: int, world_size: int) -> list[str]:
+    from models.handmade import HANDMADE
+
+    model = HANDMADE["mixed"].build(0)
+    before = {n: p.dtype for n, p in model.named_parameters()}
+    plan = trueshard.shard(model)
+    assert {n: p.dtype for n, p in model.named_parameters()} == before
+    return [f"{u.name}: {u.dtype}" for u in plan.units]
+
+
+def test_another_trainable_dtype_in_a_block_is_a_unit_of_its_own(ranks2: Ranks) -> None:
+    units = ranks2.run(mixed_units)[0]
+    assert "blocks.0: bfloat16" in units
+    assert "blocks.0.norm: float32" in units
+
+
+class TwoDtypes(nn.Module):
+    """A weight and a bias of different dtypes in one module, which no choice of modules can part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 4)
+        self.bias = nn.Parameter(torch.randn(8, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias.float()
+
+
+def two_dtypes(rank: int, world_size: int) -> Report:
+    torch.manual_seed(0)
+    model = nn.Sequential(Stack(), TwoDtypes(), TwoDtypes())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if world_size > 1:
+        plan = trueshard.shard(model, optimizer)
+        assert [each.name for each in plan.replicated] == ["1.bias", "2.bias"]
+    for seed in range(3):
+        model(batch(seed, rank, world_size)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters(model)
+
+
+def test_two_trainable_dtypes_in_one_module_work(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+    same(two_dtypes, alone, ranks2, ranks3)
+
+
+# 6. Attachments
+
+
+def attachments(rank: int, world_size: int) -> Report:
+    torch.manual_seed(0)
+    model = Scalar()
+    seen: list[tuple[str, tuple[int, ...]]] = []
+    mask = torch.rand(8, 16) > 0.5
+    for block in model.blocks:
+        block.up.weight.tag = {"name": "up"}
+        block.down.weight.register_hook(lambda g: g * mask)
+        block.norm.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        block.norm.weight.register_post_accumulate_grad_hook(lambda p: seen.append(("after", tuple(p.shape))))
+    model.scale.register_hook(lambda g: g.clamp(-0.02, 0.02))
+    removed = model.first.weight.register_hook(lambda g: g * 100)
+    model.last.register_forward_hook(lambda module, args, out: out * 2)
+    model.last.register_full_backward_hook(lambda *_: seen.append(("backward", ())))
+    tag = model.blocks[0].up.weight.tag
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    in_forward: list[Any] = []
+    model.blocks[0].register_forward_pre_hook(lambda m, _: in_forward.append(getattr(m.up.weight, "tag", None)))
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    assert model.blocks[0].up.weight.tag is tag
+    for seed in range(3):
+        if seed == 1:
+            removed.remove()
+        for part in range(2):
+            x = torch.cat([batch(seed * 2 + part, rank, world_size)])
+            if world_size > 1:
+                with trueshard.accumulate(model, last=part == 1):
+                    model(x).pow(2).mean().backward()
+            else:
+                model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert in_forward == [tag] * 6
+    assert ("after", (8,)) in seen
+    assert ("backward", ()) in seen
+    return parameters(model)
+
+
+def test_attributes_and_hooks_survive(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+    same(attachments, alone, ranks2, ranks3)
+
+
+class WithMethods(Methods):
+    """Methods that call layers, that read a parameter without calling its module, and that only arrange."""
+
+    def loss_by_weight(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), input_ids.flatten())
+
+    def reset_head(self) -> None:
+        with torch.no_grad():
+            self.head.weight.fill_(0.5)
+
+
+class Untied(WithMethods):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 64, bias=False)
+
+
+def methods(rank: int, world_size: int) -> Report:
+    report: Report = {}
+    for build in (WithMethods, Untied):
+        for policy in ("always", "default", "never"):
+            torch.manual_seed(0)
+            model = build()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if world_size > 1:
+                trueshard.shard(model, optimizer, reshard_after_forward=policy)
+            for seed in range(3):
+                x = ids(seed, rank, world_size)
+                model.loss(x).backward()
+                model.loss_by_weight(x).backward()
+                model.encode(x).mean().backward()
+                F.mse_loss(model.layers[0](model.embed(x)), torch.zeros(6 // world_size, 5, 8)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                start = ids(seed, 0, 1)
+                report[f"{build.__name__} {policy} {seed}"] = model.generate(start, 3)
+            report[f"{build.__name__} {policy}"] = parameters(model)
+            model.reset_head()
+            assert (whole(model.head.weight) == 0.5).all()
+    return report
+
+
+def test_methods_and_submodules_work_beside_forward(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+    same(methods, alone, ranks2, ranks3)
+
+
+# 7. What FSDP2 refuses
+
+
+def average(rank: int, world_size: int) -> Report:
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    report: Report = {}
+    for build in (Scalar, Buffers):
+        torch.manual_seed(0)
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if world_size > 1:
+            trueshard.shard(model, optimizer)
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=False)
+        mean = AveragedModel(model)
+        for seed in range(3):
+            model(batch(seed, rank, world_size)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ema.update_parameters(model)
+            mean.update_parameters(model)
+        shards = [p for p in ema.parameters() if isinstance(p, DTensor)]
+        assert world_size == 1 or len(shards) >= 16
+        for each in (ema, mean):
+            report[f"{build.__name__} {each is ema}"] = parameters(each.module) | {"out": each(batch(9, 0, 1))}
+    return report
+
+
+def test_averaged_models_are_sharded_copies(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+    same(average, alone, ranks2, ranks3)
+
+
+def train_the_copy(rank: int, world_size: int) -> Report:
+    torch.manual_seed(0)
+    model = TiedBlocks()
+    if world_size > 1:
+        trueshard.shard(model, activation_checkpointing="full", reshard_after_forward="always")
+    untouched = parameters(model)
+    twin = copy.deepcopy(copy.deepcopy(model))
+    assert type(twin).forward is type(model).forward
+    assert twin.blocks[0].up.weight is twin.blocks[2].up.weight
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for seed in range(3):
+        twin(batch(seed, rank, world_size)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(parameters(model), untouched)
+    return parameters(twin)
+
+
+def test_a_deep_copy_trains_by_itself(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+    same(train_the_copy, alone, ranks2, ranks3)
+
+
+def lazy(rank: int, world_size: int) -> None:
+    trueshard.shard(LAZY.build(0))
+
+
+def aliased(rank: int, world_size: int) -> None:
+    model = Stack()
+    model.last.weight = nn.Parameter(model.first.weight.detach().T)
+    trueshard.shard(model)
+
+
+def no_forward(rank: int, world_size: int) -> None:
+    trueshard.shard(nn.ModuleList([Block(), Block()]))
+
+
+def sparse(rank: int, world_size: int) -> None:
+    trueshard.shard(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)))
+
+
+def renormed(rank: int, world_size: int) -> None:
+    trueshard.shard(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 4)))
+
+
+def twice(rank: int, world_size: int) -> None:
+    model = Stack()
+    trueshard.shard(model)
+    trueshard.shard(model)
+
+
+def double_backward(rank: int, world_size: int) -> None:
+    model = Stack()
+    trueshard.shard(model, reshard_after_forward="never")
+    x = torch.randn(2, 8, requires_grad=True)
+    torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+def one_unit_alone(rank: int, world_size: int) -> None:
+    model = Stack()
+    trueshard.shard(model)
+    copy.deepcopy(model.blocks[0])
+
+
+def thawed_dtype(rank: int, world_size: int) -> None:
+    model = Stack()
+    model.blocks[0].norm.double().requires_grad_(False)
+    model.blocks[0].forward = lambda x: model.blocks[0].down(model.blocks[0].up(x))
+    trueshard.shard(model)
+    model.blocks[0].norm.requires_grad_(True)
+    model(torch.randn(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (lazy, r"'1.weight' has no shape yet.*run the model once"),
+        (aliased, r"'first.weight' and 'last.weight' are two parameters over the same memory.*same Parameter"),
+        (no_forward, r"ModuleList has no forward"),
+        (sparse, r"'0' has sparse gradients.*sparse=False"),
+        (renormed, r"'0' rescales its weight.*max_norm"),
+        (twice, r"sharded already"),
+        (double_backward, r"create_graph=True"),
+        (one_unit_alone, r"one unit of a sharded model"),
+        (thawed_dtype, r"'blocks.0' now has trainable parameters of torch.float32 and torch.float64.*before shard"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(case: Case, message: str, ranks2: Ranks) -> None:
+    ranks2.raises(case, match=message)
+
+
+# 8. Ranks agree
+
+
+def different_ranks(rank: int, world_size: int) -> Report:
+    torch.manual_seed(0)
+    first = Buffers()
+    torch.manual_seed(0 if world_size == 1 else rank)
+    model = Buffers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(batch(rank if world_size > 1 else 0, 0, 1)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    said: list[str] = []
+    if world_size > 1:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trueshard.shard(model, optimizer)
+        said = [str(w.message) for w in caught]
+        assert [text.split(" differed")[0] for text in said] == [
+            f"{len(list(first.parameters()))} parameters",
+            "2 buffers",
+            f"{len(list(first.parameters()))} tensors of optimizer state",
+        ]
+        assert "'first.weight'" in said[0]
+    for seed in range(2):
+        model(batch(seed, rank, world_size)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters(model) | {name: whole(b) for name, b in model.named_buffers()}
+
+
+def test_training_goes_on_from_rank_0_and_says_so(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+    same(different_ranks, alone, ranks2, ranks3)
+
+
+def different_shapes(rank: int, world_size: int) -> None:
+    trueshard.shard(Stack(width=8 + 2 * (rank == 1)))
+
+
+def different_words(rank: int, world_size: int) -> None:
+    trueshard.shard(Stack(), reshard_after_forward="always" if rank == 1 else "never")
+
+
+def different_optimizers(rank: int, world_size: int) -> None:
+    model = Stack()
+    trueshard.shard(model, torch.optim.SGD(list(model.parameters())[rank:], lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (
+            different_shapes,
+            r"rank 0 has parameter 'first.weight'.*\(8, 8\).*rank 1 parameter 'first.weight'.*\(10, 8\)",
+        ),
+        (different_words, "plan's reshard_after_forward 'never', rank 1 .*'always'"),
+        (different_optimizers, "rank 0 has optimizer 0.*rank 1"),
+    ],
+)
+def test_different_arguments_are_an_error_on_every_rank(case: Case, message: str, ranks3: Ranks) -> None:
+    ranks3.raises(case, match=f"(?s){message}")

@@ -1,0 +1,320 @@
+"""A sharded model in use: policies, meshes, evaluation between steps, failures, one process, the meta device."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trueshard
+from models.handmade import Methods, Scalar, Stack, TiedLanguageModel
+from parity import RankFailure, Ranks, assert_same
+from test_contract import Case, Report, batch, ids, parameters, same
+from training import train, whole
+
+
+def trained(rank: int, world_size: int, words: dict[str, Any], build: Callable[[], nn.Module] = Stack) -> Report:
+    torch.manual_seed(0)
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if world_size > 1:
+        mesh = words.pop("mesh", None)
+        if mesh is not None:
+            words["mesh"] = torch.distributed.init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+        trueshard.shard(model, optimizer, **words)
+    losses = []
+    for seed in range(3):
+        for part in range(2):
+            last = part == 1
+            if world_size > 1:
+                with trueshard.accumulate(model, last=last):
+                    loss = model(batch(2 * seed + part, rank, world_size)).pow(2).mean()
+                    loss.backward()
+                if not last:
+                    assert all(p.grad is None for p in model.parameters() if hasattr(p, "to_local"))
+            else:
+                loss = model(batch(2 * seed + part, rank, world_size)).pow(2).mean()
+                loss.backward()
+        losses.append(whole(loss))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters(model)
+
+
+WORDS: list[dict[str, Any]] = [
+    {"reshard_after_forward": "always"},
+    {"reshard_after_forward": "never"},
+    {"reshard_after_forward": "last_layer"},
+    {"reshard_after_forward": {"blocks.[01]": "never", "": "always"}},
+    {"activation_checkpointing": "full"},
+    {"activation_checkpointing": "selective"},
+    {"activation_checkpointing": {"": "full", "blocks.2": "selective"}},
+    {"offload": "cpu"},
+    {"units": "Linear"},
+    {"units": ["Block", nn.LayerNorm]},
+    {"units": lambda name, module: name.endswith("blocks.1")} if False else {"units": "blocks.1"},
+]
+
+
+@pytest.mark.parametrize("words", WORDS, ids=[" ".join(f"{k}={v}" for k, v in w.items()) for w in WORDS])
+def test_every_word_trains_alike(words: dict[str, Any], alone: Ranks, ranks3: Ranks) -> None:
+    (expected,) = alone.run(trained, {})
+    for found in ranks3.run(trained, words):
+        assert_same(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("build", [Stack, Scalar])
+@pytest.mark.parametrize("words", [{"mesh": (2, 2)}, {"reshard_after_forward": 2}, {"mesh": (4, 1)}])
+def test_meshes_and_node_sizes_train_alike(
+    words: dict[str, Any], build: Callable[[], nn.Module], alone: Ranks, ranks4: Ranks
+) -> None:
+    (expected,) = alone.run(trained4, {}, build)
+    for found in ranks4.run(trained4, words, build):
+        assert_same(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def trained4(rank: int, world_size: int, words: dict[str, Any], build: Callable[[], nn.Module]) -> Report:
+    """As ``trained``, with a batch that four ranks can share."""
+    import test_contract
+
+    def four(seed: int, rank: int, world_size: int) -> torch.Tensor:
+        return torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
+
+    real, globals()["batch"] = test_contract.batch, four
+    try:
+        return trained(rank, world_size, words, build)
+    finally:
+        globals()["batch"] = real
+
+
+class Dropout(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = nn.functional.dropout(block(x), 0.5)
+        return self.last(x)
+
+
+def dropout(rank: int, world_size: int, mode: str) -> Report:
+    torch.manual_seed(0)
+    model = Dropout()
+    model.first.requires_grad_(False)
+    for block in model.blocks:
+        block.add_module("drop", nn.Dropout(0.5))
+        block.up.register_forward_hook(lambda m, a, out: nn.functional.dropout(out, 0.5))
+    trueshard.shard(model, activation_checkpointing=mode)
+    torch.manual_seed(7 + rank)
+    model(batch(0, rank, world_size)).pow(2).mean().backward()
+    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_recomputation_repeats_its_dropout(ranks2: Ranks) -> None:
+    expected = ranks2.run(dropout, "none")
+    for mode in ("full", "selective"):
+        assert_same(ranks2.run(dropout, mode), expected)
+
+
+def changing(rank: int, world_size: int) -> Report:
+    """Policies, evaluation and sampling between steps, also between backward and step."""
+    torch.manual_seed(0)
+    model = Methods()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    report: Report = {}
+    policies: list[Any] = ["never", "always", {"layers.*": "never"}, "last_layer", world_size, 1, "default"]
+    for seed, policy in enumerate(policies):
+        if world_size > 1:
+            trueshard.set_reshard_after_forward(model, policy)
+        with torch.no_grad():
+            report[f"before {seed}"] = model.loss(ids(50 + seed, 0, 1))
+        model.loss(ids(seed, rank, world_size)).backward()
+        with torch.no_grad():
+            report[f"between {seed}"] = model(ids(60 + seed, 0, 1))
+        optimizer.step()
+        optimizer.zero_grad()
+        report[f"sample {seed}"] = model.generate(ids(70 + seed, 0, 1), 2)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.99)
+        for part in range(2):  # passes with gradients that no backward follows, and a write between them
+            report[f"after {seed} {part}"] = model(ids(80 + seed, 0, 1)).detach()
+            with torch.no_grad():
+                torch._foreach_mul_(list(model.parameters()), 0.99)
+    report["parameters"] = parameters(model)
+    return report
+
+
+def test_policy_and_evaluation_between_steps(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+    same(changing, alone, ranks2, ranks3)
+
+
+class Fragile(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fail = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.first(x))
+        if self.fail == "forward":
+            raise ValueError("in forward")
+        x = self.blocks[1](x)
+        if self.fail == "backward":
+            x.register_hook(_raise)
+        return self.last(self.blocks[2](x))
+
+
+def _raise(grad: torch.Tensor) -> torch.Tensor:
+    raise ValueError("in backward")
+
+
+def caught(rank: int, world_size: int) -> Report:
+    torch.manual_seed(0)
+    model = Fragile()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    for seed, where in enumerate(["", "forward", "", "backward", "backward", "forward", ""]):
+        model.fail = where
+        try:
+            model(batch(seed, rank, world_size)).pow(2).mean().backward()
+        except ValueError as error:
+            assert where in str(error)
+            optimizer.zero_grad()
+        else:
+            assert not where
+            optimizer.step()
+            optimizer.zero_grad()
+    return parameters(model)
+
+
+def test_the_step_after_a_caught_exception_is_right(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+    same(caught, alone, ranks2, ranks3)
+
+
+def one_fails(rank: int, world_size: int, where: str) -> None:
+    model = Fragile()
+    trueshard.shard(model)
+    model.fail = where if rank == 1 else ""
+    try:
+        model(batch(0, rank, world_size)).pow(2).mean().backward()
+    except ValueError:
+        os._exit(3)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_fails_ends_the_others_with_an_error(where: str, ranks3: Ranks) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as failure:
+        ranks3.run(one_fails, where, timeout=40)
+    assert time.monotonic() - start < 40
+    assert "rank 0 raised" in str(failure.value)
+    assert "rank 1 died with exit code 3" in str(failure.value)
+    assert "rank 2 raised" in str(failure.value)
+
+
+def notebook(rank: int, world_size: int) -> Report:
+    """No launcher, no process group: the same lines work."""
+    report: Report = {}
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = TiedLanguageModel()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if sharded:
+            plan = trueshard.shard(model, optimizer)
+            assert plan.ranks == (1,)
+        for seed in range(3):
+            logits = model(ids(seed, 0, 1))
+            logits.pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report[str(sharded)] = parameters(model)
+    return report
+
+
+def test_one_process_without_a_launcher(alone: Ranks) -> None:
+    (report,) = alone.run(notebook, group=False)
+    assert_same(report["True"], report["False"], rtol=1e-6, atol=1e-7)
+
+
+def meta(rank: int, world_size: int) -> Report:
+    torch.manual_seed(0)
+    source = Stack()
+    with torch.device("meta"):
+        model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if world_size == 1:
+        model = source
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        trueshard.shard(source)
+        trueshard.shard(model)
+        assert all(p.is_meta for p in model.parameters())
+        model.to_empty(device="cpu")
+        model.load_state_dict(source.state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(2):
+        model(batch(seed, rank, world_size)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters(model)
+
+
+def test_a_model_on_the_meta_device_is_filled_later(alone: Ranks, ranks2: Ranks) -> None:
+    same(meta, alone, ranks2)
+
+
+def saved(rank: int, world_size: int, folder: str) -> Report:
+    """Three ranks save after two steps; who loads goes on as if nothing had happened."""
+    torch.manual_seed(0 if world_size == 3 else 1)
+    model = Scalar()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+    trueshard.shard(model, optimizer)
+    steps = range(2, 4)
+    if world_size == 3:
+        for seed in range(2):
+            model(batch(seed, rank, world_size)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trueshard.save(os.path.join(folder, "two"), model=model, optimizer=optimizer, extra={"step": 2, "rng": [1.5]})
+    else:
+        found = trueshard.load(os.path.join(folder, "two"), model=model, optimizer=optimizer)
+        assert found == {"extra": {"step": 2, "rng": [1.5]}}
+    for seed in steps:
+        model(batch(seed, rank, world_size)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters(model)
+
+
+def test_a_checkpoint_loads_at_another_world_size(alone: Ranks, ranks2: Ranks, ranks3: Ranks, tmp_path: Any) -> None:
+    expected = ranks3.run(saved, str(tmp_path))[0]
+    for ranks in (alone, ranks2):
+        for found in ranks.run(saved, str(tmp_path)):
+            assert_same(found, expected, rtol=1e-5, atol=1e-6)
+    assert [path.name for path in tmp_path.iterdir()] == ["two"]
+
+
+@pytest.mark.parametrize("word", ["bf16", "always"])
+def test_architectures_take_the_words_too(word: str, alone: Ranks, ranks2: Ranks) -> None:
+    words: dict[str, Any] = {"activation_checkpointing": "full"}
+    words |= {"reshard_after_forward": "always"} if word == "always" else {"mixed_precision": "bf16"}
+    tolerance = (1e-4, 2e-5) if word == "always" else (5e-2, 2e-2)
+    for name in ("llama", "t5", "gpt2", "vit", "lora"):
+        (expected,) = alone.run(train, name)
+        for found in ranks2.run(_train_with, name, words):
+            found.pop("norm"), found.pop("grad")
+            expected.pop("norm", None), expected.pop("grad", None)
+            assert_same(found["parameters"], expected["parameters"], rtol=tolerance[0], atol=tolerance[1])
+
+
+def _train_with(rank: int, world_size: int, name: str, words: dict[str, Any]) -> Report:
+    return train(rank, world_size, name, **words)
+
+
+_: Case = notebook
