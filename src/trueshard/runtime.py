@@ -5,7 +5,7 @@
 - Before a pass: leftovers of one that an exception cut short are cleared, and a thawed parameter is taken notice of.
 - After a pass without gradients every unit is freed, and before a pass every unit whose shards were written to. FSDP2
   would keep the root gathered until the next backward, and compute with old values after a step or a swap of weights.
-- In backward: gradients of replicated parameters are averaged; a double backward is refused where it would fail later.
+- In backward: gradients of replicated parameters are averaged, and a double backward finds its parameters gathered.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class Runtime:
         self._versions: dict[ShardedModule, int] = {}
         self._trainable: list[bool] = []
         self._reducing = False
+        self._second: list[Any] = []
+        """Handles of the hooks that end a double backward; empty outside one."""
+        self._ending = False
 
     def install(self) -> None:
         """Put the hooks on the root. Called after every ``fully_shard``."""
@@ -65,6 +68,7 @@ class Runtime:
         if self.depth == 0 and not _torch.in_backward():
             if _torch.interrupted(self.root):
                 _torch.reset_iteration(self.root)
+            self._free_after_second_backward()
             self._free_changed()
             if (now := self._trainability()) != self._trainable:
                 self._trainable = now
@@ -133,11 +137,7 @@ class Runtime:
 
     def _in_backward(self, grad: torch.Tensor) -> None:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True: a second backward needs the gathered parameters that the first one frees, whatever "
-                "reshard_after_forward is. Compute this penalty on the model before shard(), or by "
-                "torch.func.jvp/finite differences, which need one backward only"
-            )
+            self._keep_for_second_backward()
         if not self._reducing and self.replicated.parameters:
             self._reducing = True
             _torch.at_end_of_backward(self._reduce_replicated)
@@ -146,6 +146,33 @@ class Runtime:
         self._reducing = False
         if _torch.reduces_gradients(self.root):
             self.replicated.reduce()
+
+    def _keep_for_second_backward(self) -> None:
+        """``create_graph=True``: the graph of this backward holds gathered parameters, so they stay until the next."""
+        if self._second:
+            return
+        self.root.set_reshard_after_backward(False)
+        for _, _, gathered in _torch.gathered_parameters(self.root):
+            if gathered.requires_grad:
+                self._second.append(gathered.register_post_accumulate_grad_hook(self._in_second_backward))
+
+    def _in_second_backward(self, _: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True) leaves gradients that have a graph themselves, and ranks cannot average "
+                "those: use torch.autograd.grad(outputs, inputs, create_graph=True), then backward() on what follows"
+            )
+        if not self._ending:
+            self._ending = True
+            _torch.at_end_of_backward(self._free_after_second_backward)
+
+    def _free_after_second_backward(self) -> None:
+        for handle in self._second:
+            handle.remove()
+        if self._second:
+            self._second, self._ending = [], False
+            self.root.set_reshard_after_backward(True)
+            self.free()
 
     # Passes other than forward
 

@@ -36,18 +36,19 @@ def choose_units(model: nn.Module, words: UnitWords) -> dict[str, str]:
         ValueError: a word that matches nothing, or a match that has no forward of its own.
         TypeError: a word of another type.
     """
+    modules = dict(names.named_modules(model))
     if callable(words) and not isinstance(words, type):
         chosen = {name: "units callable" for name, module in names.named_modules(model) if name and words(name, module)}
     else:
         said = _spoken(words)
-        if said == ["auto"] or not said:
-            return _from_hints(model) or _from_structure(model)
-        if "auto" in said:
-            raise ValueError('units: "auto" stands alone; leave it out or give it by itself')
         chosen = {}
-        for word in said:
-            chosen.update(_matching(model, word))
-    modules = dict(names.named_modules(model))
+        if said == ["auto"] or not said:
+            chosen = _from_hints(model) or _from_structure(model)
+        elif "auto" in said:
+            raise ValueError('units: "auto" stands alone; leave it out or give it by itself')
+        else:
+            for word in said:
+                chosen.update(_matching(model, word))
     for name in chosen:
         _refuse_container(name, modules[name])
     return {name: chosen[name] for name in modules if name in chosen}
@@ -113,7 +114,7 @@ def hinted_classes(model: nn.Module) -> list[str]:
     """Class names under ``_no_split_modules`` anywhere in the model, as through PEFT's wrappers; blanks mean none."""
     hints: list[str] = []
     for _, module in names.named_modules(model):
-        hint = module.__dict__.get("_no_split_modules") or getattr(type(module), "_no_split_modules", None)
+        hint = getattr(module, "_no_split_modules", None)
         if isinstance(hint, str):
             hint = [hint]
         if isinstance(hint, (list, tuple, set, frozenset)):

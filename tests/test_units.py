@@ -1,0 +1,294 @@
+"""Which modules are gathered together: words, hints, structure; and the plan that says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trueshard
+from models.handmade import Block, ExpertsBlock, Stack, TiedBlocks
+from parity import Ranks
+from trueshard.groups import Grouping
+from trueshard.plans import Plan
+from trueshard.policies import apply_words
+from trueshard.units import LARGE_LIST, choose_units
+
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def chosen(model: nn.Module, words: Any = "auto") -> list[str]:
+    return list(choose_units(model, words))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("auto", BLOCKS),
+        (None, BLOCKS),
+        ("", BLOCKS),
+        ("   ", BLOCKS),
+        ([""], BLOCKS),
+        ([], BLOCKS),
+        ("Block", BLOCKS),
+        (Block, BLOCKS),
+        (["Block", nn.LayerNorm], [f"{b}{s}" for b in BLOCKS for s in ("", ".norm")]),
+        ("blocks.?", BLOCKS),
+        ("blocks.1", ["blocks.1"]),
+        (["*.up", "last"], ["blocks.0.up", "blocks.1.up", "blocks.2.up", "last"]),
+        (
+            lambda name, module: isinstance(module, nn.Linear) and name.startswith("blocks.2"),
+            ["blocks.2.up", "blocks.2.down"],
+        ),
+    ],
+)
+def test_words_choose_modules(words: Any, expected: list[str]) -> None:
+    assert chosen(Stack(), words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("Blok", r"called 'Blok'.*Did you mean 'Block'.*Classes present: Block, LayerNorm, Linear, ModuleList"),
+        ("blocks.7", r"'blocks.7'.*Did you mean 'blocks"),
+        ("layers.*", r"nothing in the model is called 'layers.\*'"),
+        (nn.Conv2d, r"nothing in the model is called 'Conv2d'"),
+        ("blocks", r"'blocks' is a ModuleList without a forward.*'blocks.\*'"),
+        (["auto", "Block"], r'"auto" stands alone'),
+    ],
+)
+def test_an_unknown_word_lists_near_matches_and_classes(words: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        chosen(Stack(), words)
+
+
+@pytest.mark.parametrize("words", [3, [4], {"a": 1}.items()])
+def test_words_of_another_type_are_refused(words: Any) -> None:
+    with pytest.raises(TypeError, match="units"):
+        chosen(Stack(), words)
+
+
+class Hinted(Stack):
+    _no_split_modules: Any = ["Block"]
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.base_model = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_model(x)
+
+
+@pytest.mark.parametrize("hint", [["Block"], "Block", {"Block"}, ("Block", "Missing"), [" Block "]])
+def test_hints_are_found_through_wrappers(hint: Any) -> None:
+    model = Stack()
+    model.blocks = nn.ModuleList([Block()])  # a single block, so that structure alone would not find it
+    inner = Hinted()
+    inner.blocks = model.blocks
+    inner._no_split_modules = hint
+    found = choose_units(Wrapper(Wrapper(inner)), "auto")
+    assert found == {"base_model.base_model.blocks.0": "model hint Block"}
+
+
+@pytest.mark.parametrize("hint", [None, "", [""], "  ", [], set(), ["", "  "], 7, ["Missing"]])
+def test_an_empty_hint_is_no_hint(hint: Any) -> None:
+    model = Hinted()
+    model._no_split_modules = hint
+    assert choose_units(model, "auto") == dict.fromkeys(BLOCKS, "block of a list")
+
+
+def test_peft_models_are_split_as_their_base(ranks2: Ranks) -> None:
+    from models import CASES
+
+    for name in ("lora", "dora", "modules_to_save", "prompt_tuning"):
+        units = chosen(CASES[name].build(0))
+        assert [unit.rpartition(".")[2] for unit in units] == ["0", "1"], name
+        assert all("layers." in unit for unit in units)
+    assert len(chosen(CASES["lora_plain_module"].build(0))) == 3
+
+
+class Attributes(nn.Module):
+    """Blocks that are attributes and no list, in two twins."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        if nested:
+            self.encoder, self.decoder = Attributes(False), Attributes(False)
+        else:
+            self.h0, self.h1, self.out = Block(), Block(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+def test_structure_finds_blocks_without_looking_at_names() -> None:
+    assert chosen(Attributes(False)) == ["h0", "h1"]
+    assert chosen(Attributes(True)) == ["encoder.h0", "encoder.h1", "decoder.h0", "decoder.h1"]
+    assert chosen(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))) == ["0", "2"]
+    assert chosen(nn.Linear(8, 8)) == []
+    odd = nn.ModuleDict({"x": Block(), "y": nn.Sequential(nn.Linear(8, 8), nn.ReLU())})
+    assert chosen(Wrapper(nn.Sequential(*odd.values()))) == ["base_model.0", "base_model.1"]
+
+
+def test_experts_belong_to_their_block_unless_large() -> None:
+    model = Stack()
+    model.blocks = nn.ModuleList([ExpertsBlock(), ExpertsBlock()])
+    assert chosen(model) == ["blocks.0", "blocks.1"]
+    with torch.device("meta"):
+        for block in model.blocks:
+            block.mixture = ExpertsBlock(2)
+            block.mixture.experts = nn.ModuleList(nn.Linear(LARGE_LIST // 2**12, 2**11) for _ in range(2))
+    assert chosen(model) == ["blocks.0", "blocks.0.mixture", "blocks.1", "blocks.1.mixture"]
+
+
+def planned(model: nn.Module, ranks: int = 4, **choices: Any) -> Plan:
+    grouping = Grouping(model)
+    grouping.choose(choose_units(model, choices.pop("units", "auto")), split_embeddings=True)
+    plan = Plan(units=grouping.units(), replicated=grouping.replications(), ranks=(ranks,), **choices)
+    return apply_words(plan, ranks)
+
+
+def policy(plan: Plan) -> dict[str, Any]:
+    return {unit.name: unit.reshard_after_forward for unit in plan.units}
+
+
+@pytest.mark.parametrize(
+    ("word", "root", "blocks"),
+    [
+        ("default", False, [True, True, False]),
+        ("always", True, [True, True, True]),
+        ("never", False, [False, False, False]),
+        ("last_layer", True, [True, True, False]),
+        (2, 2, [2, 2, 2]),
+        (4, True, [True, True, True]),
+        (1, False, [False, False, False]),
+        ({"blocks.1": "never"}, False, [True, False, False]),
+        ({"blocks.*": 2, "blocks.0": "always"}, False, [True, 2, 2]),
+        ({"": "always"}, True, [True, True, False]),
+    ],
+)
+def test_reshard_words(word: Any, root: Any, blocks: list[Any]) -> None:
+    assert policy(planned(Stack(), reshard_after_forward=word)) == dict(
+        zip(["", *BLOCKS], [root, *blocks], strict=True)
+    )
+
+
+def test_a_pipeline_stage_keeps_by_default() -> None:
+    assert set(policy(planned(Stack(), pipeline=True)).values()) == {False}
+    assert set(policy(planned(Stack(), pipeline=True, reshard_after_forward="always")).values()) == {True}
+    later = dataclasses.replace(planned(Stack()), pipeline=True)
+    assert set(policy(later).values()) == {False}
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"reshard_after_forward": "alway"}, "reshard_after_forward='alway' is not known. Did you mean 'always'"),
+        ({"reshard_after_forward": 3}, "reshard_after_forward=3 must divide the 4 ranks.*1, 2, 4"),
+        ({"reshard_after_forward": 0}, "must divide"),
+        ({"reshard_after_forward": {"block.1": "never"}}, "'block.1' matches no unit. Did you mean 'blocks"),
+        ({"reshard_after_forward": "auto"}, "needs the planner"),
+        ({"activation_checkpointing": "ful"}, "Did you mean 'full'"),
+        ({"activation_checkpointing": {"blocks.0": "some"}}, "activation_checkpointing='some'"),
+    ],
+)
+def test_unknown_policies_are_refused(choices: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planned(Stack(), **choices)
+
+
+def test_a_plan_prints_as_a_table_and_reads_back() -> None:
+    plan = planned(TiedBlocks(), activation_checkpointing={"blocks.1": "selective"})
+    table = str(plan).splitlines()
+    for column in ("unit", "parameters", "bytes", "trainable", "dtype", "reshard after forward"):
+        assert column in table[0]
+    assert "activation checkpointing" in table[0]
+    assert "why" in table[0]
+    (row,) = [line for line in table if line.startswith("blocks.1 ")]
+    assert "296" in row
+    assert "1.2 KiB" in row
+    assert "selective" in row
+    assert any(line.startswith("blocks.0.up + blocks.2.up") and "tied across units" in line for line in table)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert sum(unit.parameters for unit in plan.units) == sum(p.numel() for p in TiedBlocks().parameters())
+
+
+def test_a_damaged_plan_is_refused_by_key() -> None:
+    data = json.loads(planned(Stack()).to_json())
+    for change, message in (
+        ({"unitz": []}, "unknown key 'unitz'"),
+        ({"version": 9}, "version 9 is newer"),
+        ({"units": [{"name": "x", "colour": 1}]}, r"units\[0\]: unknown key 'colour'"),
+        ({"units": [{"name": "x"}]}, r"units\[0\]: .*missing"),
+        ({"mixed_precision": {"compute": "float12"}}, "'float12' is no dtype name"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Plan.from_json(json.dumps(data | change))
+    with pytest.raises(ValueError, match="must be JSON"):
+        Plan.from_json("{")
+
+
+def apply_a_plan(rank: int, world_size: int, text: str) -> Any:
+    plan = Plan.from_json(text)
+    applied = trueshard.shard(Stack(), plan=plan)
+    assert applied == dataclasses.replace(plan, ranks=(world_size,))
+    return applied.to_json()
+
+
+def plan_of_another(rank: int, world_size: int, text: str, how: str) -> None:
+    if how == "size":
+        trueshard.shard(Stack(width=16), plan=Plan.from_json(text))
+    if how == "name":
+        trueshard.shard(Stack(depth=2), plan=Plan.from_json(text))
+    if how == "both":
+        trueshard.shard(Stack(), plan=Plan.from_json(text), offload="cpu")
+
+
+def test_a_plan_is_applied_or_refused_by_name(ranks2: Ranks) -> None:
+    text = planned(Stack(), ranks=2, reshard_after_forward={"blocks.0": "never"}).to_json()
+    ranks2.run(apply_a_plan, text)
+    ranks2.raises(plan_of_another, text, "size", match=r"unit '\(root\)' has 144 elements.*another model")
+    ranks2.raises(plan_of_another, text, "name", match="'blocks.2' is no module of this model")
+    ranks2.raises(plan_of_another, text, "both", match="plan= holds every choice: leave out offload")
+
+
+def announced(rank: int, world_size: int) -> list[str]:
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trueshard.shard(nn.Sequential(nn.Linear(8, 8)), units="auto")
+        trueshard.shard(Stack())
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_single_unit_is_announced_once(ranks2: Ranks) -> None:
+    for said in ranks2.run(announced):
+        assert len(said) == 1
+        assert "one unit" in said[0]
+
+
+def bad_arguments(rank: int, world_size: int, words: dict[str, Any]) -> None:
+    trueshard.shard(Stack(), **words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"offload": "disk"}, 'use "none" or "cpu"'),
+        ({"memory": "70GiB"}, "needs the planner"),
+        ({"mixed_precision": "fp8"}, "mixed_precision='fp8' is not known"),
+        ({"mesh": 3}, "DeviceMesh, not int"),
+        ({"plan": {"units": []}}, "trueshard.Plan, not dict"),
+    ],
+)
+def test_bad_arguments_are_refused(words: dict[str, Any], message: str, ranks2: Ranks) -> None:
+    ranks2.raises(bad_arguments, words, match=message)
