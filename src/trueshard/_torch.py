@@ -15,7 +15,7 @@ from torch.distributed import _composable_state
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -199,12 +199,6 @@ def set_reshard_after_forward(module: ShardedModule, policy: bool | int, meshes:
             parameter.post_forward_mesh_info = info
             whole = torch.empty(parameter._orig_size, device="meta")
             parameter._init_sharded_post_forward_param_metadata(whole)
-
-
-def shard_group(mesh: DeviceMesh) -> Any:
-    """The process group over which the parameters on ``mesh`` (1-D, or replicate × shard) are sharded."""
-    info = FSDPMeshInfo(mesh, shard_mesh_dim=mesh.ndim - 1)
-    return info.shard_process_group
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,164 @@
+"""Every private name of torch that the library touches does what ``_torch.py`` says, or this fails by name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from models.handmade import Stack
+from parity import Ranks
+from trueshard import _torch
+
+CALLED = {
+    "wrapper_attribute",
+    "renames_when_loading",
+    "is_compiled_in_place",
+    "fsdp_modules",
+    "forget",
+    "initialise",
+    "refresh_dtypes",
+    "gathered_parameters",
+    "is_unsharded",
+    "in_pass",
+    "tensors_in",
+    "reduces_gradients",
+    "interrupted",
+    "reset_iteration",
+    "set_reshard_after_forward",
+    "local",
+    "storage_identity",
+    "version",
+    "at_end_of_backward",
+    "in_backward",
+}
+
+
+def test_every_function_is_called_here() -> None:
+    functions = {
+        name
+        for name, value in vars(_torch).items()
+        if inspect.isfunction(value) and value.__module__ == _torch.__name__ and not name.startswith("_")
+    }
+    assert functions == CALLED
+
+
+def test_wrappers_and_compilation() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    compiled, recomputed = torch.compile(Stack(), backend="eager"), checkpoint_wrapper(Stack())
+    for wrapper in (compiled, recomputed):
+        attribute = _torch.wrapper_attribute(wrapper)
+        assert attribute is not None
+        assert isinstance(getattr(wrapper, attribute), Stack)
+    assert _torch.wrapper_attribute(Stack()) is None
+    assert [_torch.renames_when_loading(wrapper) for wrapper in (compiled, recomputed)] == [False, True]
+    model = Stack()
+    assert not _torch.is_compiled_in_place(model)
+    model.compile(backend="eager")
+    assert _torch.is_compiled_in_place(model)
+
+
+def test_tensors() -> None:
+    a = torch.zeros(4)
+    assert _torch.storage_identity(a) == _torch.storage_identity(a[2:]) != _torch.storage_identity(a.clone())
+    meta = torch.zeros(4, device="meta")
+    assert _torch.storage_identity(meta) != _torch.storage_identity(torch.zeros(4, device="meta"))
+    before = _torch.version(a)
+    a.add_(1)
+    assert _torch.version(a) > before
+    assert [t is a for t in _torch.tensors_in({"x": [a, (1, a)], "y": None})] == [True, True]
+    assert _torch.local(a) is a
+
+
+def test_backward() -> None:
+    x = torch.zeros(2, requires_grad=True)
+    seen: list[Any] = []
+
+    def hook(_: torch.Tensor) -> None:
+        seen.append(_torch.in_backward())
+        _torch.at_end_of_backward(lambda: seen.append("end"))
+
+    x.register_hook(hook)
+    assert not _torch.in_backward()
+    x.sum().backward()
+    assert seen == [True, "end"]
+
+
+def units(rank: int, world_size: int) -> None:
+    model = Stack()
+    for block in model.blocks:
+        fully_shard(block)
+    _torch.forget([model.blocks[0]])
+    model.blocks[0] = Stack().blocks[0]
+    fully_shard(model.blocks[0])
+    fully_shard(model)
+    assert _torch.fsdp_modules(model) == [model, *model.blocks]
+    _torch.initialise(model)
+    assert model._get_fsdp_state()._is_root
+    assert not any(_torch.is_unsharded(module) for module in _torch.fsdp_modules(model))
+    inside: list[bool] = []
+    model.blocks[1].register_forward_pre_hook(lambda m, _: inside.append(_torch.in_pass(m)))
+    loss = model(torch.randn(2, 8)).sum()
+    assert inside == [True]
+    assert not _torch.in_pass(model.blocks[1])
+    assert _torch.is_unsharded(model)
+    assert not _torch.is_unsharded(model.blocks[0])
+    names = {name: (sharded, gathered) for name, sharded, gathered in _torch.gathered_parameters(model)}
+    assert set(names) == {name for name, _ in model.named_parameters()}
+    assert names["first.weight"][1] is model.first.weight
+    assert not _torch.interrupted(model)
+    loss.backward()
+    assert names["first.weight"][0] is model.first.weight
+    for write in (model.first.weight.detach(), model.first.weight.to_local()):
+        before = _torch.version(model.first.weight)
+        with torch.no_grad():
+            write.add_(1)
+        assert _torch.version(model.first.weight) > before
+    assert _torch.reduces_gradients(model)
+    model.set_requires_gradient_sync(False)
+    assert not _torch.reduces_gradients(model)
+    model.set_requires_gradient_sync(True)
+    _torch.set_reshard_after_forward(model.blocks[0], False, {})
+    meshes: dict[Any, Any] = {}
+    for module in _torch.fsdp_modules(model)[2:]:
+        _torch.set_reshard_after_forward(module, 2, meshes)
+    assert len(meshes) == 1
+    model(torch.randn(2, 8)).sum().backward()
+    model.blocks[1].up.weight.requires_grad_(False)
+    _torch.refresh_dtypes(model)
+    model.blocks[1].register_forward_hook(_fail)
+    try:
+        model(torch.randn(2, 8))
+    except ValueError:
+        assert _torch.interrupted(model)
+        _torch.reset_iteration(model)
+        assert not _torch.interrupted(model)
+        assert not any(_torch.is_unsharded(module) for module in _torch.fsdp_modules(model))
+        assert all(gathered.grad is None for _, _, gathered in _torch.gathered_parameters(model))
+    else:
+        raise AssertionError("the hook did not fail")
+
+
+def _fail(*_: Any) -> None:
+    raise ValueError
+
+
+def test_units(ranks4: Ranks) -> None:
+    ranks4.run(units)
+
+
+def test_hook_dictionaries_are_where_they_are_expected() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    assert parameter._backward_hooks is None
+    first = parameter.register_hook(lambda g: g)
+    second = parameter.register_post_accumulate_grad_hook(lambda p: None)
+    assert list(parameter._backward_hooks.values()) != []
+    assert list(parameter._post_accumulate_grad_hooks.values()) != []
+    first.remove(), second.remove()
+    assert not parameter._backward_hooks
+    assert not parameter._post_accumulate_grad_hooks
+    assert _torch.PARAMETER_ATTRIBUTES >= set(parameter.__dict__)
