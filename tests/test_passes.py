@@ -138,13 +138,15 @@ def changing(rank: int, world_size: int) -> Report:
             report[f"between {seed}"] = model(ids(60 + seed, 0, 1))
         report[f"no backward {seed}"] = model(ids(60 + seed, 0, 1)).detach()
         optimizer.step()
-        report[f"stepped {seed}"] = model(ids(60 + seed, 0, 1)).detach()
+        with torch.no_grad():
+            report[f"stepped {seed}"] = model(ids(60 + seed, 0, 1))
         optimizer.zero_grad()
         report[f"sample {seed}"] = model.generate(ids(70 + seed, 0, 1), 2)
         with torch.no_grad():
             for p in model.parameters():
                 p.data.mul_(0.99)
-        report[f"after {seed}"] = model(ids(80 + seed, 0, 1)).detach()
+        with torch.no_grad():
+            report[f"after {seed}"] = model(ids(80 + seed, 0, 1))
     report["parameters"] = parameters(model)
     return report
 

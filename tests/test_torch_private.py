@@ -32,6 +32,9 @@ CALLED = {
     "local",
     "storage_identity",
     "version",
+    "own_class",
+    "call_first",
+    "has_accumulation_hooks",
     "at_end_of_backward",
     "in_backward",
 }
@@ -96,6 +99,7 @@ def units(rank: int, world_size: int) -> None:
     model.blocks[0] = Stack().blocks[0]
     fully_shard(model.blocks[0])
     fully_shard(model)
+    assert _torch.own_class(model) is Stack is _torch.own_class(Stack())
     assert _torch.fsdp_modules(model) == [model, *model.blocks]
     _torch.initialise(model)
     assert model._get_fsdp_state()._is_root
@@ -157,8 +161,13 @@ def test_hook_dictionaries_are_where_they_are_expected() -> None:
     first = parameter.register_hook(lambda g: g)
     second = parameter.register_post_accumulate_grad_hook(lambda p: None)
     assert list(parameter._backward_hooks.values()) != []
+    assert _torch.has_accumulation_hooks(parameter)
     assert list(parameter._post_accumulate_grad_hooks.values()) != []
-    first.remove(), second.remove()
+    third = parameter.register_post_accumulate_grad_hook(_fail)
+    _torch.call_first(parameter, third)
+    assert next(iter(parameter._post_accumulate_grad_hooks.values())) is _fail
+    for handle in (first, second, third):
+        handle.remove()
     assert not parameter._backward_hooks
-    assert not parameter._post_accumulate_grad_hooks
-    assert _torch.PARAMETER_ATTRIBUTES >= set(parameter.__dict__)
+    assert not _torch.has_accumulation_hooks(parameter)
+    assert set(parameter.__dict__) <= _torch.PARAMETER_ATTRIBUTES

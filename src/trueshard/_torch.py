@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
 
@@ -62,6 +63,12 @@ def _groups(module: ShardedModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):  # 2.12 on
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def own_class(module: nn.Module) -> type:
+    """The user's class of a module, before and after ``fully_shard``, which puts one of its own in front."""
+    cls = type(module)
+    return cls.__mro__[FSDPModule._orig_cls_mro_index] if isinstance(module, FSDPModule) else cls
 
 
 def fsdp_modules(root: nn.Module) -> list[ShardedModule]:
@@ -217,6 +224,17 @@ def version(tensor: torch.Tensor) -> int:
     torch documents the counter under its private name only. DTensor's dispatch counts on the wrapper alone.
     """
     return int(tensor._version) + (int(tensor._local_tensor._version) if isinstance(tensor, DTensor) else 0)
+
+
+def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
+    """Whether ``register_post_accumulate_grad_hook`` was called on ``tensor`` (and its handle not removed)."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def call_first(tensor: torch.Tensor, handle: RemovableHandle) -> None:
+    """Put one hook of ``register_post_accumulate_grad_hook`` before the others, where FSDP2 calls them in turn."""
+    hooks: Any = tensor._post_accumulate_grad_hooks
+    hooks.move_to_end(handle.id, last=False)
 
 
 def at_end_of_backward(function: Any) -> None:

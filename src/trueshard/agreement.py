@@ -35,11 +35,17 @@ def agree_on_structure(intent: Intent, facts: Sequence[tuple[str, Any]], mesh: D
     Raises:
         ValueError: names the first thing that differs and the rank.
     """
-    mine = [(f"parameter {r.name!r}", repr((r.names, r.shape, r.dtype, r.requires_grad))) for r in intent.parameters]
-    mine += [(f"buffer {r.name!r}", repr((r.names, r.shape, r.dtype))) for r in intent.buffers]
+    mine = [
+        (f"{kind[:-1]} {record.name!r}", repr(record))
+        for kind in ("parameters", "buffers")
+        for record in getattr(intent, kind)
+    ]
     for i, optimizer in enumerate(intent.optimizers):
-        groups = [group.parameters for group in optimizer.groups]
-        mine.append((f"optimizer {i}", repr((optimizer.kind, groups, sorted(optimizer.state.items())))))
+        mine.append((f"optimizer {i}", f"{optimizer.kind} with {len(optimizer.groups)} groups"))
+        for g, group in enumerate(optimizer.groups):
+            mine.append((f"optimizer {i}, group {g}", f"holds {', '.join(group.parameters)}"))
+            mine += [(f"optimizer {i}, group {g}, {key}", _stable(value)) for key, value in group.settings.items()]
+        mine += [(f"optimizer {i}, state of {name!r}", repr(state)) for name, state in sorted(optimizer.state.items())]
     mine += [(name, repr(value)) for name, value in facts]
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(gather_objects(digest, mesh))) == 1:
@@ -57,6 +63,15 @@ def agree_on_structure(intent: Intent, facts: Sequence[tuple[str, Any]], mesh: D
             )
 
 
+def _stable(value: Any) -> str:
+    """What can be compared between processes: numbers and words by value, anything else by its type."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+        return repr(value.item())
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_stable, value))}]"
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
 def agree_on_success(error: BaseException | None, mesh: DeviceMesh) -> None:
     """Raise on every rank if any failed. Collective, so every rank must come here, failed or not."""
     told = gather_objects(None if error is None else f"{type(error).__name__}: {error}", mesh)
@@ -69,7 +84,7 @@ def agree_on_success(error: BaseException | None, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def take_from_first_rank(tensors: Sequence[tuple[str, torch.Tensor]], mesh: DeviceMesh) -> list[str]:
-    """Make ``tensors`` equal on all ranks, in place, by rank 0's values; returns the names that differed. Collective.
+    """Give ``tensors`` rank 0's values, in new memory, where ranks differ; returns the names that did. Collective.
 
     Args:
         tensors: (name, tensor), the same names, shapes and dtypes on every rank. Meta and DTensors are left alone.
@@ -93,7 +108,8 @@ def take_from_first_rank(tensors: Sequence[tuple[str, torch.Tensor]], mesh: Devi
             tensor = real[i][1]
             value = tensor.detach().to(device).contiguous()
             dist.broadcast(value, src=dist.get_global_rank(group, 0), group=group)
-            tensor.copy_(value)
+            # Not in place: whoever undoes a failed shard() puts the old memory back.
+            tensor.data = value.to(tensor.device)
             sums[i] = theirs[0][i]
         differing.update(unequal)
     # Along the first dimension only some ranks see a difference: all of them say the same.

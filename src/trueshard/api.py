@@ -88,9 +88,10 @@ def shard(
         "offload": offload,
         "memory": memory,
     }
-    _check_arguments(model, optimizers, plan, given)
     mesh = distributed.ensure_mesh(mesh)
-    snapshot = Snapshot(model, optimizers)
+    with _together(mesh):
+        _check_arguments(model, optimizers, plan, given)
+        snapshot = Snapshot(model, optimizers)
     try:
         with _together(mesh):
             names.hide_wrappers(model)
@@ -209,6 +210,8 @@ def _equalise(before: intent.Intent, originals: intent.Originals, optimizers: An
     agreement.announce("parameters", agreement.take_from_first_rank(tensors, mesh))
     buffers = list(zip((r.name for r in before.buffers), originals.buffers, strict=True))
     agreement.announce("buffers", agreement.take_from_first_rank(buffers, mesh))
+    grads = [(name, tensor.grad) for name, tensor in tensors if tensor.grad is not None]
+    agreement.announce("gradients", agreement.take_from_first_rank(grads, mesh))
     name_of = {id(p): r.name for r, p in zip(before.parameters, originals.parameters, strict=True)}
     state = [
         (f"{name_of[id(parameter)]}.{key}", value)
@@ -245,12 +248,14 @@ def accumulate(model: nn.Module, *, last: bool) -> Iterator[None]:
     """
     runtime = sharded(model)
     runtime.root.set_requires_gradient_sync(last)
+    runtime.accumulating = not last
     for module in runtime.hooked:
         module.set_requires_gradient_sync(True, recurse=False)
     try:
         yield
     finally:
         runtime.root.set_requires_gradient_sync(True)
+        runtime.accumulating = False
 
 
 def set_reshard_after_forward(model: nn.Module, policy: str | int | Mapping[str, str | int | bool]) -> None:

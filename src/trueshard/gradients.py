@@ -1,4 +1,4 @@
-"""Gradients after reduction: the user's hooks on parameters, and the parameters that every rank holds whole.
+"""The user's hooks on the gradients of parameters.
 
 - A gradient hook means the gradient of the global batch, as on one device. FSDP2 drops hooks, and reduces after
   autograd has called its own; so hooks are called here, on the whole reduced gradient, whatever they do with it. That
@@ -8,22 +8,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trueshard import _torch
 
 
+@torch.no_grad()
+def add_gradient(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    """``parameter.grad += grad``, placed alike, on local shards."""
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        _torch.local(parameter.grad).add_(_torch.local(grad))
+
+
 class GradientHooks:
-    """The hooks that the user set on one parameter, called when its gradient is reduced.
+    """The hooks that the user set on one parameter.
 
     Args:
-        original: the parameter before sharding; its hook dictionaries are taken over.
+        original: the parameter on which they are set; its hook dictionaries are taken over.
     """
 
     def __init__(self, original: torch.Tensor) -> None:
@@ -33,8 +39,21 @@ class GradientHooks:
 
     @staticmethod
     def on(tensor: torch.Tensor) -> bool:
-        """Whether the user set any hook on ``tensor``."""
-        return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+        """Whether any hook is set on ``tensor``."""
+        return bool(tensor._backward_hooks) or _torch.has_accumulation_hooks(tensor)
+
+    def transform(self, whole: torch.Tensor) -> torch.Tensor:
+        """The whole gradient as the hooks of ``register_hook`` leave it."""
+        for hook in list((self.before or {}).values()):
+            with torch.no_grad():
+                answer = hook(whole)
+            whole = whole if answer is None else answer
+        return whole
+
+    def accumulated(self, parameter: torch.Tensor) -> None:
+        """Call the hooks of ``register_post_accumulate_grad_hook``."""
+        for hook in list((self.after or {}).values()):
+            hook(parameter)
 
     def set_aside(self, parameter: torch.Tensor) -> None:
         """Called in backward before reduction: hooks see this backward's gradient, not what was accumulated before."""
@@ -42,78 +61,17 @@ class GradientHooks:
             self._earlier, parameter.grad = parameter.grad, None
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        """Called when ``parameter.grad`` is reduced."""
-        if self.before and parameter.grad is not None:
-            parameter.grad = self._hooked(parameter.grad)
+        """Called by FSDP2 when it has put the reduced gradient into the sharded ``parameter``."""
+        grad = parameter.grad
+        if self.before and isinstance(grad, DTensor):
+            whole = self.transform(grad.full_tensor())
+            parameter.grad = distribute_tensor(whole, grad.device_mesh, grad.placements, src_data_rank=None)
+        self.put_back(parameter)
+        self.accumulated(parameter)
+
+    def put_back(self, parameter: torch.Tensor) -> None:
+        """Add this backward's gradient, if there is one, to what was set aside."""
         if self._earlier is not None:
-            if parameter.grad is None:
-                parameter.grad = self._earlier
-            else:
-                with torch.no_grad():
-                    _torch.local(self._earlier).add_(_torch.local(parameter.grad))
-                parameter.grad = self._earlier
-            self._earlier = None
-        for hook in list((self.after or {}).values()):
-            hook(parameter)
-
-    def _hooked(self, grad: torch.Tensor) -> torch.Tensor:
-        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        for hook in list((self.before or {}).values()):
-            with torch.no_grad():
-                answer = hook(whole)
-            whole = whole if answer is None else answer
-        if not isinstance(grad, DTensor):
-            return whole
-        return distribute_tensor(whole, grad.device_mesh, grad.placements, src_data_rank=None)
-
-
-class ReplicatedGradients:
-    """Averages the gradients of parameters that FSDP2 does not shard, once a backward, in one collective a dtype.
-
-    Args:
-        parameters: (name, parameter, its hooks if it had any); plain tensors, whole on every rank.
-        mesh: the ranks to average over.
-    """
-
-    def __init__(self, parameters: Sequence[tuple[str, torch.Tensor, GradientHooks | None]], mesh: DeviceMesh) -> None:
-        self.parameters = list(parameters)
-        self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Collective over the mesh: every rank calls it at the end of a synchronising backward."""
-        trainable = [each for each in self.parameters if each[1].requires_grad]
-        by_device: dict[torch.device, list[tuple[str, torch.Tensor, GradientHooks | None]]] = {}
-        for each in trainable:
-            by_device.setdefault(each[1].device, []).append(each)
-        for device, members in by_device.items():
-            self._average(device, [parameter for _, parameter, _ in members])
-        for _, parameter, hooks in trainable:
-            if hooks is not None:
-                hooks(parameter)
-
-    def _average(self, device: torch.device, parameters: list[torch.Tensor]) -> None:
-        # Whether a rank has a gradient travels along: a parameter that no rank used must keep grad None.
-        used = [0.0 if parameter.grad is None else 1.0 for parameter in parameters]
-        dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
-        parts = [torch.tensor(used, dtype=dtype, device=device)]
-        for parameter in parameters:
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parts.append(grad.reshape(-1).to(dtype))
-        flat = torch.cat(parts)
-        ranks = 1
-        for group in self._groups:
-            if group.size() > 1:
-                dist.all_reduce(flat, group=group)
-                ranks *= group.size()
-        flat[len(used) :].div_(ranks)
-        offset = len(used)
-        for i, parameter in enumerate(parameters):
-            piece = flat[offset : offset + parameter.numel()].view(parameter.shape).to(parameter.dtype)
-            offset += parameter.numel()
-            if flat[i] == 0:
-                continue
-            if parameter.grad is None:
-                parameter.grad = piece.clone()
-            else:
-                parameter.grad.copy_(piece)
+            grad, parameter.grad, self._earlier = parameter.grad, self._earlier, None
+            if grad is not None:
+                add_gradient(parameter, grad)

@@ -29,6 +29,8 @@ class TensorRecord:
     requires_grad: bool
     attributes: tuple[str, ...] = ()
     """What the user set on it (``p.name = ...``)."""
+    module: str = ""
+    """Class of the module that holds it, and whether that is in training mode."""
 
     @property
     def name(self) -> str:
@@ -94,7 +96,8 @@ def _state_keys(model: nn.Module) -> tuple[str, ...]:
 
 def _records(model: nn.Module, kind: str, objects: list[Any]) -> tuple[TensorRecord, ...]:
     found: dict[int, list[str]] = {}
-    for name, _, _, tensor in names.named_tensors(model, kind):
+    holder: dict[int, str] = {}
+    for name, module, _, tensor in names.named_tensors(model, kind):
         if is_lazy(tensor):
             raise ValueError(
                 f"{name!r} has no shape yet (its module initialises itself at the first forward): run the model once "
@@ -103,6 +106,9 @@ def _records(model: nn.Module, kind: str, objects: list[Any]) -> tuple[TensorRec
         if id(tensor) not in found:
             objects.append(tensor)
         found.setdefault(id(tensor), []).append(name)
+        holder.setdefault(
+            id(tensor), f"{_torch.own_class(module).__name__}, {'training' if module.training else 'eval'}"
+        )
     return tuple(
         TensorRecord(
             names=tuple(found[id(tensor)]),
@@ -110,6 +116,7 @@ def _records(model: nn.Module, kind: str, objects: list[Any]) -> tuple[TensorRec
             dtype=tensor.dtype,
             requires_grad=tensor.requires_grad,
             attributes=tuple(sorted(attributes_of(tensor))),
+            module=holder[id(tensor)],
         )
         for tensor in objects
     )
@@ -166,7 +173,7 @@ def difference(before: Intent, after: Intent) -> str | None:
 
 
 def _field(a: TensorRecord, b: TensorRecord) -> str:
-    for key in ("names", "shape", "dtype", "requires_grad", "attributes"):
+    for key in ("names", "shape", "dtype", "requires_grad", "attributes", "module"):
         if getattr(a, key) != getattr(b, key):
             return f"{key} was {getattr(a, key)}, is {getattr(b, key)}"
     raise AssertionError("records are equal")

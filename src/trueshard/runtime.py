@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard._torch import ShardedModule
-from trueshard.gradients import GradientHooks, ReplicatedGradients
+from trueshard.gradients import GradientHooks
 from trueshard.plans import Plan
+from trueshard.replicated import ReplicatedGradients
 from trueshard.snapshot import Trace
 
 _KEY = "_trueshard"
@@ -42,10 +43,14 @@ class Runtime:
         """Each unit's first module and its sharded parameters, in the plan's order."""
         self.hooked: list[ShardedModule] = []
         """Units with a parameter on which the user set a gradient hook: they reduce in every backward."""
+        self.accumulating = False
+        """Inside ``accumulate(last=False)``."""
         self.trace: Trace | None = None
         self.depth = 0
         self._kept = 0
         self._versions: dict[ShardedModule, int] = {}
+        self._hooks: dict[int, tuple[torch.Tensor, GradientHooks]] = {}
+        self._gathered_before: set[ShardedModule] = set()
         self._trainable: list[bool] = []
         self._reducing = False
         self._second: list[Any] = []
@@ -57,6 +62,7 @@ class Runtime:
         root: Any = self.root
         root.__dict__[_KEY] = self
         self._trainable = self._trainability()
+        self._adopt_hooks()
         begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
         root.register_forward_pre_hook(lambda *_: begin(), prepend=True)
         root.register_forward_hook(lambda _module, _args, output: end(output))
@@ -68,24 +74,28 @@ class Runtime:
         if self.depth == 0 and not _torch.in_backward():
             if _torch.interrupted(self.root):
                 _torch.reset_iteration(self.root)
+                self.replicated.forget()
+                self._put_back()
             self._free_after_second_backward()
             self._free_changed()
             if (now := self._trainability()) != self._trainable:
                 self._trainable = now
                 self._thaw()
+            self._adopt_hooks()
+            # What an earlier pass left gathered waits for its backward: a pass without gradients leaves it so.
+            self._gathered_before = {module for module, _ in self.units if _torch.is_unsharded(module)}
         self.depth += 1
 
     def _leave(self) -> None:
         self.depth = max(0, self.depth - 1)
         if self.depth == 0 and not self._kept and not torch.is_grad_enabled() and not _torch.in_backward():
-            self.free()
+            self._free_but(self._gathered_before)
 
     def _end(self, output: Any) -> None:
         if torch.is_grad_enabled():
             for tensor in _torch.tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._in_backward)
-
         for module, parameters in self.units:
             if _torch.is_unsharded(module):
                 self._versions[module] = sum(map(_torch.version, parameters))
@@ -97,9 +107,13 @@ class Runtime:
                 module.reshard()
 
     def free(self) -> None:
-        """Free every gathered parameter; a backward that needs one gathers it again."""
+        """Free every gathered parameter."""
+        self._free_but(())
+
+    def _free_but(self, kept: Collection[ShardedModule]) -> None:
         for module, _ in self.units:
-            module.reshard()
+            if module not in kept:
+                module.reshard()
 
     def keep_gathered_in(self, method: str) -> None:
         """Passes inside ``method`` of the root (a ``generate``) keep what the plan keeps; it is freed at its end."""
@@ -107,13 +121,14 @@ class Runtime:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            before = {module for module, _ in self.units if _torch.is_unsharded(module)}
             self._kept += 1
             try:
                 return function(*args, **kwargs)
             finally:
                 self._kept -= 1
                 if not self._kept and not self.depth:
-                    self.free()
+                    self._free_but(before)
 
         self.root.__dict__[method] = call
 
@@ -138,14 +153,25 @@ class Runtime:
     def _in_backward(self, grad: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             self._keep_for_second_backward()
-        if not self._reducing and self.replicated.parameters:
-            self._reducing = True
-            _torch.at_end_of_backward(self._reduce_replicated)
+        self.reduce_at_end()
 
-    def _reduce_replicated(self) -> None:
+    def reduce_at_end(self) -> None:
+        """Once a backward: hooks are made ready, and replicated gradients are averaged when it ends."""
+        if not self._reducing and (self.replicated.parameters or self._hooks):
+            self._reducing = True
+            for parameter, hooks in self._hooks.values():
+                hooks.set_aside(parameter)
+            _torch.at_end_of_backward(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._put_back()
+        if self.accumulating or _torch.reduces_gradients(self.root):
+            self.replicated.reduce(only_hooked=self.accumulating)
+
+    def _put_back(self) -> None:
         self._reducing = False
-        if _torch.reduces_gradients(self.root):
-            self.replicated.reduce()
+        for parameter, hooks in self._hooks.values():
+            hooks.put_back(parameter)
 
     def _keep_for_second_backward(self) -> None:
         """``create_graph=True``: the graph of this backward holds gathered parameters, so they stay until the next."""
@@ -174,7 +200,31 @@ class Runtime:
             self.root.set_reshard_after_backward(True)
             self.free()
 
-    # Passes other than forward
+    # Hooks and what is read beside forward
+
+    def call_hooks(self, parameter: torch.Tensor, hooks: GradientHooks, unit: ShardedModule) -> None:
+        """From now on, call ``hooks`` when the gradient of the sharded ``parameter`` of ``unit`` is reduced."""
+        self._hooks[id(parameter)] = parameter, hooks
+        trainable = parameter.requires_grad
+        # torch takes such hooks on trainable tensors only; a frozen one may be thawed later.
+        handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hooks)
+        parameter.requires_grad_(trainable)
+        _torch.call_first(parameter, handle)
+        if unit not in self.hooked:
+            self.hooked.append(unit)
+
+    def _adopt_hooks(self) -> None:
+        """Hooks that were set on shards after ``shard()``: autograd never calls those, for FSDP2 writes gradients."""
+        for unit, parameters in self.units:
+            for parameter in parameters:
+                if parameter._backward_hooks and id(parameter) not in self._hooks:
+                    hooks = GradientHooks(parameter)
+                    hooks.after = None  # FSDP2 calls those itself
+                    self.call_hooks(parameter, hooks, unit)
+
+    def keep(self, module: ShardedModule) -> None:
+        """Keep the unit of ``module`` gathered from its forward to the end of backward, from now on."""
+        _torch.set_reshard_after_forward(module, False, self.meshes)
 
     def run(self, module: nn.Module, function: Callable[..., Any], gathered: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, so that outside a pass of ``module`` it is one itself.
@@ -242,6 +292,8 @@ class GatheredOnAccess(nn.Module):
         if isinstance(value, DTensor) and name in self._parameters and isinstance(self, ShardedModule):
             runtime = self.__dict__.get(_KEY + "_root")
             if runtime is not None and runtime.depth:
+                # Its own hooks know nothing of this use, so nothing would gather it again for the backward of it.
+                runtime.keep(self)
                 self.unshard()
                 return super().__getattr__(name)
         return value
@@ -258,7 +310,7 @@ def after_gathering(unit: nn.Module, function: Callable[[], Any]) -> Any:
 
 
 class CarryOnce:
-    """A forward pre-hook that, at the first pass, gives the gathered parameter what the user set on the original.
+    """At the first pass, gives the gathered parameter the attributes that the user set on the original.
 
     FSDP2 makes the gathered parameter when it gathers for the first time, and keeps that object.
 
@@ -266,14 +318,10 @@ class CarryOnce:
         module: the module that holds the parameter as ``attribute``.
         attribute: its attribute there.
         found: the user's attributes.
-        hooks: the user's gradient hooks, if any.
     """
 
-    def __init__(self, module: nn.Module, attribute: str, found: dict[str, Any], hooks: GradientHooks | None) -> None:
-        self.module, self.attribute, self.found, self.hooks = module, attribute, found, hooks
-        sharded = module._parameters[attribute]
-        assert sharded is not None
-        self.sharded: torch.Tensor = sharded
+    def __init__(self, module: nn.Module, attribute: str, found: dict[str, Any]) -> None:
+        self.module, self.attribute, self.found = module, attribute, found
 
     def install(self, unit: nn.Module) -> None:
         """Wait for the first pass of ``unit``, which gathers the parameter."""
@@ -281,10 +329,6 @@ class CarryOnce:
 
     def _carry(self) -> None:
         gathered = self.module._parameters[self.attribute]
-        if gathered is None or isinstance(gathered, DTensor):
-            return
-        self._handle.remove()
-        gathered.__dict__.update(self.found)
-        if (hooks := self.hooks) is not None and gathered.requires_grad:
-            sharded = self.sharded
-            gathered.register_hook(lambda _: hooks.set_aside(sharded))
+        if gathered is not None and not isinstance(gathered, DTensor):
+            self._handle.remove()
+            gathered.__dict__.update(self.found)

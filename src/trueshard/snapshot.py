@@ -77,6 +77,12 @@ class Snapshot:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         self.modules = [_ModuleState.of(module) for module in _every_module(model)]
         tensors = {id(t): t for state in self.modules for t in _own_tensors(state.module)}
+        for optimizer in optimizers:
+            for entries in optimizer.state.values():
+                values = entries.values() if isinstance(entries, dict) else ()
+                tensors |= {id(value): value for value in values if isinstance(value, torch.Tensor)}
+        grads = [tensor.grad for tensor in tensors.values() if tensor.is_leaf and tensor.grad is not None]
+        tensors |= {id(grad): grad for grad in grads}
         self.tensors = [_TensorState.of(tensor) for tensor in tensors.values()]
         self.groups = [(group, list(group["params"])) for o in optimizers for group in o.param_groups]
         self.states = [(optimizer.state, list(optimizer.state.items())) for optimizer in optimizers]

@@ -16,6 +16,7 @@ from trueshard.checkpoint import state
 from trueshard.checkpoint.manifest import Entry, Manifest
 from trueshard.checkpoint.writer import mine
 from trueshard.names import nearest
+from trueshard.optim.rebind import is_placed_alike
 
 
 def load(path: str | os.PathLike[str], *, model: Any = None, optimizer: Any = None, **more: Any) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def _load_optimizer(prefix: str, optimizer: torch.optim.Optimizer, name_of: Mapp
         if key.startswith(f"{prefix}/") and not key.startswith(f"{prefix}/settings/"):
             name, _, what = key.removeprefix(f"{prefix}/").rpartition("/")
             if name in parameters:
-                state_of.setdefault(name, {})[what] = _state_tensor(parameters[name], key, entry, reader)
+                state_of.setdefault(name, {})[what] = _state_tensor(parameters[name], what, key, entry, reader)
     for where, value in saved["values"].items():
         name, _, what = where.rpartition("/")
         state_of.setdefault(name, {})[what] = value
@@ -146,10 +147,10 @@ def _load_optimizer(prefix: str, optimizer: torch.optim.Optimizer, name_of: Mapp
             optimizer.state[parameter] = state_of[name]
 
 
-def _state_tensor(parameter: torch.Tensor, key: str, entry: Entry, reader: _Reader) -> torch.Tensor:
+def _state_tensor(parameter: torch.Tensor, what: str, key: str, entry: Entry, reader: _Reader) -> torch.Tensor:
     """A state tensor as the optimizer itself would hold it: placed like its parameter when it has its shape."""
     dtype = getattr(torch, entry.dtype)
-    if entry.shape == list(parameter.shape):
+    if is_placed_alike(what, entry.shape, parameter):
         tensor = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     else:
         tensor = torch.zeros(entry.shape, dtype=dtype)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -42,20 +42,25 @@ def rebind(optimizers: Sequence[torch.optim.Optimizer], new_of: Mapping[int, nn.
         optimizer.state.clear()
         for key, entries in items:
             new = new_of.get(id(key)) if isinstance(key, torch.Tensor) else None
-            optimizer.state[key if new is None else new] = entries if new is None else shard_state(entries, key, new)
+            optimizer.state[key if new is None else new] = entries if new is None else shard_state(entries, new)
 
 
-def shard_state(value: Any, original: torch.Tensor, new: torch.Tensor) -> Any:
-    """Optimizer state of ``original``, sharded like ``new``: nested containers, tensors of the parameter's shape."""
+def shard_state(value: Any, new: torch.Tensor, key: str = "") -> Any:
+    """Optimizer state, placed like its parameter ``new``: nested containers, tensors of the parameter's shape."""
     if isinstance(value, torch.Tensor):
-        if isinstance(new, DTensor) and not isinstance(value, DTensor) and value.shape == original.shape:
+        if isinstance(new, DTensor) and not isinstance(value, DTensor) and is_placed_alike(key, value.shape, new):
             return shard_like(value, new)
         return value
     if isinstance(value, dict):
-        return {key: shard_state(each, original, new) for key, each in value.items()}
+        return {name: shard_state(each, new, name) for name, each in value.items()}
     if isinstance(value, list):
-        return [shard_state(each, original, new) for each in value]
+        return [shard_state(each, new, key) for each in value]
     return value
+
+
+def is_placed_alike(key: str, shape: Sequence[int], parameter: torch.Tensor) -> bool:
+    """Whether a state tensor goes with its parameter's elements: it has its shape, and is no count of steps."""
+    return tuple(shape) == tuple(parameter.shape) and (len(shape) > 0 or key != "step")
 
 
 def shard_like(whole: torch.Tensor, like: DTensor) -> DTensor:
@@ -67,9 +72,10 @@ def shard_like(whole: torch.Tensor, like: DTensor) -> DTensor:
     """
     local = _torch.local(like)
     part = torch.empty(local.shape, dtype=whole.dtype, device=local.device)
-    start = 0
     mesh = like.device_mesh
-    if local.numel():
+    if not any(isinstance(placement, Shard) for placement in like.placements):
+        part.copy_(whole.detach())
+    elif local.numel():
         # torch.chunk's rule, which FSDP2 follows: equal pieces of ceil(n / ranks), the last ones shorter or empty.
         piece = -(-whole.shape[0] // mesh.size(mesh.ndim - 1))
         start = piece * mesh.get_local_rank(mesh.ndim - 1)

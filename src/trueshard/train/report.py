@@ -15,11 +15,13 @@ def draw_loss(records: Sequence[dict[str, Any]], entropy: float, file: Path) -> 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    steps = [record["step"] for record in records]
+    steps, losses = [record["step"] for record in records], [record["loss"] for record in records]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(steps, [record["loss"] for record in records], linewidth=1.2, label="training loss")
+    axes.plot(steps, losses, linewidth=0.8, color="tab:blue", alpha=0.35, label="loss of each step")
+    means = [sum(part) / len(part) for part in (losses[max(0, end - LAST_STEPS) : end] for end in steps)]
+    axes.plot(steps, means, linewidth=1.8, color="tab:blue", label=f"mean of the last {LAST_STEPS} steps")
     axes.axhline(entropy, linestyle="--", color="gray", label=f"unigram entropy of the text, {entropy:.2f}")
     axes.set(xlabel="step", ylabel="nats per token", xlim=(min(steps), max(max(steps), min(steps) + 1)))
     axes.grid(alpha=0.3)
