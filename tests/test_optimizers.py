@@ -201,3 +201,36 @@ def test_clipping_is_torchs_on_the_unsharded_model(
     for ranks in (ranks2, ranks3):
         for found in ranks.run(clip, norm_type, foreach):
             assert_same(found, expected, rtol=1e-5, atol=1e-7)
+
+
+class OnlyScalarsFirst(Scalar):
+    """The first parameters of the model are whole ones, so that a list of all starts with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parameters = {"scale": self._parameters["scale"], **self._parameters}
+
+
+def torchs_own(rank: int, world_size: int, foreach: bool | None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = OnlyScalarsFirst()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, foreach=foreach)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    norms = []
+    for seed in range(2):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
+        model(x).pow(2).mean().backward()
+        norms.append(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)))
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=seed == 0)
+    state = {n: {k: whole(v) for k, v in optimizer.state[p].items()} for n, p in model.named_parameters()}
+    return {"norm": norms, "state": state} | {n: whole(p) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_torchs_own_clipping_and_lists_take_every_parameter(foreach: bool | None, alone: Ranks, ranks3: Ranks) -> None:
+    (expected,) = alone.run(torchs_own, foreach)
+    for found in ranks3.run(torchs_own, foreach):
+        assert_same(found, expected, rtol=1e-4, atol=1e-6)
