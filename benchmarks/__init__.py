@@ -4,6 +4,6 @@
 - ``shard_time``: the seconds that ``shard()`` adds to ``fully_shard``'s own, on an 8B-shaped model.
 - ``traffic``: the bytes that a rank receives in a step, over the least that the policy allows.
 
-Each benchmark is a module with ``run() -> Table``. They run real processes on the CPU: ratios carry over to other
+Each benchmark is a module with ``run(tell) -> Table``. They run real processes on the CPU: ratios carry over to other
 machines, absolute times do not, so none is reported but the one that is a promise in seconds.
 """

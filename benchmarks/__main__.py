@@ -31,8 +31,9 @@ def main() -> None:
     console.print(where, style="dim", end="\n\n")
     tables = []
     for name in given.names or NAMES:
+        benchmark = import_module(f"benchmarks.{name}")
         with console.status(f"{name} …"):
-            table: Table = import_module(f"benchmarks.{name}").run()
+            table: Table = benchmark.run(lambda words, name=name: console.print(f"{name}: {words}", style="dim"))
         table.show(console)
         tables.append(table)
         _write(given.json, json.dumps({"machine": where, "benchmarks": [each.data() for each in tables]}, indent=1))

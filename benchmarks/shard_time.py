@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.llama import Shape, shard_by_hand
 from benchmarks.processes import on_simulated_ranks
-from benchmarks.table import Table
+from benchmarks.table import Table, Tell
 
 RANKS = (1, 64)
 RUNS = 5
@@ -24,7 +24,7 @@ LIMIT = 2.0
 _8B = Shape(layers=32, hidden=4096, intermediate=14336, heads=32, key_value_heads=8, vocabulary=128256)
 
 
-def run() -> Table:
+def run(tell: Tell) -> Table:
     """Both ways on every number of ranks, alternating."""
     rows, numbers = [], []
     for ranks in RANKS:
@@ -44,6 +44,7 @@ def run() -> Table:
             )
         )
         numbers.append({"ranks": ranks, "by_hand": hand, "shard": ours, "added": added, "limit": LIMIT})
+        tell(f"{ranks} ranks: {rows[-1][3]} s")
     return Table(
         name="shard_time",
         title="Seconds that `shard()` adds to `fully_shard`",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
+
+
+Tell = Callable[[str], None]
+"""Shows a line of progress."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.llama import Shape, loss_of, shard_by_hand
 from benchmarks.processes import on_ranks
-from benchmarks.table import Table
+from benchmarks.table import Table, Tell
 from tests.traffic import Traffic
 
 _SHAPE = Shape(layers=4, hidden=96, intermediate=192, heads=4, vocabulary=384, tokens=8)
@@ -45,7 +45,7 @@ CASES = (
 )
 
 
-def run() -> Table:
+def run(tell: Tell) -> Table:
     """Every policy; the bytes of the second step, in which nothing is made for the first time."""
     rows, numbers = [], []
     for case in CASES:
@@ -54,6 +54,7 @@ def run() -> Table:
         dtype = "bfloat16" if case.bf16 else "float32"
         cells = (f"{ours:,.0f}", f"{least:,.0f}", f"{ours / least:.4f}", f"{by_hand / least:.4f}")
         rows.append((policy, str(case.ranks), dtype, *cells))
+        tell(f"{policy}, {case.ranks} ranks, {dtype}: {cells[2]}")
         numbers.append({**asdict(case), "received": ours, "limit": least, "received_by_hand": by_hand})
     return Table(
         name="traffic",

@@ -20,7 +20,7 @@ from trueshard.train.signals import STOPPED
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
-"""What the option parser raises; typer has carried its own copy of click since 0.20, so it is not always click's."""
+"""What the option parser raises: click's class, or that of the copy of click which newer releases of typer carry."""
 
 assert USAGE_ERROR.__name__ == "UsageError"
 

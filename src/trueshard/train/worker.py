@@ -76,7 +76,8 @@ def _lost_peer(error: Exception) -> bool:
     """Whether an error looks like the consequence of another rank's end."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(
-        sign in text for sign in ("connection closed by peer", "connection reset", "gloo", "nccl", "broken pipe")
+        sign in text
+        for sign in ("connection closed by peer", "connection reset", "gloo", "nccl", "broken pipe", "failed on rank")
     )
 
 
