@@ -7,7 +7,7 @@ torch that moves one of these names fails there, by name, and not in a user's ru
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -101,12 +101,12 @@ def refresh_dtypes(root: nn.Module) -> None:
             group._init_mp_dtypes()
 
 
-def gathered_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+def gathered_parameters(root: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
     """(name, sharded parameter, gathered parameter) for each parameter that has been gathered once.
 
     The gathered parameter is a second object behind the same name; an optimizer made while it is registered holds it.
     """
-    for module in fsdp_modules(root):
+    for module in fsdp_modules(root) if recurse else [cast(ShardedModule, root)]:
         for group in _groups(module):
             for parameter in group.fsdp_params:
                 if hasattr(parameter, "_unsharded_param"):
@@ -129,11 +129,6 @@ def in_pass(module: nn.Module) -> bool:
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor in nested containers; ``torch.utils._pytree`` is what knows the registered ones."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def reduces_gradients(module: ShardedModule) -> bool:
-    """What ``set_requires_gradient_sync`` last said for this unit (True for a unit without parameters)."""
-    return all(group.reduce_grads for group in _groups(module))
 
 
 def interrupted(root: ShardedModule) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,11 @@ def agree_on_structure(intent: Intent, facts: Sequence[tuple[str, Any]], mesh: D
             raise ValueError(
                 f"ranks were given different models: rank 0 has {len(everyone[0])} things, rank {rank} {len(theirs)}"
             )
+
+
+def union(words: Iterable[str], mesh: DeviceMesh) -> set[str]:
+    """Every rank's words together. Collective."""
+    return set().union(*gather_objects(sorted(words), mesh))
 
 
 def _stable(value: Any) -> str:

@@ -98,22 +98,23 @@ def shard(
             before, originals = intent.capture(model, optimizers)
             refuse(names.unwrap(model), before, originals)
             resolved = _resolve(model, plan, given, mesh)
+        pairs = list(zip(before.parameters, originals.parameters, strict=True))
         facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key != "units"]
         facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
         agreement.agree_on_structure(before, facts, mesh)
+        hooked = agreement.union((r.name for r, p in pairs if p._backward_hooks), mesh)
         with _together(mesh):
             _equalise(before, originals, optimizers, mesh)
-            new_of = sharding.apply(model, resolved, mesh)
+            new_of = sharding.apply(model, resolved, mesh, hooked=hooked)
             rebind(optimizers, new_of)
             after, _ = intent.capture(model, optimizers)
             if words := intent.difference(before, after):
                 raise RuntimeError(f"sharding would change the model: {words}")
+            watch(names.unwrap(model), {record.name: p for record, p in pairs if new_of[id(p)] is not p})
+            _warn(model, resolved, mesh)
     except BaseException:
         snapshot.restore()
         raise
-    replaced = zip(before.parameters, originals.parameters, strict=True)
-    watch(names.unwrap(model), {record.name: p for record, p in replaced if new_of[id(p)] is not p})
-    _warn(model, resolved, mesh)
     return resolved
 
 
@@ -172,7 +173,8 @@ def _resolve(model: nn.Module, plan: Plan | None, given: Mapping[str, Any], mesh
                     f"model's has {unit.parameters:,} of {unit.dtype}: the plan was made for another model"
                 )
             policies.reshard_values(plan, told.reshard_after_forward, ranks[-1])
-        return dataclasses.replace(plan, ranks=ranks)
+        plan = dataclasses.replace(plan, ranks=ranks)
+        return plan if plan.resolved_for == plan.policies else policies.apply_words(plan, ranks[-1])
     if plan is None:
         plan = Plan(
             reshard_after_forward=given["reshard_after_forward"],
@@ -246,16 +248,12 @@ def accumulate(model: nn.Module, *, last: bool) -> Iterator[None]:
         model: a sharded model.
         last: whether this is the last microbatch before the optimizer's step.
     """
-    runtime = sharded(model)
-    runtime.root.set_requires_gradient_sync(last)
-    runtime.accumulating = not last
-    for module in runtime.hooked:
-        module.set_requires_gradient_sync(True, recurse=False)
+    root = sharded(model).root
+    root.set_requires_gradient_sync(last)
     try:
         yield
     finally:
-        runtime.root.set_requires_gradient_sync(True)
-        runtime.accumulating = False
+        root.set_requires_gradient_sync(True)
 
 
 def set_reshard_after_forward(model: nn.Module, policy: str | int | Mapping[str, str | int | bool]) -> None:
@@ -271,6 +269,7 @@ def set_reshard_after_forward(model: nn.Module, policy: str | int | Mapping[str,
     runtime = sharded(model)
     plan = dataclasses.replace(runtime.plan, reshard_after_forward=policy)
     values = policies.reshard_values(plan, policy, runtime.mesh.shape[-1])
+    plan = dataclasses.replace(plan, resolved_for=plan.policies)
     for (module, _), value in zip(runtime.units, values, strict=True):
         module.reshard()
         _torch.set_reshard_after_forward(module, value, runtime.meshes)

@@ -6,7 +6,7 @@ and shows a third one, the gathered parameter, to the forward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -53,13 +53,20 @@ class Carrying:
         mesh: its mesh.
         modules: the model's modules by name.
         originals: the parameters as they were.
+        hooked: parameters on which some rank has a gradient hook.
     """
 
     def __init__(
-        self, root: nn.Module, plan: Plan, mesh: DeviceMesh, modules: Mapping[str, nn.Module], originals: list[Original]
+        self,
+        root: nn.Module,
+        plan: Plan,
+        mesh: DeviceMesh,
+        modules: Mapping[str, nn.Module],
+        originals: list[Original],
+        hooked: Collection[str],
     ) -> None:
         assert isinstance(root, ShardedModule)
-        self.root, self.plan, self.modules, self.originals = root, plan, modules, originals
+        self.root, self.plan, self.modules, self.originals, self.hooked = root, plan, modules, originals, hooked
         self.new_of: dict[int, nn.Parameter] = {}
         """``id`` of each original parameter → the parameter that took its place."""
         replicated = {each.name for each in plan.replicated}
@@ -124,7 +131,8 @@ class Carrying:
 
     def _carry_sharded(self, original: Original, new: nn.Parameter, unit: Unit) -> None:
         found = attributes_of(original.parameter)
-        hooks = GradientHooks(original.parameter) if GradientHooks.on(original.parameter) else None
+        gathers = original.name in self.hooked
+        hooks = GradientHooks(original.parameter, gathers) if gathers or GradientHooks.on(original.parameter) else None
         if hooks is not None:
             self.runtime.call_hooks(new, hooks, self._module(unit))
         if found:
@@ -142,8 +150,8 @@ class Carrying:
                 runtime.gather_in_methods(module, methods_that_compute(module))
             if unit.kind == "root" and callable(getattr(module, "generate", None)):
                 runtime.keep_gathered_in("generate")
-            if unit.kind == "embedding":
-                module.__dict__["_trueshard_root"] = runtime
+            for name in unit.modules:
+                self.modules[name].__dict__["_trueshard_root"] = runtime
             if unit.kind in ("tied", "dtype"):
                 after_gathering(self._around(unit), module.unshard)
 

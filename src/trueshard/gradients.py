@@ -30,11 +30,13 @@ class GradientHooks:
 
     Args:
         original: the parameter on which they are set; its hook dictionaries are taken over.
+        gathers: whether the whole gradient is gathered for them. Ranks gather together, so they must agree.
     """
 
-    def __init__(self, original: torch.Tensor) -> None:
+    def __init__(self, original: torch.Tensor, gathers: bool = False) -> None:
         self.before: dict[int, Any] | None = original._backward_hooks
         self.after: dict[int, Any] | None = getattr(original, "_post_accumulate_grad_hooks", None)
+        self.gathers = gathers
         self._earlier: torch.Tensor | None = None
 
     @staticmethod
@@ -57,13 +59,13 @@ class GradientHooks:
 
     def set_aside(self, parameter: torch.Tensor) -> None:
         """Called in backward before reduction: hooks see this backward's gradient, not what was accumulated before."""
-        if self.before and parameter.grad is not None:
+        if self.gathers and parameter.grad is not None:
             self._earlier, parameter.grad = parameter.grad, None
 
     def __call__(self, parameter: torch.Tensor) -> None:
         """Called by FSDP2 when it has put the reduced gradient into the sharded ``parameter``."""
         grad = parameter.grad
-        if self.before and isinstance(grad, DTensor):
+        if self.gathers and isinstance(grad, DTensor):
             whole = self.transform(grad.full_tensor())
             parameter.grad = distribute_tensor(whole, grad.device_mesh, grad.placements, src_data_rank=None)
         self.put_back(parameter)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 Recompute = Literal["none", "full", "selective"]
 UnitKind = Literal["root", "block", "embedding", "tied", "dtype"]
@@ -61,6 +61,13 @@ class Unit:
     """False where backward does not read the parameters (an embedding)."""
     why: str = ""
 
+    def __post_init__(self) -> None:
+        _one_of(f"unit {self.name!r}: activation_checkpointing", self.activation_checkpointing, get_args(Recompute))
+        _one_of(f"unit {self.name!r}: kind", self.kind, get_args(UnitKind))
+        if not isinstance(self.reshard_after_forward, int):
+            raise ValueError(f"unit {self.name!r}: reshard_after_forward must be true, false or a number of ranks")
+        _a_bool(f"unit {self.name!r}: unshard_in_backward", self.unshard_in_backward)
+
 
 @dataclass(frozen=True)
 class Replicated:
@@ -89,12 +96,25 @@ class Plan:
     """The model is one stage of a pipeline: a stage runs many microbatches in a row, so ``default`` means ``never``."""
     ranks: tuple[int, ...] = ()
     """Mesh shape: (shard,) or (replicate, shard); empty before the plan is resolved."""
-    version: int = field(default=1)
+    resolved_for: str = ""
+    """The two policies for which the units have their values; when others are put in, they are worked out again."""
+    version: int = 1
 
     def __post_init__(self) -> None:
+        _one_of("offload", self.offload, ("none", "cpu"))
+        _a_bool("compile", self.compile)
+        _a_bool("pipeline", self.pipeline)
+        if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):
+            raise ValueError(f"mixed_precision must be a MixedPrecision, not {self.mixed_precision!r}")
         if self.pipeline and self.reshard_after_forward == "default":
             kept = tuple(dataclasses.replace(unit, reshard_after_forward=False) for unit in self.units)
             object.__setattr__(self, "units", kept)
+
+    @property
+    def policies(self) -> str:
+        """The words for resharding and activation checkpointing, as text that can be compared."""
+        words = [self.reshard_after_forward, self.activation_checkpointing]
+        return json.dumps([dict(word) if isinstance(word, Mapping) else word for word in words])
 
     def unit(self, name: str) -> Unit:
         """The unit called ``name``, or one of whose modules is.
@@ -126,14 +146,11 @@ class Plan:
             raise ValueError("a plan must be a JSON object")
         if data.get("version", 1) != 1:
             raise ValueError(f"plan version {data['version']} is newer than this library reads (1); update trueshard")
-        data["units"] = tuple(
-            _build(Unit, {**unit, "modules": tuple(unit.get("modules", ()))}, f"units[{i}]")
-            for i, unit in enumerate(data.get("units", ()))
-        )
+        data["units"] = tuple(_build(Unit, unit, f"units[{i}]") for i, unit in enumerate(_list(data, "units")))
         data["replicated"] = tuple(
-            _build(Replicated, each, f"replicated[{i}]") for i, each in enumerate(data.get("replicated", ()))
+            _build(Replicated, each, f"replicated[{i}]") for i, each in enumerate(_list(data, "replicated"))
         )
-        data["ranks"] = tuple(data.get("ranks", ()))
+        data["ranks"] = tuple(_list(data, "ranks"))
         if data.get("mixed_precision") is not None:
             data["mixed_precision"] = _build(MixedPrecision, data["mixed_precision"], "mixed_precision")
         plan = _build(cls, data, "plan")
@@ -161,13 +178,34 @@ class Plan:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def _build(cls: type, data: Mapping[str, Any], where: str) -> Any:
+def _one_of(what: str, word: Any, known: Sequence[str]) -> None:
+    if word not in known:
+        raise ValueError(f"{what}={word!r} is not known; use one of {', '.join(known)}")
+
+
+def _a_bool(what: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{what} must be true or false, not {value!r}")
+
+
+def _list(data: Mapping[str, Any], key: str) -> list[Any]:
+    value = data.get(key, [])
+    if not isinstance(value, list):
+        raise ValueError(f"{key} must be a list, not {value!r}")
+    return value
+
+
+def _build(cls: type, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} must be an object, not {data!r}")
+    if "modules" in data:
+        data = {**data, "modules": tuple(_list(data, "modules"))}
     known = {each.name for each in dataclasses.fields(cls)}
     if unknown := sorted(set(data) - known):
         raise ValueError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
     try:
         return cls(**data)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
 
 

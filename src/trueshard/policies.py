@@ -30,7 +30,7 @@ def apply_words(plan: Plan, shard_ranks: int) -> Plan:
         dataclasses.replace(unit, reshard_after_forward=freed, activation_checkpointing=again)
         for unit, freed, again in zip(plan.units, reshard, recompute, strict=True)
     )
-    return dataclasses.replace(plan, units=units)
+    return dataclasses.replace(plan, units=units, resolved_for=plan.policies)
 
 
 def reshard_values(plan: Plan, policy: Any, shard_ranks: int) -> list[bool | int]:

@@ -89,14 +89,15 @@ class WholeParameter:
     def deliver(self, grad: torch.Tensor) -> None:
         """Add the averaged ``grad`` of this backward to the parameter's, through the user's hooks."""
         self.leaf.grad = None
-        if self.hooks is not None:
-            grad = self.hooks.transform(grad)
         parameter = self.parameter
         assert isinstance(parameter, DTensor)
-        spread = DTensor.from_local(grad, parameter.device_mesh, parameter.placements, run_check=False)
-        add_gradient(parameter, spread)
-        if self.hooks is not None:
-            self.hooks.accumulated(parameter)
+        # Those from before sharding, then those set on the parameter since: autograd calls neither.
+        every = [hooks for hooks in (self.hooks, GradientHooks(parameter)) if hooks is not None]
+        for hooks in every:
+            grad = hooks.transform(grad)
+        add_gradient(parameter, DTensor.from_local(grad, parameter.device_mesh, parameter.placements, run_check=False))
+        for hooks in every:
+            hooks.accumulated(parameter)
 
 
 class HoldsWhole(nn.Module):
@@ -130,7 +131,8 @@ class ReplicatedGradients:
         """
         by_device: dict[torch.device, list[WholeParameter]] = {}
         for whole in self.parameters:
-            if whole.parameter.requires_grad and (whole.hooks is not None or not only_hooked):
+            hooked = whole.hooks is not None or GradientHooks.on(whole.parameter)
+            if whole.parameter.requires_grad and (hooked or not only_hooked):
                 by_device.setdefault(whole.leaf.device, []).append(whole)
         for device, members in by_device.items():
             for whole, grad in zip(members, self._average(device, members), strict=True):

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.gradients import GradientHooks
+from trueshard.optim.rebind import shard_like
 from trueshard.plans import Plan
 from trueshard.replicated import ReplicatedGradients
 from trueshard.snapshot import Trace
@@ -44,11 +45,15 @@ class Runtime:
         self.hooked: list[ShardedModule] = []
         """Units with a parameter on which the user set a gradient hook: they reduce in every backward."""
         self.accumulating = False
-        """Inside ``accumulate(last=False)``."""
+        """Gradients add up on each rank without being reduced."""
         self.trace: Trace | None = None
         self.depth = 0
+        self.gathering = False
+        self._read_outside: list[ShardedModule] = []
         self._kept = 0
         self._versions: dict[ShardedModule, int] = {}
+        self._gathered_versions: dict[torch.Tensor, int] = {}
+        self._buffers_made = False
         self._hooks: dict[int, tuple[torch.Tensor, GradientHooks]] = {}
         self._gathered_before: set[ShardedModule] = set()
         self._trainable: list[bool] = []
@@ -63,10 +68,18 @@ class Runtime:
         root.__dict__[_KEY] = self
         self._trainable = self._trainability()
         self._adopt_hooks()
+        root.__dict__["set_requires_gradient_sync"] = self._set_gradient_sync
         begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
         root.register_forward_pre_hook(lambda *_: begin(), prepend=True)
         root.register_forward_hook(lambda _module, _args, output: end(output))
         root.register_forward_hook(lambda *_: self._leave(), always_call=True)
+
+    def _set_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """torch's setter; but a gradient hook means the global gradient, so hooked parameters reduce every time."""
+        type(self.root).set_requires_gradient_sync(self.root, requires_gradient_sync, recurse=recurse)
+        self.accumulating = not requires_gradient_sync
+        for module in self.hooked:
+            type(module).set_requires_gradient_sync(module, True, recurse=False)
 
     # Around a pass
 
@@ -77,7 +90,10 @@ class Runtime:
                 self.replicated.forget()
                 self._put_back()
             self._free_after_second_backward()
+            self._take_over_writes()
             self._free_changed()
+            if torch.is_inference_mode_enabled() and not self._buffers_made:
+                self._make_buffers()
             if (now := self._trainability()) != self._trainable:
                 self._trainable = now
                 self._thaw()
@@ -99,6 +115,31 @@ class Runtime:
         for module, parameters in self.units:
             if _torch.is_unsharded(module):
                 self._versions[module] = sum(map(_torch.version, parameters))
+                if torch.is_grad_enabled():
+                    for _, _, gathered in _torch.gathered_parameters(module, recurse=False):
+                        self._gathered_versions[gathered] = gathered._version
+
+    def _take_over_writes(self) -> None:
+        """What was written to gathered parameters since the last pass is written to the shards; so is a thaw."""
+        for module, _ in self.units:
+            if not _torch.is_unsharded(module):
+                continue
+            for _, sharded, gathered in _torch.gathered_parameters(module, recurse=False):
+                if gathered.requires_grad != sharded.requires_grad:
+                    sharded.requires_grad_(gathered.requires_grad)
+                if self._gathered_versions.get(gathered, gathered._version) != gathered._version:
+                    assert isinstance(sharded, DTensor)
+                    with torch.no_grad():
+                        _torch.local(sharded).copy_(_torch.local(shard_like(gathered, sharded)))
+
+    def _make_buffers(self) -> None:
+        """FSDP2 makes its buffers at the first gathering; made in inference mode they could never be trained with."""
+        self._buffers_made = True
+        with torch.inference_mode(False):
+            for module, _ in self.units:
+                if not _torch.is_unsharded(module):
+                    module.unshard()
+                    module.reshard()
 
     def _free_changed(self) -> None:
         """A pass that no backward followed left units gathered; free those whose shards were written to since."""
@@ -153,6 +194,8 @@ class Runtime:
     def _in_backward(self, grad: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             self._keep_for_second_backward()
+        for module in self._read_outside:
+            module.unshard()
         self.reduce_at_end()
 
     def reduce_at_end(self) -> None:
@@ -165,8 +208,7 @@ class Runtime:
 
     def _end_of_backward(self) -> None:
         self._put_back()
-        if self.accumulating or _torch.reduces_gradients(self.root):
-            self.replicated.reduce(only_hooked=self.accumulating)
+        self.replicated.reduce(only_hooked=self.accumulating)
 
     def _put_back(self) -> None:
         self._reducing = False
@@ -218,13 +260,23 @@ class Runtime:
         for unit, parameters in self.units:
             for parameter in parameters:
                 if parameter._backward_hooks and id(parameter) not in self._hooks:
-                    hooks = GradientHooks(parameter)
+                    hooks = GradientHooks(parameter, gathers=True)
                     hooks.after = None  # FSDP2 calls those itself
                     self.call_hooks(parameter, hooks, unit)
 
-    def keep(self, module: ShardedModule) -> None:
-        """Keep the unit of ``module`` gathered from its forward to the end of backward, from now on."""
+    def gather_for_reader(self, module: ShardedModule) -> None:
+        """Someone reads a unit's parameter outside its forward: gather it now, and from now on keep it to the end.
+
+        The unit's own hooks know nothing of this use, so they would neither free it after nor gather it for backward.
+        """
+        self.gathering = True
+        try:
+            module.unshard()
+        finally:
+            self.gathering = False
         _torch.set_reshard_after_forward(module, False, self.meshes)
+        if module not in self._read_outside:
+            self._read_outside.append(module)
 
     def run(self, module: nn.Module, function: Callable[..., Any], gathered: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, so that outside a pass of ``module`` it is one itself.
@@ -282,19 +334,18 @@ def runtime_of(model: nn.Module) -> Runtime | None:
 
 
 class GatheredOnAccess(nn.Module):
-    """Mixed into the class of an embedding that is a unit: reading its weight in a pass gathers it.
+    """Mixed into the class of a unit that holds parameters itself: reading one of them in a pass gathers it.
 
-    Its forward does so by FSDP2's hooks; but ``F.linear(hidden, embedding.weight)`` reads it from outside.
+    Its forward does so by FSDP2's hooks; but ``F.linear(hidden, embedding.weight)`` reads it from outside, and some
+    modules are never called at all (the output projection of ``nn.MultiheadAttention``).
     """
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if isinstance(value, DTensor) and name in self._parameters and isinstance(self, ShardedModule):
             runtime = self.__dict__.get(_KEY + "_root")
-            if runtime is not None and runtime.depth:
-                # Its own hooks know nothing of this use, so nothing would gather it again for the backward of it.
-                runtime.keep(self)
-                self.unshard()
+            if runtime is not None and (runtime.depth or _torch.in_backward()) and not runtime.gathering:
+                runtime.gather_for_reader(self)
                 return super().__getattr__(name)
         return value
 

@@ -5,7 +5,7 @@ The order matters: activation checkpointing, then compile, then sharding, each i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,12 @@ from trueshard.snapshot import Snapshot
 
 
 def apply(
-    model: nn.Module, plan: Plan, mesh: DeviceMesh, *, sources: dict[str, torch.Tensor] | None = None
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    *,
+    hooked: Collection[str] = (),
+    sources: dict[str, torch.Tensor] | None = None,
 ) -> dict[int, nn.Parameter]:
     """Shard ``model`` in place by a plan that has its units.
 
@@ -39,6 +44,7 @@ def apply(
         model: the user's module, or a wrapper of it.
         plan: with ``units``; its names must be this model's.
         mesh: 1-D (shard) or 2-D (replicate, shard).
+        hooked: parameters on which some rank has a gradient hook.
         sources: for a model on the meta device, shards of the same plan to take the values from, by name.
 
     Returns:
@@ -58,7 +64,7 @@ def apply(
         _shard_unit(unit, modules, plan, mesh, whole)
     if sources is not None:
         fill(root, sources, torch.device("cpu") if plan.offload == "cpu" else device_of(mesh))
-    carrying = Carrying(root, plan, mesh, modules, originals)
+    carrying = Carrying(root, plan, mesh, modules, originals, hooked)
     carrying.carry()
     allow_deepcopy(carrying.runtime, before, apply)
     return carrying.new_of
@@ -88,7 +94,7 @@ def _prepare_modules(unit: Unit, modules: list[nn.Module], compile_blocks: bool)
             activation.recompute(module, unit.activation_checkpointing)
         if compile_blocks and unit.kind == "block" and not _torch.is_compiled_in_place(module):
             module.compile()
-        if unit.kind == "embedding":
+        if unit.kind != "root" and module._parameters and not _torch.is_compiled_in_place(module):
             _mix_in(module, GatheredOnAccess)
 
 
