@@ -480,3 +480,73 @@ def different_optimizers(rank: int, world_size: int) -> None:
 )
 def test_different_arguments_are_an_error_on_every_rank(case: Case, message: str, ranks3: Ranks) -> None:
     ranks3.raises(case, match=f"(?s){message}")
+
+
+# Used on some ranks only
+
+
+class Routed(nn.Module):
+    """Each row of the batch goes to one expert; an expert without rows is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, choice = torch.zeros_like(x), (x[:, 0] * 10).long().abs() % 3  # the last expert is never chosen
+        normed = self.norm(x)
+        for i, expert in enumerate(self.experts):
+            if (mask := choice == i).any():
+                out[mask] = expert(normed[mask])
+        return x + out
+
+
+def routed(rank: int, world_size: int) -> Report:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ModuleList([Routed(), Routed()])[0], Routed())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    if world_size > 1:
+        trueshard.shard(model, optimizer, units="Routed")
+    chosen: Report = {}
+    for seed in range(4):
+        x = batch(seed, rank, world_size)
+        for part in range(2):
+            if world_size > 1:
+                with trueshard.accumulate(model, last=part == 1):
+                    model(x + part).pow(2).mean().backward()
+            else:
+                model(x + part).pow(2).mean().backward()
+        chosen[f"without gradient {seed}"] = [n for n, p in model.named_parameters() if p.grad is None]
+        optimizer.step()
+        optimizer.zero_grad()
+    chosen["state"] = sorted(n for n, p in model.named_parameters() if optimizer.state.get(p))
+    return chosen | parameters(model)
+
+
+def test_experts_that_only_some_ranks_use_are_trained_alike(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+    (expected,) = alone.run(routed)
+    assert "1.experts.3.weight" in expected["without gradient 0"]
+    same(routed, alone, ranks2, ranks3)
+
+
+class Split(nn.Module):
+    """Two layers of one size, of which a rank uses one."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.one, self.two, self.rank = nn.Linear(8, 8), nn.Linear(8, 8), rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) if self.rank % 2 else self.two(x)
+
+
+def mixed_up(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Split(rank), Block())
+    trueshard.shard(model, units=["Block", "Split"])
+    model(batch(0, rank, world_size)).pow(2).mean().backward()
+
+
+def test_gradients_that_would_be_mixed_up_are_an_error(ranks2: Ranks) -> None:
+    ranks2.raises(mixed_up, match=r"'1.one.bias' got a gradient on some ranks but not on ranks \[0\]")

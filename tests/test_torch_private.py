@@ -31,6 +31,7 @@ CALLED = {
     "local",
     "storage_identity",
     "version",
+    "is_initialised",
     "own_class",
     "call_first",
     "has_accumulation_hooks",
@@ -100,7 +101,9 @@ def units(rank: int, world_size: int) -> None:
     fully_shard(model)
     assert _torch.own_class(model) is Stack is _torch.own_class(Stack())
     assert _torch.fsdp_modules(model) == [model, *model.blocks]
+    assert not _torch.is_initialised(model)
     _torch.initialise(model)
+    assert _torch.is_initialised(model)
     assert model._get_fsdp_state()._is_root
     assert not any(_torch.is_unsharded(module) for module in _torch.fsdp_modules(model))
     inside: list[bool] = []

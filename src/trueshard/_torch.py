@@ -94,6 +94,11 @@ def initialise(root: ShardedModule) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
+def is_initialised(root: ShardedModule) -> bool:
+    """Whether ``initialise`` was called, or a first forward did the same."""
+    return root._get_fsdp_state()._is_root is not None
+
+
 def refresh_dtypes(root: nn.Module) -> None:
     """Read again which parameters are trainable: FSDP2 does so once, and a thawed unit would reduce in no dtype."""
     for module in fsdp_modules(root):

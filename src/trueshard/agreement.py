@@ -111,7 +111,7 @@ def take_from_first_rank(tensors: Sequence[tuple[str, torch.Tensor]], mesh: Devi
         unequal = torch.stack([each != theirs[0] for each in theirs]).any(0).nonzero().flatten().tolist()
         for i in unequal:
             tensor = real[i][1]
-            value = tensor.detach().to(device).contiguous()
+            value = tensor.detach().to(device, copy=True).contiguous()
             dist.broadcast(value, src=dist.get_global_rank(group, 0), group=group)
             # Not in place: whoever undoes a failed shard() puts the old memory back.
             tensor.data = value.to(tensor.device)

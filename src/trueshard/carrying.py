@@ -84,7 +84,7 @@ class Carrying:
     def carry(self) -> None:
         """Do all of it; afterwards the model is ready for its first pass."""
         runtime = self.runtime
-        by_unit: dict[str, list[nn.Parameter]] = {unit.name: [] for unit in self.plan.units}
+        by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {unit.name: [] for unit in self.plan.units}
         for original in self.originals:
             module, attribute = original.places[0]
             new = module._parameters[attribute]
@@ -97,17 +97,30 @@ class Carrying:
             if (whole := self.whole.get(id(original.parameter))) is not None:
                 self._carry_whole(whole, original, self._module(unit))
             else:
-                by_unit[unit.name].append(new)
+                by_unit[unit.name].append((original.name, new))
                 self._carry_sharded(original, new, unit)
+        with_lists = self._units_with_lists()
         for unit in self.plan.units:
             module = self._module(unit)
-            runtime.units.append((module, by_unit[unit.name]))
+            runtime.units.append((module, [parameter for _, parameter in by_unit[unit.name]]))
+            runtime.usage.add(module, by_unit[unit.name], holds_list=unit.name in with_lists)
             if not isinstance(unit.reshard_after_forward, bool):
                 _torch.set_reshard_after_forward(module, unit.reshard_after_forward, runtime.meshes)
         self._gather_beside_forward()
         if not any(parameter.is_meta for parameter in self.new_of.values()):
             _torch.initialise(self.root)
         runtime.install()
+
+    def _units_with_lists(self) -> set[str]:
+        """Units that gather members of a list of modules, of which a rank may use some and not others."""
+        found: set[str] = set()
+        for module in self.modules.values():
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                children = [names.unwrap(child) for child in module.children() if any(True for _ in child.parameters())]
+                inside = [child for child in children if self._name_of[id(child)] not in self._unit_of]
+                homes = [self._enclosing_unit(child).name for child in inside]
+                found |= {home for home in homes if homes.count(home) > 1}
+        return found
 
     def _enclosing_unit(self, module: nn.Module) -> Unit:
         name = self._name_of[id(module)]
@@ -127,7 +140,7 @@ class Carrying:
         whole.computing = lambda: (
             torch.compiler.is_compiling() or runtime.depth > 0 or _torch.in_backward() or _torch.in_pass(unit)
         )
-        whole.used = runtime.reduce_at_end
+        whole.used = runtime.in_backward
 
     def _carry_sharded(self, original: Original, new: nn.Parameter, unit: Unit) -> None:
         found = attributes_of(original.parameter)

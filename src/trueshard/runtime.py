@@ -27,6 +27,7 @@ from trueshard.optim.rebind import shard_like
 from trueshard.plans import Plan
 from trueshard.replicated import ReplicatedGradients
 from trueshard.snapshot import Trace
+from trueshard.usage import Usage
 
 _KEY = "_trueshard"
 
@@ -40,6 +41,7 @@ class Runtime:
         self.mesh = mesh
         self.meshes: dict[Any, DeviceMesh] = {}
         self.replicated = replicated
+        self.usage = Usage(mesh)
         self.units: list[tuple[ShardedModule, list[nn.Parameter]]] = []
         """Each unit's first module and its sharded parameters, in the plan's order."""
         self.hooked: list[ShardedModule] = []
@@ -49,7 +51,8 @@ class Runtime:
         self.trace: Trace | None = None
         self.depth = 0
         self.gathering = False
-        self._read_outside: list[ShardedModule] = []
+        self._gathered_at_end: list[ShardedModule] = []
+        """Units that the last pass with gradients left gathered for its backward."""
         self._kept = 0
         self._versions: dict[ShardedModule, int] = {}
         self._gathered_versions: dict[torch.Tensor, int] = {}
@@ -57,7 +60,7 @@ class Runtime:
         self._hooks: dict[int, tuple[torch.Tensor, GradientHooks]] = {}
         self._gathered_before: set[ShardedModule] = set()
         self._trainable: list[bool] = []
-        self._reducing = False
+        self._running = False
         self._second: list[Any] = []
         """Handles of the hooks that end a double backward; empty outside one."""
         self._ending = False
@@ -85,9 +88,12 @@ class Runtime:
 
     def _begin(self) -> None:
         if self.depth == 0 and not _torch.in_backward():
+            if not _torch.is_initialised(self.root):  # was on the meta device
+                _torch.initialise(self.root)
             if _torch.interrupted(self.root):
                 _torch.reset_iteration(self.root)
                 self.replicated.forget()
+                self.usage.forget()
                 self._put_back()
             self._free_after_second_backward()
             self._take_over_writes()
@@ -112,6 +118,8 @@ class Runtime:
             for tensor in _torch.tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._in_backward)
+        if torch.is_grad_enabled():
+            self._gathered_at_end = [module for module, _ in self.units if _torch.is_unsharded(module)]
         for module, parameters in self.units:
             if _torch.is_unsharded(module):
                 self._versions[module] = sum(map(_torch.version, parameters))
@@ -192,26 +200,31 @@ class Runtime:
     # In backward
 
     def _in_backward(self, grad: torch.Tensor) -> None:
+        """The gradient of an output of the model is there: a backward begins, or goes on."""
         if torch.is_grad_enabled():
             self._keep_for_second_backward()
-        for module in self._read_outside:
-            module.unshard()
-        self.reduce_at_end()
+        if not self._running:
+            for module in self._gathered_at_end:
+                module.unshard()  # again, if state_dict() or the backward of another pass freed it
+        self.in_backward()
 
-    def reduce_at_end(self) -> None:
-        """Once a backward: hooks are made ready, and replicated gradients are averaged when it ends."""
-        if not self._reducing and (self.replicated.parameters or self._hooks):
-            self._reducing = True
+    def in_backward(self) -> None:
+        """Once a backward: hooks are made ready, and what must be done at its end is asked for."""
+        if not self._running:
+            self._running = True
             for parameter, hooks in self._hooks.values():
                 hooks.set_aside(parameter)
+            self.usage.begin()
             _torch.at_end_of_backward(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
         self._put_back()
         self.replicated.reduce(only_hooked=self.accumulating)
+        if not self.accumulating:
+            self.usage.end()
 
     def _put_back(self) -> None:
-        self._reducing = False
+        self._running = False
         for parameter, hooks in self._hooks.values():
             hooks.put_back(parameter)
 
@@ -275,8 +288,6 @@ class Runtime:
         finally:
             self.gathering = False
         _torch.set_reshard_after_forward(module, False, self.meshes)
-        if module not in self._read_outside:
-            self._read_outside.append(module)
 
     def run(self, module: nn.Module, function: Callable[..., Any], gathered: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, so that outside a pass of ``module`` it is one itself.
