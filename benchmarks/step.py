@@ -49,10 +49,10 @@ _SMALL = Shape(layers=8, hidden=64, intermediate=128, heads=4, vocabulary=256)
 _MIDDLE = Shape(layers=8, hidden=384, intermediate=1024, heads=6, vocabulary=8192, tokens=64)
 
 CASES = (
-    Case("0.4M, default", _SMALL, 150),
-    Case("0.4M, default, embedding alone in both", _SMALL, 150, embedding_alone=True),
-    Case("0.4M, always", _SMALL, 150, policy="always"),
-    Case("0.4M, default, clipping", _SMALL, 100, clip=True),
+    Case("0.4M, default", _SMALL, 400),
+    Case("0.4M, default, embedding alone in both", _SMALL, 200, embedding_alone=True),
+    Case("0.4M, always", _SMALL, 200, policy="always"),
+    Case("0.4M, default, clipping", _SMALL, 200, clip=True),
     Case("20M, default", _MIDDLE, 30),
     Case("20M, always", _MIDDLE, 30, policy="always"),
 )
@@ -79,10 +79,10 @@ def run(tell: Tell) -> Table:
         note=(
             f"Llama models over {RANKS} gloo processes, AdamW, float32. By hand: `fully_shard` on each block, then on "
             "the root, with the same `reshard_after_forward`. Below one, TrueShard is faster. The steps of both "
-            "alternate in one run, and four steps make a sample. Medians of the samples' ratios, with their 95% interval "
-            "by bootstrap; the spread is the 10th to the 90th percentile. Processor time is that of one process, "
-            "which other programs on the machine do not disturb. The last column is the largest difference between "
-            "the two losses of a step."
+            "alternate in one run, and four steps make a sample. Medians of the samples' ratios, with their 95% "
+            "interval by bootstrap; the spread is the 10th to the 90th percentile. Processor time is that of one "
+            "process, which other programs on the machine disturb less. The last column is the largest difference "
+            "between the two losses of a step."
         ),
         columns=(
             "parameters, policy",

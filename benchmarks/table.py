@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
-
 Tell = Callable[[str], None]
 """Shows a line of progress."""
 

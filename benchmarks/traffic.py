@@ -13,6 +13,7 @@ exact, and one is the limit.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ class Case:
     bf16: bool = False
 
     @property
-    def words(self) -> dict[str, str | int]:
+    def words(self) -> dict[str, Any]:
         """The arguments of ``shard()``."""
         policy: str | int = int(self.policy) if self.policy.isdigit() else self.policy
         return {"reshard_after_forward": policy} | ({"mixed_precision": "bf16"} if self.bf16 else {})

@@ -322,7 +322,7 @@ def test_a_deep_copy_trains_by_itself(alone: Ranks, ranks2: Ranks, ranks3: Ranks
 
 
 def gradient_penalty(rank: int, world_size: int) -> Report:
-    """A penalty on the input's gradient, with and without the loss beside it, under every policy, between plain steps."""
+    """A penalty on the input's gradient, with and without the loss beside it, under every policy."""
     report: Report = {}
     for policy in ("never", "default", "always"):
         torch.manual_seed(0)

@@ -14,7 +14,7 @@ from torch import nn
 import trueshard
 from models.handmade import Methods, Scalar, Stack, TiedLanguageModel
 from parity import RankFailure, Ranks, assert_same
-from test_contract import Case, Report, batch, ids, parameters, same
+from test_contract import Report, batch, ids, parameters, same
 from training import train, whole
 
 
@@ -58,7 +58,7 @@ WORDS: list[dict[str, Any]] = [
     {"offload": "cpu"},
     {"units": "Linear"},
     {"units": ["Block", nn.LayerNorm]},
-    {"units": lambda name, module: name.endswith("blocks.1")} if False else {"units": "blocks.1"},
+    {"units": "blocks.1"},
 ]
 
 
@@ -184,13 +184,11 @@ def caught(rank: int, world_size: int) -> Report:
         model.fail = where
         try:
             model(batch(seed, rank, world_size)).pow(2).mean().backward()
-        except ValueError as error:
-            assert where in str(error)
-            optimizer.zero_grad()
-        else:
             assert not where
             optimizer.step()
-            optimizer.zero_grad()
+        except ValueError:
+            assert where
+        optimizer.zero_grad()
     return parameters(model)
 
 
@@ -272,6 +270,46 @@ def test_a_model_on_the_meta_device_is_filled_later(alone: Ranks, ranks2: Ranks)
     same(meta, alone, ranks2)
 
 
+def loaded(rank: int, world_size: int) -> None:
+    torch.manual_seed(1)
+    source = TiedLanguageModel()
+    torch.manual_seed(0)
+    model = TiedLanguageModel()
+    trueshard.shard(model)
+    model.load_state_dict(source.state_dict())
+    assert_same(parameters(model), parameters(source))
+    wrong = source.state_dict() | {"layers.0.up.weight": torch.zeros(3, 3)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for layers.0.up.weight"):
+        model.load_state_dict(wrong)
+    wrapped = nn.ModuleDict({"inner": model})
+    wrapped.load_state_dict({f"inner.{key}": value * 2 for key, value in source.state_dict().items()})
+    assert_same(parameters(model), {name: value * 2 for name, value in parameters(source).items()})
+
+
+def test_a_whole_state_dict_loads_into_a_sharded_model(ranks3: Ranks) -> None:
+    ranks3.run(loaded)
+
+
+def to_another_dtype(rank: int, world_size: int) -> Report:
+    torch.manual_seed(0)
+    model = Scalar()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    for seed in range(3):
+        if seed == 1:
+            model.double()
+        x = batch(seed, rank, world_size).to(next(model.parameters()).dtype)
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters(model)
+
+
+def test_a_model_may_change_dtype_between_steps(alone: Ranks, ranks3: Ranks) -> None:
+    same(to_another_dtype, alone, ranks3)
+
+
 def saved(rank: int, world_size: int, folder: str) -> Report:
     """Three ranks save after two steps; who loads goes on as if nothing had happened."""
     torch.manual_seed(0 if world_size == 3 else 1)
@@ -311,13 +349,8 @@ def test_architectures_take_the_words_too(word: str, alone: Ranks, ranks2: Ranks
     for name in ("llama", "t5", "gpt2", "vit", "lora"):
         (expected,) = alone.run(train, name)
         for found in ranks2.run(_train_with, name, words):
-            found.pop("norm"), found.pop("grad")
-            expected.pop("norm", None), expected.pop("grad", None)
             assert_same(found["parameters"], expected["parameters"], rtol=tolerance[0], atol=tolerance[1])
 
 
 def _train_with(rank: int, world_size: int, name: str, words: dict[str, Any]) -> Report:
     return train(rank, world_size, name, **words)
-
-
-_: Case = notebook

@@ -31,6 +31,7 @@ CALLED = {
     "local",
     "storage_identity",
     "version",
+    "forget_gathered",
     "is_initialised",
     "own_class",
     "call_first",
@@ -131,6 +132,16 @@ def units(rank: int, world_size: int) -> None:
     assert len(meshes) == 1
     model(torch.randn(2, 8)).sum().backward()
     model.blocks[1].up.weight.requires_grad_(False)
+    _torch.refresh_dtypes(model)
+    model.double()
+    for module in _torch.fsdp_modules(model):
+        _torch.forget_gathered(module)
+    _torch.refresh_dtypes(model)
+    assert model(torch.randn(2, 8, dtype=torch.float64)).dtype == torch.float64
+    model.float()
+    for module in _torch.fsdp_modules(model):
+        module.reshard()
+        _torch.forget_gathered(module)
     _torch.refresh_dtypes(model)
     model.blocks[1].register_forward_hook(_fail)
     try:

@@ -1,4 +1,4 @@
-"""Contract line 11: if ``shard()`` fails, model and optimizers are as they were, on every rank, and it can be repeated."""
+"""Contract line 11: if ``shard()`` fails, model and optimizers are as they were, on every rank; it can be repeated."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_words_of_another_type_are_refused(words: Any) -> None:
 
 
 class Hinted(Stack):
-    _no_split_modules: Any = ["Block"]
+    _no_split_modules: ClassVar[Any] = ["Block"]
 
 
 class Wrapper(nn.Module):

@@ -118,6 +118,17 @@ def gathered_parameters(root: nn.Module, *, recurse: bool = True) -> Iterator[tu
                     yield parameter._param_fqn or "?", parameter.sharded_param, parameter._unsharded_param
 
 
+def forget_gathered(module: ShardedModule) -> None:
+    """Let a unit make its gathered parameters anew if they are of another dtype than its shards by now."""
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            gathered = getattr(parameter, "_unsharded_param", None)
+            compute = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
+            if gathered is not None and gathered.is_floating_point() and gathered.dtype != compute:
+                del parameter._unsharded_param
+                parameter.all_gather_outputs = []
+
+
 def is_unsharded(module: ShardedModule) -> bool:
     """Whether the unit's gathered parameters are registered; no public method tells."""
     return any(group.is_unsharded for group in _groups(module))

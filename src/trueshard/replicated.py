@@ -78,11 +78,15 @@ class WholeParameter:
             if trainable and not _torch.has_accumulation_hooks(self.leaf):
                 self.leaf.register_post_accumulate_grad_hook(lambda _: self.used())
 
-    def gathered(self) -> torch.Tensor:
-        """What the forward sees: the plain leaf, in the compute dtype."""
-        if _torch.local(self.parameter) is not self._memory:  # to_empty() and load_state_dict(assign=True)
+    def refresh(self) -> None:
+        """Follow what the user did to the parameter: ``requires_grad``, ``to_empty()``, ``load_state_dict(assign=True)``."""
+        if _torch.local(self.parameter) is not self._memory:
             self._make_leaf()
         self._follow()
+
+    def gathered(self) -> torch.Tensor:
+        """What the forward sees: the plain leaf, in the compute dtype."""
+        self.refresh()
         cast = self.compute is not None and self.leaf.is_floating_point() and self.leaf.dtype != self.compute
         return self.leaf.to(self.compute) if cast else self.leaf
 
@@ -131,6 +135,7 @@ class ReplicatedGradients:
         """
         by_device: dict[torch.device, list[WholeParameter]] = {}
         for whole in self.parameters:
+            whole.refresh()
             hooked = whole.hooks is not None or GradientHooks.on(whole.parameter)
             if whole.parameter.requires_grad and (hooked or not only_hooked):
                 by_device.setdefault(whole.leaf.device, []).append(whole)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from trueshard import _torch
+from trueshard import _torch, names
 from trueshard._torch import ShardedModule
 from trueshard.gradients import GradientHooks
 from trueshard.optim.rebind import shard_like
@@ -71,6 +71,7 @@ class Runtime:
         root.__dict__[_KEY] = self
         self._trainable = self._trainability()
         self._adopt_hooks()
+        root.register_load_state_dict_pre_hook(self._shard_loaded)
         root.__dict__["set_requires_gradient_sync"] = self._set_gradient_sync
         begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
         root.register_forward_pre_hook(lambda *_: begin(), prepend=True)
@@ -83,6 +84,14 @@ class Runtime:
         self.accumulating = not requires_gradient_sync
         for module in self.hooked:
             type(module).set_requires_gradient_sync(module, True, recurse=False)
+
+    def _shard_loaded(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """A state dict of whole tensors, the same on every rank, loads like one of shards."""
+        for name, _, _, parameter in names.named_tensors(module, "parameters"):
+            value = state_dict.get(prefix + name)
+            if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+                if value.shape == parameter.shape:  # torch itself reports the others
+                    state_dict[prefix + name] = shard_like(value, parameter)
 
     # Around a pass
 
@@ -181,13 +190,13 @@ class Runtime:
 
         self.root.__dict__[method] = call
 
-    def _trainability(self) -> list[bool]:
-        return [parameter.requires_grad for _, parameters in self.units for parameter in parameters]
+    def _trainability(self) -> list[Any]:
+        return [(p.requires_grad, p.dtype) for _, parameters in self.units for p in parameters]
 
     def _thaw(self) -> None:
-        """``requires_grad`` changed since the last pass: FSDP2 reads it when it gathers, and dtypes only once."""
+        """``requires_grad`` or a dtype changed since the last pass: FSDP2 reads both only once."""
         self.free()
-        for unit, (_, parameters) in zip(self.plan.units, self.units, strict=True):
+        for unit, (module, parameters) in zip(self.plan.units, self.units, strict=True):
             dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
             if len(dtypes) > 1:
                 shown = " and ".join(sorted(str(dtype) for dtype in dtypes))
@@ -195,6 +204,7 @@ class Runtime:
                     f"unit {unit.name or '(root)'!r} now has trainable parameters of {shown}, which FSDP2 cannot "
                     "reduce together: set requires_grad before shard(), so that they become units of their own"
                 )
+            _torch.forget_gathered(module)
         _torch.refresh_dtypes(self.root)
 
     # In backward
