@@ -24,7 +24,7 @@ STAGES = [
     ("trueshard.sharding", "_prepare_modules"),
     ("trueshard.sharding", "_shard_unit"),
     ("trueshard.carrying", "attributes_of"),
-    ("trueshard.runtime", "after_gathering"),
+    ("trueshard.beside", "after_gathering"),
     ("trueshard._torch", "initialise"),
     ("trueshard.sharding", "allow_deepcopy"),
     ("trueshard.api", "rebind"),

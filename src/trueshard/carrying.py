@@ -16,13 +16,20 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch, names
 from trueshard._torch import ShardedModule
+from trueshard.beside import (
+    CarryOnce,
+    after_gathering,
+    gather_in_methods,
+    gather_in_submodules,
+    keep_gathered_in,
+)
 from trueshard.gradients import GradientHooks
 from trueshard.intent import attributes_of
 from trueshard.methods import methods_that_compute
 from trueshard.optim.rebind import shard_like
 from trueshard.plans import Plan, Unit
 from trueshard.replicated import ReplicatedGradients, WholeParameter
-from trueshard.runtime import CarryOnce, Runtime, after_gathering
+from trueshard.runtime import Runtime
 
 
 @dataclass
@@ -155,14 +162,14 @@ class Carrying:
 
     def _gather_beside_forward(self) -> None:
         runtime = self.runtime
-        runtime.gather_in_submodules()
+        gather_in_submodules(runtime)
         compiled_root = _torch.is_compiled_in_place(self.root)
         for unit in self.plan.units:
             module = self._module(unit)
             if unit.kind in ("root", "block") and len(unit.modules) == 1 and not compiled_root:
-                runtime.gather_in_methods(module, methods_that_compute(module))
+                gather_in_methods(runtime, module, methods_that_compute(module))
             if unit.kind == "root" and callable(getattr(module, "generate", None)):
-                runtime.keep_gathered_in("generate")
+                keep_gathered_in(runtime, "generate")
             for name in unit.modules:
                 self.modules[name].__dict__["_trueshard_root"] = runtime
             if unit.kind in ("tied", "dtype"):

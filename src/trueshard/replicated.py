@@ -79,7 +79,7 @@ class WholeParameter:
                 self.leaf.register_post_accumulate_grad_hook(lambda _: self.used())
 
     def refresh(self) -> None:
-        """Follow what the user did to the parameter: ``requires_grad``, ``to_empty()``, ``load_state_dict(assign=True)``."""
+        """Follow what was done to the parameter: ``requires_grad_()``, ``to_empty()``, an assigned state dict."""
         if _torch.local(self.parameter) is not self._memory:
             self._make_leaf()
         self._follow()

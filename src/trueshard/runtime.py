@@ -10,14 +10,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch, names
@@ -26,10 +24,11 @@ from trueshard.gradients import GradientHooks
 from trueshard.optim.rebind import shard_like
 from trueshard.plans import Plan
 from trueshard.replicated import ReplicatedGradients
+from trueshard.second_backward import SecondBackward
 from trueshard.snapshot import Trace
 from trueshard.usage import Usage
 
-_KEY = "_trueshard"
+KEY = "_trueshard"
 
 
 class Runtime:
@@ -50,10 +49,12 @@ class Runtime:
         """Gradients add up on each rank without being reduced."""
         self.trace: Trace | None = None
         self.depth = 0
+        """How many passes are on, one inside another."""
         self.gathering = False
         self._gathered_at_end: list[ShardedModule] = []
         """Units that the last pass with gradients left gathered for its backward."""
-        self._kept = 0
+        self.kept = 0
+        """How many methods are running whose passes share what they gather."""
         self._versions: dict[ShardedModule, int] = {}
         self._gathered_versions: dict[torch.Tensor, int] = {}
         self._buffers_made = False
@@ -61,22 +62,20 @@ class Runtime:
         self._gathered_before: set[ShardedModule] = set()
         self._trainable: list[bool] = []
         self._running = False
-        self._second: list[Any] = []
-        """Handles of the hooks that end a double backward; empty outside one."""
-        self._ending = False
+        self._second = SecondBackward(root, self.free)
 
     def install(self) -> None:
         """Put the hooks on the root. Called after every ``fully_shard``."""
         root: Any = self.root
-        root.__dict__[_KEY] = self
+        root.__dict__[KEY] = self
         self._trainable = self._trainability()
         self._adopt_hooks()
         root.register_load_state_dict_pre_hook(self._shard_loaded)
         root.__dict__["set_requires_gradient_sync"] = self._set_gradient_sync
-        begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
+        begin, end = torch.compiler.disable(self.begin), torch.compiler.disable(self.end)
         root.register_forward_pre_hook(lambda *_: begin(), prepend=True)
         root.register_forward_hook(lambda _module, _args, output: end(output))
-        root.register_forward_hook(lambda *_: self._leave(), always_call=True)
+        root.register_forward_hook(lambda *_: self.leave(), always_call=True)
 
     def _set_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """torch's setter; but a gradient hook means the global gradient, so hooked parameters reduce every time."""
@@ -87,15 +86,17 @@ class Runtime:
 
     def _shard_loaded(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """A state dict of whole tensors, the same on every rank, loads like one of shards."""
-        for name, _, _, parameter in names.named_tensors(module, "parameters"):
+        for name, _holder, _attribute, parameter in names.named_tensors(module, "parameters"):
             value = state_dict.get(prefix + name)
-            if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor) and not isinstance(value, DTensor):
-                if value.shape == parameter.shape:  # torch itself reports the others
-                    state_dict[prefix + name] = shard_like(value, parameter)
+            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+                continue
+            if value.shape == parameter.shape:  # torch itself reports the others
+                state_dict[prefix + name] = shard_like(value, parameter)
 
     # Around a pass
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """A pass begins; ``leave`` must follow."""
         if self.depth == 0 and not _torch.in_backward():
             if not _torch.is_initialised(self.root):  # was on the meta device
                 _torch.initialise(self.root)
@@ -104,7 +105,7 @@ class Runtime:
                 self.replicated.forget()
                 self.usage.forget()
                 self._put_back()
-            self._free_after_second_backward()
+            self._second.free()
             self._take_over_writes()
             self._free_changed()
             if torch.is_inference_mode_enabled() and not self._buffers_made:
@@ -117,12 +118,14 @@ class Runtime:
             self._gathered_before = {module for module, _ in self.units if _torch.is_unsharded(module)}
         self.depth += 1
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """A pass is over, well or not."""
         self.depth = max(0, self.depth - 1)
-        if self.depth == 0 and not self._kept and not torch.is_grad_enabled() and not _torch.in_backward():
-            self._free_but(self._gathered_before)
+        if self.depth == 0 and not self.kept and not torch.is_grad_enabled() and not _torch.in_backward():
+            self.free_but(self._gathered_before)
 
-    def _end(self, output: Any) -> None:
+    def end(self, output: Any) -> None:
+        """A pass has its ``output``."""
         if torch.is_grad_enabled():
             for tensor in _torch.tensors_in(output):
                 if tensor.requires_grad:
@@ -166,29 +169,13 @@ class Runtime:
 
     def free(self) -> None:
         """Free every gathered parameter."""
-        self._free_but(())
+        self.free_but(())
 
-    def _free_but(self, kept: Collection[ShardedModule]) -> None:
+    def free_but(self, kept: Collection[ShardedModule]) -> None:
+        """Free the gathered parameters of all units but ``kept``."""
         for module, _ in self.units:
             if module not in kept:
                 module.reshard()
-
-    def keep_gathered_in(self, method: str) -> None:
-        """Passes inside ``method`` of the root (a ``generate``) keep what the plan keeps; it is freed at its end."""
-        function = getattr(self.root, method)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before = {module for module, _ in self.units if _torch.is_unsharded(module)}
-            self._kept += 1
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._kept -= 1
-                if not self._kept and not self.depth:
-                    self._free_but(before)
-
-        self.root.__dict__[method] = call
 
     def _trainability(self) -> list[Any]:
         return [(p.requires_grad, p.dtype) for _, parameters in self.units for p in parameters]
@@ -212,7 +199,7 @@ class Runtime:
     def _in_backward(self, grad: torch.Tensor) -> None:
         """The gradient of an output of the model is there: a backward begins, or goes on."""
         if torch.is_grad_enabled():
-            self._keep_for_second_backward()
+            self._second.keep()
         if not self._running:
             for module in self._gathered_at_end:
                 module.unshard()  # again, if state_dict() or the backward of another pass freed it
@@ -238,34 +225,7 @@ class Runtime:
         for parameter, hooks in self._hooks.values():
             hooks.put_back(parameter)
 
-    def _keep_for_second_backward(self) -> None:
-        """``create_graph=True``: the graph of this backward holds gathered parameters, so they stay until the next."""
-        if self._second:
-            return
-        self.root.set_reshard_after_backward(False)
-        for _, _, gathered in _torch.gathered_parameters(self.root):
-            if gathered.requires_grad:
-                self._second.append(gathered.register_post_accumulate_grad_hook(self._in_second_backward))
-
-    def _in_second_backward(self, _: torch.Tensor) -> None:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "backward(create_graph=True) leaves gradients that have a graph themselves, and ranks cannot average "
-                "those: use torch.autograd.grad(outputs, inputs, create_graph=True), then backward() on what follows"
-            )
-        if not self._ending:
-            self._ending = True
-            _torch.at_end_of_backward(self._free_after_second_backward)
-
-    def _free_after_second_backward(self) -> None:
-        for handle in self._second:
-            handle.remove()
-        if self._second:
-            self._second, self._ending = [], False
-            self.root.set_reshard_after_backward(True)
-            self.free()
-
-    # Hooks and what is read beside forward
+    # Hooks and readers
 
     def call_hooks(self, parameter: torch.Tensor, hooks: GradientHooks, unit: ShardedModule) -> None:
         """From now on, call ``hooks`` when the gradient of the sharded ``parameter`` of ``unit`` is reduced."""
@@ -299,108 +259,8 @@ class Runtime:
             self.gathering = False
         _torch.set_reshard_after_forward(module, False, self.meshes)
 
-    def run(self, module: nn.Module, function: Callable[..., Any], gathered: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, so that outside a pass of ``module`` it is one itself.
-
-        Args:
-            module: the unit whose parameters it reads.
-            function: what to call inside a pass.
-            gathered: the same, behind FSDP2's forward hooks.
-        """
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or (self.depth and module is self.root) or _torch.in_pass(module):
-                return function(*args, **kwargs)
-            if module is not self.root:
-                return gathered(*args, **kwargs)
-            try:
-                self._begin()
-                output = gathered(*args, **kwargs)
-                self._end(output)
-                return output
-            finally:
-                self._leave()
-
-        return call
-
-    def gather_in_methods(self, module: ShardedModule, methods: Iterable[str]) -> None:
-        """Make ``methods`` of a unit work like its forward."""
-        for name in methods:
-            function = getattr(module, name)
-            register_fsdp_forward_method(module, name)
-            gathered = module.__dict__.pop(name)
-            module.__dict__[name] = self.run(module, function, gathered)
-
-    def gather_in_submodules(self) -> None:
-        """Make the root's own layers work when they are called from outside a pass (``model.encoder(x)``)."""
-        root: Any = self.root
-        root.__dict__["_trueshard_call"] = lambda function, *args, **kwargs: function(*args, **kwargs)
-        register_fsdp_forward_method(root, "_trueshard_call")
-        behind_hooks = root.__dict__["_trueshard_call"]
-        mine = {id(p) for module, parameters in self.units if module is self.root for p in parameters}
-        for module in root.modules():
-            direct = {id(p) for p in module._parameters.values()}
-            if module is root or not direct & mine:
-                continue
-            forward = module.forward
-            gathered = functools.partial(behind_hooks, forward)
-            module.__dict__["forward"] = self.run(root, forward, gathered)
-
 
 def runtime_of(model: nn.Module) -> Runtime | None:
     """The record that ``shard()`` left on ``model``, or None."""
-    found = model.__dict__.get(_KEY)
+    found = model.__dict__.get(KEY)
     return found if isinstance(found, Runtime) else None
-
-
-class GatheredOnAccess(nn.Module):
-    """Mixed into the class of a unit that holds parameters itself: reading one of them in a pass gathers it.
-
-    Its forward does so by FSDP2's hooks; but ``F.linear(hidden, embedding.weight)`` reads it from outside, and some
-    modules are never called at all (the output projection of ``nn.MultiheadAttention``).
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        if isinstance(value, DTensor) and name in self._parameters and isinstance(self, ShardedModule):
-            runtime = self.__dict__.get(_KEY + "_root")
-            if runtime is not None and (runtime.depth or _torch.in_backward()) and not runtime.gathering:
-                runtime.gather_for_reader(self)
-                return super().__getattr__(name)
-        return value
-
-
-def after_gathering(unit: nn.Module, function: Callable[[], Any]) -> Any:
-    """Call ``function()`` when ``unit`` has gathered, before the user's own forward pre-hooks; returns the handle."""
-    call = torch.compiler.disable(function)
-    hooks: Any = unit._forward_pre_hooks
-    gather = next(iter(hooks))  # FSDP2 puts its hook first
-    handle = unit.register_forward_pre_hook(lambda *_: call() and None, prepend=True)
-    hooks.move_to_end(gather, last=False)
-    return handle
-
-
-class CarryOnce:
-    """At the first pass, gives the gathered parameter the attributes that the user set on the original.
-
-    FSDP2 makes the gathered parameter when it gathers for the first time, and keeps that object.
-
-    Args:
-        module: the module that holds the parameter as ``attribute``.
-        attribute: its attribute there.
-        found: the user's attributes.
-    """
-
-    def __init__(self, module: nn.Module, attribute: str, found: dict[str, Any]) -> None:
-        self.module, self.attribute, self.found = module, attribute, found
-
-    def install(self, unit: nn.Module) -> None:
-        """Wait for the first pass of ``unit``, which gathers the parameter."""
-        self._handle = after_gathering(unit, self._carry)
-
-    def _carry(self) -> None:
-        gathered = self.module._parameters[self.attribute]
-        if gathered is not None and not isinstance(gathered, DTensor):
-            self._handle.remove()
-            gathered.__dict__.update(self.found)

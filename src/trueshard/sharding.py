@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch, activation, names
 from trueshard._torch import ShardedModule
+from trueshard.beside import GatheredOnAccess
 from trueshard.carrying import Carrying, Original, originals_of
 from trueshard.copying import allow_deepcopy, fill
 from trueshard.distributed import device_of
 from trueshard.plans import MixedPrecision, Plan, Unit
 from trueshard.replicated import HoldsWhole
-from trueshard.runtime import GatheredOnAccess
 from trueshard.snapshot import Snapshot
 
 
