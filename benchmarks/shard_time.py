@@ -44,7 +44,7 @@ def run(tell: Tell) -> Table:
             )
         )
         numbers.append({"ranks": ranks, "by_hand": hand, "shard": ours, "added": added, "limit": LIMIT})
-        tell(f"{ranks} ranks: {rows[-1][3]} s")
+        tell(f"on {ranks}: {rows[-1][3]} s")
     return Table(
         name="shard_time",
         title="Seconds that `shard()` adds to `fully_shard`",

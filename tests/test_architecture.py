@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("carrying", "copying"),
     ("runtime",),
     ("checkpoint", "replicated"),
-    ("agreement", "groups", "policies", "refusals", "methods", "activation", "gradients", "optim"),
+    ("agreement", "groups", "policies", "refusals", "methods", "activation", "gradients", "optim", "usage"),
     ("units", "intent", "snapshot"),
     ("plans", "names", "distributed"),
     ("_torch",),

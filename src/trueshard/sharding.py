@@ -5,6 +5,7 @@ The order matters: activation checkpointing, then compile, then sharding, each i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -83,9 +84,13 @@ def _prepare_tensors(originals: list[Original], whole: set[nn.Parameter], device
 
 
 def _mix_in(module: nn.Module, mixin: type) -> None:
-    cls = type(module)
-    if not issubclass(cls, mixin):
-        object.__setattr__(module, "__class__", type(cls.__name__, (mixin, cls), {}))
+    if not isinstance(module, mixin):
+        object.__setattr__(module, "__class__", _mixed(type(module), mixin))
+
+
+@functools.cache
+def _mixed(cls: type, mixin: type) -> type:
+    return type(cls.__name__, (mixin, cls), {})
 
 
 def _prepare_modules(unit: Unit, modules: list[nn.Module], compile_blocks: bool) -> None:
