@@ -85,7 +85,8 @@ def _prepare_tensors(originals: list[Original], whole: set[nn.Parameter], device
 
 def _mix_in(module: nn.Module, mixin: type) -> None:
     if not isinstance(module, mixin):
-        object.__setattr__(module, "__class__", _mixed(type(module), mixin))
+        cls: Any = type(module)
+        object.__setattr__(module, "__class__", _mixed(cls, mixin))
 
 
 @functools.cache
