@@ -183,10 +183,12 @@ def _resolve(model: nn.Module, plan: Plan | None, given: Mapping[str, Any], mesh
             compile=bool(given["compile"]),
             offload=given["offload"],
         )
-    grouping = Grouping(root)
-    # Inside a graph of the whole model an embedding's own gathering would only break the graph.
+    # Inside a graph of the whole model an embedding's own gathering would only break the graph; and where the root
+    # stays gathered to the end of backward anyway, it would only be one more collective.
     compiled = root is not model or _torch.is_compiled_in_place(root)
-    grouping.choose(choose_units(root, given["units"]), split_embeddings=not compiled)
+    freed = isinstance(plan.reshard_after_forward, Mapping) or plan.reshard_after_forward not in ("default", "never")
+    grouping = Grouping(root)
+    grouping.choose(choose_units(root, given["units"]), split_embeddings=freed and not compiled)
     plan = dataclasses.replace(plan, units=grouping.units(), replicated=grouping.replications(), ranks=ranks)
     return policies.apply_words(plan, ranks[-1])
 

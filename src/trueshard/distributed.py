@@ -89,6 +89,11 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
+def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The groups of more than one rank, one a dimension. Asked for when needed: who holds a group keeps it alive."""
+    return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+
+
 def is_simulated(mesh: DeviceMesh) -> bool:
     """Whether the mesh's groups are torch's ``fake`` ones: one process stands for many, and nothing can be compared."""
     return dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "fake"

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from trueshard import _torch
+from trueshard.distributed import groups_of
 from trueshard.gradients import GradientHooks, add_gradient
 
 _KEY = "_trueshard_whole"
@@ -124,7 +125,7 @@ class ReplicatedGradients:
 
     def __init__(self, parameters: Sequence[WholeParameter], mesh: DeviceMesh) -> None:
         self.parameters = list(parameters)
-        self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        self.mesh = mesh
 
     @torch.no_grad()
     def reduce(self, *, only_hooked: bool = False) -> None:
@@ -160,13 +161,10 @@ class ReplicatedGradients:
             for whole, grad in zip(members, grads, strict=True)
         ]
         flat = torch.cat([used, *parts])
-        ranks = 1
-        for group in self._groups:
-            if group.size() > 1:
-                dist.all_reduce(flat, group=group)
-                ranks *= group.size()
+        for group in groups_of(self.mesh):
+            dist.all_reduce(flat, group=group)
         flags = flat[: len(members)].tolist()
-        pieces = flat[len(members) :].div_(ranks).split([part.numel() for part in parts])
+        pieces = flat[len(members) :].div_(self.mesh.size()).split([part.numel() for part in parts])
         return [
             piece.reshape(whole.leaf.shape).to(whole.leaf.dtype, copy=True) if flag else None
             for flag, piece, whole in zip(flags, pieces, members, strict=True)

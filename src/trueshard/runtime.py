@@ -31,6 +31,10 @@ from trueshard.usage import Usage
 KEY = "_trueshard"
 
 
+_Unit = tuple[ShardedModule, list[nn.Parameter]]
+"""A unit's first module and its sharded parameters."""
+
+
 class Runtime:
     """The sharded model's own record; one for each ``shard()``, kept on the root module."""
 
@@ -41,8 +45,8 @@ class Runtime:
         self.meshes: dict[Any, DeviceMesh] = {}
         self.replicated = replicated
         self.usage = Usage(mesh)
-        self.units: list[tuple[ShardedModule, list[nn.Parameter]]] = []
-        """Each unit's first module and its sharded parameters, in the plan's order."""
+        self.units: list[_Unit] = []
+        """In the plan's order."""
         self.hooked: list[ShardedModule] = []
         """Units with a parameter on which the user set a gradient hook: they reduce in every backward."""
         self.accumulating = False
@@ -106,8 +110,9 @@ class Runtime:
                 self.usage.forget()
                 self._put_back()
             self._second.free()
-            self._take_over_writes()
-            self._free_changed()
+            gathered = [unit for unit in self.units if _torch.is_unsharded(unit[0])]
+            self._take_over_writes(gathered)
+            self._free_changed(gathered)
             if torch.is_inference_mode_enabled() and not self._buffers_made:
                 self._make_buffers()
             if (now := self._trainability()) != self._trainable:
@@ -115,7 +120,7 @@ class Runtime:
                 self._thaw()
             self._adopt_hooks()
             # What an earlier pass left gathered waits for its backward: a pass without gradients leaves it so.
-            self._gathered_before = {module for module, _ in self.units if _torch.is_unsharded(module)}
+            self._gathered_before = {module for module, _ in gathered if _torch.is_unsharded(module)}
         self.depth += 1
 
     def leave(self) -> None:
@@ -130,20 +135,18 @@ class Runtime:
             for tensor in _torch.tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._in_backward)
+        gathered = [unit for unit in self.units if _torch.is_unsharded(unit[0])]
+        for module, parameters in gathered:
+            self._versions[module] = sum(map(_torch.version, parameters))
         if torch.is_grad_enabled():
-            self._gathered_at_end = [module for module, _ in self.units if _torch.is_unsharded(module)]
-        for module, parameters in self.units:
-            if _torch.is_unsharded(module):
-                self._versions[module] = sum(map(_torch.version, parameters))
-                if torch.is_grad_enabled():
-                    for _, _, gathered in _torch.gathered_parameters(module, recurse=False):
-                        self._gathered_versions[gathered] = gathered._version
+            self._gathered_at_end = [module for module, _ in gathered]
+            for module in self._gathered_at_end:
+                for _, _, parameter in _torch.gathered_parameters(module, recurse=False):
+                    self._gathered_versions[parameter] = parameter._version
 
-    def _take_over_writes(self) -> None:
+    def _take_over_writes(self, units: list[_Unit]) -> None:
         """What was written to gathered parameters since the last pass is written to the shards; so is a thaw."""
-        for module, _ in self.units:
-            if not _torch.is_unsharded(module):
-                continue
+        for module, _ in units:
             for _, sharded, gathered in _torch.gathered_parameters(module, recurse=False):
                 if gathered.requires_grad != sharded.requires_grad:
                     sharded.requires_grad_(gathered.requires_grad)
@@ -161,10 +164,10 @@ class Runtime:
                     module.unshard()
                     module.reshard()
 
-    def _free_changed(self) -> None:
+    def _free_changed(self, units: list[_Unit]) -> None:
         """A pass that no backward followed left units gathered; free those whose shards were written to since."""
-        for module, parameters in self.units:
-            if _torch.is_unsharded(module) and self._versions.get(module) != sum(map(_torch.version, parameters)):
+        for module, parameters in units:
+            if self._versions.get(module) != sum(map(_torch.version, parameters)):
                 module.reshard()
 
     def free(self) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch
 from trueshard._torch import ShardedModule
-from trueshard.distributed import device_of, gather_objects
+from trueshard.distributed import device_of, gather_objects, groups_of
 
 
 class Usage:
@@ -39,14 +39,13 @@ class Usage:
         self._marked: set[int] = set()
         self._used: set[int] = set()
         self._empty: set[int] | None = None
-        self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
 
     def add(self, module: ShardedModule, parameters: Sequence[tuple[str, nn.Parameter]], *, holds_list: bool) -> None:
         """Follow the sharded ``parameters`` of a unit."""
-        if holds_list and self._groups and hasattr(module, "set_reduce_scatter_unused_params"):  # 2.13 on
+        if holds_list and self.mesh.size() > 1 and hasattr(module, "set_reduce_scatter_unused_params"):  # 2.13 on
             module.set_reduce_scatter_unused_params(True, recurse=False)
             self._lists.append((module, [parameter for _, parameter in parameters]))
-        elif self._groups:
+        elif self.mesh.size() > 1:
             self._elsewhere += parameters
 
     def begin(self) -> None:
@@ -86,7 +85,7 @@ class Usage:
         reached = torch.tensor(
             [id(p) in self._used for p in parameters], dtype=torch.uint8, device=device_of(self.mesh)
         )
-        for group in self._groups:
+        for group in groups_of(self.mesh):
             dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=group)
         for parameter, flag in zip(parameters, reached.tolist(), strict=True):
             if not flag and id(parameter) in empty:
@@ -96,7 +95,7 @@ class Usage:
     def _compare(self, missing: list[str]) -> None:
         digest = int.from_bytes(hashlib.sha256("\n".join(missing).encode()).digest()[:7], "big")
         both = torch.tensor([digest, -digest], dtype=torch.int64, device=device_of(self.mesh))
-        for group in self._groups:
+        for group in groups_of(self.mesh):
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
         if int(both[0]) == -int(both[1]):
             return
