@@ -78,9 +78,9 @@ def run(tell: Tell) -> Table:
         title="Time of a step, over a hand-written `fully_shard` loop",
         note=(
             f"Llama models over {RANKS} gloo processes, AdamW, float32. By hand: `fully_shard` on each block, then on "
-            "the root, with the same `reshard_after_forward`. Below one, TrueShard is faster. Where the "
-            "root is freed, TrueShard gathers the embedding by itself, one more collective and fewer bytes: one row gives "
-            "the hand-written version the same units. The steps of both "
+            "the root, with the same `reshard_after_forward`. Below one, TrueShard is faster. Where the root is freed, "
+            "TrueShard gathers the embedding by itself, one more collective and fewer bytes: one row gives the "
+            "hand-written version the same units. The steps of both "
             "alternate in one run, and four steps make a sample. Medians of the samples' ratios, with their 95% "
             "interval by bootstrap; the spread is the 10th to the 90th percentile. Processor time is that of one "
             "process, which other programs on the machine disturb less. The last column is the largest difference "

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from torch import nn
 
 import trueshard
 from models.handmade import Methods, Scalar, Stack, TiedLanguageModel
-from parity import RankFailure, Ranks, assert_same
+from parity import LAUNCHER_VARIABLES, RankFailure, Ranks, assert_same
 from test_contract import Report, batch, ids, parameters, same
 from training import train, whole
 
@@ -241,6 +244,35 @@ def notebook(rank: int, world_size: int) -> Report:
 def test_one_process_without_a_launcher(alone: Ranks) -> None:
     (report,) = alone.run(notebook, group=False)
     assert_same(report["True"], report["False"], rtol=1e-6, atol=1e-7)
+
+
+SCRIPT = """
+import torch, trueshard
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+trueshard.shard(model, optimizer)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+print(torch.distributed.get_world_size(), type(model[0].weight).__name__)
+"""
+
+
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]])
+def test_a_script_ends_by_itself(launcher: list[str], tmp_path: Path) -> None:
+    """The group that shard() made is closed at exit: no warning, no hang, exit code 0."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {"2" if launcher else "1", "DTensor"}
+    assert "destroy_process_group" not in done.stderr
 
 
 def meta(rank: int, world_size: int) -> Report:

@@ -22,7 +22,7 @@ CALLED = {
     "initialise",
     "refresh_dtypes",
     "gathered_parameters",
-    "is_unsharded",
+    "gathered_units",
     "in_pass",
     "tensors_in",
     "interrupted",
@@ -106,14 +106,14 @@ def units(rank: int, world_size: int) -> None:
     _torch.initialise(model)
     assert _torch.is_initialised(model)
     assert model._get_fsdp_state()._is_root
-    assert not any(_torch.is_unsharded(module) for module in _torch.fsdp_modules(model))
+    gathered = _torch.gathered_units(_torch.fsdp_modules(model))
+    assert gathered() == []
     inside: list[bool] = []
     model.blocks[1].register_forward_pre_hook(lambda m, _: inside.append(_torch.in_pass(m)))
     loss = model(torch.randn(2, 8)).sum()
     assert inside == [True]
     assert not _torch.in_pass(model.blocks[1])
-    assert _torch.is_unsharded(model)
-    assert not _torch.is_unsharded(model.blocks[0])
+    assert gathered() == [model]
     names = {name: (sharded, gathered) for name, sharded, gathered in _torch.gathered_parameters(model)}
     assert set(names) == {name for name, _ in model.named_parameters()}
     assert names["first.weight"][1] is model.first.weight
@@ -150,7 +150,7 @@ def units(rank: int, world_size: int) -> None:
         assert _torch.interrupted(model)
         _torch.reset_iteration(model)
         assert not _torch.interrupted(model)
-        assert not any(_torch.is_unsharded(module) for module in _torch.fsdp_modules(model))
+        assert gathered() == []
         assert all(gathered.grad is None for _, _, gathered in _torch.gathered_parameters(model))
     else:
         raise AssertionError("the hook did not fail")

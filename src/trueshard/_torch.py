@@ -6,7 +6,7 @@ torch that moves one of these names fails there, by name, and not in a user's ru
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -129,9 +129,13 @@ def forget_gathered(module: ShardedModule) -> None:
                 parameter.all_gather_outputs = []
 
 
-def is_unsharded(module: ShardedModule) -> bool:
-    """Whether the unit's gathered parameters are registered; no public method tells."""
-    return any(group.is_unsharded for group in _groups(module))
+def gathered_units(modules: Iterable[ShardedModule]) -> Callable[[], list[ShardedModule]]:
+    """A function that tells which of ``modules`` have their gathered parameters registered; no public method does.
+
+    A function, since it is asked at every pass: what leads from a module to FSDP2's record is looked up once.
+    """
+    records = [(module, group) for module in modules for group in _groups(module)]
+    return lambda: [module for module, group in records if group.is_unsharded]
 
 
 def in_pass(module: nn.Module) -> bool:

@@ -78,7 +78,7 @@ def keep_gathered_in(runtime: Runtime, method: str) -> None:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        before = {module for module, _ in runtime.units if _torch.is_unsharded(module)}
+        before = set(runtime.gathered())
         runtime.kept += 1
         try:
             return function(*args, **kwargs)

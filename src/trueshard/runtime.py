@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -47,6 +47,9 @@ class Runtime:
         self.usage = Usage(mesh)
         self.units: list[_Unit] = []
         """In the plan's order."""
+        self.gathered: Callable[[], list[ShardedModule]] = list
+        """Tells which units are gathered now."""
+        self._parameters_of: dict[ShardedModule, list[nn.Parameter]] = {}
         self.hooked: list[ShardedModule] = []
         """Units with a parameter on which the user set a gradient hook: they reduce in every backward."""
         self.accumulating = False
@@ -72,6 +75,8 @@ class Runtime:
         """Put the hooks on the root. Called after every ``fully_shard``."""
         root: Any = self.root
         root.__dict__[KEY] = self
+        self.gathered = _torch.gathered_units(module for module, _ in self.units)
+        self._parameters_of = dict(self.units)
         self._trainable = self._trainability()
         self._adopt_hooks()
         root.register_load_state_dict_pre_hook(self._shard_loaded)
@@ -80,6 +85,9 @@ class Runtime:
         root.register_forward_pre_hook(lambda *_: begin(), prepend=True)
         root.register_forward_hook(lambda _module, _args, output: end(output))
         root.register_forward_hook(lambda *_: self.leave(), always_call=True)
+
+    def _version(self, module: ShardedModule) -> int:
+        return sum(map(_torch.version, self._parameters_of[module]))
 
     def _set_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """torch's setter; but a gradient hook means the global gradient, so hooked parameters reduce every time."""
@@ -110,7 +118,7 @@ class Runtime:
                 self.usage.forget()
                 self._put_back()
             self._second.free()
-            gathered = [unit for unit in self.units if _torch.is_unsharded(unit[0])]
+            gathered = self.gathered()
             self._take_over_writes(gathered)
             self._free_changed(gathered)
             if torch.is_inference_mode_enabled() and not self._buffers_made:
@@ -120,7 +128,7 @@ class Runtime:
                 self._thaw()
             self._adopt_hooks()
             # What an earlier pass left gathered waits for its backward: a pass without gradients leaves it so.
-            self._gathered_before = {module for module, _ in gathered if _torch.is_unsharded(module)}
+            self._gathered_before = set(self.gathered()) if gathered else set()
         self.depth += 1
 
     def leave(self) -> None:
@@ -135,18 +143,18 @@ class Runtime:
             for tensor in _torch.tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._in_backward)
-        gathered = [unit for unit in self.units if _torch.is_unsharded(unit[0])]
-        for module, parameters in gathered:
-            self._versions[module] = sum(map(_torch.version, parameters))
+        gathered = self.gathered()
+        for module in gathered:
+            self._versions[module] = self._version(module)
         if torch.is_grad_enabled():
-            self._gathered_at_end = [module for module, _ in gathered]
-            for module in self._gathered_at_end:
+            self._gathered_at_end = gathered
+            for module in gathered:
                 for _, _, parameter in _torch.gathered_parameters(module, recurse=False):
                     self._gathered_versions[parameter] = parameter._version
 
-    def _take_over_writes(self, units: list[_Unit]) -> None:
+    def _take_over_writes(self, modules: list[ShardedModule]) -> None:
         """What was written to gathered parameters since the last pass is written to the shards; so is a thaw."""
-        for module, _ in units:
+        for module in modules:
             for _, sharded, gathered in _torch.gathered_parameters(module, recurse=False):
                 if gathered.requires_grad != sharded.requires_grad:
                     sharded.requires_grad_(gathered.requires_grad)
@@ -158,16 +166,17 @@ class Runtime:
     def _make_buffers(self) -> None:
         """FSDP2 makes its buffers at the first gathering; made in inference mode they could never be trained with."""
         self._buffers_made = True
+        gathered = self.gathered()
         with torch.inference_mode(False):
             for module, _ in self.units:
-                if not _torch.is_unsharded(module):
+                if module not in gathered:
                     module.unshard()
                     module.reshard()
 
-    def _free_changed(self, units: list[_Unit]) -> None:
+    def _free_changed(self, modules: list[ShardedModule]) -> None:
         """A pass that no backward followed left units gathered; free those whose shards were written to since."""
-        for module, parameters in units:
-            if self._versions.get(module) != sum(map(_torch.version, parameters)):
+        for module in modules:
+            if self._versions.get(module) != self._version(module):
                 module.reshard()
 
     def free(self) -> None:
