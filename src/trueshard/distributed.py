@@ -8,7 +8,9 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
+import time
 from typing import Any
 
 import torch
@@ -52,6 +54,16 @@ def _close() -> None:
         dist.destroy_process_group()
 
 
+@functools.cache
+def _settle_at_exit() -> None:
+    """Let gloo's threads drop the tensors of the last collective before the interpreter ends.
+
+    They need the interpreter's lock for it, may come to it a moment after the collective is done, and abort the process
+    if the interpreter is gone by then (torch 2.13, with or without sharding). Sleeping gives them the lock.
+    """
+    atexit.register(time.sleep, 0.1)
+
+
 def ensure_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     """``mesh`` itself after a check, or a 1-D mesh over all ranks.
 
@@ -59,6 +71,7 @@ def ensure_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         TypeError: not a DeviceMesh.
         ValueError: not 1-D or 2-D, or a 2-D mesh without dimension names.
     """
+    _settle_at_exit()
     if mesh is None:
         ensure_process_group()
         return init_device_mesh(_device_type(), (dist.get_world_size(),), mesh_dim_names=("shard",))
