@@ -23,8 +23,8 @@ Report = dict[str, Any]
 Case = Callable[[int, int], Any]
 
 
-def batch(seed: int, rank: int, world_size: int) -> torch.Tensor:
-    return torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
+def batch(seed: int, rank: int, world_size: int, samples: int = 6) -> torch.Tensor:
+    return torch.randn(samples, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
 
 
 def ids(seed: int, rank: int, world_size: int) -> torch.Tensor:

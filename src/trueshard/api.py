@@ -110,11 +110,12 @@ def shard(
             after, _ = intent.capture(model, optimizers)
             if words := intent.difference(before, after):
                 raise RuntimeError(f"sharding would change the model: {words}")
-            watch(names.unwrap(model), {record.name: p for record, p in pairs if new_of[id(p)] is not p})
             _warn(model, resolved, mesh)
     except BaseException:
         snapshot.restore()
         raise
+    # Only now: parameters that were put back must not count as replaced.
+    watch(names.unwrap(model), {record.name: p for record, p in pairs if new_of[id(p)] is not p})
     return resolved
 
 

@@ -14,17 +14,13 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from trueshard.units import has_forward
-
 #: Classes of these packages keep to ``forward`` and submodule calls, which are gathered anyway.
 _LIBRARIES = ("torch.", "transformers.", "peft.", "trueshard.")
 
 
 def methods_that_compute(module: nn.Module) -> list[str]:
     """Names of methods of ``module`` (not ``forward``) that need its parameters gathered."""
-    attributes = {name for name, child in module._modules.items() if child is not None and has_forward(child)}
-    attributes |= {name for name, child in module._modules.items() if child is not None and not has_forward(child)}
-    attributes |= set(module._parameters)
+    attributes = {name for name, child in module._modules.items() if child is not None} | set(module._parameters)
     functions = dict(_methods(type(module)))
     reads = {name for name, function in functions.items() if _names(function) & attributes}
     writes = {name for name, function in functions.items() if any(_writes(word) for word in _names(function))}
