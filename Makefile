@@ -6,7 +6,7 @@ TORCH := torch==2.13.0
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all lint format bench clean
+.PHONY: demo test test-all lint format bench tables clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -29,6 +29,9 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+tables: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/optimizer_table.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

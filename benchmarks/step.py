@@ -1,19 +1,13 @@
 """The time of a training step, against the same model sharded by hand.
 
-- Both models live in the same processes and train on the same batches; steps alternate hand, ours, ours, hand, so that
-  a drift of the machine falls on both alike. One such four is one sample: the ratio of the two sums.
-- The median of the samples is reported, with a 95% interval by bootstrap and the samples' own 10th and 90th percentile.
-  One is in the interval where no difference can be told.
-- Two clocks: the wall's, which is what a user waits for, and the processor time of the process, which other programs on
-  the machine do not disturb.
+- Both models live in the same processes and train on the same batches. They are timed in alternation, as
+  ``benchmarks.paired`` says; beside the interval stand the samples' own 10th and 90th percentile.
 - A step is forward, backward, clipping (where said), AdamW and ``zero_grad``. Both losses are compared at every step:
   a faster step that computed something else would be no result.
 """
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -21,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.llama import Shape, loss_of, shard_by_hand
+from benchmarks.paired import clocked, fours, interval, median
 from benchmarks.processes import on_ranks
 from benchmarks.table import Table, Tell
 
@@ -67,7 +62,7 @@ def run(tell: Tell) -> Table:
         for ratios in (found.wall, found.processor):
             samples = torch.tensor(ratios, dtype=torch.float64)
             low, high = interval(samples)
-            cells += [f"{samples.quantile(0.5):.3f}", f"{low:.3f} to {high:.3f}"]
+            cells += [f"{median(samples):.3f}", f"{low:.3f} to {high:.3f}"]
         tenth, ninetieth = torch.tensor(found.wall).quantile(torch.tensor([0.1, 0.9])).tolist()
         cells.insert(2, f"{tenth:.2f} to {ninetieth:.2f}")
         rows.append((case.label, *cells, str(case.fours), f"{found.losses_apart:.0e}"))
@@ -128,33 +123,21 @@ def measure(case: Case) -> Found:
         """One step; its seconds by the wall's and the processor's clock."""
         model = (by_hand, ours)[which]
         batch = case.shape.batch(RANKS * len(losses[which]) + dist.get_rank())
-        dist.barrier()
-        began = time.perf_counter(), time.process_time()
-        loss = loss_of(model, batch)
-        loss.backward()
-        if case.clip:
-            clips[which](model.parameters(), 1.0)
-        optimizers[which].step()
-        optimizers[which].zero_grad()
-        ended = time.perf_counter(), time.process_time()
-        losses[which].append(loss.item())
-        return torch.tensor(ended, dtype=torch.float64) - torch.tensor(began, dtype=torch.float64)
+        found: list[torch.Tensor] = []
 
-    for _ in range(WARM_UP):
-        step(0), step(1)
-    gc.collect()
-    samples = []
-    for _ in range(case.fours):
-        first, second, third, fourth = step(0), step(1), step(1), step(0)
-        samples.append((second + third) / (first + fourth))
-    wall, processor = torch.stack(samples).T.tolist()
+        def run() -> None:
+            loss = loss_of(model, batch)
+            loss.backward()
+            if case.clip:
+                clips[which](model.parameters(), 1.0)
+            optimizers[which].step()
+            optimizers[which].zero_grad()
+            found.append(loss)
+
+        seconds = clocked(run)
+        losses[which].append(found[0].item())
+        return seconds
+
+    samples = fours(step, warm_up=WARM_UP, samples=case.fours)
+    wall, processor = (samples[:, 1] / samples[:, 0]).T.tolist()
     return Found(wall, processor, max(abs(a - b) for a, b in zip(*losses, strict=True)))
-
-
-def interval(samples: torch.Tensor, draws: int = 2000) -> tuple[float, float]:
-    """95% interval of the median of ``samples``, float64 ``[n]``, by bootstrap."""
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.randint(0, len(samples), (draws, len(samples)), generator=generator)
-    medians = samples[chosen].quantile(0.5, dim=1)
-    low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return low, high

@@ -228,6 +228,39 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def is_placed_as(one: DTensor, two: DTensor) -> bool:
+    """Whether both are cut alike. FSDP2 gives a gradient the very record of its parameter, so asking is cheap."""
+    return one._spec is two._spec or one.placements == two.placements
+
+
+def join_shards(root: nn.Module, small: int) -> None:
+    """Put shards of parameters behind one another in memory: a unit's in the order of its gradients, trainable first;
+    those of at most ``small`` bytes by themselves, over all units.
+
+    FSDP2 allocates each by itself; there is no public place to give it memory. Each keeps a version counter of its own,
+    so that a write to one is not a write to all.
+    """
+    kinds: dict[Any, list[Any]] = {}
+    for module in fsdp_modules(root):
+        for group in _groups(module):
+            for parameter in group.fsdp_params:
+                data = parameter._sharded_param_data
+                if type(data) is torch.Tensor and not data.is_meta and not parameter.offload_to_cpu:
+                    unit = None if data.nbytes <= small else module
+                    key = unit, data.dtype, data.device, not parameter.sharded_param.requires_grad
+                    kinds.setdefault(key, []).append(parameter)
+    for parameters in kinds.values():
+        if len(parameters) < 2:
+            continue
+        sizes = [parameter._sharded_param_data.numel() for parameter in parameters]
+        memory = torch.cat([parameter._sharded_param_data for parameter in parameters])
+        for parameter, part in zip(parameters, memory.split(sizes), strict=True):
+            rows = parameter.sharded_param._local_tensor.size(0) if part.numel() else 0
+            data = parameter._sharded_param_data = part.data
+            padded = data.view(parameter.padded_sharded_param_size)
+            parameter.sharded_param._local_tensor = padded.narrow(0, 0, rows)
+
+
 def storage_identity(tensor: torch.Tensor) -> int:
     """A number that two tensors share exactly if they share memory; addresses do not tell (meta tensors' are all 0)."""
     return int(tensor.untyped_storage()._cdata)

@@ -16,7 +16,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from trueshard import _torch, agreement, distributed, intent, names, policies, sharding
 from trueshard._torch import ShardedModule
 from trueshard.groups import Grouping
-from trueshard.optim.rebind import rebind, watch
+from trueshard.optim.classify import classify, manner
+from trueshard.optim.rebind import rebind
+from trueshard.optim.steps import bind
+from trueshard.optim.watch import watch
 from trueshard.plans import MixedPrecision, Plan
 from trueshard.refusals import refuse
 from trueshard.runtime import Runtime, runtime_of
@@ -98,15 +101,18 @@ def shard(
             before, originals = intent.capture(model, optimizers)
             refuse(names.unwrap(model), before, originals)
             resolved = _resolve(model, plan, given, mesh)
+            verdicts = [classify(optimizer) for optimizer in optimizers]
         pairs = list(zip(before.parameters, originals.parameters, strict=True))
         facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key != "units"]
         facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
+        facts += [(f"optimizer {i}'s way to step", manner(each)) for i, each in enumerate(verdicts)]
         agreement.agree_on_structure(before, facts, mesh)
         hooked = agreement.union((r.name for r, p in pairs if p._backward_hooks), mesh)
         with _together(mesh):
             _equalise(before, originals, optimizers, mesh)
             new_of = sharding.apply(model, resolved, mesh, hooked=hooked)
-            rebind(optimizers, new_of)
+            for optimizer, verdict in zip(optimizers, verdicts, strict=True):
+                rebind(optimizer, new_of, [each.is_rows for each in verdict])
             after, _ = intent.capture(model, optimizers)
             if words := intent.difference(before, after):
                 raise RuntimeError(f"sharding would change the model: {words}")
@@ -116,6 +122,8 @@ def shard(
         raise
     # Only now: parameters that were put back must not count as replaced.
     watch(names.unwrap(model), {record.name: p for record, p in pairs if new_of[id(p)] is not p})
+    for optimizer, verdict in zip(optimizers, verdicts, strict=True):
+        bind(optimizer, verdict)
     return resolved
 
 

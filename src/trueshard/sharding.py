@@ -30,6 +30,10 @@ from trueshard.plans import MixedPrecision, Plan, Unit
 from trueshard.replicated import HoldsWhole
 from trueshard.snapshot import Snapshot
 
+SMALL = 64 << 10
+"""Bytes of a shard up to which an optimizer's step costs the host more than the arithmetic: these are stepped together,
+over all units."""
+
 
 def apply(
     model: nn.Module,
@@ -63,6 +67,7 @@ def apply(
         _prepare_modules(unit, [modules[name] for name in unit.modules], plan.compile)
     for unit in sorted(plan.units, key=lambda unit: -_depth(unit)):
         _shard_unit(unit, modules, plan, mesh, whole)
+    _torch.join_shards(root, SMALL)
     if sources is not None:
         fill(root, sources, torch.device("cpu") if plan.offload == "cpu" else device_of(mesh))
     carrying = Carrying(root, plan, mesh, modules, originals, hooked)

@@ -40,15 +40,18 @@ def save(
     rank, _ = _rank()
     partial = final.with_name(f".{final.name}.partial")
     error: BaseException | None = None
+    mine_: Any = None
     try:
-        manifest, tensors = _collect(model, optimizer, more)
+        manifest, tensors, optimizers = _collect(model, optimizer, more)
+        mine_ = _only_here(tensors, optimizers)
         if rank == 0:
             _make_room(final, partial)
     except Exception as caught:
         error = caught
-    _together(error, partial)
+    everyone = _together(error, partial, mine_)
     try:
-        pieces = _write(partial, rank, tensors, manifest)
+        writer_of = _merge(everyone, manifest, optimizers, tensors)
+        pieces = _write(partial, rank, tensors, writer_of)
     except Exception as caught:
         error, pieces = caught, {}
     everyone = _together(error, partial, pieces)
@@ -95,25 +98,57 @@ def _together(error: BaseException | None, partial: Path, value: Any = None) -> 
     return [value for _, value in told]
 
 
-def _collect(model: Any, optimizer: Any, more: dict[str, Any]) -> tuple[Manifest, state.Tensors]:
+def _collect(
+    model: Any, optimizer: Any, more: dict[str, Any]
+) -> tuple[Manifest, state.Tensors, dict[str, dict[str, Any]]]:
     manifest = Manifest()
     tensors: state.Tensors = {}
+    optimizers: dict[str, dict[str, Any]] = {}
     models = state.models_of(model)
     for prefix, module in models.items():
         found, manifest.ties[prefix] = state.model_tensors(module)
         tensors.update({f"{prefix}/{name}": tensor for name, tensor in found.items()})
     name_of = state.parameter_names(models)
     for prefix, each in state.optimizers_of(optimizer).items():
-        found, rest = state.optimizer_state(each, name_of)
+        found, optimizers[prefix] = state.optimizer_state(each, name_of)
         tensors.update({f"{prefix}/{key}": tensor for key, tensor in found.items()})
+    for key, value in more.items():
+        manifest.more[key] = state.split(value, f"more/{key}", tensors)
+    return manifest, tensors, optimizers
+
+
+def _entry(tensor: torch.Tensor) -> Entry:
+    return Entry(list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def _only_here(tensors: state.Tensors, optimizers: dict[str, dict[str, Any]]) -> Any:
+    """What another rank may not have: the state of a parameter that is updated by its owner."""
+    plain = {
+        key: _entry(tensor)
+        for key, tensor in tensors.items()
+        if key.startswith("optimizer") and not isinstance(tensor, DTensor)
+    }
+    return plain, {prefix: rest["values"] for prefix, rest in optimizers.items()}
+
+
+def _merge(
+    everyone: list[Any], manifest: Manifest, optimizers: dict[str, dict[str, Any]], tensors: state.Tensors
+) -> dict[str, int]:
+    """Complete the manifest with what other ranks have; returns which rank writes each plain tensor of a state."""
+    writer_of: dict[str, int] = {}
+    for rank, (plain, values) in enumerate(everyone):
+        for key, entry in plain.items():
+            writer_of.setdefault(key, rank)
+            manifest.tensors.setdefault(key, entry)
+        for prefix, theirs in values.items():
+            optimizers[prefix]["values"] = theirs | optimizers[prefix]["values"]
+    for prefix, rest in optimizers.items():
         settings: state.Tensors = {}
         manifest.optimizers[prefix] = state.split(rest, f"{prefix}/settings", settings)
         tensors.update(settings)
-    for key, value in more.items():
-        manifest.more[key] = state.split(value, f"more/{key}", tensors)
     for key, tensor in tensors.items():
-        manifest.tensors[key] = Entry(list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    return manifest, tensors
+        manifest.tensors[key] = _entry(tensor)
+    return writer_of
 
 
 def mine(tensor: torch.Tensor) -> tuple[int, int]:
@@ -130,23 +165,23 @@ def mine(tensor: torch.Tensor) -> tuple[int, int]:
     return start, count
 
 
-def _writes(tensor: torch.Tensor, rank: int) -> bool:
+def _writes(tensor: torch.Tensor, rank: int, writer: int) -> bool:
     """Whether this rank writes its piece: one of the ranks that hold the same piece does."""
     if not isinstance(tensor, DTensor):
-        return rank == 0
+        return rank == writer
     mesh = tensor.device_mesh
     return all(
         isinstance(placement, Shard) or mesh.get_local_rank(dim) == 0 for dim, placement in enumerate(tensor.placements)
     )
 
 
-def _write(partial: Path, rank: int, tensors: state.Tensors, manifest: Manifest) -> dict[str, Piece]:
+def _write(partial: Path, rank: int, tensors: state.Tensors, writer_of: dict[str, int]) -> dict[str, Piece]:
     file = f"rank-{rank:05d}.safetensors"
     pieces: dict[str, Piece] = {}
     held: state.Tensors = {}
     for key, tensor in tensors.items():
         start, rows = mine(tensor)
-        if _writes(tensor, rank) and (rows or not isinstance(tensor, DTensor)):
+        if _writes(tensor, rank, writer_of.get(key, 0)) and (rows or not isinstance(tensor, DTensor)):
             # A copy: two names may share memory, which safetensors refuses, and shards are views of padded storage.
             held[key] = _torch.local(tensor).detach().to("cpu", copy=True).contiguous()
             pieces[key] = Piece(file, start, rows)

@@ -1,15 +1,24 @@
-"""Gradient norm and clipping on local shards: the unsharded value, in one small all-reduce a mesh."""
+"""Gradient norm and clipping on local shards: the unsharded value, in one small all-reduce a mesh.
+
+- Ranks exchange a sum of powers; for the orders ``inf`` and ``-inf`` a maximum. A maximum loses NaN on some backends,
+  so whether there is one travels along.
+- torch's norm is that of the vector of each gradient's norm. For order 0, which counts, this is not that of all
+  elements together, so ranks then exchange one number a gradient.
+- No DTensor operation is called, which is where torch's own function spends most of its time.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+import types
+import warnings
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
 
-from trueshard import _torch
+from trueshard.optim.parts import Cut, Part, Ranks, parts_of, reduce_over, wide
 
 
 @torch.no_grad()
@@ -23,86 +32,115 @@ def clip_grad_norm_(
     """Scale the gradients in place so that their total norm is at most ``max_norm``.
 
     The same answer as ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, whatever mixture of sharded (on one or
-    more meshes) and plain gradients there is. Collective over those meshes.
+    more meshes), replicated and plain gradients there is. Collective over those meshes: every rank gives the same
+    parameters in the same order. As in torch, a parameter that is given twice counts twice.
 
     Args:
         parameters: parameters whose ``.grad`` is clipped; those without a gradient are skipped.
         max_norm: the largest norm allowed.
-        norm_type: p of the p-norm; ``inf`` for the maximum.
+        norm_type: order p of the norm; ``inf`` for the largest element, ``-inf`` for the smallest.
         error_if_nonfinite: raise when the norm is NaN or infinite, before any gradient is changed.
-        foreach: as in torch.
+        foreach: False: one operation a gradient; otherwise one a dtype.
 
     Returns:
-        The total norm before clipping: a 0-dim tensor, the same on every rank.
+        The total norm before clipping: a 0-dim tensor in the gradients' (promoted) dtype, the same on every rank.
 
     Raises:
-        RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
+        RuntimeError: ``error_if_nonfinite`` and the norm is not finite; on every rank.
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    total = total_norm(grads, float(norm_type), foreach)
+    given = list(parameters)
+    if not given and isinstance(parameters, types.GeneratorType):
+        warnings.warn("the generator of parameters is empty (used up?), so no gradient is clipped", stacklevel=3)
+    grads = [grad for parameter in given if (grad := parameter.grad) is not None]
+    if not grads:
+        return torch.tensor(0.0)
+    parts = parts_of(grads)
+    total = total_norm(parts, float(norm_type), foreach)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(f"the total gradient norm of order {norm_type} is {total.item()}, so it cannot be clipped")
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for grad in map(_torch.local, grads):
-        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-    for (device, _), members in by_kind.items():
+        raise RuntimeError(_not_finite(grads, _norms(parts, float(norm_type), foreach, each=True), total, norm_type))
+    scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+    if scale.device.type == "cpu" and scale.item() == 1.0:  # on an accelerator, looking would wait for it
+        return total
+    for part in parts:
+        factor = scale.to(part.device)
         if foreach is False:
-            for grad in members:
-                grad.mul_(scale.to(device))
+            for grad in part.shards:
+                grad.mul_(factor)
         else:
-            torch._foreach_mul_(members, scale.to(device))
+            torch._foreach_mul_(part.runs, factor)
     return total
 
 
-def total_norm(grads: list[torch.Tensor], norm_type: float, foreach: bool | None = None) -> torch.Tensor:
-    """The p-norm of all gradients as one vector, as on the unsharded model: a 0-dim tensor. Collective."""
-    if not grads:
-        return torch.tensor(0.0)
-    device = _torch.local(grads[0]).device
-    parts: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
-    for grad in grads:
-        parts.setdefault(_groups(grad), []).append(_torch.local(grad))
-    infinite = math.isinf(norm_type)
-    totals = []
-    for groups, members in parts.items():
-        norms = _norms([grad for grad in members if grad.numel()], norm_type, foreach)
-        # An empty shard still takes part in the collective; it adds nothing.
-        norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), norm_type) if norms else None
-        value = torch.zeros((), device=device) if norm is None else norm
-        if groups:
-            value = value if infinite else value.double() ** norm_type
-            wide = value.to(torch.float32 if value.device.type == "mps" else torch.float64)
-            for group in groups:
-                wide = _reduce(wide, group, infinite)
-            value = (wide if infinite else wide ** (1.0 / norm_type)).to(torch.float32 if norm is None else norm.dtype)
-        totals.append(value)
-    return totals[0] if len(totals) == 1 else torch.linalg.vector_norm(torch.stack(totals), norm_type)
-
-
-def _norms(grads: list[torch.Tensor], norm_type: float, foreach: bool | None) -> list[torch.Tensor]:
-    if foreach is False:
-        return [torch.linalg.vector_norm(grad, norm_type) for grad in grads]
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for grad in grads:
-        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-    return [norm for members in by_kind.values() for norm in torch._foreach_norm(members, norm_type)]
-
-
-def _groups(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups over which ``grad`` is cut into parts (none for a plain or replicated one)."""
-    if not isinstance(grad, DTensor):
-        return ()
-    mesh = grad.device_mesh
-    return tuple(
-        mesh.get_group(dim)
-        for dim, placement in enumerate(grad.placements)
-        if isinstance(placement, Shard) and mesh.size(dim) > 1
+def _not_finite(grads: Sequence[torch.Tensor], norms: torch.Tensor, total: torch.Tensor, norm_type: float) -> str:
+    bad = (~torch.isfinite(norms)).nonzero().flatten().tolist()
+    shown = ", ".join(f"number {i} of shape {tuple(grads[i].shape)}" for i in bad[:5]) + (", …" if bad[5:] else "")
+    where = f"not finite of {len(grads)} gradients: {shown}" if bad else "the norm of each gradient is finite"
+    return (
+        f"the total gradient norm of order {norm_type} is {total.item()}, so it cannot be clipped ({where}); skip this "
+        "step, or set error_if_nonfinite=False to scale by it anyway"
     )
 
 
-def _reduce(value: torch.Tensor, group: dist.ProcessGroup, infinite: bool) -> torch.Tensor:
-    dist.all_reduce(value, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
-    return value
+def total_norm(parts: Sequence[Part], order: float, foreach: bool | None = None) -> torch.Tensor:
+    """The norm of all tensors as torch computes it on whole ones, the same on every rank. Collective over the meshes.
+
+    Args:
+        parts: of at least one tensor of floating point.
+        order: p of the norm.
+        foreach: False: one operation a tensor; otherwise one a dtype.
+
+    Returns:
+        0-dim, in the promoted dtype of the tensors, on the first one's device.
+    """
+    dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts)).to_real()
+    return torch.linalg.vector_norm(_norms(parts, order, foreach, each=order == 0), order).to(dtype)
+
+
+def _norms(parts: Sequence[Part], order: float, foreach: bool | None, *, each: bool) -> torch.Tensor:
+    """1-D: the norms of the tensors that are cut alike, or of ``each``, in the order in which they were given."""
+    device = parts[0].device
+    by_cut: dict[Cut, list[Part]] = {}
+    for part in parts:
+        by_cut.setdefault(part.cut, []).append(part)
+    found = []
+    for cut, alike in by_cut.items():
+        norms = _joined([_local_norms(part, order, foreach, each).to(device) for part in alike])
+        norms = norms if each else torch.linalg.vector_norm(norms, order, keepdim=True)
+        found.append(norms if cut is None else _across(norms, cut, order))
+    norms = _joined(found)
+    if not each or len(parts) == 1:
+        return norms
+    numbers = [number for alike in by_cut.values() for part in alike for number in part.numbers]
+    return norms[torch.tensor(numbers, device=device).argsort()]
+
+
+def _joined(vectors: list[torch.Tensor]) -> torch.Tensor:
+    return vectors[0] if len(vectors) == 1 else torch.cat(vectors)
+
+
+def _local_norms(part: Part, order: float, foreach: bool | None, each: bool) -> torch.Tensor:
+    """Norms of this rank's shards, or of runs of them; an empty one gets what does not change the norm of the whole."""
+    shards = part.shards if each or foreach is False else part.runs
+    if math.isinf(order) and not all(shard.numel() for shard in shards):
+        neutral = torch.full((1,), 0.0 if order > 0 else math.inf, dtype=part.dtype, device=part.device)
+        shards = [shard if shard.numel() else neutral for shard in shards]
+    # bfloat16 and float16 are too coarse to be squared and added over ranks; rounding comes at the end.
+    dtype = torch.promote_types(part.dtype, torch.float32)
+    if foreach is False:
+        return torch.stack([torch.linalg.vector_norm(shard, order, dtype=dtype) for shard in shards])
+    return torch.stack(torch._foreach_norm(shards, order, dtype=dtype))
+
+
+def _across(norms: torch.Tensor, cut: Ranks, order: float) -> torch.Tensor:
+    """Norms of whole tensors from the ``norms`` of this rank's shards."""
+    if not math.isinf(order):
+        powers = norms.to(wide(norms.device))
+        powers = reduce_over(powers if order == 0 else powers**order, cut, dist.ReduceOp.SUM)
+        return powers if order == 0 else powers ** (1.0 / order)
+    sign = math.copysign(1.0, order)
+    missing = norms.isnan()
+    both = torch.stack([(norms * sign).masked_fill(missing, -math.inf), missing.to(norms.dtype)])
+    largest, missing = reduce_over(both, cut, dist.ReduceOp.MAX)
+    return (largest * sign).masked_fill(missing > 0, math.nan)

@@ -1,0 +1,216 @@
+"""The time of an optimizer's step and of clipping, against the same torch optimizer on DTensors.
+
+- The matrices are many and small, so that a step is the host's own work: what dispatch costs, and nothing else.
+- By hand: ``fully_shard`` on each block and the root, then the optimizer made from the sharded parameters, so that each
+  of its operations goes through DTensor. Ours: the same optimizer, given to ``shard()``.
+- Before each step, outside the clock: ``zero_grad`` and a forward and backward pass, so that gradients lie where FSDP2
+  leaves them, and are new tensors every time, as in training. ``zero_grad`` is the same code in both.
+- Parameters, or what clipping made of the gradients, are compared at the end: a faster step that computed something
+  else would be no result.
+- Memory is counted in processes of its own, one way in each: bytes under all tensors that are alive after some steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from benchmarks import gradients
+from benchmarks.paired import clocked, fours, interval, median
+from benchmarks.processes import on_ranks
+from benchmarks.table import Table, Tell
+
+RANKS = 2
+BLOCKS, MATRICES, SIDE = 32, 9, 64
+"""Blocks, matrices in each, and their rows and columns."""
+WARM_UP = 5
+"""Steps of each before the first sample, and before memory is counted."""
+
+
+class Block(nn.Module):
+    """``MATRICES`` weights, float32 ``[SIDE, SIDE]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(SIDE, SIDE) / SIDE**0.5 for _ in range(MATRICES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[n, SIDE]`` → ``[n, SIDE]``."""
+        for weight in self.weights:
+            x = nn.functional.rms_norm(x @ weight, (SIDE,))
+        return x
+
+
+def build() -> nn.Sequential:
+    """``BLOCKS`` blocks, the same on every rank and at every call."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row."""
+
+    label: str
+    samples: int
+    limit: float
+    """How many times faster it has to be."""
+    kind: str = "AdamW"
+    """A class of ``torch.optim``."""
+    words: dict[str, Any] = field(default_factory=dict)
+    """Its arguments."""
+    clip: float | None = None
+    """Not a step, but clipping to this part of the gradients' norm; above one, there is nothing to scale."""
+
+
+CASES = (
+    Case("AdamW, fused", 100, 4.0, words={"fused": True}),
+    Case("AdamW, foreach", 100, 1.6, words={"foreach": True}),
+    Case("AdamW, for-loop", 40, 6.0, words={"foreach": False}),
+    Case("SGD with momentum, foreach", 100, 1.6, "SGD", {"lr": 1e-3, "momentum": 0.9, "foreach": True}),
+    Case("clip_grad_norm_", 100, 3.0, clip=0.5),
+    Case("clip_grad_norm_, norm below the maximum", 100, 3.0, clip=2.0),
+)
+
+
+def run(tell: Tell) -> Table:
+    """Every case, over two gloo processes."""
+    rows, numbers = [], []
+    for case in CASES:
+        found = on_ranks(measure, RANKS, case)
+        cells: list[str] = []
+        for samples in (torch.tensor(found[0].wall), torch.tensor(found[0].processor)):
+            ratios = samples[:, 0] / samples[:, 1]
+            low, high = interval(ratios.double())
+            cells += [f"{median(ratios):.2f}", f"{low:.2f} to {high:.2f}"]
+        distance = max(each.apart for each in found)
+        by_hand, ours = (on_ranks(held, RANKS, case, sharded) for sharded in (False, True))
+        memory = max(b / a for a, b in zip(by_hand, ours, strict=True))
+        cells.insert(2, f"{case.limit:.1f}")
+        rows.append((case.label, *cells, str(case.samples), f"{memory:.3f}", f"{distance:.0e}"))
+        numbers.append(asdict(case) | asdict(found[0]) | {"apart": distance, "held_by_hand": by_hand, "held": ours})
+        tell(f"{case.label}: {cells[0]} times faster, memory {memory:.3f}")
+    return Table(
+        name="optimizer",
+        title="Speed of an optimizer's step, over DTensor's",
+        note=(
+            f"{BLOCKS * MATRICES} matrices of {SIDE}×{SIDE} in {BLOCKS} blocks, float32, over {RANKS} gloo processes; "
+            "each step follows a backward pass, outside the clock. By hand: `fully_shard` on each block and the root, "
+            "and torch's optimizer or `torch.nn.utils.clip_grad_norm_` on the DTensors. How many times faster "
+            "TrueShard is: both alternate in one run, four steps make a sample; medians of the samples' ratios, with "
+            "their 95% interval by bootstrap. Memory is what a rank's tensors hold after some steps, over that by "
+            "hand. The last column is the largest difference between what the two ways made of the parameters (of the "
+            "gradients, where they are clipped)."
+        ),
+        columns=(
+            "step",
+            "faster, wall time",
+            "95% interval",
+            "at least",
+            "faster, processor time",
+            "95% interval",
+            "samples",
+            "memory",
+            "apart",
+        ),
+        rows=tuple(rows),
+        numbers=numbers,
+    )
+
+
+@dataclass(frozen=True)
+class Found:
+    """One rank's samples."""
+
+    wall: list[list[float]]
+    """Seconds by hand and ours, of two steps each, one pair a sample."""
+    processor: list[list[float]]
+    """The same of processor time."""
+    apart: float
+    """The largest difference between the two results."""
+
+
+def measure(case: Case) -> Found:
+    """Run one case on this rank."""
+    ways = [prepare(case, sharded) for sharded in (False, True)]
+
+    def one(which: int) -> torch.Tensor:
+        ways[which].backward()
+        return clocked(ways[which].act)
+
+    samples = fours(one, warm_up=WARM_UP, samples=case.samples)
+    results = [[p if case.clip is None else p.grad for p in way.parameters] for way in ways]
+    return Found(samples[..., 0].tolist(), samples[..., 1].tolist(), gradients.apart(*results))
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of the two ways."""
+
+    backward: Callable[[], object]
+    """Makes new gradients; of the same values, where parameters are the same."""
+    act: Callable[[], object]
+    """What is timed."""
+    parameters: list[nn.Parameter]
+    """Sharded."""
+
+
+def prepare(case: Case, sharded: bool) -> Way:
+    """A sharded model, and what is timed.
+
+    Args:
+        case: which step.
+        sharded: by ``shard()``; otherwise by hand.
+    """
+    import trueshard
+
+    model = build()
+    kind = getattr(torch.optim, case.kind)
+    if sharded:
+        optimizer = kind(model.parameters(), **case.words)
+        trueshard.shard(model, optimizer)
+    else:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        optimizer = kind(model.parameters(), **case.words)
+    parameters = list(model.parameters())
+    batch = torch.randn(4, SIDE, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        model(batch).pow(4).sum().backward()  # the normalized sum of squares would have no gradient
+
+    if case.clip is None:
+        return Way(backward, optimizer.step, parameters)
+    backward()
+    largest = case.clip * trueshard.clip_grad_norm_(parameters, math.inf).item()
+    clip: Callable[..., torch.Tensor] = trueshard.clip_grad_norm_ if sharded else torch.nn.utils.clip_grad_norm_
+    return Way(backward, lambda: clip(parameters, largest), parameters)
+
+
+def held(case: Case, sharded: bool) -> int:
+    """Bytes under this rank's living tensors after ``WARM_UP`` steps of one way."""
+    way = prepare(case, sharded)
+    for _ in range(WARM_UP):
+        way.backward()
+        way.act()
+    gc.collect()
+    assert way.parameters  # and what belongs to them is alive until here
+    storages: dict[int, int] = {}
+    for each in gc.get_objects():
+        # A DTensor has no memory of its own: its local tensor is found by itself.
+        if issubclass(type(each), torch.Tensor) and not isinstance(each, DTensor):
+            storage = each.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())

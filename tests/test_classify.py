@@ -1,0 +1,440 @@
+"""How an optimizer may step is found by trying it: each kind by a class made for it, which the library cannot know."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import trueshard
+from parity import Ranks, assert_same
+from stepping import build, parameters, same, train
+from trueshard.optim.classify import classify, manner
+
+Update = Callable[["Made", dict[str, Any], torch.Tensor, dict[str, Any]], torch.Tensor]
+"""(optimizer, group, gradient, the parameter's state) → what is subtracted, times the rate"""
+
+
+class Made(torch.optim.Optimizer):
+    """Subtracts from each parameter what a function of its gradient says."""
+
+    def __init__(self, params: Any, update: Update, lr: float = 0.05, **settings: Any) -> None:
+        super().__init__(params, {"lr": lr} | settings)
+        self.update = update
+        self.extra: Any = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * self.update(self, group, p.grad, self.state[p]))
+        return loss
+
+
+# Element-wise, or row by row
+
+
+def sign(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    state["mean"] = state.get("mean", torch.zeros_like(grad)).lerp(grad, 0.1)
+    return torch.tanh(3 * state["mean"])
+
+
+def rows(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    """Normalises rows; its state has an entry a row, beside one for the tensor."""
+    if grad.ndim < 2:
+        return grad
+    norm = grad.flatten(1).norm(dim=1)
+    state["row"] = state.get("row", torch.zeros_like(norm)).lerp(norm, 0.5)
+    state["count"] = state.get("count", torch.zeros(())) + 1
+    return grad / (state["row"].view(-1, *[1] * (grad.ndim - 1)) + 0.1)
+
+
+def nested(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    """State in containers: a tuple, a list, a dict of its own kind."""
+    first, second = state.get("pair", (torch.zeros_like(grad), torch.zeros_like(grad)))
+    state["pair"] = first.lerp(grad, 0.1), second.lerp(grad.square(), 0.1)
+    state.setdefault("more", {"list": [torch.zeros_like(grad)]})["list"][0].lerp_(grad, 0.2)
+    return state["more"]["list"][0] + state["pair"][0] / (state["pair"][1].sqrt() + 0.1)
+
+
+# The whole parameter
+
+
+def norm(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    return grad / (grad.norm() + 0.1)
+
+
+def columns(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    return grad / (grad.norm(dim=0) + 0.1) if grad.ndim == 2 else grad
+
+
+def if_large(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    """Factorised from a size on, as Adafactor's kin are."""
+    return norm(_, group, grad, state) if grad.ndim == 2 and min(grad.shape) >= 128 else grad
+
+
+def if_small(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    return norm(_, group, grad, state) if grad.numel() < 1000 else grad
+
+
+def by_numel(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    return grad / grad.numel() ** 0.5
+
+
+def by_rows_of_shape(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    return grad * max(1, grad.shape[0] / grad[:1].numel()) ** 0.5 if grad.ndim == 2 else grad
+
+
+def every_tenth(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    return norm(_, group, grad, state) if group["steps"] % 10 == 0 else grad
+
+
+def if_set(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    return norm(_, group, grad, state) if group.get("whole") else grad
+
+
+# More than one parameter
+
+
+class Global(Made):
+    """Clips by the norm over all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = torch.stack([grad.norm() for grad in grads]).norm()
+        for grad in grads:
+            grad.mul_((self.param_groups[0]["limit"] / (total + 1e-6)).clamp(max=1))
+        return super().step(closure)
+
+
+class Largest(Made):
+    """The rate of a group follows the largest gradient in it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] = 0.01 / max(p.grad.abs().max().item() for p in group["params"] if p.grad is not None)
+        return super().step(closure)
+
+
+class Estimate(Made):
+    """Estimates a distance from all of a group, which it uses late."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            dots = [(p * p.grad).sum().item() for p in group["params"] if p.grad is not None]
+            group["distance"] = group.get("distance", 0.0) + sum(dots)
+            group["factor"] = 1.0 if group.get("steps", 0) < 50 else group["distance"]
+        return super().step(closure)
+
+
+def noisy(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    return grad + 0.01 * torch.randn_like(grad)
+
+
+def noisy_by_python(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    return grad * (1 + 0.1 * random.random() + 0.1 * float(np.random.rand()))  # noqa: NPY002 (the one that others draw from)
+
+
+def own_generator(optimizer: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    """A generator of its own, which every rank would use on shards of other sizes."""
+    return grad + 0.01 * torch.randn(grad.shape, generator=optimizer.extra)
+
+
+class NeedsClosure(Made):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if closure is None:
+            raise RuntimeError("this optimizer needs a closure")
+        return super().step(closure)
+
+
+class NeedsGraph(Made):
+    """Differentiates the gradients, as Sophia's and AdaHessian's estimates do."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    torch.autograd.grad((p.grad * p.grad).sum(), p)
+        return super().step(closure)
+
+
+class Holds(Made):
+    """Steps a list of its own, beside its groups."""
+
+    def __init__(self, params: Any, update: Update, **settings: Any) -> None:
+        params = list(params)
+        super().__init__(params, update, **settings)
+        self.own = params
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for p in self.own:
+            if p.grad is not None:
+                p.sub_(self.param_groups[0]["lr"] * p.grad)
+
+
+class Keyed(Made):
+    """Looks a parameter up in a table of its own, made with the optimizer."""
+
+    def __init__(self, params: Any, update: Update, **settings: Any) -> None:
+        params = list(params)
+        super().__init__(params, update, **settings)
+        self.rate = {p: 1.0 + i for i, p in enumerate(params)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * self.rate.get(p, 1.0) * p.grad)
+
+
+class LookAhead(torch.optim.Optimizer):
+    """Every third step, halfway back to slow weights, around any optimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = self.inner.step(closure)
+        self.count += 1
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    slow = self.state[p].setdefault("slow", p.detach().clone())
+                    if self.count % 3 == 0:
+                        slow.lerp_(p, 0.5)
+                        p.copy_(slow)
+        return loss
+
+
+class Bare(LookAhead):
+    """The same, without calling the constructor of torch's class, which is what gives ``step`` its hooks."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.count = inner, 0
+        self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, inner.state
+        self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
+        self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
+
+
+def inner(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+
+
+def warmed(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = Made(model.parameters(), norm)
+    lr_scheduler.LambdaLR(optimizer, lambda step: step / 3)
+    return optimizer
+
+
+def generator(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = Made(model.parameters(), own_generator)
+    optimizer.extra = torch.Generator().manual_seed(0)
+    return optimizer
+
+
+def halves(model: nn.Module) -> torch.optim.Optimizer:
+    members = list(model.parameters())
+    return Made([{"params": members[::2], "whole": True}, {"params": members[1::2]}], if_set)
+
+
+FOUND: dict[str, tuple[str, Callable[[nn.Module], torch.optim.Optimizer]]] = {
+    "sign": ("on shards", lambda m: Made(m.parameters(), sign)),
+    "rows": ("on shards", lambda m: Made(m.parameters(), rows)),
+    "nested": ("on shards", lambda m: Made(m.parameters(), nested)),
+    "norm": ("by owner", lambda m: Made(m.parameters(), norm)),
+    "columns": ("by owner", lambda m: Made(m.parameters(), columns)),
+    "if large": ("by owner", lambda m: Made(m.parameters(), if_large)),
+    "if small": ("by owner", lambda m: Made(m.parameters(), if_small)),
+    "by number of elements": ("by owner", lambda m: Made(m.parameters(), by_numel)),
+    "by the shape's rows": ("by owner", lambda m: Made(m.parameters(), by_rows_of_shape)),
+    "every tenth step": ("by owner", lambda m: Made(m.parameters(), every_tenth)),
+    "warm-up from zero": ("by owner", warmed),
+    "a setting of one group": ("on shards and by owner", halves),
+    "look-ahead": ("on shards", lambda m: LookAhead(inner(m))),
+    "look-ahead, bare": ("on shards", lambda m: Bare(inner(m))),
+    "look-ahead, bare, around one by owner": ("by owner", lambda m: Bare(Made(m.parameters(), norm))),
+    "look-ahead around one by owner": ("by owner", lambda m: LookAhead(Made(m.parameters(), norm))),
+}
+"""Name → how it steps, and the optimizer."""
+
+REFUSED: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
+    "LBFGS": ("LBFGS.*one function of all parameters", lambda m: torch.optim.LBFGS(m.parameters())),
+    "SparseAdam": ("SparseAdam.*sparse", lambda m: torch.optim.SparseAdam(m.parameters())),
+    "global norm": ("Global.*others", lambda m: Global(m.parameters(), sign, limit=1.0)),
+    "global norm, rarely": ("Global.*others", lambda m: Global(m.parameters(), sign, limit=1e4)),
+    "largest": ("Largest.*others", lambda m: Largest(m.parameters(), sign)),
+    "estimate": ("Estimate.*others", lambda m: Estimate(m.parameters(), sign)),
+    "random": ("Made.*random numbers", lambda m: Made(m.parameters(), noisy)),
+    "random by Python": ("Made.*random numbers", lambda m: Made(m.parameters(), noisy_by_python)),
+    "own generator": ("Made", generator),
+    "closure": ("NeedsClosure.*closure", lambda m: NeedsClosure(m.parameters(), sign)),
+    "graph": ("NeedsGraph.*create_graph", lambda m: NeedsGraph(m.parameters(), sign)),
+    "own list": ("Holds", lambda m: Holds(m.parameters(), sign)),
+    "own table": ("Keyed", lambda m: Keyed(m.parameters(), sign)),
+}
+"""Name → what the error says, and the optimizer."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_each_kind_is_recognised(name: str) -> None:
+    kind, make = FOUND[name]
+    started = time.perf_counter()
+    assert manner(classify(make(build()))) == kind
+    print(f"{name}: {time.perf_counter() - started:.2f} s")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_sharded_is_refused_by_name_and_reason(name: str) -> None:
+    reason, make = REFUSED[name]
+    with pytest.raises(ValueError, match=f"(?s){reason}.*; use "):
+        classify(make(build()))
+
+
+def test_a_model_that_the_optimizer_holds(alone: Ranks) -> None:
+    model = build()
+    optimizer = Made(model.parameters(), sign)
+    optimizer.extra = model
+    with pytest.raises(ValueError, match=r"Made.*holds the model itself.*'extra'"):
+        classify(optimizer)
+
+
+def test_state_by_rows_is_told_from_state_that_is_alike() -> None:
+    (verdict,) = classify(Made(build().parameters(), rows))
+    assert verdict.rows == {("row",)}
+    assert verdict.alike == {("count",)}
+
+
+def exact(rank: int, world_size: int, name: str) -> dict[str, Any]:
+    """After steps that are all made sharded, and after two more, made before it is sharded."""
+    found = {}
+    for prior in (False, True):
+        model = build()
+        optimizer = FOUND[name][1](model)
+        if prior:
+            train(model, optimizer, 0, 1, [0, 2])
+        if world_size > 1:
+            trueshard.shard(model, optimizer)
+        train(model, optimizer, rank, world_size, [4, 5, 6])
+        found[f"{prior=}"] = parameters(model)
+        if name in ("rows", "nested"):
+            found[f"{prior=}, state"] = [state for _, state in sorted(optimizer.state_dict()["state"].items())]
+    return found
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_each_recognised_kind_equals_one_process(name: str, alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+    same(exact, alone, [ranks2, ranks3], name)
+
+
+# Nothing of the user's is touched
+
+
+@pytest.mark.parametrize("name", [*FOUND, *REFUSED])
+def test_trying_leaves_everything_as_it_was(name: str) -> None:
+    model = build()
+    optimizer = (FOUND | REFUSED)[name][1](model)
+    if name in FOUND:
+        train(model, optimizer, 0, 1, [0])
+    called: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append(1))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = pictured(model, optimizer)
+    try:
+        classify(optimizer)
+    except ValueError:
+        assert name in REFUSED
+    after = pictured(model, optimizer)
+    assert called == []
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert str(value) == str(after[key]), key
+
+
+def pictured(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Values and identities of what a trial could have changed."""
+    groups = [[(k, id(v), str(v)) for k, v in group.items()] for group in optimizer.param_groups]
+    return {
+        "values": [(id(p), p.tolist(), p.grad.tolist() if p.grad is not None else None) for p in model.parameters()],
+        "groups": groups,
+        "members": [[id(p) for p in group["params"]] for group in optimizer.param_groups],
+        "state": [(id(key), id(value), str(value)) for key, value in optimizer.state.items()],
+        "attributes": [(key, id(value)) for key, value in vars(optimizer).items()],
+        "class": dict(vars(type(optimizer))),
+        "torch": torch.get_rng_state().tolist(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state()[1:3],  # noqa: NPY002
+    }
+
+
+def refused(rank: int, world_size: int, name: str) -> None:
+    """All or nothing: model and optimizers are as they were, and train on."""
+    reason, make = REFUSED[name]
+    model = build()
+    first, second = inner(model), make(model)
+    members = list(model.parameters())
+    with pytest.raises(ValueError, match=f"(?s){reason}"):
+        trueshard.shard(model, first, second)
+    assert all(a is b for a, b in zip(members, model.parameters(), strict=True))
+    assert all(a is b for a, b in zip(members, first.param_groups[0]["params"], strict=True))
+    assert "step" not in vars(first)
+    train(model, first, 0, 1)
+    held = parameters(model)
+    again = build()
+    train(again, inner(again), 0, 1)
+    assert_same(held, parameters(again))
+    trueshard.shard(model, first)
+    train(model, first, rank, world_size)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "global norm", "random"])
+def test_a_refusal_changes_nothing(name: str, ranks2: Ranks) -> None:
+    ranks2.run(refused, name)
+
+
+class Rarely(Made):
+    """Draws random numbers at its 20th step."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if self.param_groups[0].get("steps", 0) == 19:
+            torch.rand(())
+        return super().step(closure)
+
+
+def rarely(rank: int, world_size: int) -> list[str]:
+    model = build()
+    optimizer = Rarely(model.parameters(), sign)
+    trueshard.shard(model, optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, rank, world_size, range(22))
+    return [str(each.message) for each in caught if "random numbers" in str(each.message)]
+
+
+def test_what_trying_could_not_see_is_found_when_it_happens(ranks2: Ranks) -> None:
+    for words in ranks2.run(rarely):
+        assert len(words) == 1
+        assert words[0].startswith("Rarely")

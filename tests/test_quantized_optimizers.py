@@ -1,0 +1,79 @@
+"""Optimizers of torchao, whose state has 8 or 4 bits: it is quantized on every rank, and a rank holds its part of it.
+
+That they compute what one process computes is in ``test_every_optimizer.py``, as for all others.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from optimizer_catalogue import entries
+from optimizer_trial import QUANTIZED_TOLERANCE, build, further, train, trained
+from parity import Ranks
+
+LIBRARY = "torchao.optim"
+QUANTIZED = ("Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8")
+
+
+def held(rank: int, world_size: int, name: str) -> dict[str, Any]:
+    """Of the state of `even.weight`: what it is shown as, what this rank holds of it, and in how many bytes."""
+    import trueshard
+
+    entry = entries(LIBRARY)[name]
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        warnings.simplefilter("ignore")
+        model = build(entry)
+        (optimizer,) = entry.make(model)
+        if world_size > 1:
+            trueshard.shard(model, optimizer, units="Linear")
+        train(entry, model, [optimizer], rank, world_size)
+    parameter = model.get_parameter("even.weight")
+    found = {}
+    for key in ("exp_avg", "exp_avg_sq"):
+        value = optimizer.state[parameter][key]
+        local = value.to_local() if isinstance(value, DTensor) else value
+        inner, _ = local.__tensor_flatten__()
+        found[key] = {
+            "shape": tuple(value.shape),
+            "kind": type(local).__name__,
+            "bytes": sum(getattr(local, part).nbytes for part in inner if part != "qmap"),
+        }
+    return found
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_state_is_quantized_and_in_parts(name: str, alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+    (whole,) = alone.run(held, name)
+    for ranks in (ranks2, ranks3):
+        parts = ranks.run(held, name)
+        for key, one in whole.items():
+            assert one["kind"].startswith("OptimState")
+            assert [part[key]["kind"] for part in parts] == [one["kind"]] * ranks.count
+            assert [part[key]["shape"] for part in parts] == [one["shape"]] * ranks.count
+            assert [part[key]["bytes"] for part in parts] == [one["bytes"] // ranks.count] * ranks.count
+
+
+def compiled(rank: int, world_size: int, name: str) -> dict[str, Any]:
+    """`trained`, and on one rank in full precision too, with the compiler that these classes call themselves."""
+    entry = entries(LIBRARY)[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = trained(rank, world_size, entry)
+        if world_size == 1 and entry.full_precision:
+            found["full precision"] = trained(rank, world_size, entry.full_precision)["after"]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])
+def test_the_compiled_step_equals_one_process(name: str, alone: Ranks, ranks2: Ranks) -> None:
+    (one,) = alone.run(compiled, name, timeout=400.0)
+    for many in ranks2.run(compiled, name, timeout=400.0):
+        assert further(one, many) <= QUANTIZED_TOLERANCE

@@ -1,0 +1,463 @@
+"""Contract line 9, element-wise optimizers: a step on shards is the step on one device, through the same object.
+
+Each case runs on one process without sharding and on 2 and 3 ranks whose shards are uneven.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import trueshard
+from parity import Ranks, assert_same
+from stepping import EPS, OwnSGD, Twin, Uneven, Whole, adamw, build, loss_of, parameters, same, shown, told, train
+from training import whole
+
+
+@pytest.fixture
+def sizes(ranks2: Ranks, ranks3: Ranks) -> list[Ranks]:
+    return [ranks2, ranks3]
+
+
+# Every path of torch's own classes
+
+ADAM = {"lr": 0.01, "eps": EPS}
+PATHS: list[tuple[str, dict[str, Any]]] = [
+    *(("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True, path: True}) for path in ("foreach", "fused")),
+    ("SGD", {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "foreach": False}),
+    ("SGD", {"lr": 0.01, "maximize": True}),
+    *(("AdamW", ADAM | {"amsgrad": True, "weight_decay": 0.1, path: True}) for path in ("foreach", "fused")),
+    ("AdamW", ADAM | {"foreach": False, "maximize": True}),
+    ("Adam", ADAM | {"fused": True, "weight_decay": 0.1}),
+    ("Adam", ADAM | {"decoupled_weight_decay": True, "lr": torch.tensor(0.01)}),
+    ("NAdam", ADAM | {"momentum_decay": 0.01}),
+    ("RAdam", ADAM | {"foreach": True}),
+    ("Adamax", ADAM),
+    ("Adadelta", {"lr": 0.5, "eps": EPS}),
+    ("Adagrad", ADAM | {"lr_decay": 0.1}),
+    ("Adagrad", ADAM | {"fused": True}),
+    ("ASGD", {"lr": 0.05, "t0": 1}),
+    ("RMSprop", ADAM | {"centered": True, "momentum": 0.5, "eps": 0.1}),
+    ("Rprop", {"lr": 0.01}),
+]
+
+
+def every_path(rank: int, world_size: int, sharded: bool) -> dict[str, Any]:
+    found = {}
+    for i, (kind, options) in enumerate(PATHS):
+        model = build()
+        optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
+        if sharded or world_size > 1:
+            trueshard.shard(model, optimizer)
+        train(model, optimizer, rank, world_size)
+        found[f"{i} {kind}"] = told(model, optimizer)
+    return found
+
+
+def test_every_path_of_torchs_own_classes(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(every_path, alone, sizes, False)
+
+
+def test_one_rank(alone: Ranks) -> None:
+    (expected,) = alone.run(every_path, False)
+    (found,) = alone.run(every_path, True)
+    assert_same(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def capturable(rank: int, world_size: int) -> Any:
+    """On the CPU torch refuses it inside the step, which is then as if it had not been called."""
+    model = build()
+    optimizer = adamw(model, capturable=True)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    loss_of(model, 0, rank, world_size).backward()
+    try:
+        optimizer.step()
+        words = ""
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+    for group in optimizer.param_groups:
+        group["capturable"] = False
+    optimizer.zero_grad()
+    optimizer.state.clear()
+    train(model, optimizer, rank, world_size)
+    return words, parameters(model)
+
+
+def test_capturable_is_what_it_is_on_one_process(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(capturable, alone, sizes)
+
+
+def differentiable(rank: int, world_size: int) -> None:
+    model = build()
+    optimizer = adamw(model, differentiable=True)
+    before = list(model.parameters())
+    try:
+        trueshard.shard(model, optimizer)
+    finally:
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_differentiable_is_refused_in_words(ranks2: Ranks) -> None:
+    ranks2.raises(differentiable, match=r"ValueError: AdamW cannot step.*differentiable=True")
+
+
+# Closures, zero_grad, hooks
+
+
+class Twice(torch.optim.SGD):
+    """Asks for the loss before and after its update, as line searches do."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        first = super().step(closure)
+        with torch.enable_grad():
+            second = closure() if closure else None
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad, alpha=0.01)
+        return first, second
+
+
+def closures(rank: int, world_size: int, how: str) -> Any:
+    model = build()
+    optimizer: Any = Twice(model.parameters(), lr=0.05) if how == "twice" else adamw(model)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    losses: list[torch.Tensor] = []
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=step != 1)
+            if world_size > 1:
+                shown(optimizer)
+            assert torch.is_grad_enabled()
+            losses.append(loss_of(model, step, rank, world_size))
+            losses[-1].backward()
+            return losses[-1]
+
+        found = optimizer.step(closure=closure) if how == "keyword" else optimizer.step(closure)
+        assert (found[1] if how == "twice" else found) is losses[-1]
+    return len(losses), told(model, optimizer)
+
+
+@pytest.mark.parametrize("how", ["positional", "keyword", "twice"])
+def test_closures(how: str, alone: Ranks, sizes: list[Ranks]) -> None:
+    same(closures, alone, sizes, how)
+
+
+def dropout_in_closure(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 5))
+    optimizer = OwnSGD(model.parameters())
+    trueshard.shard(model, optimizer, units=["Linear"])
+
+    def closure() -> torch.Tensor:
+        loss = model(torch.ones(2, 5)).sum()
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step(closure)
+
+
+def test_random_numbers_that_a_closure_draws_are_not_the_optimizers(ranks2: Ranks) -> None:
+    ranks2.run(dropout_in_closure)
+
+
+def zeroed(rank: int, world_size: int, to_none: bool) -> Any:
+    model = build()
+    optimizer = adamw(model)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=to_none)
+        loss_of(model, step, rank, world_size, aside=step == 1).backward()
+        optimizer.step()
+    grads = {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}
+    return told(model, optimizer), grads
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad_both_ways(to_none: bool, alone: Ranks, sizes: list[Ranks]) -> None:
+    same(zeroed, alone, sizes, to_none)
+
+
+def hooks(rank: int, world_size: int) -> Any:
+    model = build()
+    optimizer = adamw(model)
+    seen: list[tuple[str, int]] = []
+
+    def hook(label: str) -> Callable[..., None]:
+        def see(given: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            assert given is optimizer
+            if world_size > 1:
+                shown(optimizer)
+                assert all(isinstance(state["exp_avg"], DTensor) for state in optimizer.state.values())
+            seen.append((label, len(optimizer.state)))
+            if label == "pre after":
+                with torch.no_grad():
+                    given.param_groups[0]["params"][0].grad.mul_(2)
+
+        return see
+
+    handles = [register_optimizer_step_pre_hook(hook("global pre before"))]
+    optimizer.register_step_pre_hook(hook("pre before"))
+    optimizer.register_step_post_hook(hook("post before"))
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    handles.append(register_optimizer_step_post_hook(hook("global post after")))
+    handles.append(register_optimizer_step_pre_hook(hook("global pre after")))
+    optimizer.register_step_pre_hook(hook("pre after"))
+    optimizer.register_step_post_hook(hook("post after"))
+    removed = optimizer.register_step_post_hook(hook("removed"))
+    train(model, optimizer, rank, world_size, [0])
+    removed.remove()
+    train(model, optimizer, rank, world_size, [1, 2])
+    for handle in handles:
+        handle.remove()
+    return seen, told(model, optimizer)
+
+
+def test_step_hooks_see_dtensors_each_once_and_in_order(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(hooks, alone, sizes)
+
+
+# Learning rates
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 1, 0.5),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=5),
+    "LambdaLR from zero": lambda o: lr_scheduler.LambdaLR(o, lambda step: step / 3),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.1),
+    "Sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(o, 3)], [2]
+    ),
+}
+
+
+def schedules(rank: int, world_size: int, when: str, tensor: bool) -> dict[str, Any]:
+    found = {}
+    for name, make in SCHEDULES.items():
+        if tensor and name == "OneCycleLR":
+            continue  # torch writes floats into a tensor's place there
+        model = build()
+        optimizer = adamw(model) if not tensor else torch.optim.AdamW(model.parameters(), torch.tensor(0.01), eps=EPS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            schedule = make(optimizer) if when == "before" else None
+            if world_size > 1:
+                trueshard.shard(model, optimizer)
+            schedule = schedule or make(optimizer)
+            rates = []
+            for step in range(4):
+                train(model, optimizer, rank, world_size, [step])
+                schedule.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+                rates.append([float(group["lr"]) for group in optimizer.param_groups])
+        found[name] = rates, told(model, optimizer)
+    return found
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_schedulers_made_before_and_after(when: str, tensor: bool, alone: Ranks, sizes: list[Ranks]) -> None:
+    same(schedules, alone, sizes, when, tensor)
+
+
+# Classes and exceptions
+
+
+class Doubled(torch.optim.AdamW):
+    """A subclass of a known class, which steps twice and shrinks what it was given."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(0.99)
+        return loss
+
+
+def doubled(rank: int, world_size: int) -> Any:
+    model = build()
+    torch.optim.AdamW(model.parameters())  # from now on torch hooks the step of the parent class, too
+    optimizer = Doubled(model.parameters(), lr=0.01, eps=EPS)
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    train(model, optimizer, rank, world_size)
+    return len(calls), told(model, optimizer)
+
+
+def test_a_subclass_whose_step_calls_its_parents(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(doubled, alone, sizes)
+
+
+def failing(rank: int, world_size: int, where: str) -> Any:
+    model = build()
+    optimizer = OwnSGD(model.parameters())
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    optimizer.fail_at = 2 if where == "step" else -1
+    train(model, optimizer, rank, world_size, [0])
+
+    def closure() -> torch.Tensor:
+        loss = loss_of(model, 1, rank, world_size)
+        loss.backward()
+        if where == "closure":
+            raise ArithmeticError("as told")
+        return loss
+
+    def hook(*_: Any) -> None:
+        if where in ("pre hook", "post hook"):
+            raise ArithmeticError("as told")
+
+    register = optimizer.register_step_pre_hook if where == "pre hook" else optimizer.register_step_post_hook
+    handle = register(hook)
+    with pytest.raises(ArithmeticError, match="as told"):
+        optimizer.step(closure)
+    handle.remove()
+    if world_size > 1:
+        shown(optimizer)
+        assert all(isinstance(state["mean"], DTensor) for p, state in optimizer.state.items() if p.ndim)
+        assert where == "pre hook" or all(isinstance(p.grad, DTensor) for p in model.layers.parameters())
+    optimizer.zero_grad()
+    train(model, optimizer, rank, world_size, [2, 3])
+    return told(model, optimizer)
+
+
+@pytest.mark.parametrize("where", ["step", "closure", "pre hook", "post hook"])
+def test_an_exception_leaves_dtensors_and_the_next_step_works(where: str, alone: Ranks, sizes: list[Ranks]) -> None:
+    same(failing, alone, sizes, where)
+
+
+# Dtypes, placement and policies: a twin takes the very same gradients
+
+
+def mixed_dtypes(model: nn.Module) -> None:
+    model.layers[0].to(torch.bfloat16)
+    model.last.to(torch.float64)
+
+
+class Casting(Uneven):
+    """Layers of different storage dtypes in one model."""
+
+    def forward(self, x: torch.Tensor, aside: bool = True) -> torch.Tensor:
+        for module in (self.first, *self.layers, self.aside, self.last):
+            x = module(x.to(next(module.parameters()).dtype))
+        return x
+
+
+WORDS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "bf16 compute": {"mixed_precision": "bf16"},
+    "bf16 storage": {},
+    "mixed storage": {"units": ["Linear", "Layer"]},
+    "offload": {"offload": "cpu"},
+    "always": {"reshard_after_forward": "always", "units": ["Layer"]},
+    "never": {"reshard_after_forward": "never"},
+    "checkpointed": {"activation_checkpointing": "full", "units": ["Linear"]},
+    "hybrid": {"reshard_after_forward": 2},
+    "HSDP": {},
+}
+
+
+TWINS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda named: torch.optim.AdamW([p for _, p in named], lr=0.01, eps=EPS, foreach=True),
+    "SGD": lambda named: torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9),
+    "Muon": lambda named: torch.optim.Muon([p for _, p in named if p.ndim == 2], lr=0.05, weight_decay=0.3),
+    "Adafactor": lambda named: torch.optim.Adafactor([p for _, p in named], lr=0.05),
+    "Whole": lambda named: Whole([p for _, p in named]),
+}
+
+
+def twins(rank: int, world_size: int, names: list[str]) -> None:
+    for name, (kind, make) in itertools.product(names, TWINS.items()):
+        if kind != "AdamW" and name not in ("mixed storage", "bf16 storage", "offload", "HSDP"):
+            continue
+        model: Any = build(torch.bfloat16 if name == "bf16 storage" else torch.float32)
+        if name == "mixed storage":
+            torch.manual_seed(0)
+            model = Casting()
+            mixed_dtypes(model)
+        optimizer, twin = make(list(model.named_parameters())), Twin(model, make)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if name == "HSDP" else None
+        trueshard.shard(model, optimizer, mesh=mesh, **WORDS[name])
+        for step in range(4):
+            with trueshard.accumulate(model, last=step % 2 == 1):
+                loss_of(model, step, rank, world_size, aside=step < 2).backward()
+            if step % 2 == 1:
+                twin.step(model)
+                optimizer.step()
+                model.zero_grad()
+                shown(optimizer)
+        # Where a shard ends decides which elements vector instructions round: one unit of the last place.
+        twin.compare(f"{name}, {kind}", model, *((2**-6, 2**-10) if "storage" in name else (1e-6, 1e-7)))
+
+
+def test_dtypes_and_policies_do_not_change_a_step(ranks3: Ranks) -> None:
+    ranks3.run(twins, [name for name in WORDS if name not in ("HSDP", "hybrid")])
+
+
+def test_steps_on_two_mesh_dimensions_and_on_part_of_the_ranks(ranks4: Ranks) -> None:
+    ranks4.run(twins, ["HSDP", "hybrid"])
+
+
+# How step() is called
+
+
+def compiled(rank: int, world_size: int, backend: str) -> Any:
+    model = build()
+    optimizer = adamw(model, foreach=True)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    step = torch.compile(optimizer.step, backend=backend)
+    for number in range(3):
+        loss_of(model, number, rank, world_size).backward()
+        step()
+        optimizer.zero_grad()
+    if world_size > 1:
+        shown(optimizer)
+    return told(model, optimizer)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_step(backend: str, alone: Ranks, ranks2: Ranks) -> None:
+    same(compiled, alone, [ranks2], backend)
+
+
+def two(rank: int, world_size: int) -> Any:
+    """Two optimizers over one model; each steps twice in a row; the rate of one parameter is the user's attribute."""
+    model = build()
+    model.first.weight.rate = 0.5
+    optimizers = [adamw(model), OwnSGD(model.parameters(), lr=0.01)]
+    if world_size > 1:
+        trueshard.shard(model, *optimizers)
+    train(model, [optimizers[0], *optimizers, optimizers[1]], rank, world_size, [0])
+    for step in (2, 4):
+        loss_of(model, step, rank, world_size).backward()
+        for each in optimizers:
+            each.step()
+            each.step()
+            model.first.weight.rate, model.first.bias.rate = 0.25, 3.0
+        model.zero_grad()
+    return told(model, *optimizers)
+
+
+def test_two_optimizers_over_one_model_and_attributes_on_parameters(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(two, alone, sizes)

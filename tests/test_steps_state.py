@@ -1,0 +1,339 @@
+"""Contract line 9, what an optimizer holds: its groups and state, as the user reads, writes, copies and carries them.
+
+Each case runs on one process without sharding and on 2 and 3 ranks whose shards are uneven.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import trueshard
+from models.handmade import TiedBlocks
+from parity import Ranks, assert_same
+from stepping import EPS, OPTIMIZERS, OwnSGD, Uneven, adamw, build, loss_of, parameters, same, shown, told, train
+
+
+@pytest.fixture
+def sizes(ranks2: Ranks, ranks3: Ranks) -> list[Ranks]:
+    return [ranks2, ranks3]
+
+
+# State
+
+
+def state_is_shown(rank: int, world_size: int) -> None:
+    model = build()
+    optimizer, own = adamw(model), OwnSGD(model.parameters())
+    trueshard.shard(model, optimizer, own)
+    train(model, [optimizer, own], rank, world_size)
+    members = list(model.parameters())
+    assert {id(p) for p in optimizer.state} == {id(p) for p in members}
+    for p in members:
+        for name, value in [*optimizer.state[p].items(), *own.state[p].items()]:
+            if name == "step" or p.ndim == 0:
+                assert name != "step" or not isinstance(value, DTensor)
+                assert value.shape == ()
+            else:
+                assert isinstance(value, DTensor), name
+                assert (value.shape, value.placements, value.device_mesh) == (p.shape, p.placements, p.device_mesh)
+                assert value.to_local().shape == p.to_local().shape
+    entries = optimizer.state_dict()["state"]
+    assert list(entries) == list(range(len(members)))
+    assert entries[0]["exp_avg"] is optimizer.state[members[0]]["exp_avg"]
+
+
+def test_state_is_shown_as_dtensors_by_parameter(ranks2: Ranks, ranks3: Ranks) -> None:
+    ranks2.run(state_is_shown)
+    ranks3.run(state_is_shown)
+
+
+def round_trip(rank: int, world_size: int, source: str) -> Any:
+    """Another optimizer goes on from a state dict: of the same sharding, pickled, or of one process."""
+    first = build()
+    if source == "one process":
+        held = adamw(first)
+        train(first, held, 0, 1)
+        weights = parameters(first)
+    else:
+        held = adamw(first)
+        if world_size > 1:
+            trueshard.shard(first, held)
+        train(first, held, rank, world_size)
+        weights = parameters(first)
+    saved = held.state_dict()
+    model = build()
+    model.load_state_dict(weights)
+    optimizer = adamw(model)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    if source == "after a step":
+        train(model, optimizer, rank, world_size, [9])
+    optimizer.load_state_dict(copy.deepcopy(saved) if source != "itself" else saved)
+    train(model, optimizer, rank, world_size, [3, 4, 5])
+    if world_size > 1:
+        shown(optimizer)
+        assert all(isinstance(each["exp_avg"], DTensor) for each in optimizer.state.values())
+    return told(model, optimizer)
+
+
+@pytest.mark.parametrize("source", ["itself", "after a step", "one process"])
+def test_state_dict_round_trip(source: str, alone: Ranks, sizes: list[Ranks]) -> None:
+    same(round_trip, alone, sizes, source)
+
+
+def written(rank: int, world_size: int) -> Any:
+    model = build()
+    optimizer = adamw(model)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    train(model, optimizer, rank, world_size, [0, 2])
+    first, second, third, fourth = list(model.parameters())[:4]
+    with torch.no_grad():
+        optimizer.state[first]["exp_avg"].mul_(3)
+    optimizer.state[second]["exp_avg"] = torch.ones_like(second)
+    optimizer.state[third]["exp_avg_sq"] = torch.full(third.shape, 2.0)  # plain and whole
+    del optimizer.state[fourth]
+    optimizer.state[first]["step"] += 5
+    train(model, optimizer, rank, world_size, [4])
+    return told(model, optimizer)
+
+
+def test_state_that_is_written_to_between_steps_is_taken_up(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(written, alone, sizes)
+
+
+# Which parameters, and when
+
+
+def added(rank: int, world_size: int) -> Any:
+    """Groups that come after sharding, and one that goes: settings and state stay with their parameters."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.layers.parameters(), lr=0.01, eps=EPS)
+    own = OwnSGD(model.first.parameters())
+    if world_size > 1:
+        trueshard.shard(model, optimizer, own)
+    train(model, [optimizer, own], rank, world_size, [0])
+    optimizer.add_param_group({"params": model.aside.parameters(), "lr": 0.1})
+    own.add_param_group({"params": model.last.parameters(), "lr": 0.01})
+    train(model, [optimizer, own], rank, world_size, [1, 2])
+    del optimizer.param_groups[0]
+    train(model, [optimizer, own], rank, world_size, [3, 4])
+    optimizer.param_groups[0]["params"].reverse()
+    optimizer.add_param_group({"params": model.layers[1].parameters()})
+    train(model, [optimizer, own], rank, world_size, [5, 6])
+    return parameters(model)
+
+
+def test_groups_come_and_go_after_sharding(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(added, alone, sizes)
+
+
+def fail() -> None:
+    raise ArithmeticError("as told")
+
+
+def adopted(rank: int, world_size: int) -> dict[str, Any]:
+    """Optimizers made from the sharded model and never given to `shard()`."""
+    found = {}
+    for name in (*OPTIMIZERS, "own, failing"):
+        model = build()
+        if world_size > 1:
+            trueshard.shard(model)
+        optimizer = OPTIMIZERS[name.split(",")[0]](model)
+        if name == "own, failing":
+            loss_of(model, 0, rank, world_size).backward()
+            with pytest.raises(ArithmeticError):
+                optimizer.step(fail)
+            if world_size > 1:
+                shown(optimizer)
+            optimizer.zero_grad()
+        train(model, optimizer, rank, world_size)
+        found[name] = parameters(model)
+    return found
+
+
+def test_an_optimizer_made_after_sharding_is_as_exact(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(adopted, alone, sizes)
+
+
+def frozen(rank: int, world_size: int) -> Any:
+    model = build()
+    model.layers[0].requires_grad_(False)
+    model.last.bias.requires_grad_(False)
+    optimizers = [adamw(model), OwnSGD(model.parameters(), lr=0.01)]
+    if world_size > 1:
+        trueshard.shard(model, *optimizers)
+    train(model, optimizers, rank, world_size, [0, 2])
+    model.layers[0].requires_grad_(True)
+    model.last.bias.requires_grad_(True)
+    train(model, optimizers, rank, world_size, [4, 5])
+    model.first.requires_grad_(False)
+    train(model, optimizers, rank, world_size, [6])
+    return told(model, *optimizers)
+
+
+def test_frozen_parameters_and_thawed_ones(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(frozen, alone, sizes)
+
+
+def tied(rank: int, world_size: int) -> Any:
+    torch.manual_seed(0)
+    model = TiedBlocks()
+    optimizer = adamw(model)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    for step in range(3):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step)).chunk(world_size)[rank]
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.blocks[2].up.weight is model.blocks[0].up.weight
+    return told(model, optimizer)
+
+
+def test_a_tie_is_stepped_once(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(tied, alone, sizes)
+
+
+# Copies, and state from before and from elsewhere
+
+
+def copied(rank: int, world_size: int) -> Any:
+    """A copy of model and optimizer trains on, and leaves both originals alone."""
+    found = {}
+    for name in ("AdamW", "Muon", "own"):
+        model = build()
+        optimizer = OPTIMIZERS[name](model)
+        if world_size > 1:
+            trueshard.shard(model, optimizer)
+        train(model, optimizer, rank, world_size, [0, 2])
+        held = parameters(model)
+        again, other = copy.deepcopy((model, optimizer))
+        assert other.param_groups[0]["params"][0] is next(iter(again.parameters())) or name == "Muon"
+        train(again, other, rank, world_size, [4, 6])
+        assert all(torch.equal(held[n], p) for n, p in parameters(model).items())
+        train(model, optimizer, rank, world_size, [4, 6])
+        found[name] = parameters(again), parameters(model)
+    return found
+
+
+def test_a_copy_of_model_and_optimizer_goes_on(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(copied, alone, sizes)
+
+
+def pickled(rank: int, world_size: int) -> Any:
+    model = build()
+    optimizer = adamw(model)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    train(model, optimizer, rank, world_size, [0, 2])
+    state = pickle.loads(pickle.dumps(optimizer.state_dict()))
+    optimizer.state.clear()
+    optimizer.load_state_dict(state)
+    train(model, optimizer, rank, world_size, [4])
+    return told(model, optimizer)
+
+
+def test_a_pickled_state_dict_loads_where_it_was_made(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(pickled, alone, sizes)
+
+
+def own_gradients(rank: int, world_size: int) -> Any:
+    """The user sets gradients: another tensor, one that was taken over from an earlier step, a sum of two."""
+    model = build()
+    optimizer = adamw(model)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    kept = {}
+    for step in range(4):
+        loss_of(model, step, rank, world_size).backward()
+        for name, p in model.named_parameters():
+            if step == 1:
+                p.grad = 2 * p.grad
+            elif step == 2:
+                p.grad = p.grad + kept[name]
+            elif step == 3 and name.startswith("layers"):
+                p.grad = None
+            kept[name] = p.grad
+        optimizer.step()
+        assert all(p.grad is kept[n] for n, p in model.named_parameters())
+        optimizer.zero_grad()
+    return told(model, optimizer)
+
+
+def test_gradients_that_the_user_sets(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(own_gradients, alone, sizes)
+
+
+def prior(rank: int, world_size: int, name: str) -> Any:
+    model = build()
+    optimizer = OPTIMIZERS[name](model)
+    train(model, optimizer, 0, 1, [0, 2])
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    train(model, optimizer, rank, world_size, [4, 5, 6])
+    return parameters(model)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Rprop", "Adafactor", "Muon", "own"])
+def test_momenta_from_before_sharding_go_on(name: str, alone: Ranks, sizes: list[Ranks]) -> None:
+    same(prior, alone, sizes, name)
+
+
+def saved(rank: int, world_size: int, path: str) -> Any:
+    """Steps 0 and 2 at one size, saved; steps 4 to 6 after loading, at this size, without sharding at size one."""
+    found = {}
+    for name in ("AdamW", "Rprop", "Adafactor", "Muon", "own"):
+        model = build()
+        optimizer = OPTIMIZERS[name](model)
+        if world_size > 1:
+            trueshard.shard(model, optimizer)
+        if not Path(path, name).exists():
+            train(model, optimizer, rank, world_size, [0, 2])
+            trueshard.save(Path(path) / name, model=model, optimizer=optimizer)
+        else:
+            trueshard.load(Path(path) / name, model=model, optimizer=optimizer)
+        train(model, optimizer, rank, world_size, [4, 5, 6])
+        found[name] = parameters(model)
+    return found
+
+
+@pytest.mark.parametrize("source", [1, 2, 3])
+def test_training_goes_on_at_another_world_size(
+    source: int, tmp_path: Path, alone: Ranks, ranks2: Ranks, ranks3: Ranks
+) -> None:
+    order = {1: [alone, ranks2, ranks3], 2: [ranks2, ranks3, alone], 3: [ranks3, alone, ranks2]}[source]
+    expected, *_ = order[0].run(saved, str(tmp_path))
+    for ranks in order:
+        for found in ranks.run(saved, str(tmp_path)):
+            assert_same(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def meta(rank: int, world_size: int) -> Any:
+    """Optimizers made before a model of the meta device is sharded and filled."""
+    source = build()
+    found = {}
+    for name in ("AdamW", "Muon", "own"):
+        model = build()
+        if world_size > 1:
+            with torch.device("meta"):
+                model = Uneven()
+        optimizer = OPTIMIZERS[name](model)
+        if world_size > 1:
+            trueshard.shard(model, optimizer)
+            model.to_empty(device="cpu")
+            model.load_state_dict(source.state_dict())
+        train(model, optimizer, rank, world_size)
+        found[name] = parameters(model)
+    return found
+
+
+def test_a_model_from_the_meta_device(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(meta, alone, sizes)
