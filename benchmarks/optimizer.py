@@ -189,7 +189,7 @@ def prepare(case: Case, sharded: bool) -> Way:
 
     def backward() -> None:
         optimizer.zero_grad()
-        model(batch).pow(4).sum().backward()  # the normalized sum of squares would have no gradient
+        model(batch).pow(4).mean().backward()  # the mean square is normalized, so it would have no gradient
 
     if case.clip is None:
         return Way(backward, optimizer.step, parameters)

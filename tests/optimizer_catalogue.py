@@ -40,9 +40,10 @@ SETTINGS: dict[str, Any] = {
 """Options, by name, of whichever class takes them: what is rare or slow by default happens within four steps."""
 
 
-COARSE = 2.0**-7
+COARSE = 2.0**-5
 """The tolerance where values pass through bfloat16 or 8 bits: what lies between two of these may be rounded either way,
-by 2⁻⁸ of itself, and a product of matrices spreads it."""
+by 2⁻⁸ of itself, and Newton-Schulz iterations enlarge what they find in small singular directions. A step on a part of
+the matrix differs by as much as the step itself."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ PYTORCH_OPTIMIZER: dict[str, Special] = {
     "AdaLOMO": Special(make=ways.from_model, take=ways.by_fused_backward, dimensions=(1, 2)),
     "AdamG": Special({"lr": 1.0}),
     "AdamMini": Special({"num_embeds": 5, "num_heads": 1}, make=ways.from_model),
-    "AdaMuon": Special(make=ways.with_muon_groups, tolerance=COARSE),
+    "AdaMuon": Special({"eps": 1e-2}, make=ways.with_muon_groups, tolerance=COARSE),
     "AdaShift": Special({"keep_num": 2}, steps=8),
     "AdaSmooth": Special({"lr": 0.005}),
     "Alice": Special({"rank": 2, "leading_basis": 1}),
@@ -144,7 +145,7 @@ PYTORCH_OPTIMIZER: dict[str, Special] = {
     "FriendlySAM": Special(make=ways.with_base_class, take=ways.by_second_closure),
     "GaLore": Special(make=ways.with_low_rank_groups),
     "GSAM": Special(make=ways.with_schedule, take=ways.by_pair_closure),
-    "Kate": Special({"lr": 0.0005}),
+    "Kate": Special({"lr": 0.0005}, tolerance=1e-3),
     "LARS": Special({"trust_coefficient": 0.1}),
     "LOMO": Special(make=ways.from_model, take=ways.by_fused_backward),
     "Lookahead": Special({"k": 2}, make=ways.around_adamw),
@@ -168,8 +169,8 @@ PYTORCH_OPTIMIZER: dict[str, Special] = {
     "SCION": Special(tolerance=COARSE),
     "SCIONLight": Special(tolerance=COARSE),
     "Shampoo": Special({"preconditioning_compute_steps": 1, "matrix_eps": 1e-2}),
-    # Preconditioning a longer side than the other divides rounding by rounding: no gradient is there.
-    "SOAP": Special({"max_precondition_dim": 5, "eps": 1e-2}),
+    # The longer side of a matrix has directions without any gradient: there, rounding is divided by rounding.
+    "SOAP": Special({"max_precondition_dim": 5, "eps": 1e-2}, tolerance=1e-3),
     "SophiaH": Special({"update_period": 2}, take=ways.by_graph),
     "SpectralSphere": Special(make=ways.with_matrices, tolerance=COARSE),
     "SPlus": Special({"max_dim": 5, "lr": 0.5, "nonstandard_constant": 0.1}),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,9 +26,23 @@ def sizes(ranks2: Ranks, ranks3: Ranks) -> list[Ranks]:
     return [ranks2, ranks3]
 
 
+@contextlib.contextmanager
+def batches_of(size: int) -> Iterator[None]:
+    """Inside, an owner takes about `size` bytes in a batch."""
+    before, owner.BATCH_BYTES = owner.BATCH_BYTES, size
+    try:
+        yield
+    finally:
+        owner.BATCH_BYTES = before
+
+
 def trained(rank: int, world_size: int, batch_bytes: int = 32 << 20, mesh: bool = False) -> dict[str, Any]:
     """Each kind for five steps, `aside` without gradients in odd ones; the counters of every group."""
-    owner.BATCH_BYTES = batch_bytes
+    with batches_of(batch_bytes):
+        return _trained(rank, world_size, mesh)
+
+
+def _trained(rank: int, world_size: int, mesh: bool) -> dict[str, Any]:
     found = {}
     for name, make in WHOLE.items():
         model = build()
@@ -80,8 +95,8 @@ def test_more_ranks_than_parameters_and_rows(alone: Ranks, ranks3: Ranks, ranks4
     same(few, alone, [ranks3, ranks4])
 
 
+@batches_of(150)
 def closures(rank: int, world_size: int) -> Any:
-    owner.BATCH_BYTES = 150
     found = {}
     for name, make in WHOLE.items():
         if name == "Mixed":
@@ -289,9 +304,9 @@ class Careless(torch.optim.Optimizer):
                     p.sub_(group["lr"] / state["step"] * p.grad / (p.grad.norm() + 0.1))
 
 
+@batches_of(150)  # some ranks have nothing in some batches
 def peculiar(rank: int, world_size: int, kind: str) -> Any:
     """What the class reads beside a parameter is as on one process, or `shard()` refuses it by name."""
-    owner.BATCH_BYTES = 150  # some ranks have nothing in some batches
     model = build()
     makes: dict[str, Callable[[], torch.optim.Optimizer]] = {
         "by place": lambda: ByPlace(model.parameters()),

@@ -126,6 +126,6 @@ _RULES: dict[str, tuple[str, Callable[[Any], float]]] = {
 
 _SILENT = {
     *("c10d::barrier", "c10d::monitored_barrier_", "c10d::check_for_nan", "c10d::send"),
-    *("_c10d_functional::wait_tensor", "_c10d_functional::isend"),
+    *("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::isend"),
 }
 """Operators by which a rank receives nothing."""

@@ -6,6 +6,7 @@ torch that moves one of these names fails there, by name, and not in a user's ru
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -228,6 +229,26 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def dtensor_over(local: torch.Tensor, like: DTensor, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+    """``DTensor.from_local`` for a shard that may lie anywhere in its storage.
+
+    Made from such a shard, the wrapper takes over its offset, and can then be neither copied nor pickled.
+    """
+    first = local.as_strided(local.shape, local.stride(), 0) if local.storage_offset() else local
+    made = DTensor.from_local(first, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    if first is not local:
+        made._local_tensor = local
+    return made
+
+
+def make_hookable(optimizer: torch.optim.Optimizer) -> None:
+    """What ``Optimizer.__init__`` does for step hooks; wrappers of optimizers often do without it."""
+    for kind in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
+        optimizer.__dict__.setdefault(f"_optimizer_{kind}_hooks", OrderedDict())
+    if not getattr(type(optimizer).step, "hooked", False):
+        optimizer._patch_step_function()
+
+
 def is_placed_as(one: DTensor, two: DTensor) -> bool:
     """Whether both are cut alike. FSDP2 gives a gradient the very record of its parameter, so asking is cheap."""
     return one._spec is two._spec or one.placements == two.placements
@@ -272,6 +293,29 @@ def version(tensor: torch.Tensor) -> int:
     torch documents the counter under its private name only. DTensor's dispatch counts on the wrapper alone.
     """
     return int(tensor._version) + (int(tensor._local_tensor._version) if isinstance(tensor, DTensor) else 0)
+
+
+def find_every_inf() -> None:
+    """Let a gradient scaler see the infs of every gradient in a list, on whichever ranks they are.
+
+    torch's DTensor handler of the scaler's operator reduces what each rank found as the *first* gradient of the list is
+    placed. With a replicated gradient at the head it reduces nothing, with two meshes over one of them, and ranks part:
+    some skip the step. Handlers of DTensor's operators have no public place. For a list that is placed all alike this
+    one computes the same.
+    """
+    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[operator] = _unscale
+
+
+def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    grads, found_inf, *rest = args
+    operator([local(grad) for grad in grads], found_inf, *rest, **kwargs)
+    placed = {(g.device_mesh, g.placements): None for g in grads if isinstance(g, DTensor)}
+    over = {(m, d): m.size(d) for m, placements in placed for d, p in enumerate(placements) if not p.is_replicate()}
+    # From few ranks to many: what is found among the few reaches all. Equally many: as in the list, on every rank.
+    for mesh, dim in sorted(over, key=lambda each: over[each]):
+        torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, mesh.get_group(dim))
 
 
 def has_accumulation_hooks(tensor: torch.Tensor) -> bool:

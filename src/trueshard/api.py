@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from trueshard import _torch, agreement, distributed, intent, names, policies, sharding
 from trueshard._torch import ShardedModule
 from trueshard.groups import Grouping
-from trueshard.optim.classify import classify, manner
+from trueshard.optim.classify import classify, manner, refusal
 from trueshard.optim.rebind import rebind
 from trueshard.optim.steps import bind
 from trueshard.optim.watch import watch
@@ -122,6 +122,7 @@ def shard(
         raise
     # Only now: parameters that were put back must not count as replaced.
     watch(names.unwrap(model), {record.name: p for record, p in pairs if new_of[id(p)] is not p})
+    _torch.find_every_inf()
     for optimizer, verdict in zip(optimizers, verdicts, strict=True):
         bind(optimizer, verdict)
     return resolved
@@ -155,7 +156,9 @@ def _check_arguments(model: Any, optimizers: Any, plan: Any, given: Mapping[str,
         raise TypeError(f"shard() takes a torch.nn.Module, not {type(model).__name__}")
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"shard() takes torch.optim.Optimizer objects after the model, not {optimizer!r}")
+            raise TypeError(f"shard() takes torch.optim.Optimizer objects after the model, not {type(optimizer)!r}")
+        if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
+            raise refusal(optimizer, "it has no param_groups or no state", "the optimizer that it wraps")
     if any(isinstance(module, ShardedModule) for module in names.unwrap(model).modules()):
         raise ValueError("the model is sharded already; shard() is called once, on the unsharded model")
     if plan is not None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch, names
 from trueshard._torch import ShardedModule
+from trueshard.optim.watch import watch
 from trueshard.runtime import Runtime
 from trueshard.snapshot import Snapshot, Trace
 
@@ -56,6 +57,10 @@ def _copy(runtime: Runtime, memo: dict[int, Any], apply: Apply) -> nn.Module:
     with runtime.trace.undone(root):
         new: nn.Module = copy.deepcopy(root, memo)
     apply(new, runtime.plan, runtime.mesh, sources=sources)
+    # Whatever is copied along with the model (an optimizer) holds the copy's parameters.
+    copies = {name: tensor for name, _, _, tensor in names.named_tensors(names.unwrap(new), "parameters")}
+    watch(names.unwrap(new), {})
+    memo.update((id(tensor), copies[name]) for name, tensor in sources.items() if name in copies)
     return new
 
 

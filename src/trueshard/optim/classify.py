@@ -45,6 +45,12 @@ _REFUSED = {
     "LBFGS": "its step is one function of all parameters together (line search, curvature pairs over a flat vector)",
     "SparseAdam": "it takes sparse gradients alone, and those of sharded parameters are dense",
 }
+_REFUSED_BY_NAME = {
+    "PCGrad": "it projects the gradients of several losses, of all parameters together",
+    "DeMo": "it communicates by itself",
+    "DistributedMuon": "it communicates by itself",
+}
+"""What others call them, wherever they are defined: what they do beside a step of one process cannot be tried."""
 _QUANTIZED = "torchao.optim."
 """Their state is quantized by blocks of a tensor: on shards, exact up to the rounding of a block."""
 
@@ -58,15 +64,31 @@ def classify(optimizer: torch.optim.Optimizer) -> list[Verdict]:
     cls = type(optimizer)
     groups = optimizer.param_groups
     if any(group.get("differentiable") for group in groups):
-        raise refusal(optimizer, "differentiable=True records the update in autograd, which parameters refuse", "False")
-    if cls.__module__.startswith("torch.optim.") and getattr(torch.optim, cls.__name__, None) is cls:
+        raise refusal(
+            optimizer,
+            "differentiable=True records the update in autograd, which parameters refuse",
+            "differentiable=False",
+        )
+    if getattr(torch.optim, cls.__name__, None) is cls:
         if cls.__name__ in _ON_SHARDS:
             return [Verdict(whole=False, elementwise=True) for _ in groups]
+        if cls.__name__ == "Adafactor" and any(map(_takes_eps_of_first, groups)):
+            raise refusal(
+                optimizer,
+                "eps=(None, …) in a group of several dtypes means that of the first",
+                "a number as its first eps",
+            )
         if cls.__name__ in _BY_OWNER:
             return [Verdict(whole=True, decoupled=_BY_OWNER[cls.__name__] and _is_float(group)) for group in groups]
         if cls.__name__ in _REFUSED:
             raise refusal(optimizer, _REFUSED[cls.__name__])
+    if cls.__name__ in _REFUSED_BY_NAME:
+        raise refusal(optimizer, _REFUSED_BY_NAME[cls.__name__])
     if cls.__module__.startswith(_QUANTIZED):
+        if getattr(optimizer, "bf16_stochastic_round", False):
+            raise refusal(
+                optimizer, "it rounds at random, which every rank does differently", "bf16_stochastic_round=False"
+            )
         return [Verdict(whole=False) for _ in groups]
     try:
         return [_verdict(group) for group in probe.groups(optimizer)]
@@ -78,6 +100,10 @@ def refusal(optimizer: torch.optim.Optimizer, reason: str, instead: str = "") ->
     """The error for an optimizer that cannot be sharded."""
     remedy = f"use {instead}" if instead else "use an optimizer that updates each parameter by itself"
     return ValueError(f"{type(optimizer).__name__} cannot step on sharded parameters: {reason}; {remedy}")
+
+
+def _takes_eps_of_first(group: dict[str, Any]) -> bool:
+    return group["eps"][0] is None and len({parameter.dtype for parameter in group["params"]}) > 1
 
 
 def _is_float(group: dict[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.optim.rebind import IsRows, as_rows, shard_like
+from trueshard.optim.rebind import IsRows, as_rows, each_in, shard_like
 
 State = dict[Any, Any]
 """An optimizer's ``state``: parameter → what it keeps for it."""
@@ -31,16 +31,17 @@ class StandIn(Protocol):
     def lend(self, state: State) -> Any:
         """Give the leaf its gradient; returns the leaf's state, or None if there is none yet."""
 
-    def take_back(self, state: State, entries: Any) -> None:
-        """Carry what the optimizer changed over to the parameters, and ``entries`` of the leaf to their state."""
+    def take_back(self) -> None:
+        """Carry what the optimizer changed in the leaf over to the parameters."""
+
+    def keep(self, state: State, entries: Any) -> None:
+        """Carry the leaf's ``entries``, or None if it has none, over to the state of the parameters."""
 
 
 def leaf_over(memory: torch.Tensor, parameter: torch.Tensor) -> nn.Parameter:
-    """A plain parameter over ``memory``, trainable as ``parameter`` is, with the attributes that the user set on it."""
+    """A plain parameter over ``memory``, trainable as ``parameter`` is, sharing its attributes."""
     leaf = nn.Parameter(memory.detach(), requires_grad=parameter.requires_grad)
-    for key, value in parameter.__dict__.items():
-        if key not in _torch.PARAMETER_ATTRIBUTES:
-            leaf.__dict__[key] = value
+    leaf.__dict__ = parameter.__dict__  # the very dict: what is set on one is set on the other
     return leaf
 
 
@@ -55,9 +56,30 @@ class Own:
         """As a stand-in."""
         return state.get(self.shown)
 
-    def take_back(self, state: State, entries: Any) -> None:
+    def take_back(self) -> None:
+        """As a stand-in."""
+
+    def keep(self, state: State, entries: Any) -> None:
         """As a stand-in."""
         _put(state, self.shown, entries)
+
+
+class Nothing:
+    """Keeps the place of a parameter that is not stepped now: without a gradient, and nothing is kept of it."""
+
+    def __init__(self, like: torch.Tensor | None) -> None:
+        device = None if like is None else _torch.local(like).device
+        self.leaf: torch.Tensor = nn.Parameter(torch.zeros([1] * (1 if like is None else like.ndim), device=device))
+
+    def lend(self, state: State) -> Any:
+        """As a stand-in."""
+        return None
+
+    def take_back(self) -> None:
+        """As a stand-in."""
+
+    def keep(self, state: State, entries: Any) -> None:
+        """As a stand-in."""
 
 
 class Shard:
@@ -67,6 +89,7 @@ class Shard:
         self.shown, self._is_rows = shown, is_rows
         self.memory = _torch.local(shown)
         self.leaf: torch.Tensor = leaf_over(self.memory, shown)
+        self._grad: torch.Tensor | None = None
         self._of_local: dict[int, DTensor] = {}
 
     def lend(self, state: State) -> Any:
@@ -77,23 +100,23 @@ class Shard:
         grad = shown.grad
         if grad is not None:
             leaf.grad = local_gradient(shown)
+        self._grad = leaf.grad
         entries = state.get(shown)
         return None if entries is None else self._localise(entries)
 
-    def take_back(self, state: State, entries: Any) -> None:
+    def take_back(self) -> None:
         """As a stand-in."""
         shown, leaf = self.shown, self.leaf
         if leaf.data_ptr() != self.memory.data_ptr():  # the optimizer assigned new memory: p.data = ...
             self.memory.copy_(leaf.detach())
             leaf.data = self.memory
-        grad, lent = leaf.grad, shown.grad
-        if grad is None:
-            if lent is not None:
-                shown.grad = None
-        elif lent is None or _torch.local(lent) is not grad:
-            shown.grad = as_rows(grad, shown)
-        leaf.grad = None
-        _put(state, shown, None if entries is None else self._show(entries))
+        if leaf.grad is not self._grad:
+            shown.grad = None if leaf.grad is None else as_rows(leaf.grad, shown)
+        leaf.grad = self._grad = None
+
+    def keep(self, state: State, entries: Any) -> None:
+        """As a stand-in."""
+        _put(state, self.shown, None if entries is None else self._show(entries))
         self._of_local.clear()
 
     def _localise(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
@@ -103,16 +126,12 @@ class Shard:
             self._of_local[id(local)] = value
             return local
         if isinstance(value, torch.Tensor):
+            shown = self.shown
             # Plain, though it goes by rows: a state dict from one process, the same whole tensor on every rank.
-            if value.ndim and value.shape[0] == self.shown.shape[0] and self._is_rows(path, value, self.shown):
-                return self._localise(shard_like(value, self.shown))
-        elif type(value) is dict:
-            for name, each in value.items():
-                if not isinstance(each, (float, int)):
-                    value[name] = self._localise(each, (*path, name))
-        elif type(value) is list:
-            value[:] = [self._localise(each, (*path, i)) for i, each in enumerate(value)]
-        return value
+            if value.ndim and shown.ndim and len(value) == len(shown) and self._is_rows(path, value, shown):
+                return self._localise(shard_like(value, shown))
+            return value
+        return each_in(value, self._localise, path)
 
     def _show(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
         if isinstance(value, torch.Tensor):
@@ -121,19 +140,21 @@ class Shard:
                 return known
             if not isinstance(value, DTensor) and self._is_rows(path, value, self.leaf):
                 return as_rows(value, self.shown)
-        elif type(value) is dict:
-            for name, each in value.items():
-                if not isinstance(each, (float, int)):
-                    value[name] = self._show(each, (*path, name))
-        elif type(value) is list:
-            value[:] = [self._show(each, (*path, i)) for i, each in enumerate(value)]
-        return value
+            return value
+        return each_in(value, self._show, path)
 
 
 def local_gradient(parameter: DTensor) -> torch.Tensor:
     """This rank's part of the gradient, cut as the parameter is."""
     grad = parameter.grad
-    assert isinstance(grad, DTensor)
+    assert grad is not None
+    if not isinstance(grad, DTensor):  # torch lets one assign it
+        if grad.shape != parameter.shape:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} was given a plain gradient of shape "
+                f"{tuple(grad.shape)}; give it a DTensor placed like the parameter, or the whole gradient"
+            )
+        return _torch.local(shard_like(grad, parameter))
     if not _torch.is_placed_as(grad, parameter):
         grad = grad.redistribute(placements=parameter.placements)
     return _torch.local(grad)
@@ -170,27 +191,36 @@ class Swap:
         for group, members in self._groups:
             self._shown.append(group["params"])
             group["params"] = [stand_in.leaf for stand_in in members]
+        lent_of: dict[int, State] = {}  # a wrapper may share the state of what it wraps
         for holder in self._holders:
             state: State = holder.state
             self._states.append(state)
-            lent: State = defaultdict(dict)
-            lent.update((key, value) for key, value in state.items() if not isinstance(key, torch.Tensor))
-            for stand_in in stand_ins:
-                if (entries := stand_in.lend(state)) is not None:
-                    lent[stand_in.leaf] = entries
-            holder.state = lent  # type: ignore[assignment]
+            if id(state) not in lent_of:
+                lent: State = defaultdict(dict)
+                lent_of[id(state)] = lent
+                lent.update((key, value) for key, value in state.items() if not isinstance(key, torch.Tensor))
+                for stand_in in stand_ins:
+                    if (entries := stand_in.lend(state)) is not None:
+                        lent[stand_in.leaf] = entries
+            holder.state = lent_of[id(state)]  # type: ignore[assignment]
 
     def leave(self) -> None:
         """Show DTensors again, with what the optimizer changed."""
         stand_ins = [stand_in for _, members in self._groups for stand_in in members]
         for (group, _), shown in zip(self._groups, self._shown, strict=True):
             group["params"] = shown
+        for stand_in in stand_ins:
+            stand_in.take_back()
+        done: set[int] = set()
         for holder, state in zip(self._holders, self._states, strict=True):
-            lent: State = holder.state
+            lent = holder.state
             holder.state = state  # type: ignore[assignment]
+            if id(state) in done:
+                continue
+            done.add(id(state))
             count = len(state)
             for stand_in in stand_ins:
-                stand_in.take_back(state, lent.pop(stand_in.leaf, None))
+                stand_in.keep(state, lent.pop(stand_in.leaf, None))
             state.update(lent)
             if len(state) != count:
                 self._sort(state)

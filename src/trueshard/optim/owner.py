@@ -79,11 +79,11 @@ class Owners:
         self._loads: dict[DeviceMesh, list[list[float]]] = {}
         self._kept: dict[int, nn.Parameter] = {}
         """``id`` of a parameter of this rank → its whole value."""
-        self._versions: dict[int, int] = {}
-        """``id`` of each parameter → the version of its shard that the owner knows."""
+        self._seen: dict[int, tuple[int, torch.Tensor]] = {}
+        """``id`` of each parameter → version and bits of its shard as the owner knows it."""
 
     def of(self, parameters: Sequence[tuple[DTensor, tuple[int, int]]]) -> list[Owned]:
-        """The records of ``(parameter, (group, position))``, with owners for those that are new."""
+        """The records of ``(parameter, (group, position))`` as they are now, with owners for those that are new."""
         if new := [(p, place) for p, place in parameters if id(p) not in self._of]:
             for mesh in dict.fromkeys(p.device_mesh for p, _ in new):
                 members = [(p, place) for p, place in new if p.device_mesh == mesh]
@@ -94,10 +94,14 @@ class Owners:
                     self._of[id(parameter)] = Owned(parameter, owner, place)
         if len(self._of) > len(parameters):
             held = {id(p) for p, _ in parameters}
-            for table in (self._of, self._kept, self._versions):
+            for table in (self._of, self._kept, self._seen):
                 for key in [key for key in table if key not in held]:
                     del table[key]
-        return [self._of[id(p)] for p, _ in parameters]
+        found = []
+        for parameter, place in parameters:
+            found.append(each := self._of[id(parameter)])
+            each.place = place
+        return found
 
     @staticmethod
     def is_mine(each: Owned) -> bool:
@@ -117,15 +121,18 @@ class Owners:
 
         Yields:
             This rank's (record, leaf with the whole gradient) of a batch, and whether it is the last. When asked for
-            the next, the leaves must be updated.
+            the next, the leaves must be updated. Leaves without a gradient are in the last, as far as they are known.
         """
-        stale = self._agree(members, [each for each in members if not decoupled[each.place[0]]])
+        keeping = [each for each in members if not decoupled[each.place[0]] and each.parameter.requires_grad]
+        if self._agree(members, keeping):
+            self._fetch(keeping)
         taking = [each for each in members if each.parameter.grad is not None]
-        if stale:
-            self._fetch([each for each in taking if not decoupled[each.place[0]]])
+        resting = [each for each in keeping if each.parameter.grad is None and self.is_mine(each)]
         batches = list(_batches(taking))
         coming = {0: batches[0].to_owners(_gradient)} if batches else {}
         going: list[tuple[Exchange, Any]] = []
+        if not batches and resting:
+            yield [(each, self._kept[id(each.parameter)]) for each in resting], True
         for k, batch in enumerate(batches):
             if k + 1 < len(batches):
                 coming[k + 1] = batches[k + 1].to_owners(_gradient)
@@ -134,7 +141,9 @@ class Owners:
             for leaf, grad in zip(leaves, grads, strict=True):
                 leaf.grad = grad
             del grads
-            yield list(zip(batch.mine, leaves, strict=True)), k + 1 == len(batches)
+            last = k + 1 == len(batches)
+            rest = [(each, self._kept[id(each.parameter)]) for each in resting] if last else []
+            yield [*zip(batch.mine, leaves, strict=True), *rest], last
             for leaf in leaves:
                 leaf.grad = None
             going.append((batch, batch.from_owners(leaves)))
@@ -157,7 +166,17 @@ class Owners:
                     each.local.mul_(1 - group["lr"] * group["weight_decay"]).add_(rows)
                 else:
                     each.local.copy_(rows)
-                    self._versions[id(each.parameter)] = _torch.version(each.parameter)
+                    self._note(each)
+
+    def _note(self, each: Owned) -> None:
+        self._seen[id(each.parameter)] = _torch.version(each.parameter), bits(each.local)
+
+    def _is_stale(self, each: Owned) -> bool:
+        """Someone wrote to this rank's rows; ``parameter.data`` has no version, so the bits are asked too."""
+        version, sum_of_bits = self._seen.get(id(each.parameter), (-1, None))
+        if sum_of_bits is None or version != _torch.version(each.parameter):
+            return True
+        return bool(sum_of_bits != bits(each.local))
 
     def _agree(self, members: Sequence[Owned], keeping: Sequence[Owned]) -> bool:
         """Whether some rank wrote to a shard since its owner fetched it; ranks must have the same gradients.
@@ -168,11 +187,7 @@ class Owners:
         any_stale = False
         for mesh in dict.fromkeys(each.parameter.device_mesh for each in members):
             here = [each for each in members if each.parameter.device_mesh == mesh]
-            stale = any(
-                self._versions.get(id(each.parameter)) != _torch.version(each.parameter)
-                for each in keeping
-                if each.parameter.device_mesh == mesh and each.parameter.grad is not None
-            )
+            stale = any(self._is_stale(each) for each in keeping if each.parameter.device_mesh == mesh)
             present = tuple(each.parameter.grad is not None for each in here)
             digest = hash(present) >> 2
             told = torch.tensor([int(stale), digest, -digest], dtype=torch.int64, device=device_of(mesh))
@@ -199,11 +214,19 @@ class Owners:
                     with torch.no_grad():
                         kept.copy_(value)
             for each in batch.members:
-                self._versions[id(each.parameter)] = _torch.version(each.parameter)
+                self._note(each)
 
 
 def _gradient(each: Owned) -> torch.Tensor:
     return local_gradient(each.parameter)
+
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A sum over the bits of ``tensor``: int64, 0-dim."""
+    return tensor.detach().contiguous().view(_INTEGER[tensor.itemsize]).sum(dtype=torch.int64)
 
 
 def _batches(members: Sequence[Owned]) -> Iterator[Exchange]:

@@ -43,27 +43,23 @@ class Part:
     @functools.cached_property
     def runs(self) -> list[torch.Tensor]:
         """The memory of the shards in as few tensors as it has pieces; a shard that is there twice is in two runs."""
-        runs: list[tuple[torch.Tensor, int]] = []
-        end = -1  # where the run so far ends, in elements of its storage; what is no slice of another never fits
-        for shard in self.shards:
-            offset, count = shard.storage_offset(), shard.numel()
-            if offset == end and _follows(shard, *runs[-1]):
-                first, so_far = runs[-1]
-                runs[-1] = first, so_far + count
+        shards = self.shards
+        offsets = list(map(torch.Tensor.storage_offset, shards))
+        if not any(offsets) or not all(map(torch.Tensor.is_contiguous, shards)):  # each begins a storage
+            return shards
+        counts = list(map(torch.Tensor.numel, shards))
+        addresses = list(map(torch.Tensor.data_ptr, shards))
+        itemsize = shards[0].itemsize
+        runs: list[list[int]] = []  # first shard, elements
+        end = address = -1  # where the run so far ends: in elements of its storage, and in memory
+        for i, (offset, count, start) in enumerate(zip(offsets, counts, addresses, strict=True)):
+            # Both numbers together say that it is the same storage.
+            if offset == end and start == address and runs[-1][1] + count <= _LONGEST:
+                runs[-1][1] += count
             else:
-                runs.append((shard, count))
-            end = offset + count
-        return [first if first.numel() == count else first.as_strided((count,), (1,)) for first, count in runs]
-
-
-def _follows(shard: torch.Tensor, first: torch.Tensor, count: int) -> bool:
-    """Whether ``shard`` goes on where the run of ``count`` elements that begins with ``first`` ends."""
-    return (
-        shard.data_ptr() == first.data_ptr() + count * first.itemsize
-        and first.is_contiguous()
-        and shard.is_contiguous()
-        and count + shard.numel() <= _LONGEST
-    )
+                runs.append([i, count])
+            end, address = offset + count, start + count * itemsize
+        return [shards[i] if count == counts[i] else shards[i].as_strided((count,), (1,)) for i, count in runs]
 
 
 def parts_of(tensors: Sequence[torch.Tensor]) -> list[Part]:

@@ -13,17 +13,24 @@ user's is touched: not the parameters, not the state, not the random number gene
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import itertools
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 from trueshard.optim.rebind import family
 
+EXTREMES = (1e4, 1e-4)
+"""Factors of the last two gradients: a limit may be high."""
 STEPS = 12
 """Enough for what is done every tenth step."""
 RANKS = 4
@@ -54,10 +61,13 @@ class _Result:
     """One run: per stand-in the values before and after, and its state."""
 
     before: list[torch.Tensor]
-    after: list[torch.Tensor]
+    later: list[list[torch.Tensor]]
+    """Values at several times."""
     state: list[dict[tuple[Any, ...], Any]]
     settings: list[dict[tuple[Any, ...], Any]] = field(default_factory=list)
     """By group, what it has besides parameters; at last the optimizer's own attributes."""
+    drew: bool = False
+    """Random numbers were drawn."""
 
 
 def groups(optimizer: torch.optim.Optimizer) -> list[Group]:
@@ -66,61 +76,104 @@ def groups(optimizer: torch.optim.Optimizer) -> list[Group]:
     Raises:
         Refused: it cannot be sharded, or cannot be tried.
     """
-    for member in family(optimizer):
-        for name, value in vars(member).items():
-            if isinstance(value, nn.Module):
-                raise Refused(f"it holds the model itself (its attribute {name!r})")
+    _look(optimizer)
     found = [Group() for _ in optimizer.param_groups]
-    with torch.random.fork_rng(devices=[]):
-        _probe(optimizer, found, small=True)
-        if any(parameter.ndim == 2 for group in optimizer.param_groups for parameter in group["params"]):
-            _probe(optimizer, found, small=False)
+    random_states = random.getstate(), numpy.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=[]):
+            _probe(optimizer, found, small=True)
+            if any(parameter.ndim == 2 for group in optimizer.param_groups for parameter in group["params"]):
+                _probe(optimizer, found, small=False)
+    finally:
+        random.setstate(random_states[0])
+        numpy.random.set_state(random_states[1])  # noqa: NPY002
     return found
+
+
+def _look(optimizer: torch.optim.Optimizer) -> None:
+    """What need not be tried.
+
+    Raises:
+        Refused: it reaches parameters by another way than its groups, or has random numbers of its own.
+    """
+    ours = {id(p) for each in family(optimizer) for group in each.param_groups for p in group["params"]}
+    for member in family(optimizer):
+        for name, attribute in vars(member).items():
+            if name in ("param_groups", "state"):
+                continue
+            for _, value in _leaves(attribute):
+                if isinstance(value, nn.Module) and any(id(p) in ours for p in value.parameters()):
+                    raise Refused(f"it holds the model itself (its attribute {name!r})")
+                if id(value) in ours:
+                    raise Refused(f"it keeps parameters beside its groups (its attribute {name!r})")
+        for _, value in itertools.chain(_leaves(vars(member)), _leaves(member.param_groups)):
+            if isinstance(value, torch.Generator):
+                raise Refused("it draws random numbers, which every rank would draw differently")
 
 
 def _probe(optimizer: torch.optim.Optimizer, found: list[Group], *, small: bool) -> None:
     steps = STEPS if small else LARGE_STEPS
     shapes = [_shapes(group, small) for group in optimizer.param_groups]
     places = [(g, i) for g, each in enumerate(shapes) for i in range(len(each))]
-    try:
-        together = _run(optimizer, shapes, steps)
-    except Refused:
-        raise
-    except Exception as error:
-        raise Refused(f"it cannot be tried on stand-ins for the parameters ({_first_line(error)})") from error
-    if _differs(together, _run(optimizer, shapes, steps, seed=1)):
+    trial, together = _first(optimizer, shapes, steps)
+    if together.drew or _draws_in_other_dtypes(optimizer, trial):
         raise Refused("it draws random numbers, which every rank would draw differently")
     for k, place in enumerate(places):
         try:
-            alone = _run(optimizer, shapes, steps, only=place)
+            alone = trial(only=place)
         except Exception as error:
             raise Refused(f"it needs gradients of all parameters at once ({_first_line(error)})") from error
         if _differs(together, alone, [k]) or not _same_settings(together, alone, (place[0], -1)):
             raise Refused("its update of one parameter depends on others, which other ranks hold")
+        if not any(bool((values[k] != together.before[k]).any()) for values in together.later):
+            raise Refused("it moved nothing when it was tried, so nothing can be said about it")
     for g, group in enumerate(found):
         members = [k for k, place in enumerate(places) if place[0] == g]
         if members and not group.whole:
-            _cut(optimizer, shapes, steps, g, together, members, group)
+            _cut(trial, g, together, members, group)
 
 
-def _cut(
-    optimizer: torch.optim.Optimizer,
-    shapes: list[list[tuple[int, ...]]],
-    steps: int,
-    g: int,
-    together: _Result,
-    members: list[int],
-    group: Group,
-) -> None:
+def _draws_in_other_dtypes(optimizer: torch.optim.Optimizer, trial: Callable[..., _Result]) -> bool:
+    """Some round at random where parameters have few bits."""
+    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]} - {torch.float32}
+    for dtype in sorted(dtypes, key=str):
+        with contextlib.suppress(Exception):
+            if trial(dtype=dtype).drew:
+                return True
+    return False
+
+
+def _first(
+    optimizer: torch.optim.Optimizer, shapes: list[list[tuple[int, ...]]], steps: int
+) -> tuple[Callable[..., _Result], _Result]:
+    """How to try the optimizer, and the first trial: on all stand-ins, whole.
+
+    Gentler each time: an update may not survive extreme gradients, and settings may hold what a first step must not
+    find (a count, in an optimizer that has trained).
+    """
+    reason: BaseException | None = None
+    for extreme, fresh in ((True, False), (True, True), (False, False), (False, True)):
+        trial = functools.partial(_run, optimizer, shapes, steps, extreme=extreme, fresh=fresh)
+        try:
+            return trial, trial()
+        except Refused:
+            raise
+        except Exception as error:
+            reason = reason or error
+    assert reason is not None
+    raise Refused(f"it cannot be tried on stand-ins for the parameters ({_first_line(reason)})") from reason
+
+
+def _cut(trial: Callable[..., _Result], g: int, together: _Result, members: list[int], group: Group) -> None:
     """Hold the pieces of group ``g`` against the whole."""
     try:
-        pieces = [_run(optimizer, shapes, steps, rank=rank, cut=g) for rank in range(RANKS)]
+        pieces = [trial(rank=rank, cut=g) for rank in range(RANKS)]
     except Exception:
         group.whole = True
         return
     joined = _Result(
-        [torch.cat([piece.before[k] for piece in pieces]) for k in range(len(together.before))],
-        [torch.cat([piece.after[k] for piece in pieces]) for k in range(len(together.after))],
+        _join([piece.before for piece in pieces], members),
+        [_join([piece.later[i] for piece in pieces], members) for i in range(len(together.later))],
         [],
     )
     agree = all(_same_settings(together, piece, (g, -1)) for piece in pieces)
@@ -136,6 +189,14 @@ def _cut(
                 group.whole = True
                 return
             (group.rows if kind == "rows" else group.alike).add(path)
+
+
+def _join(pieces: list[list[torch.Tensor]], members: list[int]) -> list[torch.Tensor]:
+    """Tensors from their pieces; only ``members`` are cut, and of these not the 0-dim ones."""
+    return [
+        torch.cat(parts) if k in members and parts[0].ndim else parts[0]
+        for k, parts in enumerate(zip(*pieces, strict=True))
+    ]
 
 
 def _placed(whole: Any, pieces: list[Any], rows: int) -> str | None:
@@ -181,16 +242,23 @@ def _near(found: torch.Tensor, expected: torch.Tensor) -> bool:
     if not expected.numel():
         return True
     a, b = found.detach().double(), expected.detach().double()
-    return bool(torch.allclose(a, b, rtol=TOLERANCE, atol=1e-5 * float(b.abs().max()), equal_nan=True))
+    return bool(torch.allclose(a, b, rtol=TOLERANCE, atol=1e-5 * _largest(b), equal_nan=True))
 
 
-def _differs(one: _Result, two: _Result, members: Sequence[int] | None = None) -> bool:
-    for k in range(len(one.after)) if members is None else members:
-        a, b = one.after[k].double(), two.after[k].double()
-        change = (a - one.before[k].double()).abs()
-        limit = TOLERANCE * float(change.max()) if change.numel() else 0.0
-        if not torch.allclose(a, b, rtol=1e-6, atol=max(limit, 1e-12), equal_nan=True):
-            return True
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest finite magnitude; 0 if there is none."""
+    finite = tensor[tensor.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _differs(one: _Result, two: _Result, members: Sequence[int]) -> bool:
+    for k in members:
+        for values, others in zip(one.later, two.later, strict=True):
+            a, b = values[k].double(), others[k].double()
+            change = (a - one.before[k].double()).abs()
+            limit = TOLERANCE * _largest(change)
+            if not torch.allclose(a, b, rtol=1e-6, atol=max(limit, 1e-12), equal_nan=True):
+                return True
     return False
 
 
@@ -230,7 +298,9 @@ def _run(
     shapes: list[list[tuple[int, ...]]],
     steps: int,
     *,
-    seed: int = 0,
+    extreme: bool,
+    fresh: bool,
+    dtype: torch.dtype = torch.float32,
     only: tuple[int, int] | None = None,
     rank: int = 0,
     cut: int | None = None,
@@ -241,12 +311,14 @@ def _run(
         optimizer: the user's.
         shapes: of the stand-ins, by group.
         steps: how many.
-        seed: of the global random number generator.
+        extreme: let the last gradients be very large, and very small.
+        fresh: forget what the optimizer has counted.
+        dtype: of the stand-ins.
         only: the one stand-in, as (group, position), that has gradients; None: all.
         rank: the piece of those that are cut.
         cut: the group whose stand-ins are cut; None: none.
     """
-    trial = _copy(optimizer)
+    trial = _copy(optimizer, fresh)
     stand_ins: list[list[nn.Parameter]] = []
     grads: list[list[Callable[[int], torch.Tensor]]] = []
     number = 0
@@ -256,12 +328,14 @@ def _run(
         for shape in each:
             number += 1
             whole = 0.1 * _values(shape, number, 1.0) + 0.1
-            stand_ins[g].append(nn.Parameter(_piece(whole, rank) if g == cut else whole))
+            stand_ins[g].append(nn.Parameter((_piece(whole, rank) if g == cut else whole).to(dtype)))
 
             def grad(step: int, shape: Any = shape, number: int = number, g: int = g) -> torch.Tensor:
                 # Mostly one direction: what estimates a distance from how far it went must see progress.
                 scale = 3.0 ** (number % 4)
                 value = _values(shape, number + 100, scale) + 0.3 * _values(shape, 1000 * (step + 1) + number, scale)
+                if step >= steps:
+                    value = value * EXTREMES[step - steps]
                 return _piece(value, rank) if g == cut else value
 
             grads[g].append(grad)
@@ -270,20 +344,29 @@ def _run(
         _make_visible(group)
     flat = [p for members in stand_ins for p in members]
     before = [p.detach().clone() for p in flat]
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
+    drawn = _drawn()
+    later = []
 
     def give(step: int) -> None:
         for g, members in enumerate(stand_ins):
             for i, p in enumerate(members):
                 p.grad = grads[g][i](step).to(p.dtype) if only is None or only == (g, i) else None
 
-    for step in range(steps):
+    for step in range(steps + len(EXTREMES) * extreme):
         give(step)
         _step(trial)
+        if step >= steps - 1:
+            later.append([p.detach().clone() for p in flat])
     state = [_flat_state(trial, p) for p in flat]
     settings = [_numbers({k: v for k, v in group.items() if k != "params"}) for group in trial.param_groups]
     own = _numbers({k: v for k, v in vars(trial).items() if k not in ("state", "param_groups", "defaults")})
-    return _Result(before, [p.detach().clone() for p in flat], state, [*settings, own])
+    return _Result(before, later, state, [*settings, own], drew=_drawn() != drawn)
+
+
+def _drawn() -> tuple[Any, ...]:
+    """Changes when random numbers are drawn from any of the usual generators."""
+    return bytes(torch.get_rng_state().numpy()), random.getstate(), str(numpy.random.get_state())  # noqa: NPY002
 
 
 def _step(trial: torch.optim.Optimizer) -> None:
@@ -334,7 +417,7 @@ def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
         yield path, value
 
 
-def _copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _copy(optimizer: torch.optim.Optimizer, fresh: bool) -> torch.optim.Optimizer:
     """The optimizer as it would be with other parameters and without state: attributes, settings, wrapped ones too.
 
     Not by ``copy.deepcopy``: torch's optimizers drop attributes of their own when they are copied.
@@ -356,12 +439,11 @@ def _copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
                 new.__dict__[key] = type(value)()
             elif key != "step":  # what schedulers put over the class's own
                 new.__dict__[key] = copy.deepcopy(value, memo)
-    for each, new in zip(members, copies, strict=True):
-        if each.state:  # it has trained: what it counted since is not where a first step begins
-            for group in new.param_groups:
-                for key in [k for k, v in group.items() if k not in each.defaults and _is_number(v)]:
-                    if key not in ("lr", "initial_lr"):
-                        del group[key]
+    if fresh:
+        given = {"lr", "initial_lr"}.union(*(each.defaults for each in members if hasattr(each, "defaults")))
+        for group in (group for new in copies for group in new.param_groups):
+            for key in [key for key, value in group.items() if key not in given and _is_number(value)]:
+                del group[key]
     return copies[0]
 
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,10 +74,20 @@ def shard_state(value: Any, new: torch.Tensor, is_rows: IsRows, path: tuple[Any,
         if isinstance(new, DTensor) and not isinstance(value, DTensor) and is_rows(path, value, new):
             return shard_like(value, new)
         return value
+    return each_in(value, lambda each, where: shard_state(each, new, is_rows, where), path)
+
+
+def each_in(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...] = ()) -> Any:
+    """What ``change(member, its path)`` makes of the members of a container; dicts and lists are changed in place."""
     if isinstance(value, dict):
-        return {name: shard_state(each, new, is_rows, (*path, name)) for name, each in value.items()}
-    if isinstance(value, list):
-        return [shard_state(each, new, is_rows, (*path, i)) for i, each in enumerate(value)]
+        for name, each in value.items():
+            if not isinstance(each, (float, int)):
+                value[name] = change(each, (*path, name))
+    elif isinstance(value, (list, deque)):
+        for i, each in enumerate(value):
+            value[i] = change(each, (*path, i))
+    elif type(value) is tuple:
+        return tuple(change(each, (*path, i)) for i, each in enumerate(value))
     return value
 
 
@@ -109,6 +120,4 @@ def as_rows(local: torch.Tensor, parameter: DTensor) -> DTensor:
     """``local``, with a row for each row of the parameter's shard, as a DTensor that is cut as the parameter is."""
     shape = torch.Size((*parameter.shape[:1], *local.shape[1:]))
     stride = parameter.stride() if shape == parameter.shape else torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-    )
+    return _torch.dtensor_over(local, parameter, shape, stride)

@@ -21,7 +21,6 @@ from trueshard import _torch
 from trueshard.optim.local import State, leaf_over, local_gradient
 from trueshard.optim.rebind import as_rows, by_shape, shard_like
 
-
 COPIED = 16 << 20
 """Bytes up to which gradients that lie apart are copied behind one another for a step: those of small parameters of
 several units."""
@@ -83,10 +82,13 @@ class Run:
         self.leaf.grad = self._grad
         return self._entries
 
-    def take_back(self, state: State, entries: Any) -> None:
+    def take_back(self) -> None:
         """As a stand-in."""
         self.leaf.grad = self._grad = None
         increment_version(self.locals)  # they do not see what is written through the flat tensor
+
+    def keep(self, state: State, entries: Any) -> None:
+        """As a stand-in."""
         if entries is None:
             return
         if self._entries is None:

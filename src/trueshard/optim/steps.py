@@ -8,7 +8,9 @@ changes in its groups (a count) is changed once.
 
 from __future__ import annotations
 
+import copy
 import functools
+import operator
 import types
 import warnings
 import weakref
@@ -16,14 +18,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trueshard import _torch
+from trueshard.distributed import device_of, groups_of
 from trueshard.optim.classify import Verdict, classify
 from trueshard.optim.exchange import Owned
-from trueshard.optim.local import Own, Shards, StandIn, Swap
+from trueshard.optim.local import Nothing, Own, Shards, StandIn, Swap
 from trueshard.optim.owner import Owners, is_cut
-from trueshard.optim.rebind import family
+from trueshard.optim.rebind import each_in, family
 from trueshard.optim.runs import Runs
 
 _bound: weakref.WeakKeyDictionary[torch.optim.Optimizer, Stepping] = weakref.WeakKeyDictionary()
@@ -53,17 +58,21 @@ class Stepping:
 
     def __init__(self, optimizer: torch.optim.Optimizer, verdicts: list[Verdict]) -> None:
         self._verdicts = verdicts
+        self._groups = list(optimizer.param_groups)
         self._shards = Shards()
         self._runs = Runs()
         self._owners = Owners()
-        self._tried = any(verdict.rows is not None for verdict in verdicts)
+        self._is_tried = self._looks_at_random = any(verdict.rows is not None for verdict in verdicts)
         self._random: torch.Tensor | None = None
         self._swap: Swap | None = None
         self._walk: Iterator[Any] | None = None
         self._depth = 0
+        _torch.make_hookable(optimizer)
         self._before_handle = optimizer.register_step_pre_hook(torch.compiler.disable(self._before))
         self._after_handle = optimizer.register_step_post_hook(torch.compiler.disable(self._after))
         optimizer._optimizer_step_post_hooks.move_to_end(self._after_handle.id, last=False)  # type: ignore[attr-defined]
+        # Whoever looks at the optimizer after a step that failed before it was guarded.
+        optimizer.register_state_dict_pre_hook(lambda _: self._abandon(), prepend=True)
         self._guard(optimizer)
 
     def _guard(self, optimizer: torch.optim.Optimizer) -> None:
@@ -88,33 +97,46 @@ class Stepping:
         self._depth += 1
         if self._depth > 1:  # a subclass that calls super().step()
             return None
-        if len(self._verdicts) != len(optimizer.param_groups):  # add_param_group
-            self._verdicts = classify(optimizer)
-        local, owned = self._parts(optimizer)
+        self._know(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        owned = any(verdict.whole for verdict in self._verdicts)
         if callable(closure):
-            closure = self._once(closure) if owned else self._outside(closure)
+            if self._is_tried:
+                closure = _averaged(optimizer, closure)
+            closure = self._once(closure) if owned else self._outside(optimizer, closure)
             args, kwargs = _with_closure(args, kwargs, closure)
-        if self._tried:
+        if self._looks_at_random:
             self._random = torch.get_rng_state()
-        if owned:
-            self._step_owned(optimizer, local, owned, args, kwargs)
+        local, cut = self._parts(optimizer)
+        if cut:
+            self._step_owned(optimizer, local, cut, args, kwargs)
         else:
             self._begin(optimizer, local)
         return args, kwargs
+
+    def _know(self, optimizer: torch.optim.Optimizer) -> None:
+        """Groups may have been added, removed, or loaded anew since the last step."""
+        groups = optimizer.param_groups
+        if len(groups) != len(self._groups) or not all(map(operator.is_, groups, self._groups)):
+            self._verdicts = classify(optimizer)
+            self._groups = list(groups)
+            self._shards.keep_only(p for group in groups for p in group["params"])
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
             self._end()
-            if self._random is not None and not torch.equal(self._random, torch.get_rng_state()):
-                self._tried = False
-                warnings.warn(
-                    f"{type(optimizer).__name__} drew random numbers in this step, which it did not when it was tried: "
-                    "ranks draw their own, so from here on training depends on the number of ranks",
-                    stacklevel=4,
-                )
+            self._look_at_random(optimizer)
             self._random = None
+
+    def _look_at_random(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._random is not None and not torch.equal(self._random, torch.get_rng_state()):
+            self._looks_at_random = False
+            warnings.warn(
+                f"{type(optimizer).__name__} drew random numbers in this step, which it did not when it was tried: "
+                "ranks draw their own, so from here on training depends on the number of ranks",
+                stacklevel=5,
+            )
 
     # Parts of a step
 
@@ -124,48 +146,58 @@ class Stepping:
         cut: list[tuple[DTensor, tuple[int, int]]] = []
         for g, (group, verdict) in enumerate(zip(optimizer.param_groups, self._verdicts, strict=True)):
             members = group["params"]
-            stand_ins: list[StandIn] = []
             if verdict.whole:
                 cut += [(p, (g, i)) for i, p in enumerate(members) if is_cut(p)]
-                members = [p for p in members if not is_cut(p)]
-            elif verdict.elementwise and len(members) > 1 and len(family(optimizer)) == 1:
-                runs, members = self._runs.of(g, members)
-                for run in runs:
-                    if run.ready(optimizer.state):
-                        stand_ins.append(run)
-                    else:
-                        members = [*members, *run.members]
-            local.append(stand_ins + [self._shards.of(p, verdict.is_rows) for p in members])
+                local.append([Nothing(p) if is_cut(p) else self._shards.of(p, verdict.is_rows) for p in members])
+            elif verdict.elementwise and len(members) > 1:
+                local.append(self._in_runs(optimizer, g, members, verdict))
+            else:
+                local.append([self._shards.of(p, verdict.is_rows) for p in members])
         return local, self._owners.of(cut) if cut else []
+
+    def _in_runs(
+        self, optimizer: torch.optim.Optimizer, g: int, members: list[torch.Tensor], verdict: Verdict
+    ) -> list[StandIn]:
+        runs, loose = self._runs.of(g, members)
+        ready = [run for run in runs if run.ready(optimizer.state)]
+        alone = [p for run in runs if run not in ready for p in run.members] + loose
+        return [*ready, *(self._shards.of(p, verdict.is_rows) for p in alone)]
 
     def _step_owned(
         self, optimizer: torch.optim.Optimizer, local: list[list[StandIn]], owned: list[Owned], args: Any, kwargs: Any
     ) -> None:
-        """Runs all but the last part of the step, and shows the last to the call itself."""
+        """Runs all but the last part of the step, and shows the last to the call itself.
+
+        Whoever is not in a part leaves a placeholder: an optimizer may go by the place of a parameter in its group.
+        """
         self._settle_state(optimizer, owned)
         groups = optimizer.param_groups
         step = _unhooked(optimizer)
         settings = _Settings(optimizer)
+        nothing_local = all(isinstance(each, Nothing) for members in local for each in members)
         self._walk = self._owners.walk(owned, groups, [verdict.decoupled for verdict in self._verdicts])
         for members, last in self._walk:
-            lists: list[list[StandIn]] = [[] for _ in groups]
+            lists: list[list[StandIn]] = [[Nothing(p) for p in group["params"]] for group in groups]
             for each, leaf in members:
-                lists[each.place[0]].append(Own(each.parameter, leaf))
-            if last and not any(local):
+                lists[each.place[0]][each.place[1]] = Own(each.parameter, leaf)
+            if last and nothing_local:
                 self._begin(optimizer, lists)
                 return
             if members:
+                settings.lend()
                 self._begin(optimizer, lists)
-                step(optimizer, *args[1:], **kwargs)
-                self._swap_back()
-                settings.restore()
+                try:
+                    step(optimizer, *args[1:], **kwargs)
+                finally:
+                    self._swap_back()
+                    settings.restore()
         self._walk = None
         self._begin(optimizer, local)
 
     def _begin(self, optimizer: torch.optim.Optimizer, lists: list[list[StandIn]]) -> None:
         groups = [
             # No optimizer expects an empty group, but each knows parameters without a gradient.
-            (group, given or [_placeholder(group)])
+            (group, given or [Nothing(None)])
             for group, given in zip(optimizer.param_groups, lists, strict=True)
         ]
         holders = [each for each in family(optimizer) if "state" in vars(each)]
@@ -206,19 +238,22 @@ class Stepping:
 
     # Closures
 
-    def _outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The user's closure meets DTensors, whenever the optimizer calls it."""
+    def _outside(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The user's closure meets DTensors, whenever the optimizer calls it, and makes other gradients."""
 
         @functools.wraps(closure)
         def outside() -> Any:
-            swap = self._swap
-            if swap is None:
-                return closure()
-            swap.leave()
+            self._look_at_random(optimizer)
+            self._swap_back()
             try:
-                return closure()
-            finally:
-                swap.enter()
+                loss = closure()
+            except BaseException:
+                self._abandon()
+                raise
+            self._begin(optimizer, self._parts(optimizer)[0])
+            if self._random is not None:
+                self._random = torch.get_rng_state()
+            return loss
 
         return outside
 
@@ -233,21 +268,29 @@ def _with_closure(args: Any, kwargs: Any, closure: Any) -> tuple[Any, Any]:
     return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": closure})
 
 
-def _placeholder(group: dict[str, Any]) -> StandIn:
-    parameters = group["params"]
-    device = parameters[0].device if parameters else None
-    nothing = nn.Parameter(torch.zeros([1] * (parameters[0].ndim if parameters else 1), device=device))
-    return Own(nothing, nothing)
+def _averaged(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """The closure with the loss of the whole batch, which is what one device has; its update may depend on it."""
+
+    @functools.wraps(closure)
+    def averaged() -> Any:
+        loss = closure()
+        members = (p for group in optimizer.param_groups for p in group["params"])
+        mesh = next((p.device_mesh for p in members if isinstance(p, DTensor)), None)
+        if mesh is None or not isinstance(loss, (float, torch.Tensor)) or isinstance(loss, DTensor):
+            return loss
+        mean = torch.as_tensor(loss).detach().to(device_of(mesh), torch.float64, copy=True)
+        for group in groups_of(mesh):
+            dist.all_reduce(mean, group=group)
+        mean /= mesh.size()
+        return float(mean) if isinstance(loss, float) else mean.to(loss)
+
+    return averaged
 
 
 def _whole(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value.full_tensor()
-    if type(value) is dict:
-        return {key: _whole(each) for key, each in value.items()}
-    if type(value) is list:
-        return [_whole(each) for each in value]
-    return value
+    return each_in(value, lambda each, _: _whole(each))
 
 
 def _unhooked(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
@@ -257,21 +300,32 @@ def _unhooked(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
 
 
 class _Settings:
-    """What an optimizer has besides parameters and state: its groups' other keys, its own attributes."""
+    """What an optimizer has besides parameters and state: its groups' other keys, its own attributes.
+
+    All parts of a step begin with the same: all but the last get a copy.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._tables: list[tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]] = []
-        for member in family(optimizer):
-            for table in (*member.param_groups, member.__dict__):
-                kept = {k: v for k, v in table.items() if k not in ("params", "param_groups", "state")}
-                copies = {k: v.detach().clone() for k, v in kept.items() if isinstance(v, torch.Tensor)}
-                self._tables.append((table, kept, copies))
+        members = family(optimizer)
+        tables = [table for member in members for table in (*member.param_groups, vars(member))]
+        self._tables = [(table, {k: v for k, v in table.items() if _is_setting(k, v)}) for table in tables]
+
+    def lend(self) -> None:
+        for table, kept in self._tables:
+            for key, value in kept.items():
+                if isinstance(value, torch.Tensor):
+                    table[key] = value.detach().clone()
+                elif not isinstance(value, (int, float, str, type(None))):
+                    table[key] = copy.deepcopy(value)
 
     def restore(self) -> None:
-        for table, kept, copies in self._tables:
-            for key in [key for key in table if key not in kept and key not in ("params", "param_groups", "state")]:
+        for table, kept in self._tables:
+            for key in [key for key, value in table.items() if key not in kept and _is_setting(key, value)]:
                 del table[key]
             table.update(kept)
-            with torch.no_grad():
-                for key, copy in copies.items():
-                    table[key].copy_(copy)
+
+
+def _is_setting(key: str, value: Any) -> bool:
+    if key in ("params", "param_groups", "state", "defaults") or (key == "step" and callable(value)):
+        return False
+    return not key.endswith("_hooks") and not isinstance(value, (torch.optim.Optimizer, nn.Module))
