@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import machine
+from benchmarks import machine, page
 from benchmarks.table import Table
 
 NAMES = ("step", "optimizer", "muon", "shard_time", "traffic")
@@ -21,16 +21,23 @@ def main() -> None:
     # Not choices=: with nargs="*" argparse would refuse that none is given.
     parser.add_argument("names", nargs="*", metavar="name", help=f"one of {', '.join(NAMES)}; all when left out")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks.json"), help="where the figures go")
-    parser.add_argument("--markdown", type=Path, help="write the tables to this file, too")
+    parser.add_argument("--markdown", type=Path, help="write the tables to this page, too; others on it stay")
     given = parser.parse_args()
     for name in given.names:
         if name not in NAMES:
             parser.error(f"no benchmark is called {name!r}; use {', '.join(NAMES)}")
+    names = given.names or NAMES
     console = Console()
     where = machine.describe()
     console.print(where, style="dim", end="\n\n")
+    others: dict[str, str] = {}
+    if given.markdown is not None and not set(NAMES) <= set(names):
+        try:
+            others = page.kept(given.markdown, where)
+        except ValueError as error:
+            parser.error(str(error))
     tables = []
-    for name in given.names or NAMES:
+    for name in names:
         benchmark = import_module(f"benchmarks.{name}")
         with console.status(f"{name} …"):
             table: Table = benchmark.run(lambda words, name=name: console.print(f"{name}: {words}", style="dim"))
@@ -39,18 +46,8 @@ def main() -> None:
         _write(given.json, json.dumps({"machine": where, "benchmarks": [each.data() for each in tables]}, indent=1))
     console.print(f"Figures: {given.json}")
     if given.markdown is not None:
-        _write(given.markdown, _page(where, tables))
+        _write(given.markdown, page.page(where, NAMES, tables, others))
         console.print(f"Tables: {given.markdown}")
-
-
-def _page(where: str, tables: list[Table]) -> str:
-    head = (
-        "# Benchmarks\n\n"
-        "What TrueShard costs beside a hand-written `fully_shard` loop. This page is what\n\n"
-        "```\npython -m benchmarks --markdown docs/benchmarks.md\n```\n\n"
-        f"wrote on this machine: {where}. `make bench` shows the tables for yours."
-    )
-    return "\n\n".join([head, *(table.markdown() for table in tables)]) + "\n"
 
 
 def _write(path: Path, text: str) -> None:

@@ -21,7 +21,7 @@ def give(parameters: Sequence[torch.Tensor]) -> None:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor, the memory itself."""
     assert isinstance(tensor, DTensor)
-    return tensor.detach().to_local()
+    return tensor.to_local().detach()
 
 
 def apart(parameters: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:

@@ -7,10 +7,10 @@
 
 - By gathering: the momentum stays sharded, every rank gathers each whole update, runs Newton-Schulz on it and keeps its
   rows. That is (N-1)/N · P · b bytes, N/2 times as many, and N times the work.
-- Time and bytes are those of ``LAYERS`` blocks, as many as a small machine can hold; both grow with the blocks. How
-  even the shares of the owners are is reckoned from the shapes of all blocks.
-- The slowest rank's wall time counts, and the processor time of all ranks together. The first step is counted, not
-  timed; parameters are compared after the last one.
+- Bytes do not depend on the iterations, so they are counted without any, one way in each group of processes; and time
+  is that of ``TIMED`` blocks: as much as a small machine can do. All grow with the blocks. How even the shares of the
+  owners are is reckoned from the shapes of all blocks.
+- The slowest rank's wall time counts, and the processor time of all ranks together. Parameters are compared at the end.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from benchmarks import gradients
+from benchmarks import gradients, memory
 from benchmarks.llama import Shape, shard_by_hand
 from benchmarks.paired import clocked, fours, interval, median
 from benchmarks.processes import on_ranks
@@ -33,7 +32,9 @@ from benchmarks.table import Table, Tell
 from tests.traffic import Traffic
 
 RANKS = 4
-LAYERS, SAMPLES = 2, 3
+COUNTED, TIMED = 2, 1
+"""Blocks in which bytes are counted, and those that are timed."""
+SAMPLES = 3
 OWNERS = (2, 4, 8)
 """Ranks for which the owners' shares are reckoned."""
 EVEN = 1.1
@@ -51,17 +52,17 @@ def matrices(model: Any) -> list[nn.Parameter]:
 class GatheringMuon(torch.optim.Optimizer):
     """torch's Muon on sharded parameters, as one writes it: gather each update, orthogonalize it, keep the own rows."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__(parameters, torch.optim.Muon(parameters).defaults)
+    def __init__(self, parameters: Sequence[nn.Parameter], **words: Any) -> None:
+        super().__init__(parameters, torch.optim.Muon(parameters, **words).defaults)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step; rows divide evenly by the ranks."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._update(parameter, group)
 
-    def _update(self, parameter: DTensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Any, group: dict[str, Any]) -> None:
         grad, state = parameter.grad, self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(grad)
@@ -76,107 +77,128 @@ class GatheringMuon(torch.optim.Optimizer):
 
 
 @dataclass(frozen=True)
-class Found:
-    """One rank's figures; pairs are (by gathering, ours)."""
+class Counted:
+    """One way's bytes on one rank."""
 
-    received: tuple[float, float]
-    """bytes in a step"""
-    held: tuple[int, int]
-    """bytes of state after it"""
+    received: list[int]
+    """In the first step, and in the second."""
+    held: int
+    """By all tensors, after both: parameters, gradients, state."""
     elements: int
-    """in the matrices, over all ranks"""
+    """In the matrices, over all ranks."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One rank's samples."""
+
     wall: list[list[float]]
-    """Seconds of two steps of each way, one pair a sample."""
+    """Seconds of two steps by gathering and by owners, one pair a sample."""
     processor: list[list[float]]
+    """The same of processor time."""
     apart: float
     """The largest difference between the parameters of the two ways."""
 
 
 def run(tell: Tell) -> Table:
-    """Bytes, state and time on ``RANKS`` processes; the owners' shares on each of ``OWNERS``."""
-    found = on_ranks(measure, RANKS)
-    rows, numbers = [], [asdict(each) for each in found]
-    limit = 2 * (RANKS - 1) / RANKS**2 * found[0].elements * 4
-    for label, key, most in (("bytes received", "received", limit), ("bytes of state", "held", None)):
-        theirs, ours = torch.tensor([getattr(each, key) for each in found], dtype=torch.float64).T
-        end = "" if most is None else f"{most:,.0f}"
-        cells = f"{ours.mean():,.0f}", f"{theirs.mean():,.0f}", f"{theirs.mean() / ours.mean():.3f}"
-        rows.append((f"{label} a rank, mean", *cells, "", end))
-        rows.append((f"{label} a rank, most", f"{ours.max():,.0f}", f"{theirs.max():,.0f}", "", "", ""))
-        tell(f"{label}: {cells[2]} times fewer")
-    wall = torch.tensor([each.wall for each in found], dtype=torch.float64).amax(dim=0)
-    processor = torch.tensor([each.processor for each in found], dtype=torch.float64).sum(dim=0)
+    """Bytes and time on ``RANKS`` processes; the owners' shares on each of ``OWNERS``."""
+    gathering, owners = (on_ranks(count, RANKS, owned) for owned in (False, True))
+    timed = on_ranks(measure, RANKS)
+    elements = gathering[0].elements
+    limit = 2 * (RANKS - 1) / RANKS**2 * elements * 4
+    rows = [
+        _bytes("received in a step", [c.received[1] for c in owners], [c.received[1] for c in gathering], limit),
+        _bytes("received in the first", [c.received[0] for c in owners], [c.received[0] for c in gathering]),
+        _bytes("held after it", [c.held for c in owners], [c.held for c in gathering]),
+    ]
+    tell(f"{rows[0][5]} times fewer bytes")
+    wall = torch.tensor([each.wall for each in timed], dtype=torch.float64).amax(dim=0)
+    processor = torch.tensor([each.processor for each in timed], dtype=torch.float64).sum(dim=0)
     for label, samples in (("wall time", wall), ("processor time", processor)):
         ratios = samples[:, 0] / samples[:, 1]
         low, high = interval(ratios)
-        rows.append((label, "1.000", f"{median(ratios):.3f}", f"{median(ratios):.3f}", f"{low:.2f} to {high:.2f}", ""))
+        rows.append(
+            (label, "1", "", f"{median(ratios):.2f}", "", f"{median(ratios):.2f}", f"{low:.2f} to {high:.2f}", "")
+        )
         tell(f"{label}: {median(ratios):.2f} times less")
-    rows.append(("parameters apart", f"{max(each.apart for each in found):.0e}", "", "", "", ""))
-    for ranks in OWNERS:
-        shares = even(ranks)
-        for label, share in shares.items():
-            rows.append(
-                (f"{label} of an owner, most over mean, {ranks} ranks", f"{share:.3f}", "", "", "", f"{EVEN:.3f}")
-            )
-        numbers.append({"ranks": ranks, **shares})
+    shares = {ranks: even(ranks) for ranks in OWNERS}
+    for ranks, share in shares.items():
+        for label, most in share.items():
+            rows.append((f"{label} an owner, of {ranks}", "1", f"{most:.3f}", "", "", "", "", f"{EVEN:.3f}"))
     return Table(
-        "muon", "A Muon step by owners, over the way of `full_tensor()`", _note(), _COLUMNS, tuple(rows), numbers
+        name="muon",
+        title="A Muon step by owners, over the way of `full_tensor()`",
+        note=_note(max(each.apart for each in timed)),
+        columns=("figure", "by owners", "most", "by gathering", "most", "times less", "95% interval", "limit"),
+        rows=tuple(rows),
+        numbers=[
+            {"gathering": asdict(a), "owners": asdict(b), **asdict(c)}
+            for a, b, c in zip(gathering, owners, timed, strict=True)
+        ],
     )
 
 
-_COLUMNS = ("figure", "by owners", "by gathering", "times less", "95% interval", "limit")
+def _bytes(label: str, ours: list[int], theirs: list[int], limit: float | None = None) -> tuple[str, ...]:
+    mean, other = sum(ours) / len(ours), sum(theirs) / len(theirs)
+    cells = (f"{mean:,.0f}", f"{max(ours):,.0f}", f"{other:,.0f}", f"{max(theirs):,.0f}", f"{other / mean:.3f}", "")
+    return (f"bytes {label}", *cells, "" if limit is None else f"{limit:,.0f}")
 
 
-def _note() -> str:
+def _note(apart: float) -> str:
     return (
-        f"Llama 3.2 1B's matrices, float32, `torch.optim.Muon`; {LAYERS} of its {_1B.layers} blocks over {RANKS} gloo "
-        "processes for bytes, state and time; all blocks for the shares of the owners. By gathering: the momentum "
+        f"Llama 3.2 1B's matrices, float32, `torch.optim.Muon`, {RANKS} gloo processes: {COUNTED} of the "
+        f"{_1B.layers} blocks for bytes, {TIMED} for time, all for the shares of owners. By gathering: the momentum "
         "stays sharded, each update is gathered on every rank by `full_tensor()`, every rank runs Newton-Schulz on it "
-        "and keeps its rows. Bytes are counted from the collectives; their limit is 2(N-1)/N² · elements · 4. Times "
-        "are ratios of the slowest rank's wall time and of all ranks' processor time; the two ways alternate, four "
-        f"steps make a sample, {SAMPLES} samples. Where ranks have no cores of their own, as here with more ranks than "
-        "cores, wall time cannot show what uneven owners would cost: their shares stand below."
+        "and keeps its rows. Means over ranks, beside them the most that a rank has. Bytes received are counted from "
+        "the collectives; their limit is 2(N-1)/N² · elements · 4; bytes held are those of all tensors: parameters, "
+        "gradients, state. Times are ratios of the slowest rank's wall time and of all ranks' processor time; the two "
+        f"ways alternate, four steps make a sample, medians of {SAMPLES}. After the last step the parameters of the "
+        f"two ways are {apart:.0e} apart."
     )
 
 
-def measure() -> Found:
-    """Both ways on this rank."""
-    import trueshard
-
-    shape = replace(_1B, layers=LAYERS)
-    models = [shape.build() for _ in range(2)]
-    elements = sum(parameter.numel() for parameter in matrices(models[0]))
-    shard_by_hand(models[0], RANKS)
-    optimizers: list[torch.optim.Optimizer] = [
-        GatheringMuon(matrices(models[0])),
-        torch.optim.Muon(matrices(models[1])),
-    ]
-    trueshard.shard(models[1], optimizers[1])
-    for model in models:
-        gradients.give(matrices(model))
+def count(owned: bool) -> Counted:
+    """Bytes of one way on this rank, in steps without iterations."""
+    model, optimizer, elements = prepare(COUNTED, owned, ns_steps=0)
     received = []
-    for optimizer in optimizers:
+    for _ in range(2):
         with Traffic() as traffic:
             optimizer.step()
-        received.append(traffic.total)
-    held = [_held(optimizer) for optimizer in optimizers]
-    samples = fours(lambda which: clocked(optimizers[which].step), warm_up=0, samples=SAMPLES)
-    apart = gradients.apart(*map(matrices, models))
-    return Found(
-        (received[0], received[1]),
-        (held[0], held[1]),
-        elements,
-        samples[..., 0].tolist(),
-        samples[..., 1].tolist(),
-        apart,
-    )
+        received.append(round(traffic.total))
+    found = memory.held()
+    assert list(model.parameters())  # and what belongs to them was alive until here
+    return Counted(received, found, elements)
 
 
-def _held(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of this rank's state."""
-    tensors = [each for entries in optimizer.state.values() for each in entries.values()]
-    here = [gradients.local(each) if isinstance(each, DTensor) else each for each in tensors]
-    return sum(each.untyped_storage().nbytes() for each in here)
+def measure() -> Timed:
+    """Both ways on this rank."""
+    (first, gathering, _), (second, owners, _) = (prepare(TIMED, owned) for owned in (False, True))
+    steps = gathering.step, owners.step
+    samples = fours(lambda which: clocked(steps[which]), warm_up=1, samples=SAMPLES)
+    apart = gradients.apart(matrices(first), matrices(second))
+    return Timed(samples[..., 0].tolist(), samples[..., 1].tolist(), apart)
+
+
+def prepare(layers: int, owned: bool, **words: Any) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+    """A sharded model with gradients, its optimizer, and the elements in its matrices.
+
+    Args:
+        layers: number of blocks.
+        owned: by ``shard()``; otherwise by gathering.
+        words: for Muon.
+    """
+    import trueshard
+
+    model = replace(_1B, layers=layers).build()
+    elements = sum(parameter.numel() for parameter in matrices(model))
+    if owned:
+        optimizer: torch.optim.Optimizer = torch.optim.Muon(matrices(model), **words)
+        trueshard.shard(model, optimizer)
+    else:
+        shard_by_hand(model, RANKS)
+        optimizer = GatheringMuon(matrices(model), **words)
+    gradients.give(matrices(model))
+    return model, optimizer, elements
 
 
 def even(ranks: int) -> dict[str, float]:
@@ -187,7 +209,7 @@ def even(ranks: int) -> dict[str, float]:
         shapes = [tuple(parameter.shape) for parameter in matrices(_1B.build())]
     owners = assign(shapes, ranks)
     shares = {}
-    for label, measure in (("elements", math.prod), ("operations", _operations)):
+    for label, measure in (("elements of", math.prod), ("operations of", _operations)):
         loads = [0] * ranks
         for shape, owner in zip(shapes, owners, strict=True):
             loads[owner] += measure(shape)
@@ -195,7 +217,7 @@ def even(ranks: int) -> dict[str, float]:
     return shares
 
 
-def _operations(shape: tuple[int, int]) -> int:
+def _operations(shape: Sequence[int]) -> int:
     """Floating-point operations of one Newton-Schulz iteration: two products with a Gram matrix, and its square."""
     small, large = sorted(shape)
     return 2 * small * small * (2 * large + small)

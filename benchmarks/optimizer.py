@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -23,9 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from benchmarks import gradients
+from benchmarks import gradients, memory
 from benchmarks.paired import clocked, fours, interval, median
 from benchmarks.processes import on_ranks
 from benchmarks.table import Table, Tell
@@ -95,11 +93,11 @@ def run(tell: Tell) -> Table:
             cells += [f"{median(ratios):.2f}", f"{low:.2f} to {high:.2f}"]
         distance = max(each.apart for each in found)
         by_hand, ours = (on_ranks(held, RANKS, case, sharded) for sharded in (False, True))
-        memory = max(b / a for a, b in zip(by_hand, ours, strict=True))
+        more = max(b / a for a, b in zip(by_hand, ours, strict=True))
         cells.insert(2, f"{case.limit:.1f}")
-        rows.append((case.label, *cells, str(case.samples), f"{memory:.3f}", f"{distance:.0e}"))
+        rows.append((case.label, *cells, str(case.samples), f"{more:.3f}", f"{distance:.0e}"))
         numbers.append(asdict(case) | asdict(found[0]) | {"apart": distance, "held_by_hand": by_hand, "held": ours})
-        tell(f"{case.label}: {cells[0]} times faster, memory {memory:.3f}")
+        tell(f"{case.label}: {cells[0]} times faster, memory {more:.3f}")
     return Table(
         name="optimizer",
         title="Speed of an optimizer's step, over DTensor's",
@@ -149,7 +147,7 @@ def measure(case: Case) -> Found:
         return clocked(ways[which].act)
 
     samples = fours(one, warm_up=WARM_UP, samples=case.samples)
-    results = [[p if case.clip is None else p.grad for p in way.parameters] for way in ways]
+    results = [[p if case.clip is None else p.grad for p in way.parameters if p.grad is not None] for way in ways]
     return Found(samples[..., 0].tolist(), samples[..., 1].tolist(), gradients.apart(*results))
 
 
@@ -205,12 +203,6 @@ def held(case: Case, sharded: bool) -> int:
     for _ in range(WARM_UP):
         way.backward()
         way.act()
-    gc.collect()
-    assert way.parameters  # and what belongs to them is alive until here
-    storages: dict[int, int] = {}
-    for each in gc.get_objects():
-        # A DTensor has no memory of its own: its local tensor is found by itself.
-        if issubclass(type(each), torch.Tensor) and not isinstance(each, DTensor):
-            storage = each.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+    found = memory.held()
+    assert way.parameters  # and what belongs to them was alive until here
+    return found

@@ -38,6 +38,7 @@ CALLED = {
     "has_accumulation_hooks",
     "at_end_of_backward",
     "in_backward",
+    "find_every_inf",
 }
 
 
@@ -154,6 +155,25 @@ def units(rank: int, world_size: int) -> None:
         assert all(gathered.grad is None for _, _, gathered in _torch.gathered_parameters(model))
     else:
         raise AssertionError("the hook did not fail")
+
+
+def scaling(rank: int, world_size: int) -> None:
+    """A gradient scaler's operator on a list that a replicated gradient leads: torch's own handler loses the inf."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    _torch.find_every_inf()
+    shard = torch.full((2,), torch.inf if rank == 1 else 1.0)
+    grads = [DTensor.from_local(torch.ones(2), mesh, [Replicate()]), DTensor.from_local(shard, mesh, [Shard(0)])]
+    found = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.5))
+    assert found.item() == 1.0
+    assert grads[0].to_local().tolist() == [0.5, 0.5]
+
+
+def test_scaling(ranks2: Ranks) -> None:
+    ranks2.run(scaling)
 
 
 def _fail(*_: Any) -> None:

@@ -60,7 +60,7 @@ def _bytes(value: torch.Tensor | Iterable[Any]) -> int:
 
 def _group(value: Any) -> dist.ProcessGroup:
     if isinstance(value, str):
-        return _resolve_process_group(value)
+        return _resolve_process_group(value)  # type: ignore[arg-type]
     return value if isinstance(value, dist.ProcessGroup) else dist.ProcessGroup.unbox(value)
 
 

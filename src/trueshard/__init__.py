@@ -12,32 +12,46 @@ if TYPE_CHECKING:
     from trueshard.api import accumulate, set_reshard_after_forward, shard
     from trueshard.checkpoint import load, save
     from trueshard.optim.clip import clip_grad_norm_
+    from trueshard.optim.norms import MeasuredNorms, Norms, measure_norms
     from trueshard.plans import MixedPrecision, Plan, Unit
+    from trueshard.tokens import TokenMean, count_targets, token_mean
 
 __version__ = "0.1.0"
 
 _WHERE = {
+    "MeasuredNorms": "optim.norms",
     "MixedPrecision": "plans",
+    "Norms": "optim.norms",
     "Plan": "plans",
+    "TokenMean": "tokens",
     "Unit": "plans",
     "accumulate": "api",
     "clip_grad_norm_": "optim.clip",
+    "count_targets": "tokens",
     "load": "checkpoint",
+    "measure_norms": "optim.norms",
     "save": "checkpoint",
     "set_reshard_after_forward": "api",
     "shard": "api",
+    "token_mean": "tokens",
 }
 
 __all__ = [
+    "MeasuredNorms",
     "MixedPrecision",
+    "Norms",
     "Plan",
+    "TokenMean",
     "Unit",
     "accumulate",
     "clip_grad_norm_",
+    "count_targets",
     "load",
+    "measure_norms",
     "save",
     "set_reshard_after_forward",
     "shard",
+    "token_mean",
 ]
 
 

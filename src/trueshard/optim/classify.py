@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trueshard.optim import probe
+from trueshard.optim import probe, trial
 from trueshard.optim.rebind import by_shape
 
 
@@ -30,6 +30,8 @@ class Verdict:
     """State that has a row for each row of its parameter, by its keys; None: what has the parameter's shape."""
     alike: frozenset[tuple[Any, ...]] = frozenset()
     """State that is the same on every rank, by its keys."""
+    draws: bool = False
+    """It draws random numbers, on which its update does not depend."""
 
     def is_rows(self, path: tuple[Any, ...], tensor: torch.Tensor, leaf: torch.Tensor) -> bool:
         """Whether the state ``tensor`` of ``leaf`` has a row for each of its rows."""
@@ -92,7 +94,7 @@ def classify(optimizer: torch.optim.Optimizer) -> list[Verdict]:
         return [Verdict(whole=False) for _ in groups]
     try:
         return [_verdict(group) for group in probe.groups(optimizer)]
-    except probe.Refused as refused:
+    except trial.Refused as refused:
         raise refusal(optimizer, str(refused)) from refused.__cause__
 
 
@@ -112,7 +114,7 @@ def _is_float(group: dict[str, Any]) -> bool:
 
 
 def _verdict(group: probe.Group) -> Verdict:
-    return Verdict(whole=group.whole, rows=frozenset(group.rows), alike=frozenset(group.alike))
+    return Verdict(group.whole, rows=frozenset(group.rows), alike=frozenset(group.alike), draws=group.draws)
 
 
 def manner(verdicts: Sequence[Verdict]) -> str:

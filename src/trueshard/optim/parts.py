@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ class Part:
     def runs(self) -> list[torch.Tensor]:
         """The memory of the shards in as few tensors as it has pieces; a shard that is there twice is in two runs."""
         shards = self.shards
-        offsets = list(map(torch.Tensor.storage_offset, shards))
+        offsets: list[Any] = list(map(torch.Tensor.storage_offset, shards))
         if not any(offsets) or not all(map(torch.Tensor.is_contiguous, shards)):  # each begins a storage
             return shards
         counts = list(map(torch.Tensor.numel, shards))

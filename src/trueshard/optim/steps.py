@@ -62,8 +62,12 @@ class Stepping:
         self._shards = Shards()
         self._runs = Runs()
         self._owners = Owners()
-        self._is_tried = self._looks_at_random = any(verdict.rows is not None for verdict in verdicts)
+        self._is_tried = any(verdict.rows is not None for verdict in verdicts)
+        self._looks_at_random = self._is_tried and not any(verdict.draws for verdict in verdicts)
         self._random: torch.Tensor | None = None
+        self._loss: Any = None
+        """What the user's closure returned, and what the optimizer was told instead."""
+        self._mean: Any = None
         self._swap: Swap | None = None
         self._walk: Iterator[Any] | None = None
         self._depth = 0
@@ -85,9 +89,11 @@ class Stepping:
             before.move_to_end(handle)  # type: ignore[attr-defined]
             self._abandon()
             try:
-                return inner(*args, **kwargs)
+                found = inner(*args, **kwargs)
+                return self._loss if found is self._mean and found is not None else found
             finally:
                 self._abandon()
+                self._loss = self._mean = None
 
         optimizer.step = types.MethodType(torch.compiler.disable(step, recursive=False), optimizer)  # type: ignore[method-assign]
 
@@ -102,7 +108,7 @@ class Stepping:
         owned = any(verdict.whole for verdict in self._verdicts)
         if callable(closure):
             if self._is_tried:
-                closure = _averaged(optimizer, closure)
+                closure = self._averaged(optimizer, closure)
             closure = self._once(closure) if owned else self._outside(optimizer, closure)
             args, kwargs = _with_closure(args, kwargs, closure)
         if self._looks_at_random:
@@ -257,6 +263,24 @@ class Stepping:
 
         return outside
 
+    def _averaged(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Tells the optimizer the loss of the whole batch, as one device does: its update may depend on it."""
+
+        @functools.wraps(closure)
+        def averaged() -> Any:
+            loss = self._loss = self._mean = closure()
+            members = (p for group in optimizer.param_groups for p in group["params"])
+            mesh = next((p.device_mesh for p in members if isinstance(p, DTensor)), None)
+            if mesh is not None and isinstance(loss, (float, torch.Tensor)) and not isinstance(loss, DTensor):
+                mean = torch.as_tensor(loss).detach().to(device_of(mesh), torch.float64, copy=True)
+                for group in groups_of(mesh):
+                    dist.all_reduce(mean, group=group)
+                mean /= mesh.size()
+                self._mean = float(mean) if isinstance(loss, float) else mean.to(loss)
+            return self._mean
+
+        return averaged
+
     def _once(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Gradients must be there before they travel: the closure is called now, and what it returned is given out."""
         with torch.enable_grad():
@@ -266,25 +290,6 @@ class Stepping:
 
 def _with_closure(args: Any, kwargs: Any, closure: Any) -> tuple[Any, Any]:
     return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": closure})
-
-
-def _averaged(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """The closure with the loss of the whole batch, which is what one device has; its update may depend on it."""
-
-    @functools.wraps(closure)
-    def averaged() -> Any:
-        loss = closure()
-        members = (p for group in optimizer.param_groups for p in group["params"])
-        mesh = next((p.device_mesh for p in members if isinstance(p, DTensor)), None)
-        if mesh is None or not isinstance(loss, (float, torch.Tensor)) or isinstance(loss, DTensor):
-            return loss
-        mean = torch.as_tensor(loss).detach().to(device_of(mesh), torch.float64, copy=True)
-        for group in groups_of(mesh):
-            dist.all_reduce(mean, group=group)
-        mean /= mesh.size()
-        return float(mean) if isinstance(loss, float) else mean.to(loss)
-
-    return averaged
 
 
 def _whole(value: Any) -> Any:

@@ -1,0 +1,180 @@
+"""The norm monitor's numbers are those of the unsharded model, at every world size."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import trueshard
+from models.handmade import Scalar, Sometimes, Stack, TiedBlocks, Tiny
+from parity import Ranks, assert_same
+
+Report = dict[str, Any]
+
+
+def frozen() -> nn.Module:
+    model = Scalar()
+    model.blocks[1].requires_grad_(False)
+    model.blocks[0].gate.requires_grad_(False)
+    return model
+
+
+def two_dtypes() -> nn.Module:
+    """bfloat16 blocks between float32 layers, and a norm in float32 in each."""
+    model = Stack(depth=2)
+    for block in model.blocks:
+        block.up.to(torch.bfloat16)
+        block.down.to(torch.bfloat16)
+        block.forward = lambda x, block=block: x + block.down(block.up(x.bfloat16())).float()
+    return model
+
+
+BUILDS: list[Callable[[], nn.Module]] = [Stack, Tiny, TiedBlocks, Sometimes, frozen]
+
+
+def measured(rank: int, world_size: int, build: Callable[[], nn.Module], kind: str, shape: Any = None) -> Report:
+    """Names and norms of two steps; on one process also what they are by definition."""
+    torch.manual_seed(0)
+    model = build()
+    more = {"eps": 1e-3, "weight_decay": 0.1} if kind == "AdamW" else {}
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.05, **more)
+    if world_size > 1:
+        mesh = shape and init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        trueshard.shard(model, optimizer, mesh=mesh)
+    report: Report = {}
+    for seed in range(2):
+        x = torch.randn(12, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
+        model(x).pow(2).mean().backward()
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        with trueshard.measure_norms(model) as norms:
+            optimizer.step()
+        if world_size == 1:
+            for name, p in model.named_parameters():
+                expected = {
+                    "gradient": None if p.grad is None else p.grad.double().norm().item(),
+                    "update": (p.double() - before[name].double()).norm().item(),
+                    "parameter": p.double().norm().item(),
+                }
+                assert_same(asdict(norms[name]), expected, rtol=1e-6)
+        assert list(norms) == [name for name, _ in model.named_parameters()]
+        assert len(norms) == len(before)
+        report[f"step {seed}"] = {name: asdict(each) for name, each in norms.items()}
+        optimizer.zero_grad()
+    return report
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_norms_do_not_depend_on_the_ranks(
+    build: Callable[[], nn.Module], kind: str, alone: Ranks, ranks2: Ranks, ranks3: Ranks, ranks4: Ranks
+) -> None:
+    (expected,) = alone.run(measured, build, kind)
+    for ranks, shape in ((ranks2, None), (ranks3, None), (ranks4, None), (ranks4, (2, 2))):
+        found = ranks.run(measured, build, kind, shape)
+        assert all(each == found[0] for each in found)
+        assert_same(found[0], expected, rtol=1e-4, atol=1e-7)
+
+
+def test_norms_of_two_dtypes_do_not_depend_on_the_ranks(alone: Ranks, ranks3: Ranks) -> None:
+    (expected,) = alone.run(measured, two_dtypes, "SGD")
+    for found in ranks3.run(measured, two_dtypes, "SGD"):
+        assert_same(found, expected, rtol=2e-2, atol=1e-6)
+
+
+def test_what_is_measured_of_what_does_not_move(alone: Ranks) -> None:
+    (report,) = alone.run(measured, frozen, "SGD")
+    norms = report["step 0"]
+    assert norms["blocks.1.up.weight"]["gradient"] is None
+    assert norms["blocks.1.up.weight"]["update"] == 0.0 < norms["blocks.1.up.weight"]["parameter"]
+
+
+def one_collective(rank: int, world_size: int) -> int:
+    from traffic import Traffic
+
+    model = Scalar()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trueshard.shard(model, optimizer)
+    model(torch.ones(2, 8)).sum().backward()
+    with Traffic() as traffic, trueshard.measure_norms(model) as norms:
+        optimizer.step()
+    assert traffic.calls["all_reduce"] == 1
+    assert traffic.total == traffic.received["all_reduce"] <= 2 * 8 * 4 * len(norms)
+    return len(norms)
+
+
+def test_it_costs_one_small_all_reduce(ranks2: Ranks) -> None:
+    ranks2.run(one_collective)
+
+
+def gathered(rank: int, world_size: int) -> None:
+    """Between a forward and its backward the modules hold gathered parameters."""
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trueshard.shard(model, optimizer, reshard_after_forward="never")
+    model(torch.ones(2, 8)).sum().backward()
+    loss = model(torch.ones(2, 8)).sum()
+    with trueshard.measure_norms(model) as norms:
+        optimizer.step()
+    assert all(each.gradient and each.update for each in norms.values())
+    del loss
+
+
+def test_it_measures_what_is_stepped_also_while_parameters_are_gathered(ranks2: Ranks) -> None:
+    ranks2.run(gathered)
+
+
+def test_reading_too_early_and_wrong_names_are_errors() -> None:
+    model = TiedBlocks()
+    with trueshard.measure_norms(model) as norms, pytest.raises(RuntimeError, match="read them after it"):
+        norms["first.weight"]
+    assert "first.weight" in norms
+    assert norms.get("nothing") is None
+    with pytest.raises(KeyError, match=re.escape("no parameter is called 'first.wait'. Did you mean 'first.weight'")):
+        norms["first.wait"]
+    with pytest.raises(KeyError, match=r"'blocks.2.up.weight' is tied to 'blocks.0.up.weight'"):
+        norms["blocks.2.up.weight"]
+    with (
+        pytest.raises(ValueError, match=r"'first.weight' is on the meta device"),
+        trueshard.measure_norms(Stack().to("meta")),
+    ):
+        pass
+
+
+def test_an_exception_in_the_block_goes_through_and_leaves_no_copy() -> None:
+    model = Stack()
+    total = sum(p.numel() for p in model.parameters())
+    copies: list[weakref.ref[torch.Tensor]] = []
+    with pytest.raises(ZeroDivisionError), trueshard.measure_norms(model) as norms:
+        known = {id(p) for p in model.parameters()}
+        every = [t for t in gc.get_objects() if type(t) is torch.Tensor and id(t) not in known]
+        shapes = [p.shape for p in model.parameters()]
+        copies = [weakref.ref(t) for t in every if t.shape in shapes]
+        assert sum(t.numel() for ref in copies if (t := ref()) is not None) >= total
+        del every
+        1 / 0  # noqa: B018
+    gc.collect()
+    mine = {p.shape for p in model.parameters()}
+    assert not [t for ref in copies if (t := ref()) is not None and t.shape in mine]
+    with pytest.raises(RuntimeError, match="raised, so nothing was measured"):
+        list(norms)
+
+
+def test_sparse_and_complex_gradients_have_norms() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 3, sparse=True)})
+    model.register_parameter("wave", nn.Parameter(torch.tensor([3 + 4j])))
+    (model["embed"](torch.tensor([1, 1, 2])).sum() + model.wave.abs().sum()).backward()
+    with trueshard.measure_norms(model) as norms:
+        pass
+    assert norms["embed.weight"].gradient == pytest.approx((3 * 4 + 3 * 1) ** 0.5)
+    assert norms["wave"].parameter == pytest.approx(5.0)
+    assert norms["wave"].update == 0.0
