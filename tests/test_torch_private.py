@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from models.handmade import Stack
 from parity import Ranks
@@ -39,6 +41,11 @@ CALLED = {
     "at_end_of_backward",
     "in_backward",
     "find_every_inf",
+    "dtensor_over",
+    "make_hookable",
+    "shards_of_gradients",
+    "is_placed_as",
+    "join_shards",
 }
 
 
@@ -200,3 +207,53 @@ def test_hook_dictionaries_are_where_they_are_expected() -> None:
     assert not parameter._backward_hooks
     assert not _torch.has_accumulation_hooks(parameter)
     assert set(parameter.__dict__) <= _torch.PARAMETER_ATTRIBUTES
+
+
+def neighbours(rank: int, world_size: int) -> None:
+    """Shards of a unit lie behind one another, each with its own version; gradients have their parameters' records."""
+    model = Stack()
+    fully_shard(model)
+    values = [p.full_tensor() for p in model.parameters()]
+    _torch.join_shards(model, small=0)
+    locals_ = [_torch.local(p) for p in model.parameters()]
+    assert len({_torch.storage_identity(local) for local in locals_}) == 1
+    assert all(torch.equal(p.full_tensor(), value) for p, value in zip(model.parameters(), values, strict=True))
+    versions = [_torch.version(local) for local in locals_]
+    with torch.no_grad():
+        locals_[0].add_(1)
+    assert [_torch.version(local) for local in locals_[1:]] == versions[1:]
+    model(torch.randn(2, 8)).sum().backward()
+    members: Any = list(model.parameters())
+    grads = [p.grad for p in members]
+    shards = _torch.shards_of_gradients(members, grads)
+    assert shards is not None
+    assert all(shard is _torch.local(grad) for shard, grad in zip(shards, grads, strict=True))
+    assert _torch.is_placed_as(grads[0], members[0])
+    assert not _torch.is_placed_as(DTensor.from_local(torch.ones(2), members[0].device_mesh, [Replicate()]), members[0])
+    part = torch.arange(20.0)[4:20].view(4, 4)
+    made = _torch.dtensor_over(part, members[0], torch.Size((4 * world_size, 4)), (4, 1))
+    assert _torch.local(made) is part
+    assert torch.equal(copy.deepcopy(made).to_local(), part)
+
+
+def test_shards_in_memory_and_the_records_of_gradients(ranks2: Ranks) -> None:
+    ranks2.run(neighbours)
+
+
+class Bare(torch.optim.Optimizer):
+    """As wrappers of optimizers do it: the base class's constructor is not called."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.state, self.param_groups = {}, [{"params": [parameter]}]
+
+    def step(self, closure: Any = None) -> None:
+        """Does nothing."""
+
+
+def test_an_optimizer_without_hooks_is_made_hookable() -> None:
+    optimizer, seen = Bare(nn.Parameter(torch.ones(1))), []
+    _torch.make_hookable(optimizer)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer.step()
+    assert seen == ["before", "after"]

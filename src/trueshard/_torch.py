@@ -7,7 +7,7 @@ torch that moves one of these names fails there, by name, and not in a user's ru
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -247,6 +247,13 @@ def make_hookable(optimizer: torch.optim.Optimizer) -> None:
         optimizer.__dict__.setdefault(f"_optimizer_{kind}_hooks", OrderedDict())
     if not getattr(type(optimizer).step, "hooked", False):
         optimizer._patch_step_function()
+
+
+def shards_of_gradients(parameters: Sequence[DTensor], grads: Sequence[Any]) -> list[torch.Tensor] | None:
+    """The local shards of ``grads``, if each has the very record of its parameter, as FSDP2 gives it; else None."""
+    pairs = zip(grads, parameters, strict=True)
+    shards = [grad._local_tensor for grad, p in pairs if type(grad) is DTensor and grad._spec is p._spec]
+    return shards if len(shards) == len(parameters) else None
 
 
 def is_placed_as(one: DTensor, two: DTensor) -> bool:

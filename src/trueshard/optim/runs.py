@@ -42,6 +42,7 @@ class Run:
         first = self.locals[0]
         self._bytes = [start * first.itemsize for start in self._starts]
         self.leaf: torch.Tensor = leaf_over(first.as_strided((self._ends[-1],), (1,)), members[0])
+        self._stackable = len({local.shape[1:] for local in self.locals}) == 1
         self._entries: dict[str, Any] | None = None
         """The leaf's state."""
         self._shown: list[dict[str, Any]] = []
@@ -63,7 +64,9 @@ class Run:
             return self._joined(state)
         if any(grad is None for grad in grads):
             return False
-        shards = [local_gradient(member) for member in self.members]
+        shards = _torch.shards_of_gradients(self.members, grads)
+        if shards is None:
+            shards = [local_gradient(member) for member in self.members]
         first = shards[0]
         if first.dtype != self.leaf.dtype or not all(map(torch.Tensor.is_contiguous, shards)):
             return False
@@ -72,9 +75,10 @@ class Run:
         neighbours &= list(map(torch.Tensor.storage_offset, shards)) == [offset + start for start in self._starts]
         if not (neighbours or self.leaf.nbytes <= COPIED) or not self._joined(state):
             return False
-        self._grad = (
-            first.as_strided((self._ends[-1],), (1,)) if neighbours else torch.cat([s.view(-1) for s in shards])
-        )
+        if neighbours:
+            self._grad = first.as_strided((self._ends[-1],), (1,))
+        else:
+            self._grad = torch.cat(shards if self._stackable else [shard.view(-1) for shard in shards]).view(-1)
         return True
 
     def lend(self, state: State) -> Any:

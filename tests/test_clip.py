@@ -1,0 +1,265 @@
+"""Contract line 9: gradient clipping is torch's on the unsharded model, with torch's own functions or with ours."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import trueshard
+from models.handmade import Scalar, Stack, TiedBlocks, Tiny
+from parity import Ranks, assert_same
+from training import whole
+from trueshard.optim.parts import parts_of
+
+ORDERS = [0.5, 1.0, 2.0, 3.0, math.inf, -math.inf, 0.0, -1.0]
+FOREACH = [None, True, False]
+Report = dict[str, Any]
+
+
+def frozen() -> nn.Module:
+    """Frozen, replicated, and fewer rows than ranks, so that shards are empty."""
+    model = Scalar()
+    model.blocks[1].requires_grad_(False)
+    model.one = nn.Linear(8, 1)
+    model.last.register_forward_hook(lambda module, args, output: output + model.one(args[0]))
+    return model
+
+
+def bfloat16() -> nn.Module:
+    return Stack().bfloat16()
+
+
+def mixed() -> nn.Module:
+    """Two dtypes in one list of gradients."""
+    model = Stack()
+    model.blocks[1].bfloat16()
+    model.blocks[1].forward = lambda x, forward=model.blocks[1].forward: forward(x.bfloat16()).float()
+    return model
+
+
+def gradients(model: nn.Module, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """After a backward on this rank's rows."""
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(0)).to(dtype).chunk(world_size)[rank]
+    model(x).float().pow(2).mean().backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def each_way(rank: int, world_size: int, build: Callable[[], nn.Module], duplicates: bool, shape: Any = None) -> Report:
+    """Every order and every ``foreach``, from the same gradients; one process uses torch's own function."""
+    torch.manual_seed(0)
+    model = build()
+    if world_size > 1:
+        mesh = shape and init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        trueshard.shard(model, mesh=mesh)
+    grads = gradients(model, rank, world_size)
+    values = {n: g.clone() for n, g in grads.items()}
+    every = [p for _, p in model.named_parameters(remove_duplicate=not duplicates)]
+    clip = trueshard.clip_grad_norm_ if world_size > 1 else torch.nn.utils.clip_grad_norm_
+    report: Report = {}
+    for order in ORDERS:
+        for foreach in FOREACH:
+            for limit in (0.1, 1e6):
+                for name, grad in grads.items():
+                    grad.copy_(values[name])
+                total = clip(every, limit, norm_type=order, foreach=foreach)
+                report[f"order {order}, foreach {foreach}, limit {limit}"] = {
+                    "total": whole(total),
+                    "grads": {n: whole(g) for n, g in grads.items()},
+                }
+    return report
+
+
+@pytest.mark.parametrize(("build", "duplicates"), [(frozen, False), (Tiny, False), (TiedBlocks, True)])
+def test_clipping_is_torchs_on_the_unsharded_model(
+    build: Callable[[], nn.Module], duplicates: bool, alone: Ranks, ranks2: Ranks, ranks3: Ranks, ranks4: Ranks
+) -> None:
+    (expected,) = alone.run(each_way, build, duplicates)
+    for ranks, shape in ((ranks2, None), (ranks3, None), (ranks4, None), (ranks4, (2, 2))):
+        for found in ranks.run(each_way, build, duplicates, shape):
+            assert_same(found, expected, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("build", [bfloat16, mixed])
+def test_clipping_in_low_precision_is_torchs_up_to_its_rounding(
+    build: Callable[[], nn.Module], alone: Ranks, ranks2: Ranks
+) -> None:
+    (expected,) = alone.run(each_way, build, False)
+    orders = [
+        key for key in expected if key.startswith(("order 1.0", "order 2.0", "order 3.0", "order inf", "order 0."))
+    ]
+    for found in ranks2.run(each_way, build, False):
+        assert_same({k: found[k] for k in orders}, {k: expected[k] for k in orders}, rtol=5e-2, atol=2e-3)
+
+
+def several_meshes(rank: int, world_size: int, reverse: bool) -> Report:
+    """One list: a model over all ranks, one over two replicas, and plain parameters, in turn."""
+    torch.manual_seed(0)
+    models = {"flat": Scalar(), "pairs": Stack()}
+    plain = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(()))]
+    if world_size > 1:
+        trueshard.shard(models["flat"])
+        pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        trueshard.shard(models["pairs"], mesh=pairs)
+    for model in models.values():
+        gradients(model, rank, world_size)
+    for parameter in plain:
+        parameter.grad = parameter.detach().clone()
+    lists = [list(model.parameters()) for model in models.values()]
+    every = [p for pair in zip(*lists, strict=False) for p in pair] + plain
+    every = every[::-1] if reverse else every
+    report: Report = {}
+    for order in ORDERS:
+        clip = trueshard.clip_grad_norm_ if world_size > 1 else torch.nn.utils.clip_grad_norm_
+        report[f"order {order}"] = whole(clip(every, 0.5, norm_type=order)), [whole(p.grad) for p in every]
+    with pytest.raises(RuntimeError, match="number 2 of shape"):
+        every[2].grad.fill_(torch.nan)
+        trueshard.clip_grad_norm_(every, 0.5, error_if_nonfinite=True)
+    return report
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_list_over_several_meshes_has_one_norm(reverse: bool, alone: Ranks, ranks4: Ranks) -> None:
+    (expected,) = alone.run(several_meshes, reverse)
+    for found in ranks4.run(several_meshes, reverse):
+        assert_same(found, expected, rtol=1e-3, atol=1e-7)
+
+
+def not_finite(rank: int, world_size: int) -> list[Any]:
+    """inf and NaN on the last shard of one gradient: an error on every rank, or torch's values, as is asked."""
+    seen = []
+    for bad in (torch.inf, torch.nan):
+        for order in (1.0, 2.0, math.inf):
+            torch.manual_seed(0)
+            model = Stack()
+            if world_size > 1:
+                trueshard.shard(model)
+            gradients(model, rank, world_size)
+            grad = model.last.weight.grad
+            if world_size == 1:
+                grad[-1, -1] = bad
+            elif rank == world_size - 1:
+                grad.to_local()[-1, -1] = bad
+            before = [whole(p.grad) for p in model.parameters()]
+            place = [p is model.last.weight for p in model.parameters()].index(True)
+            words = rf"number {place} of shape \(8, 8\).*skip this step"
+            with pytest.raises(RuntimeError, match=words if order < math.inf else "is nan|is inf"):
+                trueshard.clip_grad_norm_(model.parameters(), 0.1, order, error_if_nonfinite=True)
+            assert_same([whole(p.grad) for p in model.parameters()], before)
+            clip = trueshard.clip_grad_norm_ if world_size > 1 else torch.nn.utils.clip_grad_norm_
+            seen.append([whole(clip(model.parameters(), 0.1, order)), *(whole(p.grad) for p in model.parameters())])
+    return seen
+
+
+def test_what_is_not_finite_on_one_rank_is_an_error_on_every_rank(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+    (expected,) = alone.run(not_finite)
+    for ranks in (ranks2, ranks3):
+        for found in ranks.run(not_finite):
+            assert_same(found, expected)
+
+
+def ways_to_give(rank: int, world_size: int) -> Report:
+    torch.manual_seed(0)
+    model = Stack()
+    if world_size > 1:
+        trueshard.shard(model)
+    gradients(model, rank, world_size)
+    clip = trueshard.clip_grad_norm_ if world_size > 1 else torch.nn.utils.clip_grad_norm_
+    report: Report = {
+        "generator": clip((p for p in model.parameters()), 1e6),
+        "one": clip(model.last.weight, 0.1),
+        "none": clip([], 1.0),
+        "without gradients": clip([nn.Parameter(torch.ones(3))], 1.0),
+        "limit as a tensor": clip(model.parameters(), torch.tensor(0.05)),
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report["empty generator"] = clip((p for p in ()), 1.0)
+    assert "no gradient" in str(caught[0].message)
+    return {key: whole(value) for key, value in report.items()} | {
+        n: whole(p.grad) for n, p in model.named_parameters()
+    }
+
+
+def test_parameters_come_as_a_list_a_generator_or_one_tensor(alone: Ranks, ranks2: Ranks) -> None:
+    (expected,) = alone.run(ways_to_give)
+    for found in ranks2.run(ways_to_give):
+        assert_same(found, expected, rtol=1e-4, atol=1e-7)
+
+
+class ScalarFirst(Scalar):
+    """The first parameter is one that every rank holds whole, so that a list of all starts with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parameters = {"scale": self._parameters["scale"], **self._parameters}
+
+
+def torchs_own(rank: int, world_size: int, foreach: bool | None) -> Report:
+    torch.manual_seed(0)
+    model = ScalarFirst()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, foreach=foreach)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    norms = []
+    for seed in range(3):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
+        model(x).pow(2).mean().backward()
+        if seed == 2:
+            total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], 3.0, foreach=foreach)
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, total, foreach=foreach)
+        else:
+            total = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
+        norms.append(whole(total))
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.005, foreach=foreach)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=seed == 0)
+    state = {n: {k: whole(v) for k, v in optimizer.state[p].items()} for n, p in model.named_parameters()}
+    return {"norm": norms, "state": state} | {n: whole(p) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("foreach", FOREACH)
+def test_torchs_own_functions_take_every_parameter(
+    foreach: bool | None, alone: Ranks, ranks2: Ranks, ranks3: Ranks
+) -> None:
+    (expected,) = alone.run(torchs_own, foreach)
+    for ranks in (ranks2, ranks3):
+        for found in ranks.run(torchs_own, foreach):
+            assert_same(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def slices(memory: torch.Tensor) -> Iterator[tuple[list[torch.Tensor], int]]:
+    """(tensors, how many runs they are)."""
+    first, second, third = memory[:4].view(2, 2), memory[4:10], memory[10:]
+    yield [first, second, third], 1
+    yield [first, third], 2
+    yield [second, first], 2
+    yield [first, second, second], 2
+    yield [first, memory[4:4], second], 1
+    yield [memory[:9].view(3, 3).T, memory[9:]], 2
+    yield [first, torch.zeros(5), second], 3
+    yield [torch.zeros(2), torch.zeros(2)], 2
+    yield [memory[:4], memory[4:8].clone(), memory[8:]], 3
+
+
+def test_neighbours_in_memory_are_one_run() -> None:
+    for number in range(9):
+        memory = torch.arange(12.0)
+        shards, count = list(slices(memory))[number]
+        times = [tensor.clone() for tensor in shards]
+        (part,) = parts_of(shards)
+        assert len(part.runs) == count
+        assert sum(run.numel() for run in part.runs) == sum(shard.numel() for shard in shards)
+        torch._foreach_mul_(part.runs, 2.0)
+        counted = [
+            sum(other.data_ptr() == shard.data_ptr() and other.numel() > 0 for other in shards) for shard in shards
+        ]
+        for shard, before, factor in zip(shards, times, counted, strict=True):
+            assert torch.equal(shard, before * 2**factor)
