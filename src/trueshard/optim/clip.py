@@ -68,7 +68,7 @@ def clip_grad_norm_(
         if foreach is False:
             for grad in part.shards:
                 grad.mul_(factor)
-        else:
+        elif part.runs:
             torch._foreach_mul_(part.runs, factor)
     return total
 
@@ -123,9 +123,9 @@ def _joined(vectors: list[torch.Tensor]) -> torch.Tensor:
 def _local_norms(part: Part, order: float, foreach: bool | None, each: bool) -> torch.Tensor:
     """Norms of this rank's shards, or of runs of them; an empty one gets what does not change the norm of the whole."""
     shards = part.shards if each or foreach is False else part.runs
-    if math.isinf(order) and not all(shard.numel() for shard in shards):
-        neutral = torch.full((1,), 0.0 if order > 0 else math.inf, dtype=part.dtype, device=part.device)
-        shards = [shard if shard.numel() else neutral for shard in shards]
+    if not shards or not all(shard.numel() for shard in shards):
+        neutral = torch.full((1,), math.inf if order < 0 else 0.0, dtype=part.dtype, device=part.device)
+        shards = [shard if shard.numel() else neutral for shard in shards] or [neutral]
     # bfloat16 and float16 are too coarse to be squared and added over ranks; rounding comes at the end.
     dtype = torch.promote_types(part.dtype, torch.float32)
     if foreach is False:

@@ -42,12 +42,18 @@ class Part:
 
     @functools.cached_property
     def runs(self) -> list[torch.Tensor]:
-        """The memory of the shards in as few tensors as it has pieces; a shard that is there twice is in two runs."""
+        """The memory of the shards in as few tensors as it has pieces, without empty ones.
+
+        A shard that is there twice is in two runs.
+        """
         shards = self.shards
         offsets: list[Any] = list(map(torch.Tensor.storage_offset, shards))
+        counts = list(map(torch.Tensor.numel, shards))
+        if not all(counts):
+            shards = [shard for shard in shards if shard.numel()]
+            offsets, counts = [shard.storage_offset() for shard in shards], [shard.numel() for shard in shards]
         if not any(offsets) or not all(map(torch.Tensor.is_contiguous, shards)):  # each begins a storage
             return shards
-        counts = list(map(torch.Tensor.numel, shards))
         addresses = list(map(torch.Tensor.data_ptr, shards))
         itemsize = shards[0].itemsize
         runs: list[list[int]] = []  # first shard, elements
