@@ -5,8 +5,10 @@ Each case runs on one process without sharding and on 2 and 3 ranks whose shards
 
 from __future__ import annotations
 
+import gc
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -473,3 +475,23 @@ def two(rank: int, world_size: int) -> Any:
 
 def test_two_optimizers_over_one_model_and_attributes_on_parameters(alone: Ranks, sizes: list[Ranks]) -> None:
     same(two, alone, sizes)
+
+
+def let_go(rank: int, world_size: int) -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trueshard.shard(model, optimizer)
+    loss_of(model, 0, rank, world_size).backward()
+    optimizer.step()
+    weak = weakref.ref(optimizer)
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer
+        assert weak() is None
+    finally:
+        gc.enable()
+
+
+def test_an_optimizer_is_freed_when_it_is_let_go_of(ranks2: Ranks) -> None:
+    ranks2.run(let_go)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -80,22 +79,33 @@ class Stepping:
         self._guard(optimizer)
 
     def _guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """An exception in a step leaves DTensors; and hooks that the user set since come before ours."""
-        inner = optimizer.step
-        before, handle = optimizer._optimizer_step_pre_hooks, self._before_handle.id
+        """An exception in a step leaves DTensors; and hooks that the user set since come before ours.
 
-        @functools.wraps(inner)
-        def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        Like a scheduler's, the function put over ``step`` holds the optimizer weakly: it is freed when it is let go of.
+        """
+        before, handle = optimizer._optimizer_step_pre_hooks, self._before_handle.id
+        inner = optimizer.__dict__.get("step")  # a scheduler's
+        weak = weakref.ref(optimizer)
+
+        def guarded(this: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             before.move_to_end(handle)  # type: ignore[attr-defined]
             self._abandon()
             try:
-                found = inner(*args, **kwargs)
+                found = type(this).step(this, *args, **kwargs) if inner is None else inner(*args, **kwargs)
                 return self._loss if found is self._mean and found is not None else found
             finally:
                 self._abandon()
                 self._loss = self._mean = None
 
-        optimizer.step = types.MethodType(torch.compiler.disable(step, recursive=False), optimizer)  # type: ignore[method-assign]
+        @functools.wraps(type(optimizer).step if inner is None else inner)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            this = weak()
+            assert this is not None
+            return guarded(this, *args, **kwargs)
+
+        replaced: Any = torch.compiler.disable(step, recursive=False)
+        replaced.__func__ = torch.compiler.disable(guarded, recursive=False)  # schedulers take a bound method apart
+        optimizer.step = replaced  # type: ignore[method-assign]
 
     # The hooks
 
