@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -92,9 +92,7 @@ def test_clipping_in_low_precision_is_torchs_up_to_its_rounding(
     build: Callable[[], nn.Module], alone: Ranks, ranks2: Ranks
 ) -> None:
     (expected,) = alone.run(each_way, build, False)
-    orders = [
-        key for key in expected if key.startswith(("order 1.0", "order 2.0", "order 3.0", "order inf", "order 0."))
-    ]
+    orders = [key for key in expected if not key.startswith(("order -", "order 0.0"))]
     for found in ranks2.run(each_way, build, False):
         assert_same({k: found[k] for k in orders}, {k: expected[k] for k in orders}, rtol=5e-2, atol=2e-3)
 
@@ -119,8 +117,8 @@ def several_meshes(rank: int, world_size: int, reverse: bool) -> Report:
     for order in ORDERS:
         clip = trueshard.clip_grad_norm_ if world_size > 1 else torch.nn.utils.clip_grad_norm_
         report[f"order {order}"] = whole(clip(every, 0.5, norm_type=order)), [whole(p.grad) for p in every]
+    every[2].grad.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="number 2 of shape"):
-        every[2].grad.fill_(torch.nan)
         trueshard.clip_grad_norm_(every, 0.5, error_if_nonfinite=True)
     return report
 
@@ -235,31 +233,29 @@ def test_torchs_own_functions_take_every_parameter(
             assert_same(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def slices(memory: torch.Tensor) -> Iterator[tuple[list[torch.Tensor], int]]:
+def slices(memory: torch.Tensor) -> list[tuple[list[torch.Tensor], int]]:
     """(tensors, how many runs they are)."""
     first, second, third = memory[:4].view(2, 2), memory[4:10], memory[10:]
-    yield [first, second, third], 1
-    yield [first, third], 2
-    yield [second, first], 2
-    yield [first, second, second], 2
-    yield [first, memory[4:4], second], 1
-    yield [memory[:9].view(3, 3).T, memory[9:]], 2
-    yield [first, torch.zeros(5), second], 3
-    yield [torch.zeros(2), torch.zeros(2)], 2
-    yield [memory[:4], memory[4:8].clone(), memory[8:]], 3
+    return [
+        ([first, second, third], 1),
+        ([first, third], 2),
+        ([second, first], 2),
+        ([first, second, second], 2),
+        ([first, memory[4:4], second], 1),
+        ([memory[:9].view(3, 3).T, memory[9:]], 2),
+        ([first, torch.zeros(5), second], 3),
+        ([torch.zeros(2), torch.zeros(2)], 2),
+        ([memory[:4], memory[4:8].clone(), memory[8:]], 3),
+        ([memory[:0]], 0),
+    ]
 
 
 def test_neighbours_in_memory_are_one_run() -> None:
-    for number in range(9):
-        memory = torch.arange(12.0)
-        shards, count = list(slices(memory))[number]
-        times = [tensor.clone() for tensor in shards]
+    for number, (_, count) in enumerate(slices(torch.zeros(12))):
+        shards, _ = slices(torch.arange(12.0))[number]
+        expected = [shard.clone() * 2 ** sum(shard is other for other in shards) for shard in shards]
         (part,) = parts_of(shards)
         assert len(part.runs) == count
-        assert sum(run.numel() for run in part.runs) == sum(shard.numel() for shard in shards)
-        torch._foreach_mul_(part.runs, 2.0)
-        counted = [
-            sum(other.data_ptr() == shard.data_ptr() and other.numel() > 0 for other in shards) for shard in shards
-        ]
-        for shard, before, factor in zip(shards, times, counted, strict=True):
-            assert torch.equal(shard, before * 2**factor)
+        for run in part.runs:
+            run.mul_(2.0)
+        assert all(map(torch.equal, shards, expected))

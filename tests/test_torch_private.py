@@ -42,6 +42,7 @@ CALLED = {
     "in_backward",
     "find_every_inf",
     "dtensor_over",
+    "shards_of",
     "make_hookable",
     "shards_of_gradients",
     "is_placed_as",
@@ -215,7 +216,8 @@ def neighbours(rank: int, world_size: int) -> None:
     fully_shard(model)
     values = [p.full_tensor() for p in model.parameters()]
     _torch.join_shards(model, small=0)
-    locals_ = [_torch.local(p) for p in model.parameters()]
+    locals_ = _torch.shards_of(model.parameters())
+    assert all(a is _torch.local(b) for a, b in zip(locals_, model.parameters(), strict=True))
     assert len({_torch.storage_identity(local) for local in locals_}) == 1
     assert all(torch.equal(p.full_tensor(), value) for p, value in zip(model.parameters(), values, strict=True))
     versions = [_torch.version(local) for local in locals_]

@@ -229,6 +229,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def shards_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """``local`` of each."""
+    return [each._local_tensor if isinstance(each, DTensor) else each for each in parameters]
+
+
 def dtensor_over(local: torch.Tensor, like: DTensor, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
     """``DTensor.from_local`` for a shard that may lie anywhere in its storage.
 

@@ -198,7 +198,8 @@ class Swap:
             if id(state) not in lent_of:
                 lent: State = defaultdict(dict)
                 lent_of[id(state)] = lent
-                lent.update((key, value) for key, value in state.items() if not isinstance(key, torch.Tensor))
+                if not all(issubclass(kind, torch.Tensor) for kind in set(map(type, state))):
+                    lent.update((key, value) for key, value in state.items() if not isinstance(key, torch.Tensor))
                 for stand_in in stand_ins:
                     if (entries := stand_in.lend(state)) is not None:
                         lent[stand_in.leaf] = entries

@@ -62,7 +62,7 @@ class Run:
         grads = [member.grad for member in self.members]
         if all(grad is None for grad in grads):
             return self._joined(state)
-        if any(grad is None for grad in grads):
+        if not all(map(operator.is_not, grads, itertools.repeat(None))):
             return False
         shards = _torch.shards_of_gradients(self.members, grads)
         if shards is None:
@@ -70,9 +70,7 @@ class Run:
         first = shards[0]
         if first.dtype != self.leaf.dtype or not all(map(torch.Tensor.is_contiguous, shards)):
             return False
-        address, offset = first.data_ptr(), first.storage_offset()
-        neighbours = list(map(torch.Tensor.data_ptr, shards)) == [address + start for start in self._bytes]
-        neighbours &= list(map(torch.Tensor.storage_offset, shards)) == [offset + start for start in self._starts]
+        neighbours = self._are_neighbours(shards)
         if not (neighbours or self.leaf.nbytes <= COPIED) or not self._joined(state):
             return False
         if neighbours:
@@ -80,6 +78,15 @@ class Run:
         else:
             self._grad = torch.cat(shards if self._stackable else [shard.view(-1) for shard in shards]).view(-1)
         return True
+
+    def _are_neighbours(self, shards: list[torch.Tensor]) -> bool:
+        """Whether ``shards`` follow one another as the members do."""
+        address, offset = shards[0].data_ptr(), shards[0].storage_offset()
+        if shards[1].data_ptr() != address + self._bytes[1]:
+            return False
+        return list(map(torch.Tensor.data_ptr, shards)) == [address + start for start in self._bytes] and list(
+            map(torch.Tensor.storage_offset, shards)
+        ) == [offset + start for start in self._starts]
 
     def lend(self, state: State) -> Any:
         """As a stand-in; ``ready`` was asked before."""
@@ -140,12 +147,12 @@ class Run:
     # Whether the members' state is still the leaf's
 
     def _joined(self, state: State) -> bool:
-        found: list[Any] = [state.get(member) for member in self.members]
+        found: list[Any] = list(map(state.get, self.members))
         if all(entries is None for entries in found):
             self._entries = None
             return True
         if self._entries is not None and all(map(operator.is_, found, self._shown)):
-            values = [value for shown in self._shown for value in shown.values()]
+            values = list(itertools.chain.from_iterable(map(dict.values, self._shown)))
             if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
                 return all(self._still_equal(key) for key in self._counts)
         if any(type(entries) is not dict or entries.keys() != found[0].keys() for entries in found):
@@ -204,7 +211,7 @@ class Runs:
 
     def of(self, group: int, parameters: Sequence[torch.Tensor]) -> tuple[list[Run], list[torch.Tensor]]:
         """The runs among ``parameters`` of a group, and those that are in none."""
-        memory = [_torch.local(parameter) for parameter in parameters]
+        memory = _torch.shards_of(parameters)
         trainable = [parameter.requires_grad for parameter in parameters]
         known = self._known.get(group)
         if (
