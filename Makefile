@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 TORCH := torch==2.13.0
+TORCHAO := torchao==0.18.0
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -44,4 +45,6 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --disable-pip-version-check --requirement requirements.lock
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	# Apart, where only its tests look: transformers imports it if it can, and then every program prints its warnings.
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target .venv/apart $(TORCHAO)
 	touch $@

@@ -5,6 +5,8 @@
   of its operations goes through DTensor. Ours: the same optimizer, given to ``shard()``.
 - Before each step, outside the clock: ``zero_grad`` and a forward and backward pass, so that gradients lie where FSDP2
   leaves them, and are new tensors every time, as in training. ``zero_grad`` is the same code in both.
+- After a ``shard()``, every optimizer of the process is looked at before it steps: one walk over its parameters, which
+  is in the time of both ways.
 - Parameters, or what clipping made of the gradients, are compared at the end: a faster step that computed something
   else would be no result.
 - Memory is counted in processes of its own, one way in each: bytes under all tensors that are alive after some steps.

@@ -11,8 +11,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -20,6 +22,9 @@ from torch.optim import Adam, AdamW, Optimizer
 
 import optimizer_ways as ways
 from optimizer_ways import Forward, Make, Take, takes
+
+APART = Path(sys.prefix) / "apart"
+"""Where torchao is: whoever finds it imports it (transformers does), and it prints to stderr what it could not load."""
 
 LIBRARIES = ("torch.optim", "pytorch_optimizer", "torchao.optim")
 
@@ -195,6 +200,8 @@ def classes(library: str) -> dict[str, type[Any]]:
     """Every optimizer class that ``library`` gives out and defines itself, by name, in alphabetical order."""
     import importlib
 
+    if library.startswith("torchao") and str(APART) not in sys.path:
+        sys.path.append(str(APART))
     module = importlib.import_module(library)
     home = library.partition(".")[0]
     found = {

@@ -438,3 +438,14 @@ def test_what_trying_could_not_see_is_found_when_it_happens(ranks2: Ranks) -> No
     for words in ranks2.run(rarely):
         assert len(words) == 1
         assert words[0].startswith("Rarely")
+
+
+def test_torchs_own_are_known() -> None:
+    """Not by trial, which cannot know that Muon reads its parameter as a factor alone."""
+    matrix = nn.Parameter(torch.ones(2, 2))
+    (muon,) = classify(torch.optim.Muon([matrix]))
+    (adam,) = classify(torch.optim.AdamW([matrix]))
+    assert muon.whole
+    assert muon.decoupled
+    assert adam.elementwise
+    assert not adam.whole

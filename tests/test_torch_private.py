@@ -41,6 +41,7 @@ CALLED = {
     "at_end_of_backward",
     "in_backward",
     "find_every_inf",
+    "average_mixed_lists",
     "dtensor_over",
     "shards_of",
     "make_hookable",
@@ -178,6 +179,29 @@ def scaling(rank: int, world_size: int) -> None:
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.5))
     assert found.item() == 1.0
     assert grads[0].to_local().tolist() == [0.5, 0.5]
+
+
+def averaging(rank: int, world_size: int) -> None:
+    """torch's averaging functions on lists of parameters and buffers."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    _torch.average_mixed_lists()
+    for function in (get_ema_multi_avg_fn(0.5), get_swa_multi_avg_fn()):
+        for mixed in (True, False):
+            old, new = ([DTensor.from_local(torch.full((2,), v), mesh, [Shard(0)])] for v in (0.0, 4.0))
+            if mixed:
+                old, new = [torch.zeros(3), *old, torch.zeros(2)], [torch.full((3,), 4.0), *new, torch.full((2,), 4.0)]
+            function(old, new, torch.tensor(1))
+            assert [each.sum().item() for each in old] == (
+                [6.0, 4.0 * world_size, 4.0] if mixed else [4.0 * world_size]
+            )
+
+
+def test_averaging(ranks2: Ranks) -> None:
+    ranks2.run(averaging)
 
 
 def test_scaling(ranks2: Ranks) -> None:

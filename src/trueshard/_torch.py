@@ -330,6 +330,36 @@ def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, mesh.get_group(dim))
 
 
+def average_mixed_lists() -> None:
+    """Let torch's averaging functions (EMA, SWA) take lists in which plain tensors stand beside DTensors.
+
+    ``AveragedModel(use_buffers=True)`` puts parameters and buffers into one list, which DTensor refuses. Its public
+    switch for that, ``implicit_replication``, would have to be on around the user's own call. A list that is not mixed
+    goes its usual way.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    aten = torch.ops.aten
+    for operator in (aten._foreach_lerp_.Scalar, aten._foreach_sub.List, aten._foreach_addcdiv_.Scalar):
+        handlers.setdefault(operator, _apart)
+
+
+def _apart(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+    """Run a list operator on the DTensors of its lists, and on the plain tensors, each by themselves."""
+    first = args[0]
+    kinds = [isinstance(tensor, DTensor) for tensor in first]
+    found: dict[int, torch.Tensor] = {}
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    del handlers[operator]  # or calling it would come here again
+    try:
+        for kind in set(kinds):
+            places = [i for i, each in enumerate(kinds) if each is kind]
+            some = [[arg[i] for i in places] if isinstance(arg, (list, tuple)) else arg for arg in args]
+            found.update(zip(places, operator(*some, **kwargs) or (), strict=False))
+    finally:
+        handlers[operator] = _apart
+    return [found[i] for i in range(len(first))] if found else None
+
+
 def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
     """Whether ``register_post_accumulate_grad_hook`` was called on ``tensor`` (and its handle not removed)."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))

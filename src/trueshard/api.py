@@ -123,6 +123,7 @@ def shard(
     # Only now: parameters that were put back must not count as replaced.
     watch(names.unwrap(model), {record.name: p for record, p in pairs if new_of[id(p)] is not p})
     _torch.find_every_inf()
+    _torch.average_mixed_lists()
     for optimizer, verdict in zip(optimizers, verdicts, strict=True):
         bind(optimizer, verdict)
     return resolved

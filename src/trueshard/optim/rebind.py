@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -74,7 +75,8 @@ def shard_state(value: Any, new: torch.Tensor, is_rows: IsRows, path: tuple[Any,
         if isinstance(new, DTensor) and not isinstance(value, DTensor) and is_rows(path, value, new):
             return shard_like(value, new)
         return value
-    return each_in(value, lambda each, where: shard_state(each, new, is_rows, where), path)
+    # A copy: whoever undoes a failed shard() puts the old containers back.
+    return each_in(copy.copy(value), lambda each, where: shard_state(each, new, is_rows, where), path)
 
 
 def each_in(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...] = ()) -> Any:

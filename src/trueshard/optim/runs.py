@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.optim.local import State, leaf_over, local_gradient
+from trueshard.optim.parts import Part
 from trueshard.optim.rebind import as_rows, by_shape, shard_like
 
 COPIED = 16 << 20
@@ -42,7 +43,6 @@ class Run:
         first = self.locals[0]
         self._bytes = [start * first.itemsize for start in self._starts]
         self.leaf: torch.Tensor = leaf_over(first.as_strided((self._ends[-1],), (1,)), members[0])
-        self._stackable = len({local.shape[1:] for local in self.locals}) == 1
         self._entries: dict[str, Any] | None = None
         """The leaf's state."""
         self._shown: list[dict[str, Any]] = []
@@ -76,7 +76,8 @@ class Run:
         if neighbours:
             self._grad = first.as_strided((self._ends[-1],), (1,))
         else:
-            self._grad = torch.cat(shards if self._stackable else [shard.view(-1) for shard in shards]).view(-1)
+            pieces = Part(None, first.dtype, first.device, shards).runs  # each unit's lie behind one another
+            self._grad = torch.cat([piece.view(-1) for piece in pieces])
         return True
 
     def _are_neighbours(self, shards: list[torch.Tensor]) -> bool:

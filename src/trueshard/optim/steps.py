@@ -64,9 +64,8 @@ class Stepping:
         self._is_tried = any(verdict.rows is not None for verdict in verdicts)
         self._looks_at_random = self._is_tried and not any(verdict.draws for verdict in verdicts)
         self._random: torch.Tensor | None = None
-        self._loss: Any = None
-        """What the user's closure returned, and what the optimizer was told instead."""
-        self._mean: Any = None
+        self._losses: list[tuple[Any, Any]] = []
+        """What the optimizer was told in this step, and what the user's closure returned."""
         self._swap: Swap | None = None
         self._walk: Iterator[Any] | None = None
         self._depth = 0
@@ -92,10 +91,10 @@ class Stepping:
             self._abandon()
             try:
                 found = type(this).step(this, *args, **kwargs) if inner is None else inner(*args, **kwargs)
-                return self._loss if found is self._mean and found is not None else found
+                return self._told(found)
             finally:
                 self._abandon()
-                self._loss = self._mean = None
+                self._losses = []
 
         @functools.wraps(type(optimizer).step if inner is None else inner)
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -278,7 +277,7 @@ class Stepping:
 
         @functools.wraps(closure)
         def averaged() -> Any:
-            loss = self._loss = self._mean = closure()
+            loss = closure()
             members = (p for group in optimizer.param_groups for p in group["params"])
             mesh = next((p.device_mesh for p in members if isinstance(p, DTensor)), None)
             if mesh is not None and isinstance(loss, (float, torch.Tensor)) and not isinstance(loss, DTensor):
@@ -286,10 +285,18 @@ class Stepping:
                 for group in groups_of(mesh):
                     dist.all_reduce(mean, group=group)
                 mean /= mesh.size()
-                self._mean = float(mean) if isinstance(loss, float) else mean.to(loss)
-            return self._mean
+                told = float(mean) if isinstance(loss, float) else mean.to(loss)
+                self._losses.append((told, loss))
+                return told
+            return loss
 
         return averaged
+
+    def _told(self, found: Any) -> Any:
+        """What a step returned, with the user's own losses."""
+        if type(found) in (tuple, list):
+            return type(found)(map(self._told, found))
+        return next((loss for told, loss in self._losses if told is found), found)
 
     def _once(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Gradients must be there before they travel: the closure is called now, and what it returned is given out."""

@@ -1,0 +1,235 @@
+"""Contract line 9: averaged copies of a sharded model (EMA, SWA) equal the unsharded copy, and cost a shard a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import (
+    SWALR,
+    AveragedModel,
+    get_ema_avg_fn,
+    get_ema_multi_avg_fn,
+    get_swa_multi_avg_fn,
+    update_bn,
+)
+
+import trueshard
+from models.handmade import WIDTH, Block, Scalar
+from parity import Ranks, assert_same
+from training import whole
+
+Report = dict[str, Any]
+
+
+class Everything(Scalar):
+    """Uneven shards, 0-dim, frozen and tied parameters, and buffers: one changes, one is not saved, one is a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(WIDTH, 1)
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.blocks[1].down.requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("mask", torch.rand(WIDTH), persistent=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+            self.mean += 0.1 * self.calls
+        return super().forward((x - 0.01 * self.mean) * self.mask) + self.one(x)
+
+
+WAYS: dict[str, Callable[[], dict[str, Any]]] = {
+    "default": dict,
+    "ema, by list": lambda: {"multi_avg_fn": get_ema_multi_avg_fn(0.8)},
+    "ema, by parameter": lambda: {"avg_fn": get_ema_avg_fn(0.8)},
+    "swa, by list": lambda: {"multi_avg_fn": get_swa_multi_avg_fn()},
+    "default, with buffers": lambda: {"use_buffers": True},
+    "buffers by parameter": lambda: {"avg_fn": get_ema_avg_fn(0.8), "use_buffers": True},
+    "ema of a model of floats, with buffers": lambda: {"multi_avg_fn": get_ema_multi_avg_fn(0.8), "use_buffers": True},
+}
+
+
+def rows(seed: int, rank: int, world_size: int) -> torch.Tensor:
+    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
+
+
+def averaged(rank: int, world_size: int, way: str, early: bool) -> Report:
+    """Four steps, an update of the copy after each, and what the copy computes."""
+    torch.manual_seed(0)
+    model = Everything()
+    if way == "ema of a model of floats, with buffers":
+        model.calls = model.calls.float()  # torch's EMA of a list takes no integers
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    copy = AveragedModel(model, **WAYS[way]()) if early else None
+    report: Report = {}
+    for seed in range(4):
+        model(rows(seed, rank, world_size)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if copy is None:
+            copy = AveragedModel(model, **WAYS[way]())
+        copy.update_parameters(model)
+    assert copy is not None
+    report["model"] = {n: whole(t) for n, t in model.state_dict().items()}
+    report["copy"] = {n: whole(t) for n, t in copy.state_dict().items()}
+    report["names"] = [n for n, _ in copy.module.named_parameters(remove_duplicate=False)]
+    report["trainable"] = [p.requires_grad for p in copy.module.parameters()]
+    copy.eval()
+    with torch.no_grad():
+        report["output"] = copy(rows(9, 0, 1))
+    model.eval()
+    report["model's output"] = model(rows(9, 0, 1)).detach()
+    return report
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["made before the first step", "made after it"])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_averaged_copy_is_that_of_the_unsharded_model(
+    way: str, early: bool, alone: Ranks, ranks2: Ranks, ranks3: Ranks
+) -> None:
+    (expected,) = alone.run(averaged, way, early)
+    for ranks in (ranks2, ranks3):
+        for found in ranks.run(averaged, way, early):
+            assert_same(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def held(model: nn.Module) -> int:
+    """Elements of the parameters in this rank's memory, a tied one once."""
+    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+
+
+def memory(rank: int, world_size: int) -> tuple[int, int, int]:
+    model = Everything()
+    every = sum(p.numel() for p in model.parameters())
+    trueshard.shard(model)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    copy = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    copy.update_parameters(model)
+    copy.update_parameters(model)
+    storages = {(p.to_local() if isinstance(p, DTensor) else p).untyped_storage().data_ptr() for p in copy.parameters()}
+    shared = {(p.to_local() if isinstance(p, DTensor) else p).untyped_storage().data_ptr() for p in model.parameters()}
+    assert not (storages - {0}) & (shared - {0})
+    assert held(copy.module) == held(model)
+    copy.module(torch.ones(2, WIDTH))
+    assert held(copy.module) > held(model) or world_size == 1  # gathered, until it is freed
+    with torch.no_grad():
+        copy.module(torch.ones(2, WIDTH))
+    replicated = sum(p.numel() for p in model.parameters() if p.ndim == 0)
+    return held(model), replicated, every
+
+
+def expected_share(model: nn.Module, rank: int, world_size: int) -> int:
+    """Elements by ``torch.chunk``'s rule for dim 0; what has no dimension is whole on every rank."""
+    count = 0
+    for p in model.parameters():
+        pieces = p.chunk(world_size) if p.ndim else [p] * world_size
+        count += pieces[rank].numel() if rank < len(pieces) else 0
+    return count
+
+
+def test_a_copy_costs_a_shard_a_rank(ranks2: Ranks, ranks3: Ranks) -> None:
+    model = Everything()
+    for ranks in (ranks2, ranks3):
+        found = ranks.run(memory)
+        for rank, (here, _, _) in enumerate(found):
+            assert here == expected_share(model, rank, ranks.count)
+        replicated, every = found[0][1:]
+        assert sum(here for here, _, _ in found) == every + (ranks.count - 1) * replicated
+        assert max(here for here, _, _ in found) < 1.25 * every / ranks.count
+
+
+def swapped(rank: int, world_size: int) -> Report:
+    """Evaluation with the averaged values in the model itself, and back again before training goes on."""
+    torch.manual_seed(0)
+    model = Everything()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    copy = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+    report: Report = {}
+    for seed in range(3):
+        model(rows(seed, rank, world_size)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        copy.update_parameters(model)
+        kept = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p, average in zip(model.parameters(), copy.module.parameters(), strict=True):
+                p.copy_(average)
+            model.eval()
+            report[f"averaged {seed}"] = model(rows(20, 0, 1))
+            copy.eval()
+            report[f"by the copy {seed}"] = copy(rows(20, 0, 1))
+            for p, old in zip(model.parameters(), kept, strict=True):
+                p.copy_(old)
+            report[f"back {seed}"] = model(rows(20, 0, 1))
+            model.train()
+    model.load_state_dict(copy.module.state_dict())
+    report["loaded"] = {n: whole(p) for n, p in model.named_parameters()}
+    return report
+
+
+def test_averaged_values_are_swapped_in_and_out(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+    (expected,) = alone.run(swapped)
+    for ranks in (ranks2, ranks3):
+        for found in ranks.run(swapped):
+            assert_same(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class Normalised(nn.Module):
+    """Normalises whole features of the batch by running statistics; every rank sees the whole batch in the test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.block(x)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def schedule(rank: int, world_size: int) -> Report:
+    """torch's own recipe: SWALR, an update an epoch, statistics of the copy at the end."""
+    import warnings
+
+    torch.manual_seed(0)
+    model = Normalised()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = SWALR(optimizer, swa_lr=0.02, anneal_epochs=3)
+    if world_size > 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trueshard.shard(model, optimizer)
+    copy = AveragedModel(model)
+    report: Report = {"rates": []}
+    for seed in range(5):
+        model(rows(seed, 0, 1)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        report["rates"].append(optimizer.param_groups[0]["lr"])
+        if seed >= 2:
+            copy.update_parameters(model)
+    update_bn([rows(seed, 0, 1) for seed in range(3)], copy)
+    copy.eval()
+    with torch.no_grad():
+        report["output"] = copy(rows(9, 0, 1))
+    return report | {"copy": {n: whole(t) for n, t in copy.state_dict().items()}}
+
+
+def test_torchs_recipe_for_swa_works(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+    (expected,) = alone.run(schedule)
+    for ranks in (ranks2, ranks3):
+        for found in ranks.run(schedule):
+            assert_same(found, expected, rtol=1e-4, atol=1e-5)
