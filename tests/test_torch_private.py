@@ -45,7 +45,8 @@ CALLED = {
     "dtensor_over",
     "shards_of",
     "make_hookable",
-    "shards_of_gradients",
+    "shards_placed_alike",
+    "specs_of",
     "is_placed_as",
     "join_shards",
 }
@@ -249,11 +250,17 @@ def neighbours(rank: int, world_size: int) -> None:
     model(torch.randn(2, 8)).sum().backward()
     members: Any = list(model.parameters())
     grads = [p.grad for p in members]
-    shards = _torch.shards_of_gradients(members, grads)
+    assert all(a is b for a, b in zip(_torch.specs_of(grads), _torch.specs_of(members), strict=True))
+    assert _torch.specs_of([torch.ones(2)]) == [None]
+    shards = _torch.shards_placed_alike(grads)
     assert shards is not None
     assert all(shard is _torch.local(grad) for shard, grad in zip(shards, grads, strict=True))
     assert _torch.is_placed_as(grads[0], members[0])
-    assert not _torch.is_placed_as(DTensor.from_local(torch.ones(2), members[0].device_mesh, [Replicate()]), members[0])
+    elsewhere = DTensor.from_local(torch.ones(2), members[0].device_mesh, [Replicate()])
+    wide = DTensor.from_local(torch.ones(2).double(), members[0].device_mesh, members[0].placements)
+    for other in (elsewhere, wide, torch.ones(2)):
+        assert _torch.shards_placed_alike([*grads, other]) is None
+    assert not _torch.is_placed_as(elsewhere, members[0])
     part = torch.arange(20.0)[4:20].view(4, 4)
     made = _torch.dtensor_over(part, members[0], torch.Size((4 * world_size, 4)), (4, 1))
     assert _torch.local(made) is part

@@ -6,6 +6,7 @@ torch that moves one of these names fails there, by name, and not in a user's ru
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -254,11 +255,24 @@ def make_hookable(optimizer: torch.optim.Optimizer) -> None:
         optimizer._patch_step_function()
 
 
-def shards_of_gradients(parameters: Sequence[DTensor], grads: Sequence[Any]) -> list[torch.Tensor] | None:
-    """The local shards of ``grads``, if each has the very record of its parameter, as FSDP2 gives it; else None."""
-    pairs = zip(grads, parameters, strict=True)
-    shards = [grad._local_tensor for grad, p in pairs if type(grad) is DTensor and grad._spec is p._spec]
-    return shards if len(shards) == len(parameters) else None
+def shards_placed_alike(tensors: Sequence[Any]) -> list[torch.Tensor] | None:
+    """The local shards of DTensors that are all on one mesh, with one placement, dtype and device; else None."""
+    if set(map(type, tensors)) != {DTensor}:
+        return None
+    specs = [tensor._spec for tensor in tensors]
+    shards = [tensor._local_tensor for tensor in tensors]
+    mesh, placements = specs[0].mesh, specs[0].placements
+    alike = (
+        all(spec.mesh is mesh and spec.placements == placements for spec in specs)
+        and len(set(map(operator.attrgetter("dtype"), shards))) == 1
+        and len(set(map(torch.Tensor.get_device, shards))) == 1
+    )
+    return shards if alike else None
+
+
+def specs_of(tensors: Iterable[Any]) -> list[Any]:
+    """DTensor's own records of shape, mesh and placement; None for a plain tensor."""
+    return [tensor._spec if type(tensor) is DTensor else None for tensor in tensors]
 
 
 def is_placed_as(one: DTensor, two: DTensor) -> bool:
@@ -339,8 +353,8 @@ def average_mixed_lists() -> None:
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     aten = torch.ops.aten
-    for operator in (aten._foreach_lerp_.Scalar, aten._foreach_sub.List, aten._foreach_addcdiv_.Scalar):
-        handlers.setdefault(operator, _apart)
+    for each in (aten._foreach_lerp_.Scalar, aten._foreach_sub.List, aten._foreach_addcdiv_.Scalar):
+        handlers.setdefault(each, _apart)
 
 
 def _apart(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:

@@ -107,6 +107,16 @@ def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
 
 
+def rows_of(total: int, rank: int, ranks: int) -> tuple[int, int]:
+    """(first row, rows) of ``total`` rows on ``rank``: torch.chunk's rule, which FSDP2 follows.
+
+    Equal pieces of ceil(total / ranks), the last ones shorter or empty.
+    """
+    piece = -(-total // ranks)
+    start = min(piece * rank, total)
+    return start, min(piece, total - start)
+
+
 def is_simulated(mesh: DeviceMesh) -> bool:
     """Whether the mesh's groups are torch's ``fake`` ones: one process stands for many, and nothing can be compared."""
     return dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "fake"

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trueshard import _torch
 from trueshard.checkpoint import state
 from trueshard.checkpoint.manifest import Entry, Manifest, Piece
+from trueshard.distributed import rows_of
 
 
 def save(
@@ -159,9 +160,7 @@ def mine(tensor: torch.Tensor) -> tuple[int, int]:
     mesh, start, count = tensor.device_mesh, 0, rows
     for dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
-            piece = -(-rows // mesh.size(dim))
-            start = min(piece * mesh.get_local_rank(dim), rows)
-            count = min(piece, rows - start)
+            start, count = rows_of(rows, mesh.get_local_rank(dim), mesh.size(dim))
     return start, count
 
 

@@ -18,7 +18,12 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from trueshard.optim.parts import Cut, Part, Ranks, parts_of, reduce_over, wide
+from trueshard.optim.parts import Cut, Part, Ranks, flat, parts_of, reduce_over, wide
+
+_ROW = 1024
+"""Elements of which a CPU takes the norm at once."""
+_COPIED = 1 << 20
+"""Elements up to which gradients that lie apart are copied behind one another: a CPU's call costs more."""
 
 
 @torch.no_grad()
@@ -121,16 +126,26 @@ def _joined(vectors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _local_norms(part: Part, order: float, foreach: bool | None, each: bool) -> torch.Tensor:
-    """Norms of this rank's shards, or of runs of them; an empty one gets what does not change the norm of the whole."""
-    shards = part.shards if each or foreach is False else part.runs
-    if not shards or not all(shard.numel() for shard in shards):
-        neutral = torch.full((1,), math.inf if order < 0 else 0.0, dtype=part.dtype, device=part.device)
-        shards = [shard if shard.numel() else neutral for shard in shards] or [neutral]
+    """Norms of this rank's shards, or of pieces of them; an empty one gets what does not change the norm of all."""
     # bfloat16 and float16 are too coarse to be squared and added over ranks; rounding comes at the end.
     dtype = torch.promote_types(part.dtype, torch.float32)
+    separate = each or foreach is False
+    shards = part.shards if separate else part.runs
+    if not separate and shards and part.device.type == "cpu" and all(map(torch.Tensor.is_contiguous, shards)):
+        vectors = [flat(shards)] if sum(map(torch.Tensor.numel, shards)) <= _COPIED else [s.view(-1) for s in shards]
+        return _joined([norms for vector in vectors for norms in _by_rows(vector, order, dtype)])
+    neutral = torch.full((1,), math.inf if order < 0 else 0.0, dtype=part.dtype, device=part.device)
+    shards = [shard if shard.numel() else neutral for shard in shards] or [neutral]
     if foreach is False:
         return torch.stack([torch.linalg.vector_norm(shard, order, dtype=dtype) for shard in shards])
     return torch.stack(torch._foreach_norm(shards, order, dtype=dtype))
+
+
+def _by_rows(vector: torch.Tensor, order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The norms of ``vector`` in pieces of ``_ROW``: a CPU adds up a long tensor in float32 and loses digits."""
+    count = vector.numel() // _ROW * _ROW
+    pieces = [vector[:count].view(-1, _ROW), vector[count:].view(1, -1)]
+    return [torch.linalg.vector_norm(piece, order, dim=1, dtype=dtype) for piece in pieces if piece.numel()]
 
 
 def _across(norms: torch.Tensor, cut: Ranks, order: float) -> torch.Tensor:

@@ -6,6 +6,7 @@ way. Splits are uneven where rows are, so nothing is padded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.distributed import device_of
+from trueshard.distributed import device_of, rows_of
 
 
 @dataclass
@@ -92,7 +93,7 @@ class Exchange:
         for rank in range(self.ranks):
             sent.append(sum(_elements(each, rank, self.ranks) for each in self.mine))
             for each, whole in zip(self.mine, wholes, strict=True):
-                start, count = _rows(each, rank, self.ranks)
+                start, count = rows_of(each.parameter.shape[0], rank, self.ranks)
                 parts.append(whole.detach()[start : start + count])
         received = [sum(each.local.numel() for each in owned) for owned in self._of_owner]
         return self._start(parts, sent, received)
@@ -118,14 +119,6 @@ class Exchange:
         return Arrival(incoming, work, outgoing)
 
 
-def _rows(each: Owned, rank: int, ranks: int) -> tuple[int, int]:
-    """(first row, rows) on ``rank``: torch.chunk's rule, which FSDP2 follows."""
-    total = each.parameter.shape[0]
-    piece = -(-total // ranks)
-    start = min(piece * rank, total)
-    return start, min(piece, total - start)
-
-
 def _elements(each: Owned, rank: int, ranks: int) -> int:
-    _, count = _rows(each, rank, ranks)
-    return count * (each.parameter.numel() // each.parameter.shape[0] if each.parameter.shape[0] else 0)
+    rows, *rest = each.parameter.shape
+    return rows_of(rows, rank, ranks)[1] * math.prod(rest)

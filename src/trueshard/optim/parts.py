@@ -7,10 +7,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,9 +27,6 @@ Ranks: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]
 """A mesh, and those of its dimensions over which a tensor is in shards."""
 Cut: TypeAlias = Ranks | None
 """None: every rank has all of the tensor."""
-
-_LONGEST = 1 << 20
-"""elements in a run: for longer ones calls cost little, and sums in float32 lose digits"""
 
 
 @dataclass
@@ -42,44 +42,58 @@ class Part:
 
     @functools.cached_property
     def runs(self) -> list[torch.Tensor]:
-        """The memory of the shards in as few tensors as it has pieces, without empty ones.
+        """The memory of the shards in as few tensors as it has pieces, without empty ones."""
+        return runs_of(self.shards)
 
-        A shard that is there twice is in two runs.
-        """
-        shards = self.shards
-        offsets: list[Any] = list(map(torch.Tensor.storage_offset, shards))
-        counts = list(map(torch.Tensor.numel, shards))
-        if not all(counts):
-            shards = [shard for shard in shards if shard.numel()]
-            offsets, counts = [shard.storage_offset() for shard in shards], [shard.numel() for shard in shards]
-        if not any(offsets) or not all(map(torch.Tensor.is_contiguous, shards)):  # each begins a storage
-            return shards
-        addresses = list(map(torch.Tensor.data_ptr, shards))
-        itemsize = shards[0].itemsize
-        runs: list[list[int]] = []  # first shard, elements
-        end = address = -1  # where the run so far ends: in elements of its storage, and in memory
-        for i, (offset, count, start) in enumerate(zip(offsets, counts, addresses, strict=True)):
-            # Both numbers together say that it is the same storage.
-            if offset == end and start == address and runs[-1][1] + count <= _LONGEST:
-                runs[-1][1] += count
-            else:
-                runs.append([i, count])
-            end, address = offset + count, start + count * itemsize
-        return [shards[i] if count == counts[i] else shards[i].as_strided((count,), (1,)) for i, count in runs]
+
+def runs_of(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The memory of ``shards``, all of one dtype, in as few tensors as it has pieces, in their order.
+
+    Empty ones are left out; one that is there twice is in two runs. What lies alone stays as it is, the rest is 1-D.
+    """
+    # In C, not in a loop: this is asked of hundreds of small tensors in every step.
+    counts = list(map(torch.Tensor.numel, shards))
+    if not all(counts):
+        shards = [shard for shard in shards if shard.numel()]
+        counts = [count for count in counts if count]
+    if len(shards) < 2 or not all(map(torch.Tensor.is_contiguous, shards)):
+        return list(shards)
+    size = shards[0].itemsize
+    starts: list[int] = list(map(torch.Tensor.data_ptr, shards))
+    ends = [start + count * size for start, count in zip(starts, counts, strict=True)]
+    breaks = itertools.compress(range(1, len(shards)), map(operator.ne, ends, starts[1:]))
+    runs: list[torch.Tensor] = []
+    for first, after in itertools.pairwise((0, *breaks, len(shards))):
+        if after - first == 1:
+            runs.append(shards[first])
+            continue
+        try:
+            runs.append(shards[first].as_strided(((ends[after - 1] - starts[first]) // size,), (1,)))
+        except RuntimeError:  # neighbours by chance: the storage of the first ends before the last
+            runs += shards[first:after]
+    return runs
+
+
+def flat(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """1-D: copies of contiguous tensors behind one another; the piece itself where it is the only one."""
+    if len(pieces) == 1:
+        return pieces[0].view(-1)
+    if len(set(map(torch.Tensor.dim, pieces))) == 1:
+        with contextlib.suppress(RuntimeError):  # rows of one length: views of hundreds would cost more than the copy
+            return torch.cat(list(pieces)).view(-1)
+    return torch.cat([piece.view(-1) for piece in pieces])
 
 
 def parts_of(tensors: Sequence[torch.Tensor]) -> list[Part]:
     """Plain tensors and DTensors by kind, in an order that is the same on every rank."""
+    if (shards := _torch.shards_placed_alike(tensors)) is not None:
+        first = shards[0]
+        return [Part(cut_of(tensors[0]), first.dtype, first.device, shards, list(range(len(shards))))]
     parts: dict[tuple[Cut, torch.dtype, torch.device], Part] = {}
-    before, part = None, None
     for number, tensor in enumerate(tensors):
         shard = _torch.local(tensor)
-        mesh, placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (None, ())
-        kind = mesh, placements, shard.dtype, shard.device
-        # Neighbours are mostly alike, and comparing them costs less than asking the mesh, or than hashing placements.
-        if part is None or kind != before:
-            before, cut = kind, cut_of(tensor)
-            part = parts.setdefault((cut, shard.dtype, shard.device), Part(cut, shard.dtype, shard.device))
+        kind = cut_of(tensor), shard.dtype, shard.device
+        part = parts.setdefault(kind, Part(*kind))
         part.shards.append(shard)
         part.numbers.append(number)
     return list(parts.values())

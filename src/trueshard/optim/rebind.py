@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from trueshard import _torch
+from trueshard.distributed import rows_of
 
 
 def family(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -111,10 +112,8 @@ def shard_like(whole: torch.Tensor, like: DTensor) -> DTensor:
     if not any(isinstance(placement, Shard) for placement in like.placements):
         part.copy_(whole.detach())
     elif part.numel():
-        # torch.chunk's rule, which FSDP2 follows: equal pieces of ceil(n / ranks), the last ones shorter or empty.
-        piece = -(-whole.shape[0] // mesh.size(mesh.ndim - 1))
-        start = piece * mesh.get_local_rank(mesh.ndim - 1)
-        part.copy_(whole.detach()[start : start + local.shape[0]])
+        start, rows = rows_of(whole.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+        part.copy_(whole.detach()[start : start + rows])
     return as_rows(part, like)
 
 

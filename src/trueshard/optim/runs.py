@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.optim.local import State, leaf_over, local_gradient
-from trueshard.optim.parts import Part
+from trueshard.optim.parts import flat, runs_of
 from trueshard.optim.rebind import as_rows, by_shape, shard_like
 
 COPIED = 16 << 20
@@ -41,7 +41,7 @@ class Run:
         self._ends = list(itertools.accumulate(counts))
         self._starts = [end - count for end, count in zip(self._ends, counts, strict=True)]
         first = self.locals[0]
-        self._bytes = [start * first.itemsize for start in self._starts]
+        self._specs = _torch.specs_of(members)
         self.leaf: torch.Tensor = leaf_over(first.as_strided((self._ends[-1],), (1,)), members[0])
         self._entries: dict[str, Any] | None = None
         """The leaf's state."""
@@ -59,35 +59,24 @@ class Run:
     def ready(self, state: State) -> bool:
         """Whether all members can be stepped as one now: gradients and state allow it, or there are no gradients."""
         self._grad = None
-        grads = [member.grad for member in self.members]
+        grads: list[Any] = [member.grad for member in self.members]
         if all(grad is None for grad in grads):
             return self._joined(state)
         if not all(map(operator.is_not, grads, itertools.repeat(None))):
             return False
-        shards = _torch.shards_of_gradients(self.members, grads)
-        if shards is None:
-            shards = [local_gradient(member) for member in self.members]
-        first = shards[0]
-        if first.dtype != self.leaf.dtype or not all(map(torch.Tensor.is_contiguous, shards)):
-            return False
-        neighbours = self._are_neighbours(shards)
-        if not (neighbours or self.leaf.nbytes <= COPIED) or not self._joined(state):
-            return False
-        if neighbours:
-            self._grad = first.as_strided((self._ends[-1],), (1,))
+        # FSDP2 gives each gradient its parameter's own record; asking all at once costs least.
+        if all(map(operator.is_, _torch.specs_of(grads), self._specs)):
+            shards = _torch.shards_of(grads)
         else:
-            pieces = Part(None, first.dtype, first.device, shards).runs  # each unit's lie behind one another
-            self._grad = torch.cat([piece.view(-1) for piece in pieces])
-        return True
-
-    def _are_neighbours(self, shards: list[torch.Tensor]) -> bool:
-        """Whether ``shards`` follow one another as the members do."""
-        address, offset = shards[0].data_ptr(), shards[0].storage_offset()
-        if shards[1].data_ptr() != address + self._bytes[1]:
+            shards = [local_gradient(member) for member in self.members]
+        alike = all(shard.dtype == self.leaf.dtype for shard in shards)
+        if not alike or not all(map(torch.Tensor.is_contiguous, shards)):
             return False
-        return list(map(torch.Tensor.data_ptr, shards)) == [address + start for start in self._bytes] and list(
-            map(torch.Tensor.storage_offset, shards)
-        ) == [offset + start for start in self._starts]
+        pieces = runs_of(shards)  # one for each unit
+        if (len(pieces) > 1 and self.leaf.nbytes > COPIED) or not self._joined(state):
+            return False
+        self._grad = flat(pieces)
+        return True
 
     def lend(self, state: State) -> Any:
         """As a stand-in; ``ready`` was asked before."""
@@ -208,23 +197,21 @@ class Runs:
     """The runs of one optimizer's groups, found once for a list of parameters and their memory."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[list[Any], list[Any], list[bool], list[Run], list[Any]]] = {}
+        self._known: dict[int, tuple[list[Any], list[Any], list[Run], list[Any]]] = {}
 
     def of(self, group: int, parameters: Sequence[torch.Tensor]) -> tuple[list[Run], list[torch.Tensor]]:
         """The runs among ``parameters`` of a group, and those that are in none."""
         memory = _torch.shards_of(parameters)
-        trainable = [parameter.requires_grad for parameter in parameters]
         known = self._known.get(group)
         if (
             known is not None
             and len(known[0]) == len(parameters)
             and all(map(operator.is_, parameters, known[0]))
             and all(map(operator.is_, memory, known[1]))
-            and known[2] == trainable
         ):
-            return known[3], known[4]
+            return known[2], known[3]
         runs, loose = _find(parameters)
-        self._known[group] = list(parameters), memory, trainable, runs, loose
+        self._known[group] = list(parameters), memory, runs, loose
         return runs, loose
 
 

@@ -17,6 +17,7 @@ import numpy
 import torch
 from torch import nn
 
+from trueshard.distributed import rows_of
 from trueshard.optim.rebind import family
 
 EXTREMES = (1e4, 1e-4)
@@ -73,8 +74,8 @@ def _values(shape: tuple[int, ...], seed: int, scale: float) -> torch.Tensor:
 def _piece(whole: torch.Tensor, rank: int) -> torch.Tensor:
     if whole.ndim == 0:
         return whole
-    size = -(-whole.shape[0] // RANKS)
-    return whole[min(rank * size, whole.shape[0]) : (rank + 1) * size].clone()
+    start, rows = rows_of(whole.shape[0], rank, RANKS)
+    return whole[start : start + rows].clone()
 
 
 def run(

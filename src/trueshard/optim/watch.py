@@ -23,7 +23,7 @@ from trueshard.optim.steps import bind, is_bound
 _replaced: Any = WeakTensorKeyDictionary()
 """Parameters from before sharding → their names."""
 _roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[list[int]]] = weakref.WeakKeyDictionary()
 _watching: list[Any] = []
 
 
@@ -42,10 +42,10 @@ def watch(root: nn.Module, originals: Mapping[str, nn.Parameter]) -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    signature = tuple(map(id, members))
+    signature = [list(map(id, group["params"])) for group in optimizer.param_groups]
     if _checked.get(optimizer) == signature:
         return
+    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     plain = [p for p in members if not isinstance(p, DTensor)]
     for parameter in plain:
         if (name := _replaced.get(parameter)) is not None:
