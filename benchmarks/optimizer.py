@@ -79,13 +79,11 @@ class Case:
 CASES = (
     Case("AdamW, fused", 60, 4.0, words={"fused": True}),
     Case("AdamW, fused, one block", 60, 4.0, words={"fused": True}, blocks=1),
-    Case("AdamW, fused, 288 blocks", 60, 4.0, words={"fused": True}, blocks=288),
     Case("AdamW, foreach", 60, 1.6, words={"foreach": True}),
     Case("AdamW, for-loop", 30, 6.0, words={"foreach": False}),
     Case("SGD with momentum, foreach", 60, 1.6, "SGD", {"lr": 1e-3, "momentum": 0.9, "foreach": True}),
     Case("clip_grad_norm_", 60, 3.0, clip=0.5),
     Case("clip_grad_norm_, one block", 60, 3.0, clip=0.5, blocks=1),
-    Case("clip_grad_norm_, 288 blocks", 60, 3.0, clip=0.5, blocks=288),
     Case("clip_grad_norm_, norm below the maximum", 60, 3.0, clip=2.0),
 )
 
