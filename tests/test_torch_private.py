@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import inspect
 from typing import Any
 
@@ -47,6 +48,8 @@ CALLED = {
     "make_hookable",
     "shards_placed_alike",
     "specs_of",
+    "world",
+    "timeout_of",
     "is_placed_as",
     "join_shards",
 }
@@ -255,6 +258,8 @@ def neighbours(rank: int, world_size: int) -> None:
     shards = _torch.shards_placed_alike(grads)
     assert shards is not None
     assert all(shard is _torch.local(grad) for shard, grad in zip(shards, grads, strict=True))
+    assert _torch.world() is torch.distributed.group.WORLD
+    assert isinstance(_torch.timeout_of(_torch.world()), datetime.timedelta)
     assert _torch.is_placed_as(grads[0], members[0])
     elsewhere = DTensor.from_local(torch.ones(2), members[0].device_mesh, [Replicate()])
     wide = DTensor.from_local(torch.ones(2).double(), members[0].device_mesh, members[0].placements)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trueshard.api import accumulate, set_reshard_after_forward, shard
-    from trueshard.checkpoint import load, save
+    from trueshard.checkpoint import Checked, Checkpoints, DamagedCheckpoint, Found, Saving, check, latest, load, save
     from trueshard.optim.clip import clip_grad_norm_
     from trueshard.optim.norms import MeasuredNorms, Norms, measure_norms
     from trueshard.plans import MixedPrecision, Plan, Unit
@@ -19,15 +19,22 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
+    "Checked": "checkpoint",
+    "Checkpoints": "checkpoint",
+    "DamagedCheckpoint": "checkpoint",
+    "Found": "checkpoint",
     "MeasuredNorms": "optim.norms",
     "MixedPrecision": "plans",
     "Norms": "optim.norms",
     "Plan": "plans",
+    "Saving": "checkpoint",
     "TokenMean": "tokens",
     "Unit": "plans",
     "accumulate": "api",
+    "check": "checkpoint",
     "clip_grad_norm_": "optim.clip",
     "count_targets": "tokens",
+    "latest": "checkpoint",
     "load": "checkpoint",
     "measure_norms": "optim.norms",
     "save": "checkpoint",
@@ -37,15 +44,22 @@ _WHERE = {
 }
 
 __all__ = [
+    "Checked",
+    "Checkpoints",
+    "DamagedCheckpoint",
+    "Found",
     "MeasuredNorms",
     "MixedPrecision",
     "Norms",
     "Plan",
+    "Saving",
     "TokenMean",
     "Unit",
     "accumulate",
+    "check",
     "clip_grad_norm_",
     "count_targets",
+    "latest",
     "load",
     "measure_norms",
     "save",

@@ -6,6 +6,7 @@ torch that moves one of these names fails there, by name, and not in a user's ru
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -306,6 +307,19 @@ def join_shards(root: nn.Module, small: int) -> None:
             data = parameter._sharded_param_data = part.data
             padded = data.view(parameter.padded_sharded_param_size)
             parameter.sharded_param._local_tensor = padded.narrow(0, 0, rows)
+
+
+def world() -> Any:
+    """The default process group."""
+    return torch.distributed.distributed_c10d._get_default_group()
+
+
+def timeout_of(group: Any) -> Any:
+    """The time limit that the user gave a process group, for groups beside it; None if that cannot be told."""
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            return group._get_backend(torch.device(device)).options._timeout
+    return None
 
 
 def storage_identity(tensor: torch.Tensor) -> int:

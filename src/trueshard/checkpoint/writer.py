@@ -1,204 +1,307 @@
-"""Saving: each rank writes what it holds; nothing is gathered; the directory appears when all of it is on disk."""
+"""Saving: each rank writes its own bytes of the final files, and the directory appears when all of it is on disk.
+
+The way of a save, all ranks together:
+
+1. What is to be saved is collected and agreed on; each rank computes the same layout.
+2. Without waiting: what this rank writes is copied to host memory, and the rest happens in the background.
+3. Rank 0 makes the files with their headers; every rank writes its ranges, makes them durable, and reads them again.
+4. Rank 0 writes the manifest and gives the directory its name.
+
+Whatever fails on any rank, all raise, and what was written is removed.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
-from pathlib import Path
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.checkpoint import state
-from trueshard.checkpoint.manifest import Entry, Manifest, Piece
-from trueshard.distributed import rows_of
+from trueshard.checkpoint import background, layout, pieces, randomness, state
+from trueshard.checkpoint.checksum import joined
+from trueshard.checkpoint.manifest import Entry, FileRecord, Manifest
+from trueshard.checkpoint.target import Target, Written, target_of
+from trueshard.checkpoint.together import Together
+
+RESERVED = ("model", "optimizer", "rng")
 
 
+@torch.no_grad()
 def save(
-    path: str | os.PathLike[str], *, model: Any = None, optimizer: Any = None, wait: bool = True, **more: Any
-) -> None:
-    """Write a checkpoint directory. Collective; has no effect on training.
+    path: str | os.PathLike[str],
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    wait: bool = True,
+    verify: bool = True,
+    tokenizer: Any = None,
+    **more: Any,
+) -> background.Saving | None:
+    """Write a checkpoint. Collective; has no effect on training.
 
     Args:
-        path: the directory to make; it must not exist. It has this name only once it is complete.
+        path: the directory to make; it must not exist, and has this name only once it is complete. Or a URL that fsspec
+            knows, where it is one as soon as its manifest is there.
         model: a module, sharded or not, or a dict of several.
         optimizer: an optimizer of their parameters, or a dict of several.
-        wait: must be True: this version writes before it returns.
+        wait: False: return when this rank's part is copied to host memory (so much more memory is used: a shard of what
+            is saved), and write in the background. The next ``save`` or ``load`` waits for it, and raises its error.
+        verify: read what was written again, past the system's cache where it allows, and compare checksums.
+        tokenizer: one of transformers; its files are put beside the model's.
         more: nested dicts of tensors and JSON values, or objects with ``state_dict()``.
+
+    Returns:
+        None; with ``wait=False`` what can be waited for.
 
     Raises:
         FileExistsError: something is at ``path`` already.
-        ValueError, TypeError: an argument that cannot be saved; the message names it.
-        RuntimeError: another rank failed; nothing is left behind.
+        ValueError, TypeError: an argument that cannot be saved, or ranks do not give the same; the message names it.
+        OSError: it cannot be written; nothing is left behind.
+        RuntimeError: another rank failed, or did not come.
     """
-    if not wait:
-        raise ValueError("wait=False (saving in the background) is not in this version; leave it out")
-    final = Path(path)
-    rank, _ = _rank()
-    partial = final.with_name(f".{final.name}.partial")
+    background.finish()
+    job = prepare(path, model, optimizer, tokenizer, more, verify)
+    if wait:
+        job.run()
+        return None
+    job.stage()
+    return background.start(job.run, f"saving {path}")
+
+
+@dataclass
+class Job:
+    """A save that is agreed on."""
+
+    target: Target
+    together: Together
+    manifest: Manifest
+    headers: dict[str, bytes]
+    """What is written by rank 0: the headers of tensor files, and whole the other files."""
+    mine: dict[str, tuple[int, Any]]
+    """Key → (where in the tensor's bytes, this rank's part of it)."""
+    verify: bool
+
+    def stage(self) -> None:
+        """Copy what this rank writes."""
+        staged = {}
+        for key, (begin, tensor) in self.mine.items():
+            local = _torch.local(tensor).detach()
+            staged[key] = begin, torch.empty(local.shape, dtype=local.dtype).copy_(local)
+        self.mine = staged
+
+    def run(self) -> None:
+        """Write it. Collective."""
+        what = f"{self.target.where} was not saved"
+        error: BaseException | None = None
+        try:
+            if self.together.rank == 0:
+                sizes = {file: self.size(file) for file in self.headers}
+                self.target.begin(self.headers, sizes)
+        except BaseException as caught:
+            error = caught
+        self._settle(error, what)
+        found = Written()
+        try:
+            found = self.target.write(self.together.rank, self.mine, self.manifest.tensors, self.verify)
+        except BaseException as caught:
+            error = caught
+        everyone = self._settle(error, what, found)
+        try:
+            if self.together.rank == 0:
+                self._complete(everyone)
+                self.target.publish(self.manifest.to_bytes())
+        except BaseException as caught:
+            error = caught
+        self._settle(error, what)
+        self.target.end()
+
+    def _settle(self, error: BaseException | None, what: str, value: Any = None) -> list[Any]:
+        try:
+            return self.together.settle(error, what, value)
+        except BaseException:
+            self.mine = {}
+            if self.together.rank == 0:
+                self.target.abandon()
+            raise
+
+    def size(self, file: str) -> int:
+        """Bytes of a file, once its tensors are in it."""
+        ends = [p.end for entry in self.manifest.tensors.values() for p in entry.pieces if p.file == file]
+        return max(ends, default=len(self.headers[file]))
+
+    def _complete(self, everyone: list[Written]) -> None:
+        """Put together what the ranks have written; rank 0."""
+        for key, entry in self.manifest.tensors.items():
+            parts = sorted((each.parts[key], each.pieces.get(key)) for each in everyone if key in each.parts)
+            ends = [0, *(end for (_, end, _), _ in parts)]
+            if [begin for (begin, _, _), _ in parts] != ends[:-1] or ends[-1] != entry.nbytes:
+                held = ", ".join(f"{begin} to {end}" for (begin, end, _), _ in parts)
+                raise RuntimeError(f"{key!r}: the ranks' parts, bytes {held}, do not make up its {entry.nbytes}")
+            entry.crc32 = joined((checksum, end - begin) for (begin, end, checksum), _ in parts)
+            entry.pieces = [piece for _, piece in parts if piece is not None] or entry.pieces
+        for each in everyone:
+            self.manifest.files.update(each.files)
+
+
+def prepare(
+    path: str | os.PathLike[str], model: Any, optimizer: Any, tokenizer: Any, more: Mapping[str, Any], verify: bool
+) -> Job:
+    """Collect, agree and lay out. Collective."""
     error: BaseException | None = None
-    mine_: Any = None
+    content = state.Content()
+    together = Together(_some_tensors(model))
+    table: list[list[Any]] = []
     try:
-        manifest, tensors, optimizers = _collect(model, optimizer, more)
-        mine_ = _only_here(tensors, optimizers)
-        if rank == 0:
-            _make_room(final, partial)
+        if bad := [key for key in more if key in RESERVED or "/" in key]:
+            raise ValueError(f"{bad[0]!r} cannot be the name of an entry; give it another")
+        models = state.models_of(model)
+        content = state.collect(models, state.optimizers_of(optimizer), more)
+        table, bits = randomness.capture()
+        content.tensors["rng"] = bits
+        for key, tensor in content.tensors.items():
+            _check_kind(key, tensor)
     except Exception as caught:
         error = caught
-    everyone = _together(error, partial, mine_)
+    what = f"{path} was not saved"
+    token = secrets.token_hex(4) if together.rank == 0 else ""
+    everyone = together.settle(error, what, (token, _digest(path, content, table), _only_here(content)))
+    target = target_of(path, everyone[0][0])
+    _compare([digest for _, digest, _ in everyone], everyone[0][1], together)
+    writers = _merge([owned for *_, owned in everyone], content)
+    entries = _entries(content, writers)
+    entries["rng"] = Entry(["rng"], [together.world, len(bits)], "uint8")
+    manifest = Manifest(entries, content.models, content.optimizers, content.more, [table] * together.world)
+    manifest.about = _about(together.world)
+    headers: dict[str, bytes] = {}
     try:
-        writer_of = _merge(everyone, manifest, optimizers, tensors)
-        pieces = _write(partial, rank, tensors, writer_of)
-    except Exception as caught:
-        error, pieces = caught, {}
-    everyone = _together(error, partial, pieces)
-    try:
-        if rank == 0:
-            for theirs in everyone:
-                for key, piece in theirs.items():
-                    manifest.tensors[key].pieces.append(piece)
-            manifest.write(partial)
-            _sync(partial)
-            os.rename(partial, final)
-            _sync_directory(final.parent)
+        if together.rank == 0:
+            target.check_free()
+        if target.positioned:
+            headers = layout.files_of(entries, layout.places_of(models, entries))
+        manifest.files = {name: FileRecord.of(data, name.endswith(".safetensors")) for name, data in headers.items()}
+        if together.rank == 0:
+            others = layout.companions(models, tokenizer)
+            headers |= others
+            manifest.files |= {name: FileRecord.of(data, False) for name, data in others.items()}
     except Exception as caught:
         error = caught
-    _together(error, partial)
+    together.settle(error, what)
+    mine = _mine(content, entries, writers, together)
+    mine["rng"] = together.rank * len(bits), bits
+    job = Job(target, together, manifest, headers, mine, verify)
+    for file, record in manifest.files.items():
+        if record.header is not None:
+            record.size = job.size(file)
+    return job
 
 
-def _rank() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def _some_tensors(model: Any) -> list[torch.Tensor]:
+    models = model.values() if isinstance(model, Mapping) else [model]
+    return [p for each in models if isinstance(each, torch.nn.Module) for p in each.parameters()]
 
 
-def _make_room(final: Path, partial: Path) -> None:
-    if final.exists():
-        raise FileExistsError(f"{final} exists already; save under another name, or remove it first")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+def _check_kind(key: str, tensor: torch.Tensor) -> None:
+    local = _torch.local(tensor)
+    if tensor.is_meta or local.is_meta:
+        raise ValueError(f"{key!r} is on the meta device and has no values; load or initialise it first")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{key!r} is a {tensor.layout} tensor; give its parts as entries of their own")
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) and not isinstance(local, torch.nn.Parameter):
+        raise TypeError(
+            f"{key!r} is a {type(local).__name__}, whose bytes depend on how it is cut, so it would not load at "
+            "another number of ranks; leave its optimizer or model out, or convert it"
+        )
 
 
-def _together(error: BaseException | None, partial: Path, value: Any = None) -> list[Any]:
-    """Every rank's value; if any rank failed, all raise and what was written is removed."""
-    rank, world = _rank()
-    told: list[Any] = [(None if error is None else f"{type(error).__name__}: {error}", value)]
-    if world > 1:
-        received: list[Any] = [None] * world
-        dist.all_gather_object(received, told[0])
-        told = received
-    failed = [(i, message) for i, (message, _) in enumerate(told) if message is not None]
-    if failed:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        if error is not None:
-            raise error
-        raise RuntimeError(f"the checkpoint was not saved: rank {failed[0][0]} failed: {failed[0][1]}")
-    return [value for _, value in told]
+def _about(world: int) -> dict[str, Any]:
+    now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
+    return {"written": now, "trueshard": version("trueshard"), "torch": torch.__version__, "ranks": world}
 
 
-def _collect(
-    model: Any, optimizer: Any, more: dict[str, Any]
-) -> tuple[Manifest, state.Tensors, dict[str, dict[str, Any]]]:
-    manifest = Manifest()
-    tensors: state.Tensors = {}
-    optimizers: dict[str, dict[str, Any]] = {}
-    models = state.models_of(model)
-    for prefix, module in models.items():
-        found, manifest.ties[prefix] = state.model_tensors(module)
-        tensors.update({f"{prefix}/{name}": tensor for name, tensor in found.items()})
-    name_of = state.parameter_names(models)
-    for prefix, each in state.optimizers_of(optimizer).items():
-        found, optimizers[prefix] = state.optimizer_state(each, name_of)
-        tensors.update({f"{prefix}/{key}": tensor for key, tensor in found.items()})
-    for key, value in more.items():
-        manifest.more[key] = state.split(value, f"more/{key}", tensors)
-    return manifest, tensors, optimizers
+def _digest(path: Any, content: state.Content, table: list[list[Any]]) -> dict[str, Any]:
+    """What ranks must agree on."""
+    tensors = {
+        key: [tensor_kind(tensor), list(tensor.shape), str(tensor.dtype)]
+        for key, tensor in content.tensors.items()
+        if key in content.held or isinstance(tensor, DTensor) or not key.startswith("optimizer")
+    }
+    return {"path": os.fspath(path), "rng": table, "more": sorted(content.more), **tensors}
 
 
-def _entry(tensor: torch.Tensor) -> Entry:
-    return Entry(list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+def tensor_kind(tensor: torch.Tensor) -> str:
+    """How a tensor is spread, in a word."""
+    return str(tensor.placements) if isinstance(tensor, DTensor) else "plain"
 
 
-def _only_here(tensors: state.Tensors, optimizers: dict[str, dict[str, Any]]) -> Any:
+def _compare(digests: list[dict[str, Any]], first: dict[str, Any], together: Together) -> None:
+    for rank, digest in enumerate(digests):
+        for key in [*first, *(key for key in digest if key not in first)]:
+            if digest.get(key) != first.get(key):
+                raise ValueError(
+                    f"save() was given different things on different ranks: {key!r} is {first.get(key, 'missing')} on "
+                    f"rank 0 and {digest.get(key, 'missing')} on rank {rank}; give all ranks the same"
+                )
+
+
+def _only_here(content: state.Content) -> tuple[dict[str, Any], dict[str, Any]]:
     """What another rank may not have: the state of a parameter that is updated by its owner."""
     plain = {
-        key: _entry(tensor)
-        for key, tensor in tensors.items()
+        key: layout.entry_of(tensor, [key])
+        for key, tensor in content.tensors.items()
         if key.startswith("optimizer") and not isinstance(tensor, DTensor)
     }
-    return plain, {prefix: rest["values"] for prefix, rest in optimizers.items()}
+    return plain, {prefix: record["state"] for prefix, record in content.optimizers.items()}
 
 
-def _merge(
-    everyone: list[Any], manifest: Manifest, optimizers: dict[str, dict[str, Any]], tensors: state.Tensors
-) -> dict[str, int]:
-    """Complete the manifest with what other ranks have; returns which rank writes each plain tensor of a state."""
-    writer_of: dict[str, int] = {}
-    for rank, (plain, values) in enumerate(everyone):
+def _merge(everyone: list[Any], content: state.Content) -> dict[str, tuple[int, Entry]]:
+    """Complete the optimizers' records with what other ranks have; which rank writes each plain state tensor."""
+    writers: dict[str, tuple[int, Entry]] = {}
+    for rank, (plain, states) in enumerate(everyone):
         for key, entry in plain.items():
-            writer_of.setdefault(key, rank)
-            manifest.tensors.setdefault(key, entry)
-        for prefix, theirs in values.items():
-            optimizers[prefix]["values"] = theirs | optimizers[prefix]["values"]
-    for prefix, rest in optimizers.items():
-        settings: state.Tensors = {}
-        manifest.optimizers[prefix] = state.split(rest, f"{prefix}/settings", settings)
-        tensors.update(settings)
-    for key, tensor in tensors.items():
-        manifest.tensors[key] = _entry(tensor)
-    return writer_of
+            writers.setdefault(key, (rank, entry))
+        for prefix, theirs in states.items():
+            known = content.optimizers[prefix]["state"]
+            content.optimizers[prefix]["state"] = theirs | known
+    for record in content.optimizers.values():
+        order = {name: i for i, name in enumerate(name for group in record["groups"] for name in group["params"])}
+        record["state"] = dict(sorted(record["state"].items(), key=lambda each: order.get(each[0], len(order))))
+    return writers
 
 
-def mine(tensor: torch.Tensor) -> tuple[int, int]:
-    """(first row, rows) of the piece of ``tensor`` on this rank; a 0-dim or plain tensor is whole everywhere."""
-    rows = tensor.shape[0] if tensor.ndim else 1
-    if not isinstance(tensor, DTensor):
-        return 0, rows
-    mesh, start, count = tensor.device_mesh, 0, rows
-    for dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            start, count = rows_of(rows, mesh.get_local_rank(dim), mesh.size(dim))
-    return start, count
+def _entries(content: state.Content, writers: Mapping[str, tuple[int, Entry]]) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for key, tensor in content.tensors.items():
+        held = content.held.get(key)
+        names = [key.partition("/")[2]] if held is None else held.names
+        entries[key] = layout.entry_of(tensor, names, None if held is None else held.trainable)
+    for key, (_, entry) in writers.items():
+        entry.names = [key.partition("/")[2]]
+        entries.setdefault(key, entry)
+    # The same order on every rank, whoever has what.
+    state_keys = sorted(key for key in entries if key.startswith("optimizer"))
+    return {key: entry for key, entry in entries.items() if not key.startswith("optimizer")} | {
+        key: entries[key] for key in state_keys
+    }
 
 
-def _writes(tensor: torch.Tensor, rank: int, writer: int) -> bool:
-    """Whether this rank writes its piece: one of the ranks that hold the same piece does."""
-    if not isinstance(tensor, DTensor):
-        return rank == writer
-    mesh = tensor.device_mesh
-    return all(
-        isinstance(placement, Shard) or mesh.get_local_rank(dim) == 0 for dim, placement in enumerate(tensor.placements)
-    )
-
-
-def _write(partial: Path, rank: int, tensors: state.Tensors, writer_of: dict[str, int]) -> dict[str, Piece]:
-    file = f"rank-{rank:05d}.safetensors"
-    pieces: dict[str, Piece] = {}
-    held: state.Tensors = {}
-    for key, tensor in tensors.items():
-        start, rows = mine(tensor)
-        if _writes(tensor, rank, writer_of.get(key, 0)) and (rows or not isinstance(tensor, DTensor)):
-            # A copy: two names may share memory, which safetensors refuses, and shards are views of padded storage.
-            held[key] = _torch.local(tensor).detach().to("cpu", copy=True).contiguous()
-            pieces[key] = Piece(file, start, rows)
-    if held:
-        save_file(held, partial / file)
-    return pieces
-
-
-def _sync(directory: Path) -> None:
-    for path in directory.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    _sync_directory(directory)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _mine(
+    content: state.Content, entries: Mapping[str, Entry], writers: Mapping[str, tuple[int, Entry]], together: Together
+) -> dict[str, tuple[int, Any]]:
+    mine: dict[str, tuple[int, Any]] = {}
+    for number, key in enumerate(entries):
+        tensor = content.tensors.get(key)
+        if isinstance(tensor, DTensor):
+            if pieces.is_writer(tensor, number):
+                begin, end = pieces.bytes_here(tensor)
+                if end > begin:
+                    mine[key] = begin, tensor
+        elif tensor is not None and key != "rng" and writers.get(key, (0, None))[0] == together.rank:
+            mine[key] = 0, tensor
+    return mine

@@ -14,6 +14,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from trueshard.optim.classify import Verdict, classify
 from trueshard.optim.exchange import Owned
 from trueshard.optim.local import Nothing, Own, Shards, StandIn, Swap
 from trueshard.optim.owner import Owners, is_cut
-from trueshard.optim.rebind import each_in, family
+from trueshard.optim.rebind import IsRows, by_shape, each_in, family
 from trueshard.optim.runs import Runs
 
 _bound: weakref.WeakKeyDictionary[torch.optim.Optimizer, Stepping] = weakref.WeakKeyDictionary()
@@ -50,6 +51,28 @@ def bind(optimizer: torch.optim.Optimizer, verdicts: list[Verdict] | None = None
 def is_bound(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``bind`` was called."""
     return optimizer in _bound
+
+
+@dataclass(frozen=True)
+class Role:
+    """How the state of a sharded parameter is kept."""
+
+    is_mine: bool | None
+    """Whether this rank has all of it, as the parameter's owner; None: each rank has that of its shard."""
+    is_rows: IsRows
+    """Of the latter, which tensors are cut as the parameter is."""
+
+
+def roles_of(optimizer: torch.optim.Optimizer) -> dict[int, Role]:
+    """By ``id``, the role of each sharded parameter of ``optimizer``, which is bound if it was not. No communication.
+
+    Raises:
+        ValueError: it cannot step on shards.
+    """
+    if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+        return {}
+    bind(optimizer)
+    return _bound[optimizer].roles(optimizer)
 
 
 class Stepping:
@@ -105,6 +128,21 @@ class Stepping:
         replaced: Any = torch.compiler.disable(step, recursive=False)
         replaced.__func__ = torch.compiler.disable(guarded, recursive=False)  # schedulers take a bound method apart
         optimizer.step = replaced  # type: ignore[method-assign]
+
+    def roles(self, optimizer: torch.optim.Optimizer) -> dict[int, Role]:
+        """By ``id``, the role of each sharded parameter."""
+        self._know(optimizer)
+        found: dict[int, Role] = {}
+        cut: list[tuple[DTensor, tuple[int, int]]] = []
+        for g, (group, verdict) in enumerate(zip(optimizer.param_groups, self._verdicts, strict=True)):
+            for i, parameter in enumerate(group["params"]):
+                if verdict.whole and is_cut(parameter):
+                    cut.append((parameter, (g, i)))
+                elif isinstance(parameter, DTensor):
+                    found[id(parameter)] = Role(None, verdict.is_rows)
+        for each in self._owners.of(cut) if cut else []:
+            found[id(each.parameter)] = Role(Owners.is_mine(each), by_shape)
+        return found
 
     # The hooks
 

@@ -1,0 +1,166 @@
+"""Which file of a checkpoint each tensor goes to, and under which key.
+
+- The model part is a Hugging Face model directory: ``model.safetensors``, or numbered files and their index, with the
+  model's own names, beside its ``config.json``. Several models have a folder each.
+- A PEFT model is two things there: its base, under the names the base has without PEFT, and its adapters in
+  ``adapter/`` as PEFT itself writes them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trueshard import _torch, names
+from trueshard.checkpoint import tensorfile
+from trueshard.checkpoint.manifest import Entry, Piece
+
+LARGEST = 5_000_000_000
+"""bytes of a file's tensors, if one tensor alone is not more"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor belongs."""
+
+    folder: str
+    """"" or "name/"."""
+    stem: str
+    """Of the file: "model", "adapter_model", "optimizer", "extra"."""
+    key: str
+    """In the file."""
+
+
+def places_of(models: Mapping[str, nn.Module], entries: Mapping[str, Entry]) -> dict[str, Place]:
+    """For each key of ``entries`` its place."""
+    found: dict[str, Place] = {}
+    for prefix, module in models.items():
+        folder = f"{prefix.partition('/')[2]}/" if "/" in prefix else ""
+        own = {key.removeprefix(f"{prefix}/"): key for key in entries if key.startswith(f"{prefix}/")}
+        adapted = adapted_places(module, folder) or {}
+        for name, key in own.items():
+            found[key] = adapted.get(name, Place(folder, "model", name))
+    for key in entries:
+        if key not in found:
+            kind, _, rest = key.partition("/")
+            found[key] = Place("", kind, rest) if kind == "optimizer" else Place("", "extra", key)
+    return found
+
+
+def adapted_places(module: nn.Module, folder: str) -> dict[str, Place] | None:
+    """The places of a PEFT model's tensors, by name; None if it is none, or has names that cannot be told apart."""
+    peft: Any = names.unwrap(module)
+    if not hasattr(peft, "peft_config") or not hasattr(peft, "get_base_model"):
+        return None
+    from peft.utils import get_peft_model_state_dict
+
+    tensors = dict(peft.state_dict(keep_vars=True))
+    name_of = {id(tensor): name for name, tensor in tensors.items()}
+    found: dict[str, Place] = {}
+    for adapter in peft.peft_config:
+        own = get_peft_model_state_dict(
+            peft, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=False
+        )
+        for key, tensor in own.items():
+            if id(tensor) in name_of:
+                found[name_of[id(tensor)]] = Place(f"{folder}{adapter_folder(peft, adapter)}", "adapter_model", key)
+    for name in tensors:
+        if name not in found:
+            base = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
+            found[name] = Place(folder, "model", base)
+    distinct = {(place.folder, place.stem, place.key) for place in found.values()}
+    return found if len(distinct) == len(found) else None
+
+
+def adapter_folder(module: Any, adapter: str) -> str:
+    """The folder of one adapter of a PEFT model."""
+    return "adapter/" if len(module.peft_config) == 1 else f"adapters/{adapter}/"
+
+
+def files_of(entries: Mapping[str, Entry], places: Mapping[str, Place]) -> dict[str, bytes]:
+    """The header of each tensor file; ``entries`` are told their piece. And the indices, whole."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for key in entries:
+        groups.setdefault((places[key].folder, places[key].stem), []).append(key)
+    found: dict[str, bytes] = {}
+    for (folder, stem), keys in groups.items():
+        parts = _divided(keys, entries)
+        weight_map = {}
+        for number, part in enumerate(parts, start=1):
+            numbered = f"{stem}-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else stem
+            file = f"{folder}{numbered}.safetensors"
+            header, slots = tensorfile.layout(
+                (places[key].key, entries[key].dtype, tuple(entries[key].shape)) for key in part
+            )
+            found[file] = header
+            for key in part:
+                slot = slots[places[key].key]
+                entries[key].pieces = [Piece(file, slot.begin, slot.end)]
+                weight_map[places[key].key] = f"{numbered}.safetensors"
+        if len(parts) > 1:
+            total = sum(entries[key].nbytes for key in keys)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            found[f"{folder}{stem}.safetensors.index.json"] = json.dumps(index, indent=1).encode()
+    return found
+
+
+def _divided(keys: list[str], entries: Mapping[str, Entry]) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    size = 0
+    for key in keys:
+        if parts[-1] and size + entries[key].nbytes > LARGEST:
+            parts.append([])
+            size = 0
+        parts[-1].append(key)
+        size += entries[key].nbytes
+    return parts
+
+
+def companions(models: Mapping[str, nn.Module], tokenizer: Any) -> dict[str, bytes]:
+    """The other files of a Hugging Face directory: configurations, and what a tokenizer saves."""
+    found: dict[str, bytes] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for prefix, module in models.items():
+            folder = Path(scratch, prefix.partition("/")[2])
+            folder.mkdir(exist_ok=True)
+            _save_configuration(names.unwrap(module), folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+        for path in sorted(Path(scratch).rglob("*")):
+            if path.is_file():
+                found[path.relative_to(scratch).as_posix()] = path.read_bytes()
+    return found
+
+
+def _save_configuration(module: Any, folder: Path) -> None:
+    if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
+        for adapter, adapter_config in module.peft_config.items():
+            copied = copy.deepcopy(adapter_config)
+            copied.inference_mode = True  # as PEFT itself saves it
+            copied.save_pretrained(str(folder / adapter_folder(module, adapter)))
+        module = module.get_base_model()
+    config: Any = getattr(module, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    copied = copy.deepcopy(config)
+    copied.architectures = [_torch.own_class(module).__name__]
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    if len(dtypes) == 1 and hasattr(copied, "dtype"):
+        copied.dtype = dtypes.pop()
+    copied.save_pretrained(folder)
+    generation = getattr(module, "generation_config", None)
+    if generation is not None and getattr(module, "can_generate", bool)():
+        copy.deepcopy(generation).save_pretrained(folder)
+
+
+def entry_of(tensor: torch.Tensor, tensor_names: list[str], trainable: bool | None = None) -> Entry:
+    """The entry of a tensor that has no place yet."""
+    return Entry(tensor_names, list(tensor.shape), tensorfile.dtype_name(tensor.dtype), trainable)

@@ -1,0 +1,119 @@
+"""Gives memory to models on the meta device, so that values can be loaded into them.
+
+- Parameters and buffers stay the objects they are, so optimizers, ties and hooks go on with them.
+- What is loaded is not initialised before; on the CPU it is, where rows lie in one piece, a private map of the file:
+  read when it is used, copied when it is written to.
+- What no checkpoint has (buffers that are not persistent, mostly) is computed as the model itself does: by the
+  ``_init_weights`` of a transformers model, or by ``reset_parameters`` of the module that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trueshard import _torch, names
+from trueshard.checkpoint import pieces
+from trueshard.checkpoint.catalogue import Catalogue
+from trueshard.distributed import device_of
+
+
+def uncomputable(model: nn.Module, loaded: set[int]) -> list[str]:
+    """Names of what is on the meta device, not among ``loaded`` (ids), and nobody computes."""
+    root = names.unwrap(model)
+    return [name for name, module, _, _ in _left(model, loaded) if _initialiser(root, module) is None]
+
+
+def materialise(model: nn.Module, catalogue: Catalogue, key_of: Mapping[int, str]) -> set[int]:
+    """Give memory to what is on the meta device.
+
+    Args:
+        model: sharded or not.
+        catalogue: where values come from.
+        key_of: ``id`` of tensors that will be loaded → their key.
+
+    Returns:
+        The ``id`` of each tensor that has its values now.
+    """
+    root = names.unwrap(model)
+    filled: set[int] = set()
+    left = list(_left(model, set(key_of)))
+    for kind in ("parameters", "buffers"):
+        for _, _, _, tensor in names.named_tensors(model, kind):
+            if tensor.is_meta:
+                key = key_of.get(id(tensor))
+                mapped = None if key is None else _mapped(catalogue, key, tensor)
+                _give(tensor, mapped)
+                if mapped is not None:
+                    filled.add(id(tensor))
+    for module in {id(module): module for _, module, _, _ in left}.values():
+        _initialise(root, module, {id(tensor) for _, _, _, tensor in left})
+    return filled | {id(tensor) for _, _, _, tensor in left}
+
+
+def _left(model: nn.Module, loaded: set[int]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    for kind in ("parameters", "buffers"):
+        for name, module, attribute, tensor in names.named_tensors(model, kind):
+            if tensor.is_meta and id(tensor) not in loaded:
+                yield name, module, attribute, tensor
+
+
+def _give(tensor: torch.Tensor, local: torch.Tensor | None) -> None:
+    """Replace ``tensor``'s content, not the object, by memory of the same shape, or by ``local``."""
+    if isinstance(tensor, DTensor):
+        shard = _torch.local(tensor)
+        device = device_of(tensor.device_mesh)
+        memory = torch.empty(shard.shape, dtype=shard.dtype, device=device) if local is None else local
+        new: torch.Tensor = _torch.dtensor_over(memory, tensor, tensor.shape, tensor.stride())
+    else:
+        new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype) if local is None else local
+    if isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+    attributes = dict(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, new)
+    for name, value in attributes.items():
+        if name not in tensor.__dict__:
+            setattr(tensor, name, value)
+
+
+def _mapped(catalogue: Catalogue, key: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    """This rank's rows as they lie in the file, or None where they have to be copied."""
+    on_cpu = not isinstance(tensor, DTensor) or device_of(tensor.device_mesh).type == "cpu"
+    if not on_cpu or (isinstance(tensor, DTensor) and not pieces.is_unpadded(tensor)):
+        return None
+    entry = catalogue.entries[key]
+    local = _torch.local(tensor)
+    if getattr(torch, entry.dtype) != tensor.dtype or not local.is_contiguous() or not local.numel():
+        return None
+    begin, end = pieces.bytes_here(tensor)
+    parts = list(catalogue.ranges(key, begin, end))
+    if len(parts) != 1 or parts[0][0].begin % tensor.dtype.itemsize:
+        return None
+    buffer = catalogue.store.private(parts[0][0].file)
+    if buffer is None:
+        return None
+    flat = torch.frombuffer(buffer, dtype=tensor.dtype, count=local.numel(), offset=parts[0][0].begin)
+    return flat.view(local.shape)
+
+
+def _initialiser(root: nn.Module, module: nn.Module) -> Any:
+    for owner in (module, root):
+        own = getattr(owner, "_init_weights", None)
+        if callable(own) and isinstance(getattr(owner, "base_model_prefix", None), str):
+            return lambda: own(module)
+    return getattr(module, "reset_parameters", None)
+
+
+def _initialise(root: nn.Module, module: nn.Module, left: set[int]) -> None:
+    """Compute what is left of ``module``, and nothing else of it."""
+    others = [
+        t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None and id(t) not in left
+    ]
+    before = [_torch.local(tensor).clone() for tensor in others]
+    _initialiser(root, module)()
+    for tensor, value in zip(others, before, strict=True):
+        _torch.local(tensor).copy_(value)
