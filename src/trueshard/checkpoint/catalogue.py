@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,7 +34,6 @@ class Catalogue:
     """Whether it is a PEFT adapter without its base."""
     dcp: bool = False
     """Whether it is a directory of torch.distributed.checkpoint, which is read by torch."""
-    headers: dict[str, int] = field(default_factory=dict)
 
     @property
     def where(self) -> str:

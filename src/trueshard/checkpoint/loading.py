@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from trueshard import names as model_names
 from trueshard.checkpoint import optimizers, pieces, randomness, state
 from trueshard.checkpoint.catalogue import Catalogue
-from trueshard.checkpoint.checksum import joined
+from trueshard.checkpoint.checksum import crc32, joined
 from trueshard.checkpoint.filling import fill
 from trueshard.checkpoint.found import Found, Misfits
 from trueshard.checkpoint.materialise import materialise, uncomputable
@@ -104,6 +104,18 @@ class Loading:
         else:
             return True
         return False
+
+    def identity(self) -> str:
+        """The same on every rank that reads the same."""
+        entries = sorted(
+            (key, entry.crc32, entry.dtype, *entry.shape, *map(str, entry.pieces))
+            for key, entry in self._catalogue.entries.items()
+        )
+        return f"{self._catalogue.where} ({crc32(memoryview(repr(entries).encode())):08x})"
+
+    def wanted(self) -> dict[str, list[Any]]:
+        """What is to be filled, by key: shape and placement."""
+        return {key: [list(tensor.shape), str(getattr(tensor, "placements", "plain"))] for key, tensor in self._targets}
 
     def verify(self, together: Together) -> None:
         """Compare checksums of all that will be read. Collective."""

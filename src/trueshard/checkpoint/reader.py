@@ -17,7 +17,7 @@ from trueshard.checkpoint import background, state
 from trueshard.checkpoint.catalogue import open_catalogue
 from trueshard.checkpoint.found import Found
 from trueshard.checkpoint.loading import Loading
-from trueshard.checkpoint.together import Together
+from trueshard.checkpoint.together import Together, compare
 
 
 @torch.no_grad()
@@ -64,12 +64,13 @@ def load(
         RuntimeError: another rank failed, or did not come.
     """
     background.finish()
-    models, wanted = state.models_of(model), state.optimizers_of(optimizer)
-    together = Together([p for each in models.values() for p in each.parameters()])
+    together = Together(state.parameters_of(model))
     what = f"{path} was not loaded"
     job: Any = None
     error: BaseException | None = None
+    digest: dict[str, Any] = {}
     try:
+        models, wanted = state.models_of(model), state.optimizers_of(optimizer)
         catalogue = open_catalogue(latest_in(path))
         if catalogue.dcp:
             from trueshard.checkpoint.dcp import DcpLoading
@@ -78,9 +79,12 @@ def load(
         else:
             job = Loading(catalogue, models, wanted, more, strict, convert, names, rng)
         job.check()
+        digest = {"strict": strict, "verify": verify, "rng": rng, "convert": convert, "allow_pickle": allow_pickle}
+        digest |= {"models": sorted(models), "optimizers": sorted(wanted), "entries": sorted(more)}
+        digest |= {"path": job.identity(), **job.wanted()}
     except Exception as caught:
         error = caught
-    together.settle(error, what)
+    compare("load()", together.settle(error, what, digest))
     if verify:
         job.verify(together)
     try:

@@ -73,6 +73,12 @@ def models_of(model: Any) -> dict[str, nn.Module]:
     return _by_prefix("model", model, nn.Module)
 
 
+def parameters_of(model: Any) -> list[torch.Tensor]:
+    """The parameters of whatever modules are in ``model``, which may be anything."""
+    models = model.values() if isinstance(model, Mapping) else [model]
+    return [p for each in models if isinstance(each, nn.Module) for p in each.parameters()]
+
+
 def optimizers_of(optimizer: Any) -> dict[str, Any]:
     """``optimizer`` as a dict: key prefix → optimizer."""
     return _by_prefix("optimizer", optimizer, torch.optim.Optimizer)
@@ -153,6 +159,15 @@ def optimizer_record(
         else:
             record = one
     return record
+
+
+def groups_of(records: Mapping[str, Any]) -> dict[str, Any]:
+    """Of optimizers' records, what is the same on every rank: classes, and the names in each group."""
+    found: dict[str, Any] = {}
+    for prefix, record in records.items():
+        found[prefix] = [record["class"], [group["params"] for group in record["groups"]]]
+        found |= groups_of({f"{prefix}/@{place}": each for place, each in record.get("wrapped", {}).items()})
+    return found
 
 
 def _group(

@@ -7,7 +7,7 @@ rank that calls ``save`` or ``load`` alone ends in an error instead of being ans
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,24 @@ class Together:
         if failed:
             raise RuntimeError(f"{what}: rank {failed[0][0]} failed: {failed[0][1]}")
         return [value for _, value in told]
+
+
+def compare(function: str, digests: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` unless all ranks were given the same; the message names the first difference.
+
+    Args:
+        function: which was called.
+        digests: of each rank, what must be the same, by what it is called.
+    """
+    first = digests[0]
+    for rank, digest in enumerate(digests):
+        for key in [*first, *(key for key in digest if key not in first)]:
+            if digest.get(key) != first.get(key):
+                one, other = (str(each.get(key, "missing"))[:200] for each in (first, digest))
+                raise ValueError(
+                    f"{function} was given different things on different ranks: {key!r} is {one} on rank 0 and {other} "
+                    f"on rank {rank}; give all ranks the same"
+                )
 
 
 def _group_of(members: tuple[int, ...]) -> dist.ProcessGroup:

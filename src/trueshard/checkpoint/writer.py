@@ -28,7 +28,7 @@ from trueshard.checkpoint import background, layout, pieces, randomness, state
 from trueshard.checkpoint.checksum import joined
 from trueshard.checkpoint.manifest import Entry, FileRecord, Manifest
 from trueshard.checkpoint.target import Target, Written, target_of
-from trueshard.checkpoint.together import Together
+from trueshard.checkpoint.together import Together, compare
 
 RESERVED = ("model", "optimizer", "rng")
 
@@ -156,7 +156,7 @@ def prepare(
     """Collect, agree and lay out. Collective."""
     error: BaseException | None = None
     content = state.Content()
-    together = Together(_some_tensors(model))
+    together = Together(state.parameters_of(model))
     table: list[list[Any]] = []
     try:
         if bad := [key for key in more if key in RESERVED or "/" in key]:
@@ -171,9 +171,9 @@ def prepare(
         error = caught
     what = f"{path} was not saved"
     token = secrets.token_hex(4) if together.rank == 0 else ""
-    everyone = together.settle(error, what, (token, _digest(path, content, table), _only_here(content)))
+    everyone = together.settle(error, what, (token, _digest(path, content, table, verify), _only_here(content)))
     target = target_of(path, everyone[0][0])
-    _compare([digest for _, digest, _ in everyone], everyone[0][1], together)
+    compare("save()", [digest for _, digest, _ in everyone])
     writers = _merge([owned for *_, owned in everyone], content)
     entries = _entries(content, writers)
     entries["rng"] = Entry(["rng"], [together.world, len(bits)], "uint8")
@@ -202,11 +202,6 @@ def prepare(
     return job
 
 
-def _some_tensors(model: Any) -> list[torch.Tensor]:
-    models = model.values() if isinstance(model, Mapping) else [model]
-    return [p for each in models if isinstance(each, torch.nn.Module) for p in each.parameters()]
-
-
 def _check_kind(key: str, tensor: torch.Tensor) -> None:
     local = _torch.local(tensor)
     if tensor.is_meta or local.is_meta:
@@ -225,29 +220,20 @@ def _about(world: int) -> dict[str, Any]:
     return {"written": now, "trueshard": version("trueshard"), "torch": torch.__version__, "ranks": world}
 
 
-def _digest(path: Any, content: state.Content, table: list[list[Any]]) -> dict[str, Any]:
+def _digest(path: Any, content: state.Content, table: list[list[Any]], verify: bool) -> dict[str, Any]:
     """What ranks must agree on."""
     tensors = {
         key: [tensor_kind(tensor), list(tensor.shape), str(tensor.dtype)]
         for key, tensor in content.tensors.items()
         if key in content.held or isinstance(tensor, DTensor) or not key.startswith("optimizer")
     }
-    return {"path": os.fspath(path), "rng": table, "more": sorted(content.more), **tensors}
+    given = {"path": os.fspath(path), "verify": verify, "rng": table, "more": sorted(content.more)}
+    return given | state.groups_of(content.optimizers) | tensors
 
 
 def tensor_kind(tensor: torch.Tensor) -> str:
     """How a tensor is spread, in a word."""
     return str(tensor.placements) if isinstance(tensor, DTensor) else "plain"
-
-
-def _compare(digests: list[dict[str, Any]], first: dict[str, Any], together: Together) -> None:
-    for rank, digest in enumerate(digests):
-        for key in [*first, *(key for key in digest if key not in first)]:
-            if digest.get(key) != first.get(key):
-                raise ValueError(
-                    f"save() was given different things on different ranks: {key!r} is {first.get(key, 'missing')} on "
-                    f"rank 0 and {digest.get(key, 'missing')} on rank {rank}; give all ranks the same"
-                )
 
 
 def _only_here(content: state.Content) -> tuple[dict[str, Any], dict[str, Any]]:
