@@ -10,7 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trueshard.api import accumulate, set_reshard_after_forward, shard
-    from trueshard.checkpoint import Checked, Checkpoints, DamagedCheckpoint, Found, Saving, check, latest, load, save
+    from trueshard.checkpoint import (
+        Checked,
+        Checkpoints,
+        Compared,
+        DamagedCheckpoint,
+        Found,
+        Inspected,
+        Saving,
+        check,
+        export,
+        inspect,
+        latest,
+        load,
+        save,
+    )
     from trueshard.optim.clip import clip_grad_norm_
     from trueshard.optim.norms import MeasuredNorms, Norms, measure_norms
     from trueshard.plans import MixedPrecision, Plan, Unit
@@ -21,8 +35,10 @@ __version__ = "0.1.0"
 _WHERE = {
     "Checked": "checkpoint",
     "Checkpoints": "checkpoint",
+    "Compared": "checkpoint",
     "DamagedCheckpoint": "checkpoint",
     "Found": "checkpoint",
+    "Inspected": "checkpoint",
     "MeasuredNorms": "optim.norms",
     "MixedPrecision": "plans",
     "Norms": "optim.norms",
@@ -34,6 +50,8 @@ _WHERE = {
     "check": "checkpoint",
     "clip_grad_norm_": "optim.clip",
     "count_targets": "tokens",
+    "export": "checkpoint",
+    "inspect": "checkpoint",
     "latest": "checkpoint",
     "load": "checkpoint",
     "measure_norms": "optim.norms",
@@ -46,8 +64,10 @@ _WHERE = {
 __all__ = [
     "Checked",
     "Checkpoints",
+    "Compared",
     "DamagedCheckpoint",
     "Found",
+    "Inspected",
     "MeasuredNorms",
     "MixedPrecision",
     "Norms",
@@ -59,6 +79,8 @@ __all__ = [
     "check",
     "clip_grad_norm_",
     "count_targets",
+    "export",
+    "inspect",
     "latest",
     "load",
     "measure_norms",

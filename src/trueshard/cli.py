@@ -6,9 +6,10 @@ imported inside the command that needs them, so that `--help` is quick.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -59,6 +60,63 @@ def demo(nproc: Nproc = None, overrides: Overrides = None) -> None:
 
     config = Path(package.__file__).parent / "demo.toml"
     raise typer.Exit(_train(["demo"], config, overrides or [], nproc, cpu_processes=2))
+
+
+Checkpoint = Annotated[str, typer.Argument(help="A checkpoint: a directory or a URL.", metavar="CKPT")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def check(checkpoint: Checkpoint) -> None:
+    """Read every byte of a checkpoint and compare it with what was saved; exit code 1 if it is damaged."""
+    from trueshard import checkpoint as package
+
+    with _refused():
+        try:
+            print(package.check(checkpoint))
+        except package.DamagedCheckpoint as error:
+            for problem in error.problems:
+                print(problem, file=sys.stderr)
+            raise typer.Exit(1) from None
+
+
+@app.command()
+def inspect(
+    checkpoint: Checkpoint,
+    other: Annotated[str | None, typer.Argument(help="Another, to say what differs.", metavar="[OTHER]")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what is in a checkpoint or a Hugging Face directory, or what differs between two."""
+    from trueshard import checkpoint as package
+
+    with _refused():
+        found = package.inspect(checkpoint, other)
+        print(found.to_json() if as_json else found)
+
+
+@app.command()
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[str, typer.Argument(help="What to make; it must not exist.", metavar="OUT")],
+    to: Annotated[str, typer.Option("--to", help="hf, safetensors, adapter, merged or dcp.", metavar="FORM")] = "hf",
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Convert to it, such as bfloat16.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Which, of a checkpoint of several.")] = None,
+    adapter: Annotated[str | None, typer.Option("--adapter", help="Which, of a model with several.")] = None,
+) -> None:
+    """Write a checkpoint in another form: a Hugging Face directory, one file, a PEFT adapter, DCP."""
+    from trueshard import checkpoint as package
+
+    with _refused():
+        print(package.export(checkpoint, out, to, dtype, model=model, adapter=adapter))
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """What a checkpoint's functions say of a wrong input, as the one line that it is."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        raise UserError(" ".join(str(error).split())) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

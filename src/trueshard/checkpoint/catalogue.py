@@ -5,7 +5,6 @@ One way to read them all: by key, and by ranges of bytes, so that a rank reads w
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 
 from trueshard.checkpoint import tensorfile
 from trueshard.checkpoint.checksum import BLOCK, crc32
+from trueshard.checkpoint.jsontext import table_of
 from trueshard.checkpoint.manifest import MANIFEST, Entry, Manifest, Piece
 from trueshard.checkpoint.store import LocalStore, Store, is_url, open_store
 
@@ -144,11 +144,10 @@ def _first_in(manifest: Manifest, file: str) -> str:
 def _files(store: Store, stem: str) -> list[str]:
     index = f"{stem}.safetensors.index.json"
     if store.exists(index):
-        try:
-            table = json.loads(bytes(store.read(index)).decode())["weight_map"]
-            return list(dict.fromkeys(str(file) for file in table.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{store.where}/{index} is damaged ({error})") from None
+        table = table_of(store.read(index), f"{store.where}/{index}").get("weight_map")
+        if not isinstance(table, dict):
+            raise ValueError(f"{store.where}/{index} is damaged: it has no weight_map")
+        return list(dict.fromkeys(str(file) for file in table.values()))
     return [f"{stem}.safetensors"] if store.exists(f"{stem}.safetensors") else []
 
 

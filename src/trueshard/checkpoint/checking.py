@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from trueshard.checkpoint.catalogue import Catalogue, header_of, open_catalogue
+from trueshard.checkpoint.catalogue import Catalogue, header_of, open_catalogue, read_header
 from trueshard.checkpoint.checksum import crc32
 from trueshard.checkpoint.manifest import MANIFEST
 from trueshard.checkpoint.tensorfile import is_marked
@@ -73,6 +73,25 @@ def check(path: str | os.PathLike[str]) -> Checked:
     return Checked(catalogue.where, len(files), len(catalogue.entries), size, unchecked)
 
 
+def _exchanged(catalogue: Catalogue) -> list[str]:
+    """Where the files' own headers have another tensor than the manifest says."""
+    headers: dict[str, dict[tuple[int, int], str]] = {}
+    usual = {key: {key, key.partition("/")[2], *entry.names} for key, entry in catalogue.entries.items()}
+    owner_of = {name: key for key, names in usual.items() for name in names}
+    problems = []
+    for key, entry in catalogue.entries.items():
+        for piece in entry.pieces:
+            if piece.file not in headers:
+                slots = read_header(catalogue.store, piece.file)
+                headers[piece.file] = {(slot.begin, slot.end): name for name, slot in slots.items()}
+            name = headers[piece.file].get((piece.begin, piece.end))
+            if piece.begin == piece.end or name in usual[key]:
+                continue
+            if name is None or name in owner_of:
+                problems.append(f"tensor {key!r} is not where the manifest says: {piece.file} has {name!r} there")
+    return problems
+
+
 def _lost_manifest(catalogue: Catalogue) -> list[str]:
     files = {piece.file for entry in catalogue.entries.values() for piece in entry.pieces}
     marked = catalogue.manifest is None and any(is_marked(header_of(catalogue.store, file)) for file in files)
@@ -87,6 +106,7 @@ def _problems(catalogue: Catalogue) -> list[str]:
         if crc32(begins) != record.crc32:
             what = "the header of " if record.header is not None else ""
             problems.append(f"{what}{name} does not have the bytes that were saved")
+    problems += _exchanged(catalogue) if not problems else []
     for key, entry in catalogue.entries.items():
         if entry.crc32 is not None and catalogue.checksum(key, 0, entry.nbytes) != entry.crc32:
             files = ", ".join(dict.fromkeys(piece.file for piece in entry.pieces))

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from trueshard.checkpoint import pieces
 from trueshard.checkpoint.catalogue import Catalogue
+from trueshard.checkpoint.loading import Loading
 from trueshard.checkpoint.manifest import check_name
-from trueshard.checkpoint.reader import Loading
 from trueshard.checkpoint.store import LocalStore
 from trueshard.checkpoint.together import Together
 

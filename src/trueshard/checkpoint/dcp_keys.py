@@ -125,8 +125,8 @@ class _Keys:
         """
         held, extra = state.model_tensors(model)
         wanted = {(given and given(name)) or name for each in held.values() for name in each.names}
-        part, root, owned = self._chosen(prefix, place, wanted)
         whole = {leaf.key: leaf for leaf in self._leaves if given and leaf.key in wanted}  # given as whole keys
+        part, root, owned = self._chosen(prefix, place, wanted, whole)
         record: dict[str, Any] = {}
         for name in extra:
             tree = {
@@ -142,8 +142,10 @@ class _Keys:
                 self._add_tensor(f"{prefix}/{name}", leaf)
         self._taken.update(owned.values())
 
-    def _chosen(self, prefix: str, place: int, wanted: set[str]) -> tuple[Part, str, dict[str, _Leaf]]:
-        """The part, the root in it, and by name all that lies under it."""
+    def _chosen(
+        self, prefix: str, place: int, wanted: set[str], whole: dict[str, _Leaf]
+    ) -> tuple[Part, str, dict[str, _Leaf]]:
+        """The part, the root in it, and by name all that lies under it; ``whole``: what is named by whole keys."""
         found: dict[tuple[Part, str], dict[str, _Leaf]] = {}
         for leaf in self._leaves:
             roots = {leaf.key[: len(leaf.key) - len(str(leaf.path[-1]))]}
@@ -153,6 +155,8 @@ class _Keys:
                 found.setdefault((leaf.part, root), {})[leaf.key[len(root) :]] = leaf
         scores = {where: len(wanted & owned.keys()) for where, owned in found.items()}
         best = max(scores.values(), default=0)
+        if not best and whole:
+            return next(iter(whole.values())).part, "", whole
         if not best:
             keys = [leaf.key for leaf in self._leaves]
             shown = ", ".join(keys[:5]) + (f", and {len(keys) - 5} more" if keys[5:] else "")
@@ -295,17 +299,16 @@ class _Keys:
             ours.get(name, name): self._encoded(tree, f"{prefix}/@groups/{name}")
             for name, tree in saved.settings.items()
         }
-        groups = []
-        for g, members in enumerate(own):
-            found = [name for name in members if name in of]
-            differ = [name for name in found if _without_tensors(of[name]) != _without_tensors(of[found[0]])]
-            if differ:
-                raise ValueError(
-                    f"{self.catalogue.where}: {differ[0]!r} and {found[0]!r} were saved with different settings, and "
-                    f"are both in group {g} of {prefix!r}; give them groups of their own"
-                )
-            if found:
-                groups.append({"params": found, "settings": of[found[0]]})
+        groups: list[dict[str, Any]] = []
+        for members in own:
+            begin = len(groups)  # what was saved with different settings cannot have been one group
+            for name in (name for name in members if name in of):
+                plain = _without_tensors(of[name])
+                same = next((one for one in groups[begin:] if _without_tensors(one["settings"]) == plain), None)
+                if same is None:
+                    groups.append({"params": [name], "settings": of[name]})
+                else:
+                    same["params"].append(name)
         left = [name for name in of if not any(name in members for members in own)]
         return [*groups, {"params": left, "settings": of[left[0]]}] if left else groups
 

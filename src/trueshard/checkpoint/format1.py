@@ -15,6 +15,9 @@ def upgraded(table: dict[str, Any], where: str) -> Manifest:
         KeyError, TypeError, ValueError: it is damaged.
     """
     tensors = {}
+    for part in ("tensors", "ties", "optimizers", "more"):
+        if not isinstance(table[part], dict):
+            raise TypeError(f"{part} is no table")
     for key, each in table["tensors"].items():
         ordered = sorted(each["pieces"], key=lambda piece: piece["start"])
         tensors[key] = Entry([key.partition("/")[2]], each["shape"], each["dtype"])

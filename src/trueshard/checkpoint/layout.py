@@ -70,11 +70,18 @@ def adapted_places(module: nn.Module, folder: str) -> dict[str, Place] | None:
             peft, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=False
         )
         for key, tensor in own.items():
-            if id(tensor) in name_of:
-                found[name_of[id(tensor)]] = Place(f"{folder}{adapter_folder(peft, adapter)}", "adapter_model", key)
+            name = name_of.get(id(tensor))
+            if key == "prompt_embeddings" and name is None:  # a copy of this one, unless it is computed
+                name = f"prompt_encoder.{adapter}.embedding.weight"
+                if name not in tensors or peft.peft_config[adapter].peft_type != "PROMPT_TUNING":
+                    continue
+            if name is not None:
+                found[name] = Place(f"{folder}{adapter_folder(peft, adapter)}", "adapter_model", key)
+    prompted = any(config.is_prompt_learning for config in peft.peft_config.values())
     for name in tensors:
         if name not in found:
-            base = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
+            base = name.removeprefix("base_model." if prompted else "base_model.model.")
+            base = base.replace(".base_layer.", ".").replace(".original_module.", ".")
             found[name] = Place(folder, "model", base)
     distinct = {(place.folder, place.stem, place.key) for place in found.values()}
     return found if len(distinct) == len(found) else None
@@ -142,11 +149,15 @@ def companions(models: Mapping[str, nn.Module], tokenizer: Any) -> dict[str, byt
 
 def _save_configuration(module: Any, folder: Path) -> None:
     if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
+        base = module.get_base_model()
         for adapter, adapter_config in module.peft_config.items():
             copied = copy.deepcopy(adapter_config)
-            copied.inference_mode = True  # as PEFT itself saves it
-            copied.save_pretrained(str(folder / adapter_folder(module, adapter)))
-        module = module.get_base_model()
+            copied.inference_mode = True  # as PEFT itself saves it, with this and what comes next
+            kind = _torch.own_class(base)
+            mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+            place = str(folder / adapter_folder(module, adapter))
+            copied.save_pretrained(place, auto_mapping_dict=None if copied.task_type else mapping)
+        module = base
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained"):
         return

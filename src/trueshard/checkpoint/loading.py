@@ -60,9 +60,8 @@ class Loading:
             if key not in entries:
                 self._misfits.missing(key, f"has no entry {key!r}.{model_names.nearest(key, entries)}")
             elif not hasattr(value, "load_state_dict"):
-                raise TypeError(
-                    f"{key}: a {type(value).__name__} has no load_state_dict(); read it from what is returned"
-                )
+                kind = type(value).__name__
+                raise TypeError(f"{key}: a {kind} has no load_state_dict(); take the entry from what load() returns")
         self._misfits.settle()
 
     def _check_model(self, prefix: str, module: nn.Module, naming: Naming) -> None:
@@ -73,7 +72,7 @@ class Loading:
             key = next((key for key in candidates if key in self._catalogue.entries), None)
             used.update(candidates)
             if key is None:
-                if not naming.partial:
+                if not naming.may_lack(name):
                     known = [naming.name(key) for key in self._catalogue.entries if naming.owns(key)]
                     self._misfits.missing(name, f"has no {name!r}.{model_names.nearest(name, known)}")
                 continue
@@ -172,16 +171,20 @@ class Loading:
 
     # And then
 
-    def apply(self, together: Together) -> Found:
-        """Change things."""
-        manifest, catalogue = self._catalogue.manifest, self._catalogue
+    def begin(self) -> Found:
+        """Load what runs the user's code: if that raises, on any rank, models and optimizers are as they were."""
+        manifest = self._catalogue.manifest
         found = Found({key: self._value(value) for key, value in (manifest.more if manifest else {}).items()})
-        # What runs the user's code comes first: if it raises, model and optimizers are as they were.
         for key, value in self._more.items():
             if key in found:
                 value.load_state_dict(found.pop(key))
         for prefix, module in self._models.items():
             self._load_extra(prefix, module)
+        return self._misfits.into(found)
+
+    def apply(self, together: Together) -> None:
+        """Change the models and optimizers."""
+        manifest, catalogue = self._catalogue.manifest, self._catalogue
         key_of = {id(tensor): key for key, tensor in self._targets}
         filled: set[int] = set()
         for module in self._models.values():
@@ -197,7 +200,6 @@ class Loading:
             row = torch.empty(length, dtype=torch.uint8)
             catalogue.read_into("rng", together.rank * length, row)
             randomness.restore(table, bytes(row.numpy()))
-        return self._misfits.into(found)
 
     def _value(self, value: Any) -> Any:
         return state.join(value, {key: self._catalogue.whole(key) for key in state.references(value)})

@@ -22,6 +22,7 @@ import torch
 
 from trueshard.checkpoint import structure, tensorfile
 from trueshard.checkpoint.checksum import crc32
+from trueshard.checkpoint.jsontext import table_of
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -103,7 +104,7 @@ class Manifest:
             ValueError: damaged, or of a newer format; the message begins with ``where``.
         """
         try:
-            table = _table(_json(data, where))
+            table = table_of(data, where)
             version = table["format"]
             if type(version) is not int or version < 1:
                 raise TypeError(f"format {version!r}")
@@ -117,7 +118,7 @@ class Manifest:
             if first is None or int(first[1], 16) != crc32(memoryview(data)[first.end() :]):
                 raise ValueError(f"{where} is damaged: its checksum does not fit; use an earlier checkpoint")
             return cls(
-                {key: _entry(each) for key, each in table["tensors"].items()},
+                {key: _entry(key, each) for key, each in table["tensors"].items()},
                 _table(table["models"]),
                 _table(table["optimizers"]),
                 _table(table["more"]),
@@ -126,7 +127,7 @@ class Manifest:
                 _table(table["about"]),
                 version,
             )
-        except (UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{where} is damaged ({error}); use an earlier checkpoint") from None
 
     def validate(self, where: str) -> None:
@@ -163,21 +164,18 @@ def check_name(name: str, where: str) -> None:
         raise ValueError(f"{where} names {name!r}, which is outside the checkpoint; it was not opened")
 
 
-def _entry(each: Mapping[str, Any]) -> Entry:
+def _entry(key: str, each: Mapping[str, Any]) -> Entry:
     pieces = [Piece(**piece) for piece in each["pieces"]]
     names, shape, crc = list(each["names"]), each["shape"], each["crc32"]
     if not isinstance(each["dtype"], str) or not (crc is None or type(crc) is int):
-        raise TypeError(f"dtype {each['dtype']!r}, crc32 {crc!r}")
+        raise TypeError(f"{key!r} has dtype {each['dtype']!r}, checksum {crc!r}")
+    if not (each["trainable"] is None or type(each["trainable"]) is bool) or not all(
+        isinstance(name, str) for name in [key, *names]
+    ):
+        raise TypeError(f"{key!r} has names {names!r}, trainable {each['trainable']!r}")
     if not all(isinstance(piece.file, str) for piece in pieces):
-        raise TypeError("a file's name is no text")
-    return Entry(names, shape, each["dtype"], each["trainable"], crc, pieces)
-
-
-def _json(data: bytes, where: str) -> Any:
-    try:
-        return json.loads(data.decode("utf-8"))
-    except ValueError as error:  # what json itself raises, numbers of too many digits among it
-        raise ValueError(f"{where} is damaged ({str(error)[:200]}); use an earlier checkpoint") from None
+        raise TypeError(f"{key!r} is in a file whose name is no text")
+    return Entry(names, shape, each["dtype"], trainable, crc, pieces)
 
 
 def _table(value: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from trueshard import names
-from trueshard.checkpoint import state
+from trueshard.checkpoint import hub, state
 from trueshard.checkpoint.catalogue import Catalogue
 
 
@@ -25,6 +25,8 @@ class Naming:
     """Whether the files hold a part of the model by their nature: an adapter."""
     table: dict[str, str] = field(default_factory=dict)
     """Name → key, where they are known to differ."""
+    unminded: Callable[[str], bool] = lambda name: False
+    """Whether files leave out what is called so, since the model computes it."""
     _name_of: dict[str, str] = field(default_factory=dict)
 
     def key(self, name: str) -> str:
@@ -33,6 +35,10 @@ class Naming:
         key = self.prefix + (own or self.table.get(name, name))
         self._name_of[key] = name
         return key
+
+    def may_lack(self, name: str) -> bool:
+        """Whether it is no fault if the files have no ``name``."""
+        return self.partial or self.unminded(name)
 
     def owns(self, key: str) -> bool:
         """Whether ``key`` is this model's."""
@@ -57,7 +63,8 @@ def naming_of(catalogue: Catalogue, prefix: str, module: nn.Module, given: Any) 
         return Naming(f"{prefix}/", function)
     if catalogue.adapter:
         return Naming("", function, partial=True, table=_adapter_names(module))
-    return Naming("", function, table=_base_names(module, catalogue))
+    own = names.unwrap(module)
+    return Naming("", function, table=_hub_names(module, catalogue), unminded=hub.patterns_of(own, "missing"))
 
 
 def _adapter_names(module: nn.Module) -> dict[str, str]:
@@ -67,22 +74,28 @@ def _adapter_names(module: nn.Module) -> dict[str, str]:
     adapters = getattr(names.unwrap(module), "peft_config", {})
     if len(adapters) != 1:
         raise ValueError(f"an adapter is loaded into a PEFT model with one adapter, not with {len(adapters)}")
-    return {name: place.key for name, place in (adapted_places(module, "") or {}).items()}
+    # What PEFT writes of the base, embeddings that were changed, it writes under the name that they have.
+    places = adapted_places(module, "") or {}
+    return {name: place.key if place.stem == "adapter_model" else name for name, place in places.items()}
 
 
-def _base_names(module: nn.Module, catalogue: Catalogue) -> dict[str, str]:
-    """Names of a PEFT model's base, and of a model whose files have or lack its base model's prefix."""
+def _hub_names(module: nn.Module, catalogue: Catalogue) -> dict[str, str]:
+    """Names of a PEFT model's base, and of a model that has other names on disk than in memory."""
     from trueshard.checkpoint.layout import adapted_places
 
-    own = names.unwrap(module)
-    table = {name: place.key for name, place in (adapted_places(module, "") or {}).items() if place.stem == "model"}
-    prefix = getattr(own, "base_model_prefix", "")
-    if not table and prefix:
-        held, _ = state.model_tensors(module)
-        for name in (name for each in held.values() for name in each.names):
-            if name in catalogue.entries:
-                continue
-            for other in (f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
-                if other in catalogue.entries:
-                    table[name] = other
-    return table
+    own: Any = names.unwrap(module)
+    held, _ = state.model_tensors(module)
+    tensors = {name: each.tensor for each in held.values() for name in each.names}
+    places = adapted_places(module, "")
+    if places is not None:
+        tensors = {places[name].key: tensor for name, tensor in tensors.items() if places[name].stem == "model"}
+        own = own.get_base_model()
+    if hub.is_hub_model(own):
+        lacking = {id(tensor) for tensor in tensors.values()}
+        lacking -= {id(tensor) for name, tensor in tensors.items() if name in catalogue.entries}
+        if lacking:
+            hub.translate(own, tensors, catalogue)
+        unminded = hub.patterns_of(own, "unexpected")
+        for key in [key for key in catalogue.entries if key not in tensors and unminded(key)]:
+            del catalogue.entries[key]
+    return {name: place.key for name, place in (places or {}).items() if place.key in catalogue.entries}

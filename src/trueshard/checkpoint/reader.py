@@ -87,10 +87,16 @@ def load(
     compare("load()", together.settle(error, what, digest))
     if verify:
         job.verify(together)
+    found = Found()
     try:
-        found: Found = job.apply(together)
+        found = job.begin()
     except Exception as caught:
-        error, found = caught, Found()
+        error = caught
+    together.settle(error, what)
+    try:
+        job.apply(together)
+    except Exception as caught:
+        error = caught
     together.settle(error, what)
     return found
 

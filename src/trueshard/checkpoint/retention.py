@@ -127,8 +127,10 @@ class Checkpoints:
         """Steps with the metric, the best first; of equals the later one."""
         found: list[tuple[float, int]] = []
         for step in self.steps():
+            path = self.path(step) / MANIFEST
             try:
-                manifest = Manifest.from_bytes((self.path(step) / MANIFEST).read_bytes(), str(self.path(step)))
+                manifest = Manifest.from_bytes(path.read_bytes(), str(path))
+                manifest.validate(str(path))
             except (OSError, ValueError):
                 continue
             value = _metric_of(manifest, self._metric)
@@ -138,7 +140,7 @@ class Checkpoints:
 
 
 def _metric_of(manifest: Manifest, name: str) -> float | None:
-    progress = dict(manifest.more.get("progress", {}).get("__dict__", []))
-    metrics = dict(progress.get("metrics", {}).get("__dict__", []))
-    value = metrics.get(name)
-    return float(value) if isinstance(value, (int, float)) else None
+    value: Any = manifest.more.get("progress")
+    for key in ("metrics", name):
+        value = dict(value.get("__dict__", [])).get(key) if isinstance(value, dict) else None
+    return float(value) if type(value) in (int, float) else None

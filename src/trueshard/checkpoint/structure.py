@@ -17,13 +17,13 @@ def check(table: Mapping[str, Any], tensors: Mapping[str, Any], where: str) -> N
         where: the manifest, for messages.
     """
     seen = _Seen(tensors, where)
-    for prefix, model in table["models"].items():
+    for prefix, model in _items(table["models"], "models", where):
         seen.table(model, prefix, {"class", "extra"})
         for name, value in _items(model["extra"], f"{prefix}/extra", where):
             seen.split(value, f"{prefix}/{name}")
-    for prefix, record in table["optimizers"].items():
+    for prefix, record in _items(table["optimizers"], "optimizers", where):
         seen.optimizer(record, prefix)
-    for key, value in table["more"].items():
+    for key, value in _items(table["more"], "more", where):
         seen.split(value, f"more/{key}")
     for rank, parts in enumerate(table["rng"]):
         _check_random(parts, rank, tensors, where)

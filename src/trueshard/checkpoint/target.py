@@ -30,6 +30,8 @@ try:
 except ImportError:  # no locks on this system: nothing left behind is removed
     fcntl = None
 
+_BEGUN = ".trueshard-partial"
+"""A file that a remote directory has until its manifest is there."""
 _LEFT = re.compile(r"\..+\.partial-[0-9a-f]{8}")
 
 
@@ -242,13 +244,14 @@ def _verify(descriptor: int, start: int, part: tuple[int, int, int], path: Path,
 
 
 @contextlib.contextmanager
-def _named(path: Path, key: str | None = None) -> Iterator[None]:
+def _named(path: Path | str, key: str | None = None) -> Iterator[None]:
     """Errors of the system, with what they are about."""
     try:
         yield
     except OSError as error:
-        what = f"{path.name}, tensor {key!r}" if key else path.name
-        raise OSError(error.errno, f"{error.strerror} (writing {what})", str(path.parent)) from error
+        folder, _, name = str(path).rpartition("/")
+        what = f"{name}, tensor {key!r}" if key else name
+        raise OSError(error.errno, f"{error.strerror or error} (writing {what})", folder) from error
 
 
 def _sync(directory: Path) -> None:
@@ -270,15 +273,21 @@ class RemoteTarget:
 
     def check_free(self) -> None:
         """Raise FileExistsError if something is there already; rank 0."""
-        if self._fs.exists(self._root) and self._fs.find(self._root):
+        found = self._fs.find(self._root) if self._fs.exists(self._root) else []
+        if any(
+            path.rpartition("/")[2] == MANIFEST or _OURS.fullmatch(path.rpartition("/")[2]) is None for path in found
+        ):
             raise FileExistsError(f"{self.where} exists already; save under another name, or remove it first")
+        if found:  # without a manifest, and nothing but what a save writes: one that came to no end
+            self._fs.rm(self._root, recursive=True)
 
     def begin(self, files: Mapping[str, bytes], sizes: Mapping[str, int]) -> None:
         """Put the files that hold no tensors; rank 0."""
         self._fs.makedirs(self._root, exist_ok=True)
-        for name, data in files.items():
+        for name, data in {_BEGUN: b"", **files}.items():
             self._fs.makedirs(f"{self._root}/{name}".rpartition("/")[0], exist_ok=True)
-            self._fs.pipe_file(f"{self._root}/{name}", data)
+            with _named(f"{self.where}/{name}"):
+                self._fs.pipe_file(f"{self._root}/{name}", data)
 
     def write(self, rank: int, mine: Mapping[str, Any], entries: Mapping[str, Entry], verify: bool) -> Written:
         """Write this rank's tensors into a file of its own, and fetch them again."""
@@ -294,7 +303,7 @@ class RemoteTarget:
             shape = (len(data) // width, *rows[1:]) if width else tuple(rows)
             listed.append((key, entries[key].dtype, shape))
         header, slots = tensorfile.layout(listed)
-        with self._fs.open(f"{self._root}/{file}", "wb") as stream:
+        with _named(f"{self.where}/{file}", next(iter(mine))), self._fs.open(f"{self._root}/{file}", "wb") as stream:
             stream.write(header)
             for key, slot in sorted(slots.items(), key=lambda each: each[1].begin):
                 begin, tensor = mine[key]
@@ -324,7 +333,9 @@ class RemoteTarget:
 
     def publish(self, manifest: bytes) -> None:
         """Make it a checkpoint; rank 0."""
-        self._fs.pipe_file(f"{self._root}/{MANIFEST}", manifest)
+        with _named(f"{self.where}/{MANIFEST}"):
+            self._fs.pipe_file(f"{self._root}/{MANIFEST}", manifest)
+            self._fs.rm_file(f"{self._root}/{_BEGUN}")
 
     def abandon(self) -> None:
         """Remove everything; rank 0."""

@@ -8,15 +8,16 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+
+from trueshard.checkpoint.jsontext import table_of
 
 _CODES = {
     "float64": "F64",
@@ -112,13 +113,8 @@ def parse(header: bytes, size: int, file: str) -> dict[str, Slot]:
     Raises:
         ValueError: the header contradicts itself or the file; the message names the tensor.
     """
-    try:
-        table = json.loads(header[8:].decode("utf-8"))
-        if not isinstance(table, dict):
-            raise TypeError("not an object")
-        slots = {key: _slot(key, each, len(header), file) for key, each in table.items() if key != "__metadata__"}
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, TypeError, KeyError) as error:
-        raise ValueError(f"{file} is damaged: its header does not read ({error})") from None
+    table = table_of(header[8:], f"{file} (its header)")
+    slots = {key: _slot(key, each, len(header), file) for key, each in table.items() if key != "__metadata__"}
     check_ranges({key: (slot.begin, slot.end) for key, slot in slots.items()}, len(header), size, file)
     return slots
 
@@ -129,10 +125,9 @@ def is_marked(header: bytes) -> bool:
     return isinstance(metadata, dict) and MARK.items() <= metadata.items()
 
 
-def _slot(key: str, each: Mapping[str, object], start: int, file: str) -> Slot:
-    shape: Any = each["shape"]
-    offsets: Any = each["data_offsets"]
-    code = each["dtype"]
+def _slot(key: str, each: Any, start: int, file: str) -> Slot:
+    known = each if isinstance(each, dict) else {}
+    shape, offsets, code = known.get("shape"), known.get("data_offsets"), known.get("dtype")
     if not (is_whole(shape) and is_whole(offsets) and isinstance(code, str) and len(offsets) == 2):
         raise ValueError(f"{file} is damaged: {key!r} has shape {shape!r}, dtype {code!r}, range {offsets!r}")
     if code not in _NAMES:
@@ -143,7 +138,7 @@ def _slot(key: str, each: Mapping[str, object], start: int, file: str) -> Slot:
     return Slot(tuple(shape), _NAMES[code], start + begin, start + end)
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: Any) -> TypeGuard[list[int]]:
     """Whether ``value`` is a list of whole numbers, none below 0."""
     return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
@@ -151,14 +146,15 @@ def is_whole(value: object) -> bool:
 def check_ranges(ranges: Mapping[str, tuple[int, int]], start: int, size: int, file: str) -> None:
     """Raise ``ValueError`` unless ``ranges`` (key → begin, end) fill a file from ``start`` to ``size``, each once."""
     ordered = sorted(ranges.items(), key=lambda each: each[1])
-    for (key, (_, end)), (after, (begin, _)) in itertools.pairwise(ordered):
-        if begin < end:
-            raise ValueError(f"{file} is damaged: {key!r} and {after!r} overlap")
-        if begin > end:
-            raise ValueError(f"{file} is damaged: nothing lies between {key!r} and {after!r}")
-    last = ordered[-1] if ordered else ("", (start, start))
-    if ordered and ordered[0][1][0] != start:
-        raise ValueError(f"{file} is damaged: {ordered[0][0]!r} does not begin where the header ends")
-    if last[1][1] != size:
-        short = "is cut short" if last[1][1] > size else "is longer than it should be"
-        raise ValueError(f"{file} {short}: {last[0]!r} ends at byte {last[1][1]}, the file at {size}")
+    for key, (begin, end) in ordered:
+        if end > size:
+            raise ValueError(f"{file} is cut short: {key!r} lies at bytes {begin} to {end}, the file has {size}")
+    last = start
+    before = "its header"
+    for key, (begin, end) in ordered:
+        if begin != last:
+            what = "overlap" if begin < last else "have nothing between them"
+            raise ValueError(f"{file} is damaged: {before} and {key!r} {what} (bytes {begin} and {last})")
+        before, last = repr(key), end
+    if last != size:
+        raise ValueError(f"{file} is longer than it should be: {before} ends at byte {last}, the file at {size}")
