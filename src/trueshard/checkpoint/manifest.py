@@ -169,10 +169,9 @@ def _entry(key: str, each: Mapping[str, Any]) -> Entry:
     names, shape, crc = list(each["names"]), each["shape"], each["crc32"]
     if not isinstance(each["dtype"], str) or not (crc is None or type(crc) is int):
         raise TypeError(f"{key!r} has dtype {each['dtype']!r}, checksum {crc!r}")
-    if not (each["trainable"] is None or type(each["trainable"]) is bool) or not all(
-        isinstance(name, str) for name in [key, *names]
-    ):
-        raise TypeError(f"{key!r} has names {names!r}, trainable {each['trainable']!r}")
+    trainable = each["trainable"]
+    if not (trainable is None or type(trainable) is bool) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{key!r} has names {names!r}, trainable {trainable!r}")
     if not all(isinstance(piece.file, str) for piece in pieces):
         raise TypeError(f"{key!r} is in a file whose name is no text")
     return Entry(names, shape, each["dtype"], trainable, crc, pieces)

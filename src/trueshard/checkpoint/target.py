@@ -273,13 +273,11 @@ class RemoteTarget:
 
     def check_free(self) -> None:
         """Raise FileExistsError if something is there already; rank 0."""
-        found = self._fs.find(self._root) if self._fs.exists(self._root) else []
-        if any(
-            path.rpartition("/")[2] == MANIFEST or _OURS.fullmatch(path.rpartition("/")[2]) is None for path in found
-        ):
+        if not self._fs.exists(self._root) or not self._fs.find(self._root):
+            return
+        if self._fs.exists(f"{self._root}/{MANIFEST}") or not self._fs.exists(f"{self._root}/{_BEGUN}"):
             raise FileExistsError(f"{self.where} exists already; save under another name, or remove it first")
-        if found:  # without a manifest, and nothing but what a save writes: one that came to no end
-            self._fs.rm(self._root, recursive=True)
+        self._fs.rm(self._root, recursive=True)  # of a save that came to no end
 
     def begin(self, files: Mapping[str, bytes], sizes: Mapping[str, int]) -> None:
         """Put the files that hold no tensors; rank 0."""
