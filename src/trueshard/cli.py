@@ -149,7 +149,7 @@ def _train(command: list[str], path: Path, overrides: list[str], nproc: int | No
 
         work(config)
 
-    from trueshard.train.checkpoints import complete_steps
+    from trueshard.train import checkpoints
     from trueshard.train.preflight import check, check_nproc, default_nproc
     from trueshard.train.worker import tell_if_complete
 
@@ -158,7 +158,7 @@ def _train(command: list[str], path: Path, overrides: list[str], nproc: int | No
     if tell_if_complete(config, check(config, nproc), aloud=True):
         return 0
     code = launch(command + [f"--set={override}" for override in overrides], nproc)
-    if code == STOPPED and not complete_steps(config):
+    if code == STOPPED and not checkpoints.of(config).steps():
         print("Stopped before the first checkpoint; the same command begins again.")
     return code
 

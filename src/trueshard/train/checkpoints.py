@@ -1,6 +1,6 @@
 """Which checkpoints a run has, and whether a configuration goes on from them.
 
-- `checkpoints/step-00000100` carries that name only once it is complete: `trueshard.save` renames it into place.
+- `checkpoints/step-00000100` carries that name only once it is complete: `trueshard.Checkpoints` sees to it.
 - `config.json` keeps the settings of the run as they were resolved. Those that decide what its steps mean may not
   change on resume; the others (steps, learning rate, sharding, ranks, …) may.
 """
@@ -8,15 +8,12 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 from pathlib import Path
 from typing import Any
 
+from trueshard import Checkpoints
 from trueshard.train.config import Config
 from trueshard.train.errors import UserError
-
-NAME = re.compile(r"step-(\d{8,})")
 
 
 def folder(config: Config) -> Path:
@@ -24,22 +21,9 @@ def folder(config: Config) -> Path:
     return Path(config.run.dir).expanduser()
 
 
-def checkpoint_path(config: Config, step: int) -> Path:
-    """Where the checkpoint after `step` steps belongs."""
-    return folder(config) / "checkpoints" / f"step-{step:08d}"
-
-
-def complete_steps(config: Config) -> list[int]:
-    """The steps that have a complete checkpoint, in order."""
-    root = folder(config) / "checkpoints"
-    found = (NAME.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else ()
-    return sorted(int(match[1]) for match in found if match)
-
-
-def prune(config: Config) -> None:
-    """Delete all but the newest `train.keep` checkpoints."""
-    for step in complete_steps(config)[: -config.train.keep]:
-        shutil.rmtree(checkpoint_path(config, step), ignore_errors=True)
+def of(config: Config) -> Checkpoints:
+    """The run's checkpoints, of which the newest `train.keep` stay."""
+    return Checkpoints(folder(config) / "checkpoints", keep_last=config.train.keep)
 
 
 def write_settings(config: Config, architecture: dict[str, Any]) -> None:

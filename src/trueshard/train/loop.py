@@ -52,7 +52,7 @@ def train(config: Config, ready: Ready, ranks: Ranks, stop: StopRequest) -> int:
     finished = run_steps(config, ready, ranks, trainer, stop)
     if not finished:
         if ranks.rank == 0:
-            saved = checkpoints.checkpoint_path(config, trainer.step)
+            saved = checkpoints.of(config).path(trainer.step)
             print(f"Stopped after step {trainer.step}; saved in {saved}. The same command resumes.", flush=True)
         dist.barrier()
         return STOPPED
@@ -92,7 +92,7 @@ def shard_words(section: ShardSection) -> dict[str, Any]:
 
 def resume(config: Config, ready: Ready, ranks: Ranks, trainer: Trainer) -> None:
     """Load the checkpoint of `ready.step` in place; raises `UserError` if it is damaged, or of another text."""
-    path = checkpoints.checkpoint_path(config, ready.step)
+    path = checkpoints.of(config).path(ready.step)
     try:
         found = trueshard.load(path, model=trainer.model, optimizer=trainer.optimizer)["trainer"]
     except (ValueError, KeyError, OSError) as error:
@@ -110,12 +110,11 @@ def resume(config: Config, ready: Ready, ranks: Ranks, trainer: Trainer) -> None
 
 def save(config: Config, ready: Ready, ranks: Ranks, trainer: Trainer) -> Path:
     """Write a checkpoint of all ranks and delete those that are no longer kept."""
-    path = checkpoints.checkpoint_path(config, trainer.step)
+    kept = checkpoints.of(config)
     progress = {"step": trainer.step, "samples": trainer.samples, "tokens_crc32": ready.data.summary.crc32}
-    trueshard.save(path, model=trainer.model, optimizer=trainer.optimizer, trainer=progress)
-    if ranks.rank == 0:
-        checkpoints.prune(config)
-    return path
+    tokenizer = ready.data.tokenizer()
+    kept.save(trainer.step, model=trainer.model, optimizer=trainer.optimizer, tokenizer=tokenizer, trainer=progress)
+    return kept.path(trainer.step)
 
 
 def run_steps(config: Config, ready: Ready, ranks: Ranks, trainer: Trainer, stop: StopRequest) -> bool:
@@ -204,5 +203,6 @@ def finish(config: Config, ready: Ready, ranks: Ranks, trainer: Trainer, folder:
     if continuation is not None:
         (folder / "sample.txt").write_text(continuation, encoding="utf-8")
         print(f"\nA sampled continuation:\n\n{continuation}")
-    kept = [checkpoints.checkpoint_path(config, step) for step in checkpoints.complete_steps(config)]
+    saved = checkpoints.of(config)
+    kept = [saved.path(step) for step in saved.steps()]
     print(f"\nFiles made:\n{report.file_list(folder, kept)}", flush=True)

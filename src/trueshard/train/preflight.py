@@ -50,7 +50,7 @@ def check(config: Config, ranks: int, make: bool = True) -> Ready:
     assert vocab_size is not None
     settings = architecture(config, vocab_size)
     _check_length(config, settings)
-    steps = checkpoints.complete_steps(config)
+    steps = checkpoints.of(config).steps()
     if steps:
         checkpoints.check_resumable(config, plain_settings(settings))
     if make:
