@@ -4,7 +4,7 @@
   ``target``, in the ``background`` if asked. ``reader`` loads from a ``catalogue`` of tensors in files, whoever wrote
   them (``store``, ``tensorfile``, ``manifest``, ``naming``), into models (``materialise``, ``filling``) and
   ``optimizers``.
-- ``dcp`` and ``dcp_keys`` make such a catalogue of a directory of torch.distributed.checkpoint.
+- ``dcp``, ``dcp_keys`` and ``dcp_parts`` make such a catalogue of a directory of torch.distributed.checkpoint.
 - ``checking``, ``inspecting`` and ``retention`` look at checkpoints without a model. ``exporting`` writes them in other
   forms (``source``, ``adapters``, ``dcp_export``).
 """

@@ -21,8 +21,8 @@ from torch import nn
 
 from trueshard import names
 from trueshard.checkpoint import state, tensorfile
-from trueshard.checkpoint.catalogue import read_header
 from trueshard.checkpoint.filling import fill
+from trueshard.checkpoint.header import read_header
 from trueshard.checkpoint.materialise import materialise, uncomputable
 from trueshard.checkpoint.source import Source, check_bytes, converted, write_file
 
@@ -195,7 +195,7 @@ def _let_go(model: nn.Module) -> None:
 
 def _fill(model: Any, source: Source, checked: Callable[[str], bool]) -> None:
     catalogue = source.catalogue
-    key_of = {name.removeprefix(source.folder): key for key in source.keys for name in catalogue.entries[key].names}
+    key_of = {name: key for key in source.keys for name in catalogue.entries[key].names}
     held, _ = state.model_tensors(model)
     targets: dict[int, str] = {}
     for name, each in held.items():

@@ -5,6 +5,8 @@ A thread, not a process: writing and checksums leave the interpreter free, and n
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 from collections.abc import Callable
 
@@ -13,8 +15,9 @@ class Saving:
     """A save in the background."""
 
     def __init__(self, work: Callable[[], None], what: str) -> None:
-        self._work, self._what = work, what
-        self._error: BaseException | None = None
+        self._work, self.what = work, what
+        self.failure: BaseException | None = None
+        """Not raised yet."""
         # No daemon: a script that ends waits for its checkpoint.
         self._thread = threading.Thread(target=self._run, name=f"trueshard: {what}")
         self._thread.start()
@@ -23,7 +26,7 @@ class Saving:
         try:
             self._work()
         except BaseException as error:
-            self._error = error
+            self.failure = error
 
     @property
     def done(self) -> bool:
@@ -40,7 +43,7 @@ class Saving:
         self._thread.join()
         if _running is self:
             _running = None
-        error, self._error = self._error, None
+        error, self.failure = self.failure, None
         if error is not None:
             raise error
 
@@ -48,11 +51,19 @@ class Saving:
 _running: Saving | None = None
 
 
+def _tell() -> None:
+    """At the end of the process: an error that nobody asked for."""
+    if _running is not None and _running.failure is not None:
+        print(f"trueshard: {_running.what} failed: {_running.failure}", file=sys.stderr)
+
+
 def start(work: Callable[[], None], what: str) -> Saving:
     """Do ``work`` in the background; nothing else may be running."""
     global _running
     assert _running is None
     _running = Saving(work, what)
+    atexit.unregister(_tell)
+    atexit.register(_tell)
     return _running
 
 

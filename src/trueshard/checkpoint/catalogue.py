@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from trueshard.checkpoint import tensorfile
 from trueshard.checkpoint.checksum import BLOCK, crc32
+from trueshard.checkpoint.header import read_header
 from trueshard.checkpoint.jsontext import table_of
 from trueshard.checkpoint.manifest import MANIFEST, Entry, Manifest, Piece
 from trueshard.checkpoint.store import LocalStore, Store, is_url, open_store
@@ -158,15 +158,3 @@ def _entries(store: Store, files: list[str]) -> dict[str, Entry]:
             piece = Piece(file, slot.begin, slot.end)
             entries[key] = Entry([key], list(slot.shape), slot.dtype, None, None, [piece])
     return entries
-
-
-def read_header(store: Store, file: str) -> dict[str, tensorfile.Slot]:
-    """The tensors of a safetensors file."""
-    return tensorfile.parse(header_of(store, file), store.size(file), f"{store.where}/{file}")
-
-
-def header_of(store: Store, file: str) -> bytes:
-    """The header of a safetensors file."""
-    size, where = store.size(file), f"{store.where}/{file}"
-    length = tensorfile.header_length(bytes(store.read(file, 0, min(8, size))), size, where)
-    return bytes(store.read(file, 0, length))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from trueshard.checkpoint.catalogue import Catalogue, header_of, open_catalogue, read_header
+from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
 from trueshard.checkpoint.checksum import crc32
+from trueshard.checkpoint.header import header_of, read_header
 from trueshard.checkpoint.manifest import MANIFEST
 from trueshard.checkpoint.tensorfile import is_marked
 

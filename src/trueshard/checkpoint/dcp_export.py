@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,13 @@ def write_dcp(source: Source, directory: Path, dtype: torch.dtype | None) -> Non
         directory: to be made.
         dtype: of the model's floating-point tensors; None: kept.
     """
-
     catalogue = source.catalogue
     key_of: dict[str, str] = {}
     content: dict[str, Any] = {"model": {}}
     entries = converted(source, dtype)
     for key, entry in entries.items():
         names = entry.names if catalogue.manifest is not None else [source.name(key)]
-        for name in (name.removeprefix(source.folder) for name in names):
+        for name in names:
             content["model"][name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
             key_of[f"model.{name}"] = key
     if catalogue.manifest is not None and not source.folder:
@@ -41,23 +41,34 @@ def write_dcp(source: Source, directory: Path, dtype: torch.dtype | None) -> Non
             else:
                 content["optimizer"] = saved
 
-    class FromFiles(dcp.DefaultSavePlanner):
-        """Reads a tensor when it is to be written, so that one is in memory at a time."""
-
-        def resolve_data(self, write_item: Any) -> Any:
-            key = key_of.get(write_item.index.fqn)
-            if key is None:
-                return super().resolve_data(write_item)
-            check_bytes(catalogue, key)
-            wanted = entries[key].dtype if key in entries else catalogue.entries[key].dtype
-            return catalogue.whole(key).to(getattr(torch, wanted))
-
+    wanted = {key: (entries.get(key) or catalogue.entries[key]).dtype for key in key_of.values()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no other process takes part
         try:
-            dcp.save(content, checkpoint_id=directory, planner=FromFiles(), no_dist=True)
+            # Nothing is copied ahead, for what was read before is given up when the next is asked for.
+            writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)
+            dcp.save(content, storage_writer=writer, planner=_FromFiles(catalogue, key_of, wanted), no_dist=True)
         except CheckpointException as failed:  # no Exception by its class
             raise next(iter(failed.failures.values()))[0] from None
+
+
+class _FromFiles(dcp.DefaultSavePlanner):
+    """Reads a tensor when it is to be written. Torch's writer keeps all that it wrote, so its memory is taken away."""
+
+    def __init__(self, catalogue: Catalogue, key_of: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+        super().__init__()
+        self._catalogue, self._key_of, self._wanted = catalogue, key_of, wanted
+        self._before: torch.Tensor | None = None
+
+    def resolve_data(self, write_item: Any) -> Any:
+        key = self._key_of.get(write_item.index.fqn)
+        if key is None:
+            return super().resolve_data(write_item)
+        if self._before is not None:
+            self._before.untyped_storage().resize_(0)
+        check_bytes(self._catalogue, key)
+        self._before = self._catalogue.whole(key).to(getattr(torch, self._wanted[key]))
+        return self._before
 
 
 def _optimizer_content(catalogue: Catalogue, root: str, record: Any, key_of: dict[str, str]) -> dict[str, Any]:

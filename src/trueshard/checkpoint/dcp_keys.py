@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from trueshard.checkpoint import state
-from trueshard.checkpoint.dcp import DcpCatalogue, Part
+from trueshard.checkpoint.dcp_parts import DcpCatalogue, Part
 from trueshard.checkpoint.manifest import Entry, Manifest
 from trueshard.checkpoint.store import Store
 from trueshard.checkpoint.tensorfile import dtype_name

@@ -54,7 +54,7 @@ def _optimizer(prefix: str, record: Any, tensors: dict[str, Entry]) -> dict[str,
 
 def locate(manifest: Manifest, store: Store) -> None:
     """Look up in the files where each piece is."""
-    from trueshard.checkpoint.catalogue import read_header
+    from trueshard.checkpoint.header import read_header
 
     files = {piece.file for entry in manifest.tensors.values() for piece in entry.pieces}
     slots = {file: read_header(store, file) for file in sorted(files)}

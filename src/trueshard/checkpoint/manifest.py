@@ -132,17 +132,15 @@ class Manifest:
 
     def validate(self, where: str) -> None:
         """Raise ``ValueError`` where entries, files and ranges contradict one another, or values have no known form."""
-        try:
-            structure.check(vars(self), self.tensors, where)
-        except RecursionError:
-            raise ValueError(f"{where} is damaged: its values are nested too deep") from None
         for name, record in self.files.items():
             check_name(name, where)
             if not all(type(n) is int and n >= 0 for n in (record.size, record.crc32, record.header or 0)):
                 raise ValueError(f"{where} is damaged: of {name!r} it says {record}")
         ranges: dict[str, dict[str, tuple[int, int]]] = {}
         for key, entry in self.tensors.items():
-            if not tensorfile.is_whole(entry.shape) or not isinstance(getattr(torch, entry.dtype, None), torch.dtype):
+            if not tensorfile.is_whole(entry.shape) or not isinstance(
+                getattr(torch, str(entry.dtype), None), torch.dtype
+            ):
                 raise ValueError(f"{where} is damaged: {key!r} has shape {entry.shape!r}, dtype {entry.dtype!r}")
             for i, piece in enumerate(entry.pieces):
                 if piece.file not in self.files:
@@ -152,6 +150,10 @@ class Manifest:
                 ranges.setdefault(piece.file, {})[f"{key}#{i}" if i else key] = piece.begin, piece.end
             if sum(piece.end - piece.begin for piece in entry.pieces) != entry.nbytes:
                 raise ValueError(f"{where} is damaged: the ranges of {key!r} do not hold its shape {entry.shape}")
+        try:
+            structure.check(vars(self), self.tensors, where)
+        except RecursionError:
+            raise ValueError(f"{where} is damaged: its values are nested too deep") from None
         for file, each in ranges.items():
             record = self.files[file]
             tensorfile.check_ranges(each, record.header or 0, record.size, f"{where}: {file}")

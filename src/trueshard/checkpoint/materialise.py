@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -114,6 +114,31 @@ def _initialise(root: nn.Module, module: nn.Module, left: set[int]) -> None:
         t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None and id(t) not in left
     ]
     before = [_torch.local(tensor).clone() for tensor in others]
-    _initialiser(root, module)()
+    run = _initialiser(root, module)
+    try:
+        run()
+    except RuntimeError:  # it copies from a tensor of its own, which does not go into a shard
+        _initialise_whole(module, run)
     for tensor, value in zip(others, before, strict=True):
         _torch.local(tensor).copy_(value)
+
+
+def _initialise_whole(module: nn.Module, run: Callable[[], Any]) -> None:
+    """Compute tensors as one device has them, and keep this rank's rows."""
+    sharded: list[tuple[Any, str, DTensor]] = []
+    for held in (module._parameters, module._buffers):
+        sharded += [(held, attribute, each) for attribute, each in held.items() if isinstance(each, DTensor)]
+    try:
+        for held, attribute, tensor in sharded:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device_of(tensor.device_mesh))
+            held[attribute] = nn.Parameter(whole, tensor.requires_grad) if held is module._parameters else whole
+        run()
+        for held, attribute, tensor in sharded:
+            start, rows = pieces.rows_here(tensor)
+            local = _torch.local(tensor)
+            (local[:rows] if local.ndim else local).copy_(
+                held[attribute][start : start + rows] if local.ndim else held[attribute]
+            )
+    finally:
+        for held, attribute, tensor in sharded:
+            held[attribute] = tensor

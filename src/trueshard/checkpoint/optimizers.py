@@ -151,8 +151,8 @@ def _like(
         shape = torch.Size(entry.shape)
         whole = torch.empty(shape, dtype=dtype, device="meta")
         if role.is_rows(path, whole, parameter):
-            memory = torch.zeros((*local.shape[:1], *shape[1:]), dtype=dtype, device=device)
+            memory = torch.empty((*local.shape[:1], *shape[1:]), dtype=dtype, device=device)
             return _torch.dtensor_over(memory, parameter, shape, whole.stride())
     if not meta and not entry.shape and path[-1:] == ("step",):
         device = "cpu"  # where torch's optimizers keep it, unless capturable or fused
-    return torch.zeros(entry.shape, dtype=dtype, device=device)
+    return torch.empty(entry.shape, dtype=dtype, device=device)

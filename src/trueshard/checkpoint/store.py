@@ -76,7 +76,7 @@ class LocalStore:
         """Its bytes. Raises FileNotFoundError."""
         try:
             return self._path(name).stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:  # not there, below a file, a name too long
             raise FileNotFoundError(f"{self.where} has no file {name!r}; it is incomplete") from None
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:

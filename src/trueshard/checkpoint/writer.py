@@ -153,11 +153,11 @@ class Job:
 def prepare(
     path: str | os.PathLike[str], model: Any, optimizer: Any, tokenizer: Any, more: Mapping[str, Any], verify: bool
 ) -> Job:
-    """Collect, agree and lay out. Collective."""
+    """Collect, agree and lay out. Collective: ranks speak once, since training waits for it."""
     error: BaseException | None = None
-    content = state.Content()
     together = Together(state.parameters_of(model))
-    table: list[list[Any]] = []
+    token = secrets.token_hex(4) if together.rank == 0 else ""
+    told: Any = None
     try:
         if bad := [key for key in more if key in RESERVED or "/" in key]:
             raise ValueError(f"{bad[0]!r} cannot be the name of an entry; give it another")
@@ -167,38 +167,30 @@ def prepare(
         content.tensors["rng"] = bits
         for key, tensor in content.tensors.items():
             _check_kind(key, tensor)
+        others: dict[str, bytes] = {}
+        if together.rank == 0:
+            target_of(path, token).check_free()
+            others = layout.companions(models, tokenizer)
+        told = token, _digest(path, content, table, verify), _only_here(content)
     except Exception as caught:
         error = caught
-    what = f"{path} was not saved"
-    token = secrets.token_hex(4) if together.rank == 0 else ""
-    everyone = together.settle(error, what, (token, _digest(path, content, table, verify), _only_here(content)))
-    target = target_of(path, everyone[0][0])
+    everyone = together.settle(error, f"{path} was not saved", told)
     compare("save()", [digest for _, digest, _ in everyone])
+    # From here on every rank computes the same, or fails alike.
+    target = target_of(path, everyone[0][0])
     writers = _merge([owned for *_, owned in everyone], content)
     entries = _entries(content, writers)
     entries["rng"] = Entry(["rng"], [together.world, len(bits)], "uint8")
     manifest = Manifest(entries, content.models, content.optimizers, content.more, [table] * together.world)
     manifest.about = _about(together.world)
-    headers: dict[str, bytes] = {}
-    try:
-        if together.rank == 0:
-            target.check_free()
-        if target.positioned:
-            headers = layout.files_of(entries, layout.places_of(models, entries))
-        manifest.files = {name: FileRecord.of(data, name.endswith(".safetensors")) for name, data in headers.items()}
-        if together.rank == 0:
-            others = layout.companions(models, tokenizer)
-            headers |= others
-            manifest.files |= {name: FileRecord.of(data, False) for name, data in others.items()}
-    except Exception as caught:
-        error = caught
-    together.settle(error, what)
+    headers = layout.files_of(entries, layout.places_of(models, entries)) if target.positioned else {}
     mine = _mine(content, entries, writers, together)
     mine["rng"] = together.rank * len(bits), bits
-    job = Job(target, together, manifest, headers, mine, verify)
-    for file, record in manifest.files.items():
-        if record.header is not None:
-            record.size = job.size(file)
+    job = Job(target, together, manifest, headers | others, mine, verify)
+    for file, data in job.headers.items():
+        is_header = file in headers and file.endswith(".safetensors")
+        manifest.files[file] = FileRecord.of(data, is_header)
+        manifest.files[file].size = job.size(file)
     return job
 
 

@@ -1,0 +1,377 @@
+"""Saving changes nothing, in the background or not; misuse is an error on every rank; which checkpoints are kept."""
+
+from __future__ import annotations
+
+import re
+import resource
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import trueshard
+from checkpointing import LAYOUTS, SETUPS, adamw, draw, everything, go_on, named, seed, started
+from models.handmade import Stack
+from parity import Ranks, assert_same
+
+PROMPT = 15.0
+"""seconds in which ranks must find out what they differ in, without any timeout: far less than the 54 of their group"""
+
+
+def stack(seed: int = 0, **options: Any) -> tuple[Stack, torch.optim.AdamW]:
+    """A sharded model and its optimizer."""
+    torch.manual_seed(seed)
+    model = Stack(**options)
+    optimizer = adamw(model)
+    trueshard.shard(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int, number: int = 0) -> None:
+    go_on(SETUPS["fewer rows than ranks"], model, optimizer, rank, world_size, [number])
+
+
+# Saving has no effect on training
+
+
+def interrupted(rank: int, world_size: int, folder: str, name: str, how: str) -> Any:
+    """Two steps: with saves before, after forward, after backward, and at the end; or without any."""
+    setup = SETUPS[name]
+    model, optimizer = started(setup, LAYOUTS[str(world_size)])
+    seed(rank)
+
+    def save(label: str) -> None:
+        if how != "not":
+            before = [list(each.state) for each in named(optimizer).values()]
+            path = Path(folder, how, label)
+            trueshard.save(path, model=model, optimizer=optimizer, wait=how == "waiting", label=label)
+            assert [list(each.state) for each in named(optimizer).values()] == before
+
+    for number in range(2):
+        save(f"before {number}")
+        loss = setup.loss(model, number, rank, world_size)
+        save(f"after forward {number}")
+        loss.backward()
+        save(f"after backward {number}")
+        for each in named(optimizer).values():
+            each.step()
+            each.zero_grad()
+    save("before 2")
+    report = everything(model, optimizer) | {"random": draw()}
+    for number in range(2 if how != "not" else 0):
+        kept = []
+        for label in ("before", "after forward", "after backward"):  # the same state: no step lies between them
+            trueshard.load(Path(folder, how, f"{label} {number}"), model=model, optimizer=optimizer)
+            kept.append(everything(model, optimizer))
+        assert_same(kept[1:], kept[:1] * 2)
+    return report
+
+
+@pytest.mark.parametrize(("name", "count"), [("dropout", 1), ("dropout", 2), ("never used", 2), ("Muon and SGD", 3)])
+def test_saving_changes_nothing_in_the_training_that_follows(
+    name: str, count: int, tmp_path: Path, alone: Ranks, ranks2: Ranks, ranks3: Ranks
+) -> None:
+    """From step 0 on, when optimizers have no state yet; between forward and backward; in random numbers neither."""
+    ranks = {1: alone, 2: ranks2, 3: ranks3}[count]
+    expected = ranks.run(interrupted, str(tmp_path), name, "not")
+    for how in ("waiting", "behind"):
+        for found, wanted in zip(ranks.run(interrupted, str(tmp_path), name, how), expected, strict=True):
+            assert_same(found, wanted)
+
+
+# In the background
+
+
+def behind(rank: int, world_size: int, folder: str) -> None:
+    model, optimizer = stack(width=256)
+    step(model, optimizer, rank, world_size)
+    ballast = torch.full((4 << 20,), 0.0)
+    kept, first = everything(model, optimizer), Path(folder, "first")
+    saving = trueshard.save(first, model=model, optimizer=optimizer, wait=False, ballast=ballast, step=1)
+    assert saving is not None
+    ballast.fill_(1.0)
+    for number in range(1, 4):
+        step(model, optimizer, rank, world_size, number)
+    later = everything(model, optimizer)
+    second = trueshard.save(Path(folder, "second"), model=model, optimizer=optimizer, wait=False)
+    assert saving.done
+    assert first.is_dir()
+    assert second is not None
+    second.wait()
+    assert second.done
+    for name, state in (("first", kept), ("second", later)):
+        found = trueshard.load(Path(folder, name), model=model, optimizer=optimizer)
+        assert_same(everything(model, optimizer), state)
+        if name == "first":
+            assert_same(dict(found), {"ballast": torch.zeros(4 << 20), "step": 1})
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_saved_in_the_background_is_as_it_was_at_the_call(
+    count: int, tmp_path: Path, alone: Ranks, ranks2: Ranks
+) -> None:
+    """Training goes on at once, and writes to the same tensors; a second save waits for the first."""
+    (alone if count == 1 else ranks2).run(behind, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
+
+
+def too_large(rank: int, world_size: int, folder: str, where: int, then: str) -> list[str]:
+    """Rank ``where`` may not write files as large as the checkpoint's; the background finds out."""
+    model = nn.Linear(1024, 1024)
+    trueshard.shard(model)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == where:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, unlimited[1]))
+    calls: dict[str, Callable[[], Any]] = {
+        "save": lambda: trueshard.save(Path(folder, "next"), model=model),
+        "load": lambda: trueshard.load(Path(folder, "before"), model=model),
+    }
+    try:
+        saving: Any = trueshard.save(Path(folder, "failed"), model=model, wait=False)
+        with pytest.raises((OSError, RuntimeError), match=r"model.safetensors.*(?s:.)*|File too large") as caught:
+            calls.get(then, saving.wait)()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    trueshard.save(Path(folder, "next"), model=model)  # its error was told, and is over
+    return [type(caught.value).__name__, str(caught.value)]
+
+
+@pytest.mark.parametrize(("where", "then"), [(0, "save"), (1, "load"), (1, "wait"), (1, "save")])
+def test_an_error_in_the_background_is_raised_at_the_next_call(
+    where: int, then: str, tmp_path: Path, ranks2: Ranks
+) -> None:
+    raised = ranks2.run(too_large, str(tmp_path), where, then)
+    assert raised[where][0] == "OSError"
+    assert "model.safetensors" in raised[where][1]
+    assert raised[1 - where][0] == "RuntimeError"
+    assert f"rank {where} failed" in raised[1 - where][1]
+    assert [path.name for path in tmp_path.iterdir()] == ["next"], "what was written of the failed save is still there"
+
+
+# Misuse
+
+
+def lonely(rank: int, world_size: int, folder: str, caller: int, call: str) -> float | None:
+    """One rank saves or loads, in a group that waits three seconds; how long until it hears of it."""
+    store, over = f"file://{folder}/store", Path(folder, "over")
+    limit = timedelta(seconds=3)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=limit)
+    model, optimizer = stack()
+    if call == "load":
+        trueshard.save(Path(folder, "whole"), model=model, optimizer=optimizer)
+    begin = time.monotonic()
+    if rank != caller:
+        while not over.exists() and time.monotonic() - begin < 30:  # alive, and busy with something else
+            time.sleep(0.05)
+        return None
+    try:
+        words: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        path, function = Path(folder, "alone"), trueshard.save
+        if call == "load":
+            path, function = Path(folder, "whole"), trueshard.load
+        elif call == "behind":
+            words["wait"] = False
+        with pytest.raises(RuntimeError, match=r"collective.*call them on all ranks"):
+            function(path, **words)
+    finally:
+        over.touch()
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize(("caller", "call"), [(0, "save"), (1, "behind"), (1, "load")])
+def test_a_call_on_one_rank_alone_ends_in_an_error(caller: int, call: str, tmp_path: Path, ranks2: Ranks) -> None:
+    took = ranks2.run(lonely, str(tmp_path), caller, call, group=False)[caller]
+    assert took < 3 + PROMPT
+    assert not (tmp_path / "alone").exists()
+
+
+DIFFERENT = (
+    "save: path",
+    "save: no model",
+    "save: no optimizer",
+    "save: no optimizer, which has no state",
+    "save: another optimizer",
+    "save: entries",
+    "save: an entry's shape",
+    "save: an entry's dtype",
+    "save: what cannot be saved",
+    "save: model",
+    "load: path",
+    "load: no optimizer",
+    "load: no model",
+    "load: model",
+    "load: verify",
+    "load: strict",
+    "load: entries",
+)
+
+
+def _differing(rank: int, folder: str, model: Any, optimizer: Any) -> dict[str, Callable[[], Any]]:
+    """Calls whose arguments depend on the rank."""
+    other, first = Stack(depth=1 + rank), rank == 0
+    path, whole = Path(folder, "new"), Path(folder, "whole")
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    both: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    new = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]
+    return {
+        "save: path": lambda: trueshard.save(Path(folder, f"new{rank}"), **both),
+        "save: no model": lambda: trueshard.save(path, **(both if first else {"more": 1})),
+        "save: no optimizer": lambda: trueshard.save(path, model=model, optimizer=optimizer if first else None),
+        "save: no optimizer, which has no state": lambda: trueshard.save(
+            path, model=model, optimizer=new[0] if first else None
+        ),
+        "save: another optimizer": lambda: trueshard.save(path, model=model, optimizer=new[rank]),
+        "save: entries": lambda: trueshard.save(path, **both, **{f"entry{rank}": 1}),
+        "save: an entry's shape": lambda: trueshard.save(path, **both, entry=torch.zeros(2 + rank)),
+        "save: an entry's dtype": lambda: trueshard.save(
+            path, **both, entry=torch.zeros(2).to([None, torch.half][rank])
+        ),
+        "save: what cannot be saved": lambda: trueshard.save(path, **both, entry=1 if first else object()),
+        "save: model": lambda: trueshard.save(path, model=other),
+        "load: path": lambda: trueshard.load(whole if first else Path(folder, "other"), **both),
+        "load: no optimizer": lambda: trueshard.load(whole, model=model, optimizer=optimizer if first else None),
+        "load: no model": lambda: trueshard.load(whole, model=model if first else None),
+        "load: model": lambda: trueshard.load(whole, model=other),
+        "load: verify": lambda: trueshard.load(whole, **both, verify=first),
+        "load: strict": lambda: trueshard.load(whole, **both, strict=first),
+        "load: entries": lambda: trueshard.load(whole, **({"schedule": schedule} if first else {})),
+    }
+
+
+def differing(rank: int, world_size: int, folder: str, name: str) -> dict[str, Any]:
+    """What this rank got, when, and whether model and optimizer are as they were."""
+    model, optimizer = stack()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for path in ("other", "whole"):
+        step(model, optimizer, rank, world_size)
+        trueshard.save(Path(folder, path), model=model, optimizer=optimizer, schedule=schedule)
+    step(model, optimizer, rank, world_size)
+    kept = everything(model, optimizer)
+    begin, error = time.monotonic(), "nothing"
+    try:
+        _differing(rank, folder, model, optimizer)[name]()
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    took = time.monotonic() - begin
+    dist.barrier()
+    assert_same(everything(model, optimizer), kept)
+    return {"error": error, "took": took}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_different_arguments_on_different_ranks_are_an_error_on_every_rank(
+    name: str, tmp_path: Path, ranks2: Ranks
+) -> None:
+    for found in ranks2.run(differing, str(tmp_path), name):
+        assert re.search("different|cannot|neither a tensor nor|does not fit", found["error"]), found["error"]
+        assert found["took"] < PROMPT
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "whole"]
+
+
+def refused(rank: int, world_size: int, folder: str) -> None:
+    """What cannot be saved, on every rank, in words."""
+    model, optimizer = stack()
+    path = Path(folder, "there")
+    trueshard.save(path, model=model)
+    with pytest.raises(FileExistsError if rank == 0 else RuntimeError, match="there exists already"):
+        trueshard.save(path, model=model)
+    with pytest.raises(ValueError, match=r"in none of the models"):
+        trueshard.save(Path(folder, "no"), optimizer=optimizer)
+    with pytest.raises(TypeError, match=r"more/deep/list/1.*object"):
+        trueshard.save(Path(folder, "no"), deep={"list": [1, object()]})
+    with torch.device("meta"):
+        empty = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"weight.*meta"):
+        trueshard.save(Path(folder, "no"), model=empty)
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        trueshard.load(Path(folder, "nothing"), model=model)
+    with pytest.raises(ValueError, match="has no entry 'tepm'"):
+        trueshard.load(path, model=model, tepm=optimizer)
+
+
+def test_what_cannot_be_saved_or_loaded_is_said_in_words(tmp_path: Path, alone: Ranks, ranks2: Ranks) -> None:
+    alone.run(refused, str(tmp_path / "one"))
+    ranks2.run(refused, str(tmp_path / "two"))
+    assert [path.name for path in (tmp_path / "two").iterdir()] == ["there"]
+
+
+# Random numbers, and the user's own entries
+
+
+def entries(rank: int, world_size: int, folder: str) -> None:
+    model, optimizer = stack()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    step(model, optimizer, rank, world_size)
+    schedule.step()
+    seed(rank)
+    mine = {
+        "schedule": schedule,
+        "list": [1, "a", None, 2.5, float("nan"), {"deep": torch.arange(3, dtype=torch.int16)}],
+        "pair": (torch.tensor(True), {7: "seven"}),
+        "cut": {"weight": model.first.weight},
+        "empty": {},
+    }
+    trueshard.save(Path(folder, "one"), model=model, optimizer=optimizer, **mine)
+    drawn = draw()
+    schedule.step()
+    found = trueshard.load(Path(folder, "one"), schedule=schedule, rng=False)
+    other = draw()
+    assert not torch.equal(other["torch"], drawn["torch"])
+    assert not {other["random"], other["numpy"]} & {drawn["random"], drawn["numpy"]}
+    assert schedule.last_epoch == 1
+    expected = {key: value for key, value in mine.items() if key != "schedule"}
+    assert_same(dict(found), expected | {"cut": {"weight": model.first.weight.full_tensor()}})
+    trueshard.load(Path(folder, "one"), model=model)
+    assert_same(draw(), drawn)
+
+
+def test_entries_come_back_as_they_were_and_random_numbers_unless_told_not_to(tmp_path: Path, ranks3: Ranks) -> None:
+    ranks3.run(entries, str(tmp_path))
+
+
+# Which are there, and which are kept
+
+
+def kept(rank: int, world_size: int, folder: str, wait: bool) -> list[Any]:
+    model, optimizer = stack()
+    every = trueshard.Checkpoints(folder, keep_last=2, keep_every=4, keep_best=1, metric="loss")
+    assert every.latest() is None
+    assert every.best() is None
+    assert trueshard.latest(folder) is None
+    for number, loss in enumerate([5.0, 4.0, 1.0, 3.0, float("nan"), 2.0, 2.0, 9.0]):
+        step(model, optimizer, rank, world_size)
+        every.save(number, metrics={"loss": loss}, model=model, optimizer=optimizer, wait=wait)
+    every.save(8, metrics={"loss": 7.0}, model=model, optimizer=optimizer)
+    Path(folder, f".step-00000009.partial-0000000{rank}").mkdir()
+    Path(folder, f"step-0000001{rank}").mkdir()  # somebody's empty directory
+    latest, best = every.latest(), every.best()
+    assert latest == trueshard.latest(folder) == Path(folder, "step-00000008")
+    found = trueshard.load(latest, model=model, optimizer=optimizer)
+    assert found["progress"]["step"] == 8
+    assert best is not None
+    return [every.steps(), best.name]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_the_last_the_best_and_every_fourth_are_kept(wait: bool, tmp_path: Path, ranks2: Ranks) -> None:
+    for found in ranks2.run(kept, str(tmp_path), wait):
+        assert found == [[0, 2, 4, 7, 8], "step-00000002"]
+
+
+def test_words_of_retention_are_checked(tmp_path: Path) -> None:
+    for words, message in (
+        ({"keep_last": 0}, "keep_last"),
+        ({"keep_every": -1}, "keep_every"),
+        ({"mode": "most"}, "mode"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trueshard.Checkpoints(tmp_path, **words)
+    with pytest.raises(ValueError, match=r"'loss'.*\['accuracy'\]"):
+        trueshard.Checkpoints(tmp_path, keep_best=1).save(1, metrics={"accuracy": 1.0}, model=nn.Linear(1, 1))
+    assert not list(tmp_path.iterdir())

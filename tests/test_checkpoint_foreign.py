@@ -1,0 +1,444 @@
+"""Checkpoints that others wrote: torch.distributed.checkpoint as Accelerate and TorchTitan use it, Hugging Face, PEFT.
+
+What is read is written by those others' own code, in real processes; what a load must bring back is what their model
+and optimizer held.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import trueshard
+from checkpointing import scribble
+from models import CASES
+from parity import Ranks, assert_same
+from training import whole
+
+STYLES = (
+    "Accelerate",
+    "TorchTitan",
+    "TorchTitan, below model",
+    "nested",
+    "numbered",
+    "at the top",
+    "in an application",
+)
+
+
+class Tower(nn.Module):
+    """Tied, with a buffer, a frozen layer, uneven rows, and one parameter that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.norm = nn.LayerNorm(6)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.arange(4.0))
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.frozen(self.embed(ids))))
+
+
+def built(seed: int = 0) -> tuple[Tower, torch.optim.Optimizer]:
+    """The model, and AdamW over two groups."""
+    torch.manual_seed(seed)
+    model = Tower()
+    groups: list[dict[str, Any]] = [
+        {"params": [model.norm.weight, model.norm.bias, model.unused], "weight_decay": 0.0, "lr": 0.02 + seed},
+        {"params": [model.embed.weight]},
+    ]
+    return model, torch.optim.AdamW(groups, lr=0.01 + seed)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(2):
+        model(torch.arange(12).view(3, 4) + step % 2).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """All tensors of the model; state and groups of the optimizer, by name."""
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    report: dict[str, Any] = {"model": {name: whole(tensor) for name, tensor in model.state_dict().items()}}
+    if optimizer is not None:
+        report["state"] = {
+            name_of[id(p)]: {key: whole(entries[key]) for key in sorted(entries)}
+            for p, entries in optimizer.state.items()
+        }
+        report["groups"] = [
+            {"params": [name_of[id(p)] for p in group["params"]]}
+            | {key: group[key] for key in ("lr", "weight_decay", "betas")}
+            for group in optimizer.param_groups
+        ]
+    return report
+
+
+def write(rank: int, world_size: int, folder: str, styles: Iterable[str]) -> dict[str, Any]:
+    """Train with torch's own FSDP2, and save in each style."""
+    model, optimizer = built()
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [model.norm.weight, model.norm.bias, model.unused], "weight_decay": 0.0, "lr": 0.02},
+            {"params": [model.embed.weight]},
+        ],
+        lr=0.01,
+    )
+    trained(model, optimizer)
+    for style in styles:
+        WRITERS[style](model, optimizer, Path(folder, style))
+    return held(model, optimizer)
+
+
+def _accelerate(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=path / "pytorch_model_fsdp_0")
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path / "optimizer_0")
+
+
+def _titan(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    content = {"optimizer": get_optimizer_state_dict(model, optimizer, options=flat), **_progress()}
+    dcp.save(get_model_state_dict(model) | content, checkpoint_id=path)
+
+
+def _titan_below(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    content = {"optimizer": get_optimizer_state_dict(model, optimizer, options=flat), **_progress()}
+    dcp.save({"model": get_model_state_dict(model), **content}, checkpoint_id=path)
+
+
+def _nested(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    content = {"optimizer": get_optimizer_state_dict(model, optimizer), **_progress()}
+    dcp.save({"model": get_model_state_dict(model), **content}, checkpoint_id=path)
+
+
+def _numbered(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict(), **_progress()}, checkpoint_id=path)
+
+
+def _at_the_top(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    dcp.save(model.state_dict() | optimizer.state_dict(), checkpoint_id=path)
+
+
+def _application(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    both = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.save({"app": both, **_progress()}, checkpoint_id=path)
+
+
+def _progress() -> dict[str, Any]:
+    scheduler = {"base_lrs": [0.02, 0.01], "last_epoch": 2, "pair": (1, "two")}
+    return {"train_state": {"step": torch.tensor(2), "seen": 24}, "lr_scheduler": scheduler}
+
+
+WRITERS: dict[str, Callable[[nn.Module, torch.optim.Optimizer, Path], None]] = dict(
+    zip(STYLES, (_accelerate, _titan, _titan_below, _nested, _numbered, _at_the_top, _application), strict=True)
+)
+
+
+def read(rank: int, world_size: int, folder: str, styles: Iterable[str], sharded: bool) -> dict[str, Any]:
+    """Load each style over a model and an optimizer that have other values."""
+    report = {}
+    for style in styles:
+        model, optimizer = built(seed=1)
+        if sharded:
+            trueshard.shard(model, optimizer)
+        trained(model, optimizer)
+        scribble(model, optimizer)
+        found = trueshard.load(Path(folder, style), model=model, optimizer=optimizer, allow_pickle=True)
+        report[style] = held(model, optimizer) | {"found": dict(found), "tied": model.head.weight is model.embed.weight}
+    return report
+
+
+@pytest.fixture(scope="module")
+def foreign(ranks2: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Directories by two ranks of torch's own FSDP2, in all styles; and what was saved."""
+    folder = tmp_path_factory.mktemp("foreign")
+    return folder, ranks2.run(write, str(folder), STYLES)[0]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_each_style_is_recognised_at_any_world_size(
+    foreign: tuple[Path, dict[str, Any]], alone: Ranks, ranks3: Ranks, count: int
+) -> None:
+    folder, saved = foreign
+    for report in (alone if count == 1 else ranks3).run(read, str(folder), STYLES, count > 1):
+        for style, got in report.items():
+            found, tied = got.pop("found"), got.pop("tied")
+            assert_same({style: got}, {style: saved})
+            assert tied
+            if style not in ("Accelerate", "at the top"):
+                assert_same(found, _progress())
+
+
+def test_without_leave_no_pickle_is_read(foreign: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    model, optimizer = built()
+    before = held(model, optimizer)
+    (tmp_path / "trap").mkdir()
+    (tmp_path / "trap" / ".metadata").write_bytes(pickle.dumps(_Trap(str(tmp_path / "sprung"))))
+    for path in (foreign[0] / "nested", tmp_path / "trap"):
+        with pytest.raises(ValueError, match="allow_pickle=True if you trust"):
+            trueshard.load(path, model=model, optimizer=optimizer)
+    assert not (tmp_path / "sprung").exists()
+    assert_same(held(model, optimizer), before)
+
+
+class _Trap:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+def write_by_accelerate(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """By Accelerate's own functions for FSDP2, on torch's own FSDP2."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # asked for, and not used: the group is there
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+
+    model, _ = built()
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trained(model, optimizer)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = Accelerator(cpu=True)
+    save_fsdp_model(plugin, accelerator, model, folder)
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    return held(model, optimizer)
+
+
+def read_accelerate(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    model, _ = built(seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    trueshard.shard(model, optimizer)
+    trueshard.load(folder, model=model, optimizer=optimizer, allow_pickle=True)
+    return held(model, optimizer)
+
+
+def test_what_accelerate_itself_saves(ranks2: Ranks, ranks3: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    saved = ranks2.run(write_by_accelerate, str(tmp_path))[0]
+    for found in ranks3.run(read_accelerate, str(tmp_path)):
+        assert_same(found, saved)
+    model, _ = built(seed=1)
+    trueshard.load(tmp_path / "pytorch_model_fsdp_0", model=model, allow_pickle=True)
+    assert_same(held(model), {"model": saved["model"]})
+
+
+@pytest.mark.parametrize("style", ["nested", "TorchTitan"])
+def test_what_differs_is_named_before_anything_is_changed(foreign: tuple[Path, dict[str, Any]], style: str) -> None:
+    model, optimizer = built(seed=1)
+    model.extra = nn.Parameter(torch.zeros(2))
+    model.norm.weight = nn.Parameter(torch.ones(7))
+    model.half()
+    model.frozen.bias = nn.Parameter(torch.ones(6))
+    del model.unused
+    optimizer = torch.optim.AdamW([model.embed.weight, model.norm.bias])
+    before = held(model)
+    with pytest.raises(
+        ValueError, match=r"does not fit: .*'norm.weight' has shape \[6\], the model's has \[7\]"
+    ) as error:
+        trueshard.load(foreign[0] / style, model=model, optimizer=optimizer, convert=True, allow_pickle=True)
+    for part in ("has no 'extra'", "holds 'unused'", "group 0 of 'optimizer' is not what was saved"):
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match=r"'embed.weight' is float32, the model's is float16; convert=True"):
+        trueshard.load(foreign[0] / style, model=model, allow_pickle=True)
+    assert_same(held(model), before)
+    found = trueshard.load(foreign[0] / style, model=model, strict=False, convert=True, allow_pickle=True)
+    assert (found.missing, found.unexpected, found.mismatched) == (["extra"], ["unused"], ["norm.weight"])
+    saved = foreign[1]["model"]
+    assert_same(model.embed.weight.data, saved["embed.weight"].half())
+    assert_same(model.norm.weight.data, before["model"]["norm.weight"])
+
+
+@pytest.mark.parametrize("way", ["cut", "gone", "flipped", "metadata"])
+def test_damaged_directories_are_found_before_anything_is_changed(
+    foreign: tuple[Path, dict[str, Any]], tmp_path: Path, way: str
+) -> None:
+    path = shutil.copytree(foreign[0] / "nested", tmp_path / "bad")
+    file = path / ".metadata" if way == "metadata" else path / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    if way == "flipped":
+        value = foreign[1]["model"]["embed.weight"][0].numpy().tobytes()
+        data[data.index(value)] ^= 1
+    file.write_bytes(data[:-40] if way in ("cut", "metadata") else data)
+    if way == "gone":
+        file.unlink()
+    model, optimizer = built(seed=1)
+    before = held(model, optimizer)
+    reason = {
+        "cut": "__0_0.distcp is cut short: '.*' ends after byte",
+        "gone": "has no file '__0_0.distcp'; it is incomplete",
+        "flipped": "__0_0.distcp is damaged: '.*embed.weight' does not have the bytes that were saved",
+        "metadata": ".metadata is damaged",
+    }[way]
+    with pytest.raises((ValueError, FileNotFoundError), match=reason):
+        trueshard.load(path, model=model, optimizer=optimizer, allow_pickle=True)
+    assert_same(held(model, optimizer), before)
+
+
+def test_names_and_copies(foreign: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """A mapping of names; a second copy of the model in the directory, which only a mapping can choose."""
+    model, _ = built()
+    averaged, _ = built(seed=2)
+    both = {"network": model.state_dict(), "ema": averaged.state_dict()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(both, checkpoint_id=tmp_path, no_dist=True)
+    other, _ = built(seed=1)
+    with pytest.raises(ValueError, match=r"holds 'model' more than once .*ema.*say with names= which"):
+        trueshard.load(tmp_path, model=other, allow_pickle=True)
+    trueshard.load(tmp_path, model=other, allow_pickle=True, names=lambda name: f"ema.{name}")
+    assert_same(held(other), held(averaged))
+
+
+def load_onto_meta(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with torch.device("meta"):
+        model = Tower()
+    trueshard.shard(model)
+    trueshard.load(Path(folder, "TorchTitan"), model=model, allow_pickle=True)
+    return held(model)
+
+
+def test_models_without_memory(foreign: tuple[Path, dict[str, Any]], ranks2: Ranks) -> None:
+    for found in ranks2.run(load_onto_meta, str(foreign[0])):
+        assert_same(found, {"model": foreign[1]["model"]})
+
+
+def test_several_models_and_optimizers(tmp_path: Path) -> None:
+    actor, first = built()
+    critic, second = built(seed=2)
+    for model, optimizer in ((actor, first), (critic, second)):
+        trained(model, optimizer)
+    content = {
+        "model": {"actor": actor.state_dict(), "critic": critic.state_dict()},
+        "optimizer": {
+            "actor": get_optimizer_state_dict(actor, first),
+            "critic": get_optimizer_state_dict(critic, second),
+        },
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(content, checkpoint_id=tmp_path, no_dist=True)
+    new = {"critic": built(seed=3), "actor": built(seed=4)}
+    trueshard.load(
+        tmp_path,
+        model={key: model for key, (model, _) in new.items()},
+        optimizer={key: optimizer for key, (_, optimizer) in new.items()},
+        allow_pickle=True,
+    )
+    assert_same(held(*new["actor"])["model"], held(actor)["model"])
+    assert_same(held(*new["critic"])["model"], held(critic)["model"])
+
+
+def test_entries_are_loaded_in_place(foreign: tuple[Path, dict[str, Any]]) -> None:
+    class Progress:
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    model, optimizer = built()
+    progress = Progress()
+    found = trueshard.load(
+        foreign[0] / "TorchTitan", model=model, optimizer=optimizer, allow_pickle=True, train_state=progress
+    )
+    assert_same(progress.state, {"step": torch.tensor(2), "seen": 24})
+    assert list(found) == ["lr_scheduler"]
+
+
+# Hugging Face and PEFT
+
+HUB = ("llama", "t5", "gpt_neox", "mixtral", "qwen2_moe", "deepseek_v3", "vit", "llava", "qwen2_vl", "marian")
+"""Among them all that is written under other names than it has in memory, and merged: experts"""
+ADAPTERS = ("lora", "dora", "modules_to_save", "prompt_tuning", "lora_plain_module")
+
+
+def load_pretrained(rank: int, world_size: int, folder: str, how: str) -> dict[str, Any]:
+    """Write each with its own ``save_pretrained``; load it into another, sharded. What differs, by name."""
+    failed = {}
+    for name in HUB:
+        path = Path(folder, name)
+        expected = CASES[name].build(0)
+        if rank == 0:
+            expected.save_pretrained(path, max_shard_size="50KB")
+        torch.distributed.barrier()
+        if how == "meta":
+            with torch.device("meta"):
+                model = type(expected)(expected.config)
+        else:
+            model = CASES[name].build(1)
+        trueshard.shard(model)
+        found = trueshard.load(path, model=model)
+        failed[name] = [found.missing, found.unexpected, _differing(model, expected)]
+    return failed
+
+
+def _differing(model: nn.Module, expected: nn.Module) -> list[str]:
+    found = {name: whole(value) for name, value in model.state_dict().items()}
+    return [name for name, value in expected.state_dict().items() if not torch.equal(found[name], value)]
+
+
+@pytest.mark.parametrize("how", ["built", "meta"])
+def test_what_transformers_writes_loads_into_shards(ranks2: Ranks, tmp_path: Path, how: str) -> None:
+    for found in ranks2.run(load_pretrained, str(tmp_path), how):
+        assert found == {name: [[], [], []] for name in HUB}
+
+
+def load_adapters(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Write each with PEFT's own ``save_pretrained``; load it over other values, sharded."""
+    failed = {}
+    for name in ADAPTERS:
+        path = Path(folder, name)
+        expected = CASES[name].build(0)
+        torch.manual_seed(2)
+        with torch.no_grad():
+            for parameter in (p for p in expected.parameters() if p.requires_grad):
+                parameter.normal_()
+        if rank == 0:
+            expected.save_pretrained(path)
+        torch.distributed.barrier()
+        model = CASES[name].build(0)
+        trueshard.shard(model)
+        found = trueshard.load(path, model=model)
+        failed[name] = [found.missing, found.unexpected, _differing(model, expected)]
+    return failed
+
+
+def test_what_peft_writes_loads_into_shards(ranks2: Ranks, tmp_path: Path) -> None:
+    for found in ranks2.run(load_adapters, str(tmp_path)):
+        assert found == {name: [[], [], []] for name in ADAPTERS}
+
+
+def test_a_base_model_loads_below_adapters(tmp_path: Path) -> None:
+    base, model = CASES["llama"].build(1), CASES["lora"].build(0)
+    base.save_pretrained(tmp_path)
+    adapters = {name: value.clone() for name, value in model.state_dict().items() if "lora_" in name}
+    with pytest.raises(ValueError, match=r"has no '.*lora_A.default.weight'"):
+        trueshard.load(tmp_path, model=model)
+    found = trueshard.load(tmp_path, model=model, strict=False)
+    assert found.missing == list(adapters)
+    assert (found.unexpected, found.mismatched) == ([], [])
+    assert_same(dict(model.unload().state_dict()), dict(base.state_dict()))
+
+
+def test_adapters_need_a_model_with_one(tmp_path: Path) -> None:
+    CASES["lora"].build(0).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="into a PEFT model with one adapter, not with 0"):
+        trueshard.load(tmp_path, model=CASES["llama"].build(0))

@@ -1,0 +1,171 @@
+"""Contract line 10: a checkpoint means the same at any world size and in any layout, and resumes bitwise at its own.
+
+Every setup is trained, saved, and trained on. Processes that were started afterwards load it over models and optimizers
+whose every number was overwritten. What a load must bring back is held against what was there when ``save`` was called,
+on every rank, to the last bit. A few setups go from every layout to every other. The others are saved at three world
+sizes and loaded from their own and one other; the slow test takes them from each of four to each of four.
+"""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trueshard
+from checkpointing import LAYOUTS, SETUPS, draw, everything, go_on, scribble, seed, started
+from parity import Pool, Ranks, assert_same
+
+SIZES = ("1", "2", "3", "4")
+FEW = ("tied", "without dimensions", "Muon and SGD")
+"""setups that are saved and loaded in every layout, not only at every world size"""
+COMPILED = ("without dimensions",)
+PROGRESS = {"step": 3, "rate": 0.1, "seen": {7: [1, None, "two"], "pair": (1, 2.5)}}
+
+Outcome = dict[tuple[str, str, str], str]
+"""(setup, layout saved in, layout loaded in) → why it failed, or nothing"""
+
+
+def _names(layout: str, every: bool) -> list[str]:
+    return [name for name in SETUPS if layout in _layouts(name, every)]
+
+
+def _layouts(name: str, every: bool) -> list[str]:
+    """Where a setup is saved and loaded."""
+    if name in FEW:
+        return [layout for layout in LAYOUTS if layout != "compiled" or name in COMPILED]
+    left_out = SIZES[2 + list(SETUPS).index(name) % 2]
+    return [size for size in SIZES if every or size != left_out]
+
+
+def _sources(name: str, layout: str, every: bool) -> list[str]:
+    """What a layout loads. Its own comes first: of the others nothing can be left over in it."""
+    layouts = _layouts(name, every)
+    place = layouts.index(layout)
+    turned = layouts[place:] + layouts[:place]
+    return turned if every or name in FEW else turned[:2]
+
+
+def save_all(rank: int, world_size: int, folder: str, layout: str, every: bool) -> dict[str, str]:
+    """Each setup trained for three steps, saved, and trained for three more; the traceback of each that failed."""
+    return {name: _attempt(_save_one, rank, world_size, Path(folder), layout, name) for name in _names(layout, every)}
+
+
+def _attempt(function: Any, *args: Any) -> str:
+    try:
+        function(*args)
+    except Exception:
+        return traceback.format_exc(limit=-6)
+    return ""
+
+
+def _save_one(rank: int, world_size: int, folder: Path, layout: str, name: str) -> None:
+    setup = SETUPS[name]
+    model, optimizer = started(setup, LAYOUTS[layout])
+    seed(rank)
+    go_on(setup, model, optimizer, rank, world_size, range(3))
+    expected = {"saved": everything(model, optimizer)}
+    weights = torch.arange(10.0) + 1
+    trueshard.save(folder / name / layout, model=model, optimizer=optimizer, progress=PROGRESS, weights=weights)
+    go_on(setup, model, optimizer, rank, world_size, [3])
+    expected["next"] = everything(model)
+    go_on(setup, model, optimizer, rank, world_size, [4, 5])
+    expected["later"] = everything(model, optimizer) | {"random": draw()}
+    torch.save(expected, folder / name / f"{layout}.rank{rank}.pt")
+
+
+def load_all(rank: int, world_size: int, folder: str, layout: str, every: bool) -> Outcome:
+    """Each setup loaded from the layouts that it was saved in."""
+    outcome: Outcome = {}
+    for name in _names(layout, every):
+        try:
+            model, optimizer = started(SETUPS[name], LAYOUTS[layout])
+        except Exception:
+            outcome[name, layout, layout] = traceback.format_exc()
+            continue
+        for source in _sources(name, layout, every):
+            outcome[name, source, layout] = _attempt(
+                _load_one, rank, world_size, Path(folder), layout, name, source, model, optimizer
+            )
+    return outcome
+
+
+def _load_one(
+    rank: int, world_size: int, folder: Path, layout: str, name: str, source: str, model: Any, optimizer: Any
+) -> None:
+    setup = SETUPS[name]
+    theirs = rank if layout == source else 0
+    expected = torch.load(folder / name / f"{source}.rank{theirs}.pt", weights_only=False)
+    scribble(model, optimizer)
+    seed(rank + 100)
+    found = trueshard.load(folder / name / source, model=model, optimizer=optimizer)
+    assert_same(dict(found), {"progress": PROGRESS, "weights": torch.arange(10.0) + 1})
+    assert_same(everything(model, optimizer), expected["saved"])
+    go_on(setup, model, optimizer, rank, world_size, [3])
+    if layout == source:
+        go_on(setup, model, optimizer, rank, world_size, [4, 5])
+        assert_same(everything(model, optimizer) | {"random": draw()}, expected["later"])
+    elif setup.near:
+        assert_same(everything(model), expected["next"], rtol=setup.near, atol=setup.near)
+
+
+def _tried(pool: Pool, folder: Path, every: bool) -> Outcome:
+    """All that is saved, loaded by other processes than those that saved it."""
+    found: Outcome = {}
+    for name in SETUPS:
+        (folder / name).mkdir()
+    for key, layout in LAYOUTS.items():
+        for rank, each in enumerate(Ranks(layout.ranks, pool).run(save_all, str(folder), key, every, timeout=120)):
+            found |= {(n, key, f"nothing: rank {rank} did not save it"): text for n, text in each.items() if text}
+    pool.drop(list(pool.workers.values()))
+    for key, layout in LAYOUTS.items():
+        for rank, each in enumerate(Ranks(layout.ranks, pool).run(load_all, str(folder), key, every, timeout=120)):
+            for pair, failure in each.items():
+                if failure or pair not in found:
+                    found[pair] = f"rank {rank}: {failure}" if failure else ""
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcome(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return _tried(pool, tmp_path_factory.mktemp("worlds"), every=False)
+
+
+def _hold(outcome: Outcome, name: str, pairs: Iterable[tuple[str, str]]) -> None:
+    wanted = {(name, *pair): outcome.get((name, *pair), "did not run") for pair in pairs}
+    assert wanted
+    failed = {key: text for key, text in (outcome | wanted).items() if key[0] == name and text}
+    failed = {key: text for key, text in failed.items() if key in wanted or key[2].startswith("nothing")}
+    lines = [f"{name}: saved as {one}, loaded as {two}: {text}" for (_, one, two), text in failed.items()]
+    assert not failed, f"{len(failed)} failed; " + "\n".join(lines[:3])
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_same_world_size_resumes_bitwise(name: str, outcome: Outcome) -> None:
+    """Three steps, saved, three more: as three more in new processes that loaded it. Random numbers go on too."""
+    _hold(outcome, name, [(size, size) for size in _layouts(name, False) if size in SIZES])
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_another_world_size_loads_the_identical_state(name: str, outcome: Outcome) -> None:
+    sizes = [size for size in _layouts(name, False) if size in SIZES]
+    _hold(outcome, name, [(one, two) for two in sizes for one in _sources(name, two, False)[1:] if one in SIZES])
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_any_layout_loads_into_any_other(name: str, outcome: Outcome) -> None:
+    """Not sharded, replicated and sharded, offloaded, compiled: each into each, and each resumes bitwise."""
+    _hold(outcome, name, itertools.product(_layouts(name, False), repeat=2))
+
+
+@pytest.mark.slow
+def test_any_world_size_loads_into_any_other(pool: Pool, tmp_path: Path) -> None:
+    """Every setup, from each of four sizes at each of four."""
+    outcome = _tried(pool, tmp_path, every=True)
+    for name in SETUPS:
+        _hold(outcome, name, itertools.product(SIZES, repeat=2))
