@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 
+from trueshard.checkpoint import format1
 from trueshard.checkpoint.checksum import BLOCK, crc32
 from trueshard.checkpoint.header import read_header
 from trueshard.checkpoint.jsontext import table_of
 from trueshard.checkpoint.manifest import MANIFEST, Entry, Manifest, Piece
 from trueshard.checkpoint.store import LocalStore, Store, is_url, open_store
+from trueshard.checkpoint.versions import manifest_of
 
 _STEMS = ("model", "diffusion_pytorch_model", "adapter_model")
 
@@ -112,11 +114,9 @@ def open_catalogue(path: str | os.PathLike[str]) -> Catalogue:
     store = open_store(path)
     if store.exists(MANIFEST):
         where = f"{store.where}/{MANIFEST}"
-        manifest = Manifest.from_bytes(bytes(store.read(MANIFEST)), where)
+        manifest = manifest_of(bytes(store.read(MANIFEST)), where)
         if manifest.format == 1:
-            from trueshard.checkpoint.format1 import locate
-
-            locate(manifest, store)
+            format1.locate(manifest, store)
         manifest.validate(where)
         for name, record in manifest.files.items():
             if (size := store.size(name)) != record.size:

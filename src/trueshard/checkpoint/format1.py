@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trueshard.checkpoint.header import read_header
 from trueshard.checkpoint.manifest import Entry, FileRecord, Manifest, Piece
 from trueshard.checkpoint.store import Store
 
@@ -54,8 +55,6 @@ def _optimizer(prefix: str, record: Any, tensors: dict[str, Entry]) -> dict[str,
 
 def locate(manifest: Manifest, store: Store) -> None:
     """Look up in the files where each piece is."""
-    from trueshard.checkpoint.header import read_header
-
     files = {piece.file for entry in manifest.tensors.values() for piece in entry.pieces}
     slots = {file: read_header(store, file) for file in sorted(files)}
     for key, entry in manifest.tensors.items():

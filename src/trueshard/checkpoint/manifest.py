@@ -22,7 +22,6 @@ import torch
 
 from trueshard.checkpoint import structure, tensorfile
 from trueshard.checkpoint.checksum import crc32
-from trueshard.checkpoint.jsontext import table_of
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -97,38 +96,24 @@ class Manifest:
         return b'{"crc32": "%08x",\n' % crc32(memoryview(text)) + text
 
     @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> Manifest:
-        """The inverse of ``to_bytes``, of the first format also.
+    def of(cls, table: Mapping[str, Any], data: bytes, where: str) -> Manifest:
+        """The inverse of ``to_bytes``; ``manifest_of`` calls it.
 
         Raises:
-            ValueError: damaged, or of a newer format; the message begins with ``where``.
+            ValueError, KeyError, TypeError, AttributeError: it is damaged.
         """
-        try:
-            table = table_of(data, where)
-            version = table["format"]
-            if type(version) is not int or version < 1:
-                raise TypeError(f"format {version!r}")
-            if version > FORMAT:
-                raise ValueError(f"{where}: format {version} is newer than {FORMAT}; update trueshard")
-            if version == 1:
-                from trueshard.checkpoint.format1 import upgraded
-
-                return upgraded(table, where)
-            first = _FIRST_LINE.match(data)
-            if first is None or int(first[1], 16) != crc32(memoryview(data)[first.end() :]):
-                raise ValueError(f"{where} is damaged: its checksum does not fit; use an earlier checkpoint")
-            return cls(
-                {key: _entry(key, each) for key, each in table["tensors"].items()},
-                _table(table["models"]),
-                _table(table["optimizers"]),
-                _table(table["more"]),
-                list(table["rng"]),
-                {name: FileRecord(**each) for name, each in table["files"].items()},
-                _table(table["about"]),
-                version,
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{where} is damaged ({error}); use an earlier checkpoint") from None
+        first = _FIRST_LINE.match(data)
+        if first is None or int(first[1], 16) != crc32(memoryview(data)[first.end() :]):
+            raise ValueError(f"{where} is damaged: its checksum does not fit; use an earlier checkpoint")
+        return cls(
+            {key: _entry(key, each) for key, each in table["tensors"].items()},
+            _table(table["models"]),
+            _table(table["optimizers"]),
+            _table(table["more"]),
+            list(table["rng"]),
+            {name: FileRecord(**each) for name, each in table["files"].items()},
+            _table(table["about"]),
+        )
 
     def validate(self, where: str) -> None:
         """Raise ``ValueError`` where entries, files and ranges contradict one another, or values have no known form."""

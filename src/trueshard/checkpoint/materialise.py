@@ -21,11 +21,14 @@ from trueshard.checkpoint import pieces
 from trueshard.checkpoint.catalogue import Catalogue
 from trueshard.distributed import device_of
 
+_UNWRITTEN = 0xA5
+"""what the bytes of a tensor are until it is computed"""
+
 
 def uncomputable(model: nn.Module, loaded: set[int]) -> list[str]:
     """Names of what is on the meta device, not among ``loaded`` (ids), and nobody computes."""
-    root = names.unwrap(model)
-    return [name for name, module, _, _ in _left(model, loaded) if _initialiser(root, module) is None]
+    owners = _owners(names.unwrap(model))
+    return [name for name, module, _, _ in _left(model, loaded) if not _initialisers(owners, module)]
 
 
 def materialise(model: nn.Module, catalogue: Catalogue, key_of: Mapping[int, str]) -> set[int]:
@@ -38,10 +41,18 @@ def materialise(model: nn.Module, catalogue: Catalogue, key_of: Mapping[int, str
 
     Returns:
         The ``id`` of each tensor that has its values now.
+
+    Raises:
+        ValueError: what should compute a tensor does not; the message names it.
     """
-    root = names.unwrap(model)
-    filled: set[int] = set()
+    owners = _owners(names.unwrap(model))
     left = list(_left(model, set(key_of)))
+    filled = {id(tensor) for _, _, _, tensor in left}
+    for tensor in {id(tensor): tensor for _, _, _, tensor in left}.values():
+        _give(tensor, None)
+    # While all else is on the meta device, what is written to it costs nothing and leaves nothing behind.
+    for module in {id(module): module for _, module, _, _ in left}.values():
+        _initialise(module, _initialisers(owners, module), {id(tensor): name for name, _, _, tensor in left})
     for kind in ("parameters", "buffers"):
         for _, _, _, tensor in names.named_tensors(model, kind):
             if tensor.is_meta:
@@ -50,9 +61,7 @@ def materialise(model: nn.Module, catalogue: Catalogue, key_of: Mapping[int, str
                 _give(tensor, mapped)
                 if mapped is not None:
                     filled.add(id(tensor))
-    for module in {id(module): module for _, module, _, _ in left}.values():
-        _initialise(root, module, {id(tensor) for _, _, _, tensor in left})
-    return filled | {id(tensor) for _, _, _, tensor in left}
+    return filled
 
 
 def _left(model: nn.Module, loaded: set[int]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
@@ -100,34 +109,56 @@ def _mapped(catalogue: Catalogue, key: str, tensor: torch.Tensor) -> torch.Tenso
     return flat.view(local.shape)
 
 
-def _initialiser(root: nn.Module, module: nn.Module) -> Any:
-    for owner in (module, root):
+def _owners(root: nn.Module) -> dict[int, Any]:
+    """``id`` of a module → the ``_init_weights`` of the nearest model of transformers that it is in."""
+    found: dict[int, Any] = {}
+    for owner in root.modules():  # from the outside inwards
         own = getattr(owner, "_init_weights", None)
         if callable(own) and isinstance(getattr(owner, "base_model_prefix", None), str):
-            return lambda: own(module)
-    return getattr(module, "reset_parameters", None)
+            found |= {id(module): own for module in owner.modules()}
+    return found
 
 
-def _initialise(root: nn.Module, module: nn.Module, left: set[int]) -> None:
-    """Compute what is left of ``module``, and nothing else of it."""
-    others = [
-        t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None and id(t) not in left
-    ]
+def _initialisers(owners: Mapping[int, Any], module: nn.Module) -> list[Callable[[], Any]]:
+    """What may compute the tensors of ``module``, in the order in which it is tried."""
+    own, reset = owners.get(id(module)), getattr(module, "reset_parameters", None)
+    return ([] if own is None else [lambda: own(module)]) + ([reset] if callable(reset) else [])
+
+
+def _initialise(module: nn.Module, ways: list[Callable[[], Any]], left: Mapping[int, str]) -> None:
+    """Compute what is left of ``module`` (``id`` → name), and nothing else in it."""
+    held = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+    others = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in left and not t.is_meta]
     before = [_torch.local(tensor).clone() for tensor in others]
-    run = _initialiser(root, module)
-    try:
-        run()
-    except RuntimeError:  # it copies from a tensor of its own, which does not go into a shard
-        _initialise_whole(module, run)
+    wanted = [t for t in held if id(t) in left and _torch.local(t).numel()]
+    for tensor in wanted:
+        _bytes(tensor).fill_(_UNWRITTEN)
+    for run in ways:
+        try:
+            run()
+        except RuntimeError:  # it copies from a tensor of its own, which does not go into a shard
+            _initialise_whole(module, run)
+        if not any(bool((_bytes(tensor) == _UNWRITTEN).all()) for tensor in wanted):
+            break
+    else:
+        name = next((left[id(t)] for t in wanted if bool((_bytes(t) == _UNWRITTEN).all())), None)
+        raise ValueError(
+            f"{name!r} is in no checkpoint, and neither _init_weights nor reset_parameters of its module computes it: "
+            "build the model off the meta device"
+        )
     for tensor, value in zip(others, before, strict=True):
         _torch.local(tensor).copy_(value)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return _torch.local(tensor).detach().view(-1).view(torch.uint8)
 
 
 def _initialise_whole(module: nn.Module, run: Callable[[], Any]) -> None:
     """Compute tensors as one device has them, and keep this rank's rows."""
     sharded: list[tuple[Any, str, DTensor]] = []
     for held in (module._parameters, module._buffers):
-        sharded += [(held, attribute, each) for attribute, each in held.items() if isinstance(each, DTensor)]
+        sharded += [(held, name, t) for name, t in held.items() if isinstance(t, DTensor) and not t.is_meta]
     try:
         for held, attribute, tensor in sharded:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device_of(tensor.device_mesh))

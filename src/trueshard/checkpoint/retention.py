@@ -13,6 +13,7 @@ from trueshard.checkpoint import background
 from trueshard.checkpoint.manifest import MANIFEST, Manifest
 from trueshard.checkpoint.target import discard
 from trueshard.checkpoint.together import Together
+from trueshard.checkpoint.versions import manifest_of
 from trueshard.checkpoint.writer import save
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -35,7 +36,7 @@ def _inside(directory: Path) -> list[Path]:
 
 def _written(path: Path) -> tuple[str, int] | None:
     try:
-        manifest = Manifest.from_bytes((path / MANIFEST).read_bytes(), str(path))
+        manifest = manifest_of((path / MANIFEST).read_bytes(), str(path))
     except (OSError, ValueError):
         return None
     return str(manifest.about.get("written", "")), (path / MANIFEST).stat().st_mtime_ns
@@ -129,7 +130,7 @@ class Checkpoints:
         for step in self.steps():
             path = self.path(step) / MANIFEST
             try:
-                manifest = Manifest.from_bytes(path.read_bytes(), str(path))
+                manifest = manifest_of(path.read_bytes(), str(path))
                 manifest.validate(str(path))
             except (OSError, ValueError):
                 continue
