@@ -151,7 +151,9 @@ def _initialise(module: nn.Module, ways: list[Callable[[], Any]], left: Mapping[
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return _torch.local(tensor).detach().view(-1).view(torch.uint8)
+    """The memory of a tensor that has some of its own, whatever its strides."""
+    local = _torch.local(tensor)
+    return torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage())
 
 
 def _initialise_whole(module: nn.Module, run: Callable[[], Any]) -> None:

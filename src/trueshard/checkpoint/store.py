@@ -52,6 +52,7 @@ class LocalStore:
     def __init__(self, directory: Path, confined: bool = True) -> None:
         self.directory, self.where = directory, str(directory)
         self._confined = confined
+        self._paths: dict[str, Path] = {}
         self._maps: dict[str, mmap.mmap] = {}
         self._private: dict[str, mmap.mmap] = {}
 
@@ -66,11 +67,14 @@ class LocalStore:
         return self._path(name).is_file()
 
     def _path(self, name: str) -> Path:
-        check_name(name, self.where)
-        path = self.directory / name
-        if self._confined and not path.resolve().is_relative_to(self.directory.resolve()):
-            raise ValueError(f"{path} is a link out of the checkpoint; it was not opened")
-        return path
+        """Where a file is; asked once, since a file is read in many pieces."""
+        if name not in self._paths:
+            check_name(name, self.where)
+            path = self.directory / name
+            if self._confined and not path.resolve().is_relative_to(self.directory.resolve()):
+                raise ValueError(f"{path} is a link out of the checkpoint; it was not opened")
+            self._paths[name] = path
+        return self._paths[name]
 
     def size(self, name: str) -> int:
         """Its bytes. Raises FileNotFoundError."""
