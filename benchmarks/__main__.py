@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks import machine, page
 from benchmarks.table import Table
 
-NAMES = ("step", "optimizer", "muon", "shard_time", "traffic")
+NAMES = ("step", "optimizer", "muon", "shard_time", "traffic", "checkpoint")
 
 
 def main() -> None:

@@ -9,9 +9,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,45 +132,52 @@ def _divided(keys: list[str], entries: Mapping[str, Entry]) -> list[list[str]]:
     return parts
 
 
-def companions(models: Mapping[str, nn.Module], tokenizer: Any) -> dict[str, bytes]:
-    """The other files of a Hugging Face directory: configurations, and what a tokenizer saves."""
-    found: dict[str, bytes] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        for prefix, module in models.items():
-            folder = Path(scratch, prefix.partition("/")[2])
-            folder.mkdir(exist_ok=True)
-            _save_configuration(names.unwrap(module), folder)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-        for path in sorted(Path(scratch).rglob("*")):
-            if path.is_file():
-                found[path.relative_to(scratch).as_posix()] = path.read_bytes()
-    return found
+def companions(models: Mapping[str, nn.Module], tokenizer: Any) -> Callable[[], dict[str, bytes]]:
+    """What writes the other files of a Hugging Face directory, by name: configurations, as they are now, and what a
+    tokenizer saves. It takes a while, so it is for whoever has the time.
+    """
+    parts = [(prefix.partition("/")[2], _configurations(names.unwrap(module))) for prefix, module in models.items()]
+
+    def write() -> dict[str, bytes]:
+        with tempfile.TemporaryDirectory() as scratch:
+            for folder, configurations in parts:
+                for below, save in configurations:
+                    Path(scratch, folder, below).mkdir(parents=True, exist_ok=True)
+                    save(str(Path(scratch, folder, below)))
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(str(Path(scratch, folder)))
+            files = [path for path in sorted(Path(scratch).rglob("*")) if path.is_file()]
+            return {path.relative_to(scratch).as_posix(): path.read_bytes() for path in files}
+
+    return write
 
 
-def _save_configuration(module: Any, folder: Path) -> None:
+def _configurations(module: Any) -> list[tuple[str, Callable[[str], Any]]]:
+    """What saves copies of a model's configurations, of transformers or PEFT, each with the folder it belongs to."""
+    found: list[tuple[str, Callable[[str], Any]]] = []
     if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
         base = module.get_base_model()
-        for adapter, adapter_config in module.peft_config.items():
-            copied = copy.deepcopy(adapter_config)
+        for adapter, own in module.peft_config.items():
+            copied = copy.deepcopy(own)
             copied.inference_mode = True  # as PEFT itself saves it, with this and what comes next
             kind = _torch.own_class(base)
             mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
-            place = str(folder / adapter_folder(module, adapter))
-            copied.save_pretrained(place, auto_mapping_dict=None if copied.task_type else mapping)
+            save = functools.partial(copied.save_pretrained, auto_mapping_dict=None if copied.task_type else mapping)
+            found.append((adapter_folder(module, adapter), save))
         module = base
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained"):
-        return
+        return found
     copied = copy.deepcopy(config)
     copied.architectures = [_torch.own_class(module).__name__]
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if len(dtypes) == 1 and hasattr(copied, "dtype"):
         copied.dtype = dtypes.pop()
-    copied.save_pretrained(folder)
+    found.append(("", copied.save_pretrained))
     generation = getattr(module, "generation_config", None)
     if generation is not None and getattr(module, "can_generate", bool)():
-        copy.deepcopy(generation).save_pretrained(folder)
+        found.append(("", copy.deepcopy(generation).save_pretrained))
+    return found
 
 
 def entry_of(tensor: torch.Tensor, tensor_names: list[str], trainable: bool | None = None) -> Entry:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -83,7 +83,9 @@ class Job:
     together: Together
     manifest: Manifest
     headers: dict[str, bytes]
-    """What is written by rank 0: the headers of tensor files, and whole the other files."""
+    """Of tensor files, and their indices."""
+    others: Callable[[], dict[str, bytes]]
+    """The files that hold no tensors."""
     mine: dict[str, tuple[int, Any]]
     """Key → (where in the tensor's bytes, this rank's part of it)."""
     verify: bool
@@ -102,8 +104,7 @@ class Job:
         error: BaseException | None = None
         try:
             if self.together.rank == 0:
-                sizes = {file: self.size(file) for file in self.headers}
-                self.target.begin(self.headers, sizes)
+                self.target.begin(*self._files())
         except BaseException as caught:
             error = caught
         self._settle(error, what)
@@ -131,10 +132,18 @@ class Job:
                 self.target.abandon()
             raise
 
-    def size(self, file: str) -> int:
-        """Bytes of a file, once its tensors are in it."""
-        ends = [p.end for entry in self.manifest.tensors.values() for p in entry.pieces if p.file == file]
-        return max(ends, default=len(self.headers[file]))
+    def _files(self) -> tuple[dict[str, bytes], dict[str, int]]:
+        """What rank 0 writes: how each file begins, and how long it will be."""
+        files = self.headers | self.others()
+        sizes = {file: len(data) for file, data in files.items()}
+        for entry in self.manifest.tensors.values():
+            for piece in entry.pieces:
+                sizes[piece.file] = max(sizes[piece.file], piece.end)
+        for file, data in files.items():
+            is_header = file in self.headers and file.endswith(".safetensors")
+            self.manifest.files[file] = FileRecord.of(data, is_header)
+            self.manifest.files[file].size = sizes[file]
+        return files, sizes
 
     def _complete(self, everyone: list[Written]) -> None:
         """Put together what the ranks have written; rank 0."""
@@ -167,10 +176,9 @@ def prepare(
         content.tensors["rng"] = bits
         for key, tensor in content.tensors.items():
             _check_kind(key, tensor)
-        others: dict[str, bytes] = {}
         if together.rank == 0:
             target_of(path, token).check_free()
-            others = layout.companions(models, tokenizer)
+        others = layout.companions(models, tokenizer)
         told = token, _digest(path, content, table, verify), _only_here(content)
     except Exception as caught:
         error = caught
@@ -186,12 +194,7 @@ def prepare(
     headers = layout.files_of(entries, layout.places_of(models, entries)) if target.positioned else {}
     mine = _mine(content, entries, writers, together)
     mine["rng"] = together.rank * len(bits), bits
-    job = Job(target, together, manifest, headers | others, mine, verify)
-    for file, data in job.headers.items():
-        is_header = file in headers and file.endswith(".safetensors")
-        manifest.files[file] = FileRecord.of(data, is_header)
-        manifest.files[file].size = job.size(file)
-    return job
+    return Job(target, together, manifest, headers, others, mine, verify)
 
 
 def _check_kind(key: str, tensor: torch.Tensor) -> None:

@@ -1,0 +1,291 @@
+"""The ways to load and to save the model of ``benchmarks.checkpoint``: TrueShard's and its peers', each as its
+documentation has it.
+
+- A way of loading goes from nothing to a sharded model that has its weights: building the modules and sharding them is
+  part of it, since transformers and Accelerate do all of it in one.
+- The model is Llama 3.2 1B: its widths, its tied embedding, bfloat16. Its values are those of one small random block,
+  again and again, so that they cost next to nothing to make.
+- On CPUs, Accelerate's plugin for FSDP quietly runs DDP; so its FSDP2 functions are called as ``prepare`` and
+  ``save_state`` call them on an accelerator.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from benchmarks.llama import shard_by_hand
+
+HUGGING_FACE, OURS, DCP = "hugging-face", "ours", "dcp"
+"""Names of the folders that are loaded from; the last two are followed by the number of ranks that saved them."""
+
+IMPORTS = (
+    "accelerate.utils.fsdp_utils",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers.distributed.fsdp",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "trueshard.api",
+    "trueshard.checkpoint.reader",
+    "trueshard.checkpoint.writer",
+)
+"""What the ways import when they are first used."""
+
+
+def config() -> Any:
+    """Llama 3.2 1B's."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+        dtype=torch.bfloat16,
+        use_cache=False,
+    )
+
+
+def bare() -> Any:
+    """The model without memory: parameters on the meta device. What is computed, and in no file, is there."""
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        model: Any = LlamaForCausalLM(config())
+        model.to(torch.bfloat16)
+    _give_buffers(model)
+    return model
+
+
+def _give_buffers(model: Any) -> None:
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+
+
+def with_memory(model: Any) -> Any:
+    """The same model with memory that nobody has written to, its tie as it was."""
+    model.to_empty(device="cpu")
+    _give_buffers(model)
+    return model
+
+
+def locals_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """What this rank holds of each parameter, ties once."""
+    for parameter in model.parameters():
+        yield (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def pages(tensor: torch.Tensor) -> torch.Tensor:
+    """A byte of each page of memory that a contiguous tensor lies in: uint8 ``[pages]``, a view."""
+    return tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE]
+
+
+def write_source(folder: Path) -> None:
+    """The Hugging Face directory, as ``save_pretrained`` writes it; in this process."""
+    model = with_memory(bare())
+    model.tie_weights()
+    block = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16) / 50
+    for local in locals_of(model):
+        for part in local.view(-1).split(len(block)):
+            part.copy_(block[: len(part)])
+    model.save_pretrained(folder)
+
+
+def count_reads() -> list[int]:
+    """From here on, the bytes that TrueShard takes from local files; it maps them, so the kernel sees no reading."""
+    from trueshard.checkpoint.store import LocalStore
+
+    counted, read = [], LocalStore.read
+
+    def counting(self: LocalStore, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        data = read(self, name, begin, end)
+        counted.append(len(data))
+        return data
+
+    LocalStore.read = counting  # type: ignore[method-assign]
+    return counted
+
+
+def _ours_bare(folder: Path) -> nn.Module:
+    import trueshard
+
+    model: nn.Module = bare()
+    trueshard.shard(model)
+    trueshard.load(folder / HUGGING_FACE, model=model)
+    return model
+
+
+def _ours_with_memory(folder: Path) -> nn.Module:
+    import trueshard
+
+    model: nn.Module = bare()
+    trueshard.shard(model)
+    trueshard.load(folder / HUGGING_FACE, model=with_memory(model))
+    return model
+
+
+def _ours_own(folder: Path) -> nn.Module:
+    import trueshard
+
+    model: nn.Module = bare()
+    trueshard.shard(model)
+    trueshard.load(folder / f"{OURS}-{dist.get_world_size()}", model=model)
+    return model
+
+
+def _transformers(folder: Path) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    layout = DistributedConfig(fsdp_size=dist.get_world_size())
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder / HUGGING_FACE, distributed_config=layout)
+    return model
+
+
+def _accelerate(folder: Path) -> nn.Module:
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from transformers import AutoModelForCausalLM
+
+    accelerator, _ = accelerators()
+    model = AutoModelForCausalLM.from_pretrained(folder / HUGGING_FACE)
+    prepared: nn.Module = fsdp2_prepare_model(accelerator, model)
+    return prepared
+
+
+def _dcp(folder: Path) -> nn.Module:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model: nn.Module = bare()
+    shard_by_hand(model, dist.get_world_size())
+    state = get_model_state_dict(with_memory(model))
+    dcp.load(state, checkpoint_id=folder / f"{DCP}-{dist.get_world_size()}")
+    return model
+
+
+LOADS: dict[str, Callable[[Path], nn.Module]] = {
+    "trueshard, meta": _ours_bare,
+    "trueshard, sharded": _ours_with_memory,
+    "trueshard, own": _ours_own,
+    "transformers": _transformers,
+    "Accelerate": _accelerate,
+    "torch DCP": _dcp,
+}
+"""Each takes the folder of folders; collective."""
+
+
+def accelerators() -> tuple[Any, Any]:
+    """Accelerate's accelerator and its plugin for FSDP2, with RAM-efficient loading."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, OMP_NUM_THREADS="1")
+    # What `accelerate launch` sets.
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
+    accelerator = Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, cpu_ram_efficient_loading=True, auto_wrap_policy="transformer_based_wrap"
+    )
+    accelerator.state.fsdp_plugin = plugin
+    accelerator.state.distributed_type = DistributedType.FSDP
+    return accelerator, plugin
+
+
+def save_plainly(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: Path) -> None:
+    """The bytes of this rank to one file of its own, and ``fsync``: no format, no names, the limit of the disk."""
+    path.mkdir(exist_ok=True)
+    tensors = list(locals_of(model))
+    if optimizer is not None:
+        for state in optimizer.state.values():
+            tensors += [each.to_local() if isinstance(each, DTensor) else each for each in state.values()]
+    with open(path / str(dist.get_rank()), "wb", buffering=0) as file:
+        for tensor in tensors:
+            left: Any = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            while len(left):
+                left = left[file.write(left) :]
+        os.fsync(file.fileno())
+
+
+def save_ours(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: Path) -> None:
+    """``trueshard.save``, which reads again what it wrote."""
+    import trueshard
+
+    trueshard.save(path, model=model, optimizer=optimizer)
+
+
+def save_ours_unverified(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: Path) -> None:
+    """``trueshard.save`` that does not."""
+    import trueshard
+
+    trueshard.save(path, model=model, optimizer=optimizer, verify=False)
+
+
+def save_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: Path) -> None:
+    """``torch.distributed.checkpoint.save``."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(dcp_state(model, optimizer), checkpoint_id=path)
+
+
+def dcp_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """What DCP saves: the model's state dict alone, or that and the optimizer's."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    if optimizer is None:
+        return get_model_state_dict(model)
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def save_accelerate(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: Path) -> None:
+    """What ``Accelerator.save_state`` calls."""
+    from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+
+    accelerator, plugin = accelerators()
+    save_fsdp_model(plugin, accelerator, model, str(path))
+    if optimizer is not None:
+        save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(path))
+
+
+SAVES: dict[str, Callable[[nn.Module, torch.optim.Optimizer | None, Path], None]] = {
+    "plain write": save_plainly,
+    "trueshard": save_ours,
+    "trueshard, unverified": save_ours_unverified,
+    "torch DCP": save_dcp,
+    "Accelerate": save_accelerate,
+}
+"""Each takes a sharded model, its optimizer or None, and the path to make; collective."""
+
+
+def load_again_ours(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """``trueshard.load``, in place."""
+    import trueshard
+
+    trueshard.load(path, model=model, optimizer=optimizer)
+
+
+def load_again_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """``torch.distributed.checkpoint.load`` into what the model and the optimizer have."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    state = dcp_state(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+RELOADS: dict[str, Callable[[nn.Module, torch.optim.Optimizer, Path], None]] = {
+    "trueshard": load_again_ours,
+    "torch DCP": load_again_dcp,
+}
+"""Each takes what ``SAVES`` took; collective."""
