@@ -59,6 +59,11 @@ class DcpLoading(Loading):
         self._dcp = understood(catalogue.store, parts_in(catalogue.store.directory), models, wanted, names)
         super().__init__(self._dcp, models, wanted, more or {}, strict, convert, names, rng=False)
 
+    @property
+    def has_checksums(self) -> bool:
+        """Those of the zip files."""
+        return True
+
     def verify(self, together: Together) -> None:
         """Compare checksums of all that will be read. Collective."""
         error: BaseException | None = None

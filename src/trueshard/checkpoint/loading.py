@@ -116,6 +116,16 @@ class Loading:
         """What is to be filled, by key: shape and placement."""
         return {key: [list(tensor.shape), str(getattr(tensor, "placements", "plain"))] for key, tensor in self._targets}
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether there is anything to verify; the same on every rank that reads the same."""
+        return any(entry.crc32 is not None for entry in self._catalogue.entries.values())
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether ``begin`` has anything to do; the same on every rank, too."""
+        return bool(self._more) or self._catalogue.manifest is not None
+
     def verify(self, together: Together) -> None:
         """Compare checksums of all that will be read. Collective."""
         mine: dict[str, tuple[int, int, int]] = {}

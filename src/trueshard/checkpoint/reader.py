@@ -85,14 +85,15 @@ def load(
     except Exception as caught:
         error = caught
     compare("load()", together.settle(error, what, digest))
-    if verify:
+    if verify and job.has_checksums:
         job.verify(together)
     found = Found()
     try:
         found = job.begin()
     except Exception as caught:
         error = caught
-    together.settle(error, what)
+    if job.has_entries:  # otherwise nothing can have failed
+        together.settle(error, what)
     try:
         job.apply(together)
     except Exception as caught:
