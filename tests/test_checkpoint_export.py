@@ -455,3 +455,14 @@ def test_check_lists_what_is_damaged(towers: Path, tmp_path: Path, capsys: pytes
         True
     ] * 2
     assert len(lines) == 2
+
+
+@pytest.mark.parametrize("to", ["hf", "safetensors"])
+def test_an_export_is_whole_without_a_manifest(to: str, tmp_path: Path) -> None:
+    """Only a checkpoint's own files say that a manifest belongs to them."""
+    trueshard.save(tmp_path / "saved", model=torch.nn.Linear(3, 2))
+    out = trueshard.export(tmp_path / "saved", tmp_path / "out", to=to)
+    assert trueshard.check(out).tensors == 2
+    (tmp_path / "saved" / "manifest.json").unlink()
+    with pytest.raises(trueshard.DamagedCheckpoint, match="manifest.json is missing"):
+        trueshard.check(tmp_path / "saved")

@@ -82,7 +82,7 @@ def _copy_adapters(source: Source, directory: Path, dtype: torch.dtype | None, a
         own = {key: source.catalogue.entries[key].pieces[0] for key in entries}
         inside = {key: key_at[piece.begin, piece.end] for key, piece in own.items() if piece.file == file}
         header, slots = tensorfile.layout(
-            (inside[key], entries[key].dtype, tuple(entries[key].shape)) for key in inside
+            ((inside[key], entries[key].dtype, tuple(entries[key].shape)) for key in inside), marked=False
         )
         begins = {key: slots[name].begin for key, name in inside.items()}
         write_file(place / "adapter_model.safetensors", header, begins, source.catalogue, entries)

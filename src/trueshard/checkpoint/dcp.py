@@ -68,7 +68,7 @@ class DcpLoading(Loading):
         """Compare checksums of all that will be read. Collective."""
         error: BaseException | None = None
         try:
-            reads = [*self._targets, *(each for plan in self._plans for each in plan.reads())]
+            reads = [*self._targets, *(each for plan in self._plans for each in plan.templates)]
             for number, (key, tensor) in enumerate(reads):
                 if isinstance(tensor, DTensor) or together.rank == number % together.world:
                     self._dcp.verify(key, *pieces.rows_here(tensor))

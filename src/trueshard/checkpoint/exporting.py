@@ -26,6 +26,7 @@ import torch
 from trueshard.checkpoint import layout, tensorfile
 from trueshard.checkpoint.source import Source, converted, source_of, write_file
 from trueshard.checkpoint.store import is_url
+from trueshard.checkpoint.target import sync
 
 KINDS = ("hf", "safetensors", "adapter", "merged", "dcp")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -82,7 +83,7 @@ def export(
             entries = converted(source, wanted)
             names = {key: source.name(key) for key in entries}
             header, slots = tensorfile.layout(
-                (names[key], entry.dtype, tuple(entry.shape)) for key, entry in entries.items()
+                ((names[key], entry.dtype, tuple(entry.shape)) for key, entry in entries.items()), marked=False
             )
             write_file(making, header, {key: slots[names[key]].begin for key in entries}, source.catalogue, entries)
         elif to == "dcp":
@@ -116,11 +117,11 @@ def _made(final: Path, shown: Any) -> Iterator[Path]:
     try:
         yield making
         for place in [*making.rglob("*"), making]:
-            _sync(place)
+            sync(place)
         if os.path.lexists(final):
             raise FileExistsError(f"{shown} was made by somebody else meanwhile; nothing was changed")
         os.rename(making, final)
-        _sync(final.parent)
+        sync(final.parent)
     except BaseException:
         if making.is_dir():
             shutil.rmtree(making, ignore_errors=True)
@@ -129,20 +130,12 @@ def _made(final: Path, shown: Any) -> Iterator[Path]:
         raise
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _write_hf(source: Source, directory: Path, dtype: torch.dtype | None) -> None:
     directory.mkdir()
     entries = converted(source, dtype)
     stem = "adapter_model" if source.catalogue.adapter else "model"
     places = {key: layout.Place("", stem, source.name(key)) for key in entries}
-    for name, data in layout.files_of(entries, places).items():
+    for name, data in layout.files_of(entries, places, marked=False).items():
         begins = {key: entry.pieces[0].begin for key, entry in entries.items() if entry.pieces[0].file == name}
         write_file(directory / name, data, begins, source.catalogue, entries)
     for name, data in source.companions().items():

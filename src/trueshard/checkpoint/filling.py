@@ -13,14 +13,13 @@ def fill(catalogue: Catalogue, key: str, tensor: torch.Tensor) -> None:
     """Fill this rank's part of ``tensor`` with what is under ``key``."""
     entry = catalogue.entries[key]
     local = _torch.local(tensor).detach()
-    start, rows = pieces.rows_here(tensor)
     if not local.numel():
         return
-    width = entry.nbytes // tensor.shape[0] if tensor.ndim else entry.nbytes
-    target = local[:rows] if local.ndim else local
+    begin, _ = pieces.bytes_here(tensor, entry.nbytes)
+    target = local[: pieces.rows_here(tensor)[1]] if local.ndim else local
     if target.device.type == "cpu":
-        catalogue.read_into(key, start * width, target)
+        catalogue.read_into(key, begin, target)
     else:
         staged = torch.empty(target.shape, dtype=getattr(torch, entry.dtype))
-        catalogue.read_into(key, start * width, staged)
+        catalogue.read_into(key, begin, staged)
         target.copy_(staged)

@@ -93,7 +93,7 @@ def adapter_folder(module: Any, adapter: str) -> str:
     return "adapter/" if len(module.peft_config) == 1 else f"adapters/{adapter}/"
 
 
-def files_of(entries: Mapping[str, Entry], places: Mapping[str, Place]) -> dict[str, bytes]:
+def files_of(entries: Mapping[str, Entry], places: Mapping[str, Place], *, marked: bool) -> dict[str, bytes]:
     """The header of each tensor file; ``entries`` are told their piece. And the indices, whole."""
     groups: dict[tuple[str, str], list[str]] = {}
     for key in entries:
@@ -106,7 +106,7 @@ def files_of(entries: Mapping[str, Entry], places: Mapping[str, Place]) -> dict[
             numbered = f"{stem}-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else stem
             file = f"{folder}{numbered}.safetensors"
             header, slots = tensorfile.layout(
-                (places[key].key, entries[key].dtype, tuple(entries[key].shape)) for key in part
+                ((places[key].key, entries[key].dtype, tuple(entries[key].shape)) for key in part), marked=marked
             )
             found[file] = header
             for key in part:

@@ -114,7 +114,7 @@ class Loading:
 
     def wanted(self) -> dict[str, list[Any]]:
         """What is to be filled, by key: shape and placement."""
-        return {key: [list(tensor.shape), str(getattr(tensor, "placements", "plain"))] for key, tensor in self._targets}
+        return {key: [list(tensor.shape), pieces.placement(tensor)] for key, tensor in self._targets}
 
     @property
     def has_checksums(self) -> bool:
@@ -153,14 +153,13 @@ class Loading:
 
     def _ranges(self, together: Together) -> Iterator[tuple[str, int, int]]:
         """This rank's part in the checking: (key, begin, end) so that ranks cover each tensor once."""
-        for number, (key, tensor) in enumerate([*self._targets, *(t for plan in self._plans for t in plan.reads())]):
+        for number, (key, tensor) in enumerate([*self._targets, *(t for plan in self._plans for t in plan.templates)]):
             full = self._catalogue.entries[key].nbytes
             if isinstance(tensor, DTensor):
                 if pieces.is_writer(tensor, number):
-                    start, rows = pieces.rows_here(tensor)
-                    width = full // tensor.shape[0] if tensor.ndim and tensor.shape[0] else full
-                    if rows:
-                        yield key, start * width, (start + rows) * width
+                    begin, end = pieces.bytes_here(tensor, full)
+                    if end > begin:
+                        yield key, begin, end
             elif together.rank == number % together.world:
                 yield key, 0, full
         manifest = self._catalogue.manifest

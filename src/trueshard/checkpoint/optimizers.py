@@ -35,10 +35,6 @@ class Plan:
     templates: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """Keys that are read, each with a tensor that is cut as what is read, for the checksum."""
 
-    def reads(self) -> list[tuple[str, torch.Tensor]]:
-        """Keys of the state, each with a tensor that is cut alike."""
-        return self.templates
-
     def settings_keys(self) -> list[str]:
         """Keys of the tensors in settings."""
         return [key for _, value in self.settings for key in state.references(value)]

@@ -29,10 +29,20 @@ def rows_here(tensor: torch.Tensor) -> tuple[int, int]:
     return start, count
 
 
-def bytes_here(tensor: torch.Tensor) -> tuple[int, int]:
-    """(begin, end) of this rank's piece among the bytes of the whole, row after row."""
+def placement(tensor: torch.Tensor) -> str:
+    """How a tensor is spread, in a word."""
+    return str(tensor.placements) if isinstance(tensor, DTensor) else "plain"
+
+
+def bytes_here(tensor: torch.Tensor, nbytes: int | None = None) -> tuple[int, int]:
+    """(begin, end) of this rank's piece among the bytes of the whole, row after row.
+
+    Args:
+        tensor: any; ``nbytes``: of the whole where it is stored, if that is in another dtype.
+    """
     start, rows = rows_here(tensor)
-    width = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+    size = tensor.dtype.itemsize if nbytes is None else nbytes // max(tensor.numel(), 1)
+    width = math.prod(tensor.shape[1:]) * size
     return start * width, (start + rows) * width
 
 

@@ -138,7 +138,7 @@ class LocalTarget:
         """Make it a checkpoint; rank 0."""
         _write_file(self._partial / MANIFEST, manifest)
         for folder in {self._partial, *(path for path in self._partial.rglob("*") if path.is_dir())}:
-            _sync(folder)
+            sync(folder)
         self.check_free()
         try:
             os.rename(self._partial, self._final)
@@ -148,7 +148,7 @@ class LocalTarget:
                     f"{self.where} was made by somebody else meanwhile; nothing was changed"
                 ) from error
             raise
-        _sync(self._final.parent)
+        sync(self._final.parent)
 
     def abandon(self) -> None:
         """Remove everything; rank 0."""
@@ -254,8 +254,9 @@ def _named(path: Path | str, key: str | None = None) -> Iterator[None]:
         raise OSError(error.errno, f"{error.strerror or error} (writing {what})", folder) from error
 
 
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """What is in a file or a directory is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -300,7 +301,7 @@ class RemoteTarget:
             width = entries[key].nbytes // rows[0] if rows and rows[0] else 0
             shape = (len(data) // width, *rows[1:]) if width else tuple(rows)
             listed.append((key, entries[key].dtype, shape))
-        header, slots = tensorfile.layout(listed)
+        header, slots = tensorfile.layout(listed, marked=True)
         with _named(f"{self.where}/{file}", next(iter(mine))), self._fs.open(f"{self._root}/{file}", "wb") as stream:
             stream.write(header)
             for key, slot in sorted(slots.items(), key=lambda each: each[1].begin):

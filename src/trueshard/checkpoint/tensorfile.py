@@ -71,14 +71,15 @@ def is_storable(dtype: str) -> bool:
     return dtype in _CODES
 
 
-def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Slot]]:
+def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, marked: bool) -> tuple[bytes, dict[str, Slot]]:
     """The header of a file for tensors (key, dtype, shape), and where each lies.
 
     The widest dtype comes first, so that each tensor is aligned to its elements; otherwise the order is kept.
+    ``marked``: the file is a part of a checkpoint, and without its manifest it is not whole.
     """
     slots: dict[str, Slot] = {}
     at = 0
-    table: dict[str, object] = {"__metadata__": {"format": "pt", **MARK}}
+    table: dict[str, object] = {"__metadata__": {"format": "pt", **(MARK if marked else {})}}
     for key, dtype, shape in sorted(tensors, key=lambda each: -size_of(each[1])):
         end = at + math.prod(shape) * size_of(dtype)
         slots[key] = Slot(shape, dtype, at, end)

@@ -191,7 +191,7 @@ def prepare(
     entries["rng"] = Entry(["rng"], [together.world, len(bits)], "uint8")
     manifest = Manifest(entries, content.models, content.optimizers, content.more, [table] * together.world)
     manifest.about = _about(together.world)
-    headers = layout.files_of(entries, layout.places_of(models, entries)) if target.positioned else {}
+    headers = layout.files_of(entries, layout.places_of(models, entries), marked=True) if target.positioned else {}
     mine = _mine(content, entries, writers, together)
     mine["rng"] = together.rank * len(bits), bits
     return Job(target, together, manifest, headers, others, mine, verify)
@@ -218,17 +218,12 @@ def _about(world: int) -> dict[str, Any]:
 def _digest(path: Any, content: state.Content, table: list[list[Any]], verify: bool) -> dict[str, Any]:
     """What ranks must agree on."""
     tensors = {
-        key: [tensor_kind(tensor), list(tensor.shape), str(tensor.dtype)]
+        key: [pieces.placement(tensor), list(tensor.shape), str(tensor.dtype)]
         for key, tensor in content.tensors.items()
         if key in content.held or isinstance(tensor, DTensor) or not key.startswith("optimizer")
     }
     given = {"path": os.fspath(path), "verify": verify, "rng": table, "more": sorted(content.more)}
     return given | state.groups_of(content.optimizers) | tensors
-
-
-def tensor_kind(tensor: torch.Tensor) -> str:
-    """How a tensor is spread, in a word."""
-    return str(tensor.placements) if isinstance(tensor, DTensor) else "plain"
 
 
 def _only_here(content: state.Content) -> tuple[dict[str, Any], dict[str, Any]]:
