@@ -464,5 +464,5 @@ def test_an_export_is_whole_without_a_manifest(to: str, tmp_path: Path) -> None:
     out = trueshard.export(tmp_path / "saved", tmp_path / "out", to=to)
     assert trueshard.check(out).tensors == 2
     (tmp_path / "saved" / "manifest.json").unlink()
-    with pytest.raises(trueshard.DamagedCheckpoint, match="manifest.json is missing"):
+    with pytest.raises(trueshard.DamagedCheckpoint, match=r"manifest\.json is missing"):
         trueshard.check(tmp_path / "saved")
