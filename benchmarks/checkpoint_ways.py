@@ -33,7 +33,7 @@ IMPORTS = (
     "transformers.distributed.fsdp",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
-    "trueshard.api",
+    "trueshard.engine",
     "trueshard.checkpoint.reader",
     "trueshard.checkpoint.writer",
 )

@@ -24,6 +24,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("train",),
     ("__init__",),
     ("api", "tokens"),
+    ("planner",),
+    ("engine",),
     ("sharding",),
     ("carrying", "copying"),
     ("beside",),
@@ -33,6 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("methods", "activation", "gradients", "optim", "second_backward", "usage"),
     ("units", "intent", "snapshot"),
     ("plans", "names", "distributed"),
+    ("forecast",),
     ("_torch",),
 )
 FLOOR = {name: depth for depth, names in enumerate(reversed(FLOORS)) for name in names}

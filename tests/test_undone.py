@@ -16,8 +16,8 @@ from parity import Ranks
 STAGES = [
     ("trueshard.names", "hide_wrappers"),
     ("trueshard.intent", "capture"),
-    ("trueshard.api", "refuse"),
-    ("trueshard.api", "_resolve"),
+    ("trueshard.engine", "refuse"),
+    ("trueshard.engine", "resolve"),
     ("trueshard.agreement", "agree_on_structure"),
     ("trueshard.agreement", "take_from_first_rank"),
     ("trueshard.sharding", "_prepare_tensors"),
@@ -27,9 +27,9 @@ STAGES = [
     ("trueshard.beside", "after_gathering"),
     ("trueshard._torch", "initialise"),
     ("trueshard.sharding", "allow_deepcopy"),
-    ("trueshard.api", "rebind"),
+    ("trueshard.engine", "rebind"),
     ("trueshard.intent", "difference"),
-    ("trueshard.api", "_warn"),
+    ("trueshard.engine", "_warn"),
 ]
 
 
@@ -120,7 +120,7 @@ def test_a_failure_in_the_midst_of_the_units_leaves_no_trace(call: int, ranks2: 
     ranks2.run(fail, "trueshard.sharding", "_shard_unit", -1, call)
 
 
-@pytest.mark.parametrize("stage", ["capture", "refuse", "_resolve", "_shard_unit", "initialise", "rebind"])
+@pytest.mark.parametrize("stage", ["capture", "refuse", "resolve", "_shard_unit", "initialise", "rebind"])
 def test_a_failure_on_one_rank_undoes_all(stage: str, ranks3: Ranks) -> None:
     (module,) = [module for module, attribute in STAGES if attribute == stage]
     ranks3.run(fail, module, stage, 1, 1)

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trueshard.api import accumulate, set_reshard_after_forward, shard
+    from trueshard.api import shard
     from trueshard.checkpoint import (
         Checked,
         Checkpoints,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         load,
         save,
     )
+    from trueshard.engine import accumulate, set_reshard_after_forward
     from trueshard.optim.clip import clip_grad_norm_
     from trueshard.optim.norms import MeasuredNorms, Norms, measure_norms
     from trueshard.plans import MixedPrecision, Plan, Unit
@@ -46,7 +47,7 @@ _WHERE = {
     "Saving": "checkpoint",
     "TokenMean": "tokens",
     "Unit": "plans",
-    "accumulate": "api",
+    "accumulate": "engine",
     "check": "checkpoint",
     "clip_grad_norm_": "optim.clip",
     "count_targets": "tokens",
@@ -56,7 +57,7 @@ _WHERE = {
     "load": "checkpoint",
     "measure_norms": "optim.norms",
     "save": "checkpoint",
-    "set_reshard_after_forward": "api",
+    "set_reshard_after_forward": "engine",
     "shard": "api",
     "token_mean": "tokens",
 }

@@ -7,17 +7,21 @@ torch that moves one of these names fails there, by name, and not in a user's ru
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import _composable_state
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -41,8 +45,6 @@ def wrapper_attribute(module: nn.Module) -> str | None:
     every name below them; no public function tells which.
     """
     # Asked through sys.modules: a module cannot be an OptimizedModule unless dynamo is imported, which costs a second.
-    import sys
-
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is not None and isinstance(module, eval_frame.OptimizedModule):
         return "_orig_mod"
@@ -293,7 +295,7 @@ def join_shards(root: nn.Module, small: int) -> None:
         for group in _groups(module):
             for parameter in group.fsdp_params:
                 data = parameter._sharded_param_data
-                if type(data) is torch.Tensor and not data.is_meta and not parameter.offload_to_cpu:
+                if is_plain(data) and not data.is_meta and not parameter.offload_to_cpu:
                     unit = None if data.nbytes <= small else module
                     key = unit, data.dtype, data.device, not parameter.sharded_param.requires_grad
                     kinds.setdefault(key, []).append(parameter)
@@ -407,3 +409,189 @@ def at_end_of_backward(function: Any) -> None:
 def in_backward() -> bool:
     """Whether this thread runs a backward now (activation recomputation included)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is of no subclass that means something: fake tensors stand for plain ones."""
+    return type(tensor) is torch.Tensor or type(tensor) is FakeTensor
+
+
+def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Where each tensor's memory begins. Fake tensors have none: theirs are far apart from storage to storage."""
+    tensors = list(tensors)
+    if FakeTensor not in set(map(type, tensors)):
+        return list(map(torch.Tensor.data_ptr, tensors))
+    order: dict[int, int] = {}
+    starts = [order.setdefault(storage_identity(each), len(order) + 1) << 48 for each in tensors]
+    return [start + int(each.storage_offset()) * each.itemsize for start, each in zip(starts, tensors, strict=True)]
+
+
+def begins_where(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether the memory of both begins at one address."""
+    if type(two) is FakeTensor:
+        return storage_identity(one) == storage_identity(two) and one.storage_offset() == two.storage_offset()
+    return one.data_ptr() == two.data_ptr()
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Inside, every tensor that is made has a shape, a dtype, a device and a storage of its size, and no memory.
+
+    ``FakeTensorMode`` is what ``torch.compile`` traces with; it has no public name.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Inside ``fake_tensors``, makes real ones for a while."""
+    with unset_fake_temporarily():
+        yield
+
+
+@contextlib.contextmanager
+def simulated_world(rank: int, ranks: int) -> Iterator[None]:
+    """One process stands for rank ``rank`` of ``ranks``: collectives do nothing. The process's own groups come back.
+
+    torch's ``fake`` backend is registered by a module for its tests; and there can be one default group at a time, so
+    the one that the user made is set aside, with the counter by which ranks agree on names of groups.
+    """
+    import torch.testing._internal.distributed.fake_pg as fake
+
+    c10d = torch.distributed.distributed_c10d
+    state = c10d._world
+    tables = (state.pg_map, state.pg_names, state.pg_group_ranks, state.pg_backend_config, state.pg_to_tag)
+    own, count, method = state.default_pg, state.group_count, c10d._default_pg_init_method
+    before = set(state.pg_names)
+    state.default_pg = None
+    hook, sys.excepthook = sys.excepthook, sys.excepthook
+    try:
+        torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=rank, world_size=ranks)
+        yield
+    finally:
+        sys.excepthook = hook
+        for group in [group for group in state.pg_names if group not in before]:
+            c10d._unregister_process_group(group.group_name)
+            for table in tables:
+                table.pop(group, None)
+            for members in state.tags_to_pg.values():
+                if group in members:
+                    members.remove(group)
+        state.default_pg, state.group_count, c10d._default_pg_init_method = own, count, method
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` was made inside ``fake_tensors``."""
+    return isinstance(tensor, FakeTensor)
+
+
+@contextlib.contextmanager
+def watching_resizes(resized: Callable[[Any, int], None]) -> Iterator[None]:
+    """Inside, ``resized(storage, bytes before)`` is called after each ``UntypedStorage.resize_``.
+
+    FSDP2 frees and takes the memory of gathered parameters this way, which no operator shows.
+    """
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: Any, size: int) -> Any:
+        before = storage.nbytes()
+        result = original(storage, size)
+        resized(storage, before)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+def group_named(name: Any) -> torch.distributed.ProcessGroup:
+    """The process group that a functional collective names."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)
+
+
+def watch_communication(module: ShardedModule, entered: Callable[[str], None], left: Callable[[], None]) -> None:
+    """Call ``entered(what)`` and ``left()`` around what FSDP2 does for the parameters of one unit.
+
+    ``what`` is ``"unshard"`` (gathering), ``"wait_for_unshard"`` (copying out), ``"post_backward"`` (reducing). FSDP2
+    gathers the next unit while this one runs; no hook tells whose parameters a collective carries.
+    """
+    for group in _groups(module):
+        for what in ("unshard", "wait_for_unshard", "post_backward"):
+            setattr(group, what, _between(getattr(group, what), functools.partial(entered, what), left))
+
+
+def _between(function: Any, entered: Callable[[], None], left: Callable[[], None]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        entered()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            left()
+
+    return call
+
+
+def running_node() -> str:
+    """Name of the autograd node whose backward runs in this thread, for example ``"MulBackward0"``; else ``""``."""
+    node = torch._C._current_autograd_node()
+    return "" if node is None else str(node.name())
+
+
+def hooks_saved_tensors() -> bool:
+    """Whether something else than autograd keeps what is saved for backward now, such as activation checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def engine_calls(frame: Any) -> bool:
+    """Whether the autograd engine itself called what ``frame`` (that of a dispatch mode's caller) runs."""
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return False
+    while frame is not None and frame.f_code.co_filename.endswith(("torch/_compile.py", "torch/_dynamo/eval_frame.py")):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+HELD = 4, 2
+"""Uses of a tensor and of its storage that the call of a dispatch mode itself makes up for."""
+
+
+def is_held_once(tensor: torch.Tensor) -> bool:
+    """Whether nobody holds ``tensor`` or its storage but the arguments of the operator that a dispatch mode sees."""
+    dense = tensor.is_contiguous() or torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
+    uses = int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return dense and tensor._use_count() <= HELD[0] and uses <= HELD[1]
+
+
+class _Chunks(Sequence[torch.Tensor]):
+    """``torch.chunk``, of which each is made when it is asked for; empty ones behind the last."""
+
+    def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
+        self.tensor, self.count, self.dim = tensor, count, dim
+        self.rows = -(-tensor.size(dim) // count)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: Any) -> Any:
+        start = self.rows * number
+        left = self.tensor.size(self.dim) - start
+        if left <= 0:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, start, min(self.rows, left))
+
+
+@contextlib.contextmanager
+def one_chunk() -> Iterator[None]:
+    """Inside, FSDP2 cuts a parameter into the one chunk that it keeps, and not into one for each of 4,096 ranks first.
+
+    On fake tensors, where a chunk costs as much as any operation, that would be most of what ``fully_shard`` takes.
+    """
+    original = _fsdp_param._chunk_with_empty
+    _fsdp_param._chunk_with_empty = _Chunks  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = original

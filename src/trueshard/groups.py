@@ -103,13 +103,24 @@ class Grouping:
 
     def home(self, owner: str) -> str:
         """The key of the group that gathers what ``owner`` holds."""
-        member = {module: key for key, group in self.groups.items() for module in group.modules}
-        while owner not in member:
-            owner = _parent(owner)
-        return member[owner]
+        return _home(owner, self._members())
+
+    def _members(self) -> dict[str, str]:
+        return {module: key for key, group in self.groups.items() for module in group.modules}
 
     def _homes(self, parameter: _Parameter) -> set[str]:
-        return {self.home(owner) for owner in parameter.owners}
+        member = self._members()
+        return {_home(owner, member) for owner in parameter.owners}
+
+    def _by_home(self) -> dict[str, list[_Parameter]]:
+        """The parameters that each group gathers, by its key."""
+        member = self._members()
+        found: dict[str, list[_Parameter]] = {key: [] for key in self.groups}
+        for parameter in self.parameters:
+            homes = {_home(owner, member) for owner in parameter.owners}
+            if len(homes) == 1 and parameter.name not in self.replicated:
+                found[homes.pop()].append(parameter)
+        return found
 
     # Steps
 
@@ -153,8 +164,7 @@ class Grouping:
                 self.groups[name] = _Group((name,), "embedding", "embedding: not gathered for backward")
 
     def _split_dtypes(self) -> None:
-        for key in list(self.groups):
-            mine = [p for p in self.parameters if p.name not in self.replicated and self._homes(p) == {key}]
+        for key, mine in self._by_home().items():
             by_dtype: dict[torch.dtype, list[_Parameter]] = {}
             for parameter in mine:
                 if parameter.tensor.requires_grad:
@@ -194,11 +204,11 @@ class Grouping:
     def units(self) -> tuple[Unit, ...]:
         """The units in the order of the model's modules, the root first."""
         order = {name: i for i, name in enumerate(self.modules)}
-        found = [self._unit(key, group) for key, group in self.groups.items()]
+        gathered = self._by_home()
+        found = [self._unit(key, group, [p.tensor for p in gathered[key]]) for key, group in self.groups.items()]
         return tuple(sorted(found, key=lambda unit: order[unit.modules[0]]))
 
-    def _unit(self, key: str, group: _Group) -> Unit:
-        mine = [p.tensor for p in self.parameters if p.name not in self.replicated and self._homes(p) == {key}]
+    def _unit(self, key: str, group: _Group, mine: list[nn.Parameter]) -> Unit:
         dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in mine})
         return Unit(
             name=key,
@@ -219,6 +229,13 @@ class Grouping:
             for p in self.parameters
             if p.name in self.replicated
         )
+
+
+def _home(owner: str, member: dict[str, str]) -> str:
+    """The group of the nearest module, from ``owner`` upwards, that is in one."""
+    while owner not in member:
+        owner = _parent(owner)
+    return member[owner]
 
 
 def _parent(name: str) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from trueshard.forecast import Forecast
+
 Recompute = Literal["none", "full", "selective"]
 UnitKind = Literal["root", "block", "embedding", "tied", "dtype"]
 
@@ -98,6 +100,8 @@ class Plan:
     """Mesh shape: (shard,) or (replicate, shard); empty before the plan is resolved."""
     resolved_for: str = ""
     """The two policies for which the units have their values; when others are put in, they are worked out again."""
+    forecast: Forecast | None = dataclasses.field(default=None, compare=False)
+    """What the planner expects it to cost; applying a plan does not look at it."""
     version: int = 1
 
     def __post_init__(self) -> None:
@@ -153,6 +157,8 @@ class Plan:
         data["ranks"] = tuple(_list(data, "ranks"))
         if data.get("mixed_precision") is not None:
             data["mixed_precision"] = _build(MixedPrecision, data["mixed_precision"], "mixed_precision")
+        if data.get("forecast") is not None:
+            data["forecast"] = _build(Forecast, data["forecast"], "forecast")
         plan = _build(cls, data, "plan")
         assert isinstance(plan, Plan)
         return plan

@@ -107,7 +107,7 @@ class Shard:
     def take_back(self) -> None:
         """As a stand-in."""
         shown, leaf = self.shown, self.leaf
-        if leaf.data_ptr() != self.memory.data_ptr():  # the optimizer assigned new memory: p.data = ...
+        if not _torch.begins_where(leaf, self.memory):  # the optimizer assigned new memory: p.data = ...
             self.memory.copy_(leaf.detach())
             leaf.data = self.memory
         if leaf.grad is not self._grad:

@@ -59,7 +59,7 @@ def runs_of(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if len(shards) < 2 or not all(map(torch.Tensor.is_contiguous, shards)):
         return list(shards)
     size = shards[0].itemsize
-    starts: list[int] = list(map(torch.Tensor.data_ptr, shards))
+    starts = _torch.addresses(shards)
     ends = [start + count * size for start, count in zip(starts, counts, strict=True)]
     breaks = itertools.compress(range(1, len(shards)), map(operator.ne, ends, starts[1:]))
     runs: list[torch.Tensor] = []

@@ -100,7 +100,7 @@ class Run:
         for key, value in entries.items():
             if isinstance(value, torch.Tensor) and value.ndim == 0 and key in self._counts:
                 counts = self._counts[key]
-                if value.data_ptr() == counts.data_ptr():
+                if _torch.storage_identity(value) == _torch.storage_identity(counts):
                     counts.fill_(value)
                     self._versions[key] = counts._version
                     continue
@@ -221,11 +221,12 @@ def _find(parameters: Sequence[torch.Tensor]) -> tuple[list[Run], list[torch.Ten
     able: list[DTensor] = []
     for parameter in parameters:
         local = _torch.local(parameter)
-        if isinstance(parameter, DTensor) and type(local) is torch.Tensor and local.numel() and local.is_contiguous():
+        if isinstance(parameter, DTensor) and _torch.is_plain(local) and local.numel() and local.is_contiguous():
             able.append(parameter)
         else:
             loose.append(parameter)
-    for parameter in sorted(able, key=lambda p: _torch.local(p).data_ptr()):
+    starts = _torch.addresses(map(_torch.local, able))
+    for _, parameter in sorted(zip(starts, able, strict=True), key=operator.itemgetter(0)):
         if chains and _follows(chains[-1][-1], parameter):
             chains[-1].append(parameter)
         else:

@@ -1,0 +1,183 @@
+"""From a job on a cluster to a study: simulate, reserve, lay on a time line, and put the figures together."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from trueshard.forecast import Forecast
+from trueshard.planner import ledger
+from trueshard.planner.events import Trace
+from trueshard.planner.hardware import Hardware, Mode
+from trueshard.planner.reserve import Reserved, replay
+from trueshard.planner.simulate import Simulation, simulate
+from trueshard.planner.study import Study
+from trueshard.planner.timeline import Timeline, schedule
+from trueshard.planner.workload import Job
+from trueshard.plans import MixedPrecision, Plan
+
+MICROBATCHES = 3
+"""Microbatches of a step that are simulated; the first and the last are unlike those between."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices and how they are joined."""
+
+    hardware: Hardware
+    ranks: int
+    ranks_per_node: int
+    replicate: int = 1
+    """Replicas; each is sharded over ``ranks / replicate`` neighbouring ranks."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.ranks_per_node < 1 or self.replicate < 1:
+            raise ValueError(
+                f"ranks={self.ranks}, ranks_per_node={self.ranks_per_node}, replicate={self.replicate}: "
+                "each must be 1 or more"
+            )
+        if self.ranks > self.ranks_per_node and self.ranks % self.ranks_per_node:
+            raise ValueError(f"ranks={self.ranks} is not a whole number of nodes of {self.ranks_per_node} ranks")
+        if self.ranks % self.replicate:
+            raise ValueError(f"ranks={self.ranks} cannot be divided into {self.replicate} replicas")
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        """As ``shard()``'s: (shard,) or (replicate, shard)."""
+        return (self.ranks,) if self.replicate == 1 else (self.replicate, self.ranks // self.replicate)
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Taken on each device outside of torch's allocator: the context, and a communicator for each mesh dimension."""
+        communicators = sum(size > 1 for size in self.mesh)
+        return self.hardware.context_bytes + communicators * self.hardware.communicator_bytes
+
+    @property
+    def available_bytes(self) -> int:
+        """What torch's allocator can have."""
+        return self.hardware.memory_bytes - self.overhead_bytes
+
+
+def study(job: Job, cluster: Cluster, budget: int | None = None) -> Study:
+    """What a job costs on a cluster.
+
+    Args:
+        job: its mesh must be the cluster's.
+        cluster: where it would run.
+        budget: bytes that torch's allocator may reserve on each rank; None: all that the device has.
+
+    Raises:
+        ValueError: the budget is more than the device has, or what ``shard()`` refuses.
+    """
+    if budget is not None and budget > cluster.available_bytes:
+        raise ValueError(
+            f"memory={budget:,} bytes is more than the {cluster.available_bytes:,} that torch can have on "
+            f"{cluster.hardware.name}: {cluster.hardware.memory_bytes:,} less context and communicators"
+        )
+    budget = cluster.available_bytes if budget is None else budget
+    job = dataclasses.replace(job, on_cpu=not cluster.hardware.streams)
+    made = simulate(dataclasses.replace(job, accumulation=min(job.accumulation, MICROBATCHES)))
+    mode: Mode = "compile" if made.plan.compile else "eager"
+    line = schedule(made.steady, cluster.hardware, cluster.ranks_per_node, mode)
+    counted = _Counted.of(made.steady, line)
+    if job.accumulation > MICROBATCHES:
+        less = simulate(dataclasses.replace(job, accumulation=MICROBATCHES - 1))
+        shorter = schedule(less.steady, cluster.hardware, cluster.ranks_per_node, mode)
+        counted = counted.more(_Counted.of(less.steady, shorter), job.accumulation - MICROBATCHES)
+    reserved = replay(made.first, made.steady, workspace_bytes=cluster.hardware.workspace_bytes)
+    forecast = _forecast(job, cluster, budget, made, reserved, counted)
+    plan = dataclasses.replace(made.plan, forecast=forecast)
+    return Study(plan, forecast, made.steady, line, assumptions=_assumptions(job, cluster, made))
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """What adds up over a step."""
+
+    received: dict[str, int]
+    flops: int
+    model_flops: int
+    seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+
+    @classmethod
+    def of(cls, trace: Trace, line: Timeline) -> _Counted:
+        return cls(
+            ledger.received(trace),
+            ledger.flops(trace),
+            ledger.flops(trace, recomputed=False),
+            line.seconds,
+            line.compute_seconds,
+            line.exposed_seconds,
+        )
+
+    def more(self, less: _Counted, times: int) -> _Counted:
+        """With ``times`` microbatches more, each of which costs what the last one more did."""
+        kinds = {*self.received, *less.received}
+        received = {
+            kind: self.received.get(kind, 0) + times * (self.received.get(kind, 0) - less.received.get(kind, 0))
+            for kind in kinds
+        }
+        rest = {
+            field.name: getattr(self, field.name) + times * (getattr(self, field.name) - getattr(less, field.name))
+            for field in dataclasses.fields(self)
+            if field.name != "received"
+        }
+        return _Counted(received, **rest)
+
+
+def _forecast(
+    job: Job, cluster: Cluster, budget: int, made: Simulation, reserved: Reserved, counted: _Counted
+) -> Forecast:
+    peak = max((ledger.peak(made.first), ledger.peak(made.steady)), key=lambda each: each.bytes)
+    seconds = counted.seconds
+    tokens = job.microbatch * job.accumulation * job.workload.sequence
+    rate = cluster.hardware.peak(compute_dtype(made.plan))
+    return Forecast(
+        model=job.workload.name,
+        hardware=cluster.hardware.name,
+        ranks=cluster.ranks,
+        ranks_per_node=cluster.ranks_per_node,
+        sequence=job.workload.sequence,
+        microbatch=job.microbatch,
+        accumulation=job.accumulation,
+        optimizer=job.optimizer,
+        fits=reserved.peak_reserved <= budget,
+        budget_bytes=budget,
+        peak_live_bytes=peak.bytes,
+        peak_reserved_bytes=reserved.peak_reserved,
+        overhead_bytes=cluster.overhead_bytes,
+        peak_phase=peak.phase,
+        peak_unit=peak.unit,
+        peak_by_kind=peak.by_kind,
+        bytes_received_per_step=sum(counted.received.values()),
+        received_by_collective=counted.received,
+        flops_per_step=counted.flops,
+        model_flops_per_step=counted.model_flops,
+        step_seconds=seconds,
+        compute_seconds=counted.compute_seconds,
+        exposed_communication_seconds=counted.exposed_seconds,
+        tokens_per_second_per_rank=tokens / seconds if seconds else 0.0,
+        mfu=counted.model_flops / seconds / rate if seconds else 0.0,
+    )
+
+
+def compute_dtype(plan: Plan) -> str:
+    """In which dtype the most of a plan's parameters compute."""
+    mixed = plan.mixed_precision or MixedPrecision()
+    if mixed.compute is not None:
+        return mixed.compute
+    return max(plan.units, key=lambda unit: unit.parameters).dtype.partition("+")[0]
+
+
+def _assumptions(job: Job, cluster: Cluster, made: Simulation) -> tuple[str, ...]:
+    told = list(job.workload.assumptions)
+    if made.whole_because:
+        told.append(f"Every block was simulated, since blocks could not be extended: {made.whole_because}.")
+    if job.accumulation > MICROBATCHES:
+        told.append(
+            f"The memory curve and the time line show {MICROBATCHES} microbatches of {job.accumulation}; "
+            "the figures are for all."
+        )
+    return tuple(told + made.warnings)

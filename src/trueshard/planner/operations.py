@@ -1,0 +1,96 @@
+"""What an operator costs: whether it runs anything at all, and its floating-point operations."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+_NOTHING = {
+    "empty",
+    "empty_strided",
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "alias",
+    "lift_fresh",
+    "lift",
+    "_to_dlpack",
+    "set_",
+    "resize_",
+    "_unsafe_view",
+    "_reshape_alias",
+    "record_stream",
+}
+"""Operators that launch no kernel, beside views."""
+
+_ATTENTION_ON_CPU = {
+    "_scaled_dot_product_flash_attention_for_cpu": False,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": True,
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is known of an operator by itself."""
+
+    is_free: bool
+    """It launches no kernel: a view, or memory that is not written."""
+    is_attention: bool
+    reduces_in_place: bool
+    """A loss whose reduced value lies in memory made for the unreduced one."""
+    flops: Callable[..., int] | None
+
+
+@functools.cache
+def operation(func: Any) -> Operation:
+    """What is known of ``func``."""
+    name = func._schema.name.partition("::")[2]
+    arguments = [each.alias_info for each in func._schema.arguments if each.alias_info is not None]
+    returns = [each.alias_info for each in func._schema.returns]
+    is_view = bool(returns) and all(each is not None for each in returns) and not any(a.is_write for a in arguments)
+    return Operation(
+        is_view or name in _NOTHING,
+        "attention" in name,
+        name in ("mse_loss", "smooth_l1_loss"),
+        flop_registry.get(func._overloadpacket),
+    )
+
+
+def result_bytes(func: Any, args: Any) -> int | None:
+    """Bytes of the storage under an operator's result, where they are more than the result needs; None where not.
+
+    A reduced loss is written into memory made for the unreduced one. Source: ``mse_loss_out`` of ATen/native/Loss.cpp.
+    """
+    if operation(func).reduces_in_place and (args[2] if len(args) > 2 else 1):
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return math.prod(shape) * torch.result_type(args[0], args[1]).itemsize
+    return None
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> int:
+    """Floating-point operations of a matrix product, convolution or attention by torch's own formulas; else 0."""
+    name = func._schema.name.partition("::")[2]
+    if name in _ATTENTION_ON_CPU:
+        return _attention(args, backward=_ATTENTION_ON_CPU[name])
+    formula = operation(func).flops
+    if formula is None:
+        return 0
+    made: Any = results[0] if len(results) == 1 else tuple(results)
+    if name == "convolution_backward":  # what nobody asked for is missing among the results
+        given = iter(results)
+        made = tuple(next(given) if wanted else None for wanted in args[-1])
+    return int(formula(*args, **kwargs, out_val=made))
+
+
+def _attention(args: Any, *, backward: bool) -> int:
+    """Two products forward, five backward, as torch counts attention on other devices: 2·b·h·s·t·d each."""
+    query, key = (args[1], args[2]) if backward else (args[0], args[1])
+    batch, heads, queries, width = query.shape
+    return (10 if backward else 4) * int(batch * heads * queries * key.shape[-2] * width)

@@ -1,0 +1,168 @@
+"""Optimizers by words, as a step on a GPU would run them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trueshard import names
+from trueshard.units import choose_units
+
+Make = Callable[[nn.Module], Sequence[torch.optim.Optimizer]]
+
+#: Short names: class in torch.optim, and its settings.
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {}),
+    "adam": ("Adam", {}),
+    "sgd": ("SGD", {}),
+    "sgd-momentum": ("SGD", {"momentum": 0.9}),
+    "adafactor": ("Adafactor", {}),
+    "muon": ("Muon", {}),
+}
+
+#: Endings of a name: which of torch's implementations.
+WAYS: dict[str, dict[str, bool]] = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "for-loop": {"foreach": False},
+}
+
+
+def optimizers_of(words: str | Callable[[nn.Module], Any], learning_rate: float | None = None) -> Make:
+    """What makes the optimizers of a model, over its parameters that require a gradient.
+
+    Args:
+        words: a short name of ``NAMED`` or a class of ``torch.optim``, perhaps with an ending of ``WAYS``
+            (``"adamw-fused"``); or ``"package.module:Class"``; each perhaps with settings after a colon
+            (``"adamw:betas=(0.9, 0.95),weight_decay=0.1"``). Without an ending it is foreach where the class has
+            that, torch's default on a GPU. ``"muon"`` takes the matrices of blocks and AdamW the rest, as its authors
+            say. Or a callable(model) → optimizer(s).
+        learning_rate: None: the class's own, else 1e-3.
+
+    Raises:
+        ValueError: the words name nothing; near matches are listed.
+    """
+    if not isinstance(words, str):
+        return lambda model: checked(words(model), getattr(words, "__name__", "the optimizer function"))
+    cls, settings = _parse(words)
+    if learning_rate is not None:
+        settings["lr"] = learning_rate
+    accepted = inspect.signature(cls).parameters
+    if "lr" in accepted and accepted["lr"].default is inspect.Parameter.empty:
+        settings.setdefault("lr", 1e-3)
+    if not any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
+        for key in settings:
+            if key not in accepted:
+                near = names.nearest(key, list(accepted)[1:])
+                raise ValueError(f"optimizer {words!r}: {cls.__name__} takes no {key!r}.{near}")
+    if "foreach" in accepted and not settings.get("fused"):
+        settings.setdefault("foreach", True)
+
+    def make(model: nn.Module) -> Sequence[torch.optim.Optimizer]:
+        parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        if not parameters:
+            raise ValueError("no parameter requires a gradient: there is nothing to train")
+        try:
+            if cls is getattr(torch.optim, "Muon", None):
+                return _muon(model, parameters, settings)
+            return [cls([each for _, each in parameters], **settings)]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"optimizer {words!r}: {cls.__name__} refuses: {' '.join(str(error).split())}") from None
+
+    return make
+
+
+def checked(made: Any, name: str) -> list[torch.optim.Optimizer]:
+    """One optimizer or several, as a list.
+
+    Raises:
+        ValueError: something else.
+    """
+    several = list(made) if isinstance(made, Iterable) else [made]
+    for each in several:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise ValueError(f"{name} gives a {type(each).__name__}, not torch.optim.Optimizer object(s)")
+    return several
+
+
+def _parse(words: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    name, *rest = words.split(":", 2 if "." in words.partition(":")[0] else 1)
+    if "." in name:
+        if not rest:
+            raise ValueError(f"optimizer {words!r}: write package.module:Class")
+        cls = _imported(name, rest[0], words)
+        return cls, _settings(rest[1] if len(rest) > 1 else "", words)
+    cls, preset = _named(name, words)
+    return cls, {**preset, **_settings(rest[0] if rest else "", words)}
+
+
+def _named(name: str, words: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    name, way = name.strip().lower(), {}
+    for ending, choice in WAYS.items():
+        if name.endswith(f"-{ending}"):
+            name, way = name.removesuffix(f"-{ending}"), choice
+    classes = {
+        key.lower(): key
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    key, preset = NAMED.get(name, (classes.get(name, ""), {}))
+    cls = getattr(torch.optim, key, None) if key else None
+    if cls is None:
+        known = sorted({*NAMED, *classes})
+        raise ValueError(f"no optimizer is called {words!r}.{names.nearest(name, known)} Known: {', '.join(known)}")
+    return cls, {**preset, **way}
+
+
+def _imported(module: str, name: str, words: str) -> type[torch.optim.Optimizer]:
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"optimizer {words!r}: {module} cannot be imported ({error})") from None
+    cls = getattr(found, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        known = [
+            key
+            for key, value in vars(found).items()
+            if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+        ]
+        raise ValueError(f"optimizer {words!r}: {module} has no optimizer {name!r}.{names.nearest(name, known)}")
+    return cls
+
+
+def _settings(text: str, words: str) -> dict[str, Any]:
+    if not text.strip():
+        return {}
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        if call.args or any(each.arg is None for each in call.keywords):
+            raise SyntaxError
+        return {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError):
+        raise ValueError(f"optimizer {words!r}: {text!r} is no list of settings; write key=value,key=value") from None
+
+
+def _muon(
+    model: nn.Module, parameters: list[tuple[str, nn.Parameter]], settings: dict[str, Any]
+) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside blocks, AdamW for embeddings, heads, gains and biases (Keller Jordan's Muon)."""
+    blocks = [f"{name}." for name in choose_units(model, "auto")]
+    outside = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, each in parameters:
+        inside = any(name.startswith(block) for block in blocks)
+        (matrices if each.ndim == 2 and inside and id(each) not in outside else others).append(each)
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        made.append(torch.optim.Muon(matrices, **settings))
+    if others:
+        made.append(torch.optim.AdamW(others, foreach=True))
+    return made

@@ -1,0 +1,201 @@
+"use strict";
+// Everything beside the step: the head, alternatives, tables, reasons. Starts the page.
+
+function table(columns, rows, options = {}) {
+  let sorted = options.sort ?? null, falling = true;
+  const body = element("tbody");
+  const heads = columns.map((column, i) => {
+    const label = options.sortable && column.value
+      ? element("button", { type: "button", onclick: () => sortBy(i) }, column.head)
+      : column.head;
+    return element("th", { scope: "col", class: column.number ? "number" : "" }, label);
+  });
+  function sortBy(i) {
+    falling = sorted === i ? !falling : Boolean(columns[i].number);
+    sorted = i;
+    fill();
+  }
+  function fill() {
+    let shown = [...rows];
+    if (sorted !== null) {
+      const value = columns[sorted].value;
+      const order = (a, b) => (typeof a === "number" ? a - b : String(a).localeCompare(String(b)));
+      shown.sort((a, b) => order(value(a), value(b)) * (falling ? -1 : 1));
+      heads.forEach((head, i) =>
+        i === sorted ? head.setAttribute("aria-sort", falling ? "descending" : "ascending") : head.removeAttribute("aria-sort"));
+    }
+    shown = shown.slice(0, options.limit ?? shown.length);
+    body.replaceChildren(...shown.map((row) =>
+      element("tr", { class: options.mark?.(row) ?? "" }, ...columns.map((column) =>
+        element("td", { class: column.number ? "number" : column.wide ? "wide" : "" }, ...[column.cell(row)].flat())))));
+  }
+  fill();
+  return element("table", {}, element("thead", {}, element("tr", {}, ...heads)), body);
+}
+
+function head() {
+  $("headline").textContent = data.headline;
+  $("settings").textContent = data.settings;
+  $("verdict").textContent = data.verdict[0].toUpperCase() + data.verdict.slice(1);
+  $("verdict").className = data.fits ? "good" : "bad";
+  $("tiles").append(...data.tiles.map((tile) =>
+    element("div", {}, element("dt", {}, tile.label), element("dd", { class: "value" }, tile.value), element("dd", {}, tile.note))));
+  if (memory.changes > COUNT) {
+    $("thinned").textContent =
+      `Of ${number(memory.changes)} changes, ${number(COUNT)} are kept: the highest and the lowest of every stretch.`;
+  }
+  const groups = [...new Set(data.lanes.flatMap((lane) => lane.groups))];
+  $("lane-legend").append(
+    element("span", { class: "label" }, "Streams"),
+    element("div", {},
+      ...groups.map((group) => element("span", {}, swatch(groupColour(group)), group.replace("_", "-"))),
+      element("span", {}, swatch("var(--wait)"), "waiting")));
+}
+
+function aboutPlan(plan) {
+  return [
+    element("p", {}, element("b", {}, plan.words)),
+    element("table", {}, ...[
+      ["reserved", bytes(plan.memory)],
+      ["tokens/s a rank", number(plan.speed)],
+      ["step", duration(plan.step)],
+      ["MFU", `${number(plan.mfu * 100, 1)}%`],
+    ].map(([name, value]) => element("tr", {}, element("td", {}, name), element("td", {}, value)))),
+    element("p", { class: "dim" }, plan.fits ? (plan.front ? "fits; on the Pareto front" : "fits") : "does not fit"),
+  ];
+}
+
+// A range with room around its values; from 0 where that costs little.
+function range(values, extra = []) {
+  let low = Math.min(...values), high = Math.max(...values);
+  const near = extra.filter((value) => value <= high * 1.3 && value >= low * 0.7);
+  low = Math.min(low, ...near);
+  high = Math.max(high, ...near);
+  const room = (high - low || high || 1) * 0.1;
+  return [low < 0.45 * high ? 0 : Math.max(0, low - room), high + room];
+}
+
+function scatter() {
+  const plans = data.alternatives;
+  $("alternatives").hidden = plans.length < 2;
+  if (plans.length < 2) return;
+  const box = $("scatter"), wide = Math.max(box.clientWidth, 280), high = Math.max(280, Math.min(420, wide * 0.4));
+  const [left, right, top, foot] = [76, 16, 14, 50];
+  const [x0, x1] = range(plans.map((plan) => plan.memory), [data.budget]);
+  const [y0, y1] = range(plans.map((plan) => plan.speed));
+  const x = (value) => left + ((value - x0) / (x1 - x0)) * (wide - left - right);
+  const y = (value) => high - foot - ((value - y0) / (y1 - y0)) * (high - top - foot);
+  const marks = [];
+  const across = byteTicks(x0, x1, Math.max(3, Math.floor(wide / 130)));
+  for (const value of across.values) {
+    marks.push(element("line", { class: "grid", x1: x(value), x2: x(value), y1: top, y2: high - foot }));
+    marks.push(element("text", { x: x(value), y: high - foot + 18, "text-anchor": "middle" }, across.word(value)));
+  }
+  const up = ticks(y0, y1, 5, [["", 1]], [1, 2, 2.5, 5]);
+  for (const value of up.values) {
+    marks.push(element("line", { class: "grid", x1: left, x2: wide - right, y1: y(value), y2: y(value) }));
+    marks.push(element("text", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, up.word(value)));
+  }
+  marks.push(element("text", { x: (left + wide - right) / 2, y: high - 8, "text-anchor": "middle" }, `reserved memory of a rank (${across.unit})`));
+  marks.push(element("text", { x: -(top + high - foot) / 2, y: 14, transform: "rotate(-90)", "text-anchor": "middle" }, "tokens a second and rank"));
+  if (data.budget >= x0 && data.budget <= x1) {
+    const at = x(data.budget), tight = wide - right - at < 120;
+    marks.push(element("rect", { class: "beyond", x: at, y: top, width: wide - right - at, height: high - top - foot }));
+    marks.push(element("line", { class: "budget", x1: at, x2: at, y1: top, y2: high - foot }));
+    marks.push(element("text", { class: "budget-words", x: tight ? at - 6 : at + 6, y: high - foot - 8, "text-anchor": tight ? "end" : "start" }, `budget ${bytes(data.budget)}`));
+  }
+  const front = plans.filter((plan) => plan.front).sort((a, b) => a.memory - b.memory);
+  if (front.length) {
+    let path = `M${x(front[0].memory)},${high - foot}V${y(front[0].speed)}`;
+    for (const plan of front.slice(1)) path += `H${x(plan.memory)}V${y(plan.speed)}`;
+    marks.push(element("path", { class: "front", d: `${path}H${x(Math.max(Math.min(x1, data.budget), front.at(-1).memory))}` }));
+  }
+  const order = [...plans].reverse().sort((a, b) => Number(a.front) - Number(b.front));
+  for (const plan of order) marks.push(dot(plan, x(plan.memory), y(plan.speed), front.indexOf(plan) + 1));
+  box.replaceChildren(element("svg", { viewBox: `0 0 ${wide} ${high}`, role: "group", "aria-label": "Plans by memory and speed" }, ...marks));
+}
+
+function dot(plan, x, y, rank) {
+  const chosen = plan === data.alternatives[0];
+  const kind = `${plan.fits ? "" : "unfit"} ${plan.front ? "front-dot" : ""} ${chosen ? "chosen" : ""}`;
+  const show = () => {
+    $("scatter-tip").replaceChildren(...aboutPlan(plan));
+    place($("scatter-tip"), $("scatter-plot"), x, y);
+  };
+  const hide = () => ($("scatter-tip").hidden = true);
+  const said = `${plan.words}: ${bytes(plan.memory)}, ${number(plan.speed)} tokens a second, ${plan.fits ? "fits" : "does not fit"}`;
+  const circle = element("circle", {
+    class: `dot ${kind}`, cx: x, cy: y, r: plan.front || chosen ? 7 : 5, tabindex: 0, role: "img", "aria-label": said,
+    onpointerenter: show, onpointerleave: hide, onfocus: show, onblur: hide,
+  });
+  const label = element("text", { class: "chosen-words", x: x + 12, y: y + 4.5 }, "this plan");
+  const count = element("text", { class: "number-words", x, y: y - 12 }, rank);
+  return element("g", {}, circle, rank ? count : "", chosen ? label : "");
+}
+
+function frontTable() {
+  const rows = data.alternatives.filter((plan) => plan.front).sort((a, b) => a.memory - b.memory);
+  if (!data.alternatives[0].front) rows.push(data.alternatives[0]);
+  $("front").append(table([
+    { head: "", cell: (row) => (row.front ? `${rows.indexOf(row) + 1}` : "") },
+    { head: "Plan", wide: true, cell: (row) => row.words },
+    { head: "Reserved", number: true, cell: (row) => bytes(row.memory) },
+    { head: "Tokens/s a rank", number: true, cell: (row) => number(row.speed) },
+    { head: "Step", number: true, cell: (row) => duration(row.step) },
+    { head: "MFU", number: true, cell: (row) => `${number(row.mfu * 100, 1)}%` },
+  ], rows, { mark: (row) => (row === data.alternatives[0] ? "chosen" : "") }));
+}
+
+function tables() {
+  const most = Math.max(...data.tensors.map((row) => row.bytes * row.count), 1);
+  const meter = (row) => element("i", {
+    class: "meter", style: `background:${kindColour(row.kind)};width:${(100 * row.bytes * row.count) / most}%`, "aria-hidden": "true",
+  });
+  $("tensors").append(table([
+    { head: "Tensor", wide: true, cell: (row) => row.what, value: (row) => row.what },
+    { head: "Unit", wide: true, cell: (row) => row.unit, value: (row) => row.unit },
+    { head: "Each", number: true, cell: (row) => bytes(row.bytes), value: (row) => row.bytes },
+    { head: "Count", number: true, cell: (row) => number(row.count), value: (row) => row.count },
+    { head: "Together", number: true, cell: (row) => [bytes(row.bytes * row.count), meter(row)], value: (row) => row.bytes * row.count },
+    { head: "Kind", cell: (row) => [swatch(kindColour(row.kind)), row.kind], value: (row) => KINDS.indexOf(row.kind) },
+    { head: "Shape", cell: (row) => row.shape },
+    { head: "Dtype", cell: (row) => row.dtype },
+  ], data.tensors, { sortable: true, sort: 2, limit: 25 }));
+  $("units").append(table([
+    { head: "Unit", cell: (row) => (row.count > 1 ? `${row.name} ×${row.count}` : row.name) },
+    { head: "Parameters", number: true, cell: (row) => number(row.parameters) },
+    { head: "Trainable", number: true, cell: (row) => (row.trainable === row.parameters ? "all" : number(row.trainable)) },
+    { head: "Size", number: true, cell: (row) => bytes(row.bytes) },
+    { head: "Dtype", cell: (row) => row.dtype },
+    { head: "Reshard after forward", cell: (row) => row.reshard },
+    { head: "Recompute", cell: (row) => row.recompute },
+    { head: "At the peak", number: true, cell: (row) => bytes(row.at_peak) },
+    { head: "Received", number: true, cell: (row) => bytes(row.received) },
+    { head: "Why it is a unit", wide: true, cell: (row) => row.why },
+  ], data.units));
+}
+
+function lists() {
+  for (const name of ["reasons", "assumptions"]) {
+    $(name).append(...data[name].map((sentence) => element("li", {}, sentence)));
+    $(name).parentElement.hidden = !data[name].length;
+  }
+  $("why").hidden = !data.reasons.length && !data.assumptions.length;
+}
+
+document.querySelector("main").hidden = false;
+head();
+legend();
+frontTable();
+tables();
+lists();
+const redraw = () => (draw(), scatter());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+let drawnAt = 0;
+new ResizeObserver(() => {
+  if (width() !== drawnAt) {
+    drawnAt = width();
+    redraw();
+  }
+}).observe(plot);
+redraw();

@@ -1,0 +1,268 @@
+"""One rank of a job in this process, on fake tensors: the real ``shard()``, the real step, and a record of both."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trueshard import _torch, engine, names
+from trueshard.planner.events import Allocation, Event, Free, Phase, Place, Stream, Trace
+from trueshard.planner.extend import KEPT, NotPeriodicError, extend, labelled
+from trueshard.planner.peers import seeing_real_tensors
+from trueshard.planner.recorder import Recorder
+from trueshard.planner.repeats import Run, find_runs, shorten, shortened
+from trueshard.planner.step import run_step
+from trueshard.planner.twins import twin
+from trueshard.planner.workload import Job
+from trueshard.plans import Plan
+
+WORDS: dict[str, Any] = {
+    "units": "auto",
+    "reshard_after_forward": "default",
+    "mixed_precision": None,
+    "activation_checkpointing": "none",
+    "compile": False,
+    "offload": "none",
+}
+"""``shard()``'s choices where nothing is said."""
+
+
+@dataclass
+class Simulation:
+    """What one rank does."""
+
+    plan: Plan
+    """With its units."""
+    first: Trace
+    """The first step, in which optimizer state and FSDP2's buffers are made."""
+    steady: Trace
+    """Any later step."""
+    models: int = 1
+    """How many models were run: more than one where blocks that repeat were extended."""
+    whole_because: str = ""
+    """Why blocks that repeat were all run, where they were."""
+    warnings: list[str] = field(default_factory=list)
+    """What ``shard()`` and the model warned of."""
+
+
+def simulate(job: Job, *, whole: bool = False) -> Simulation:
+    """Run two steps of ``job`` as its rank would.
+
+    Blocks that repeat are run a few times and extended exactly, see ``extend``.
+
+    Args:
+        job: what is trained, on which ranks, by which plan or words.
+        whole: run every block.
+
+    Raises:
+        ValueError: what ``shard()`` refuses.
+        Exception: what the user's own functions raise.
+    """
+    world = math.prod(job.ranks)
+    with warnings.catch_warnings(record=True) as told, _torch.simulated_world(job.rank, world):
+        warnings.simplefilter("always")
+        mesh = init_device_mesh("cpu", job.ranks, mesh_dim_names=("replicate", "shard")[-len(job.ranks) :])
+        with _torch.fake_tensors(), _torch.one_chunk():
+            made = _simulated(job, mesh, whole)
+    made.warnings = sorted({str(each.message) for each in told})
+    return made
+
+
+def _simulated(job: Job, mesh: DeviceMesh, whole: bool) -> Simulation:
+    model = job.workload.model()
+    asked = engine.resolve(model, job.plan, {**WORDS, **job.words}, job.ranks)
+    plan = dataclasses.replace(asked, compile=False)  # see forecasting
+    runs = [] if whole else find_runs(model, plan)
+    try:
+        made = _from_fewer(job, mesh, model, plan, runs) if runs else _run(job, mesh, model, plan)
+    except NotPeriodicError as reason:
+        made = _run(job, mesh, job.workload.model(), plan)
+        made.whole_because = str(reason)
+    made.plan = asked
+    return made
+
+
+def _from_fewer(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, runs: list[Run]) -> Simulation:
+    kept = [dataclasses.replace(run, count=KEPT) for run in runs]
+    shortest = shortened(plan, shorten(model, runs, [KEPT] * len(runs)))
+    variants = []
+    for r in range(len(runs)):
+        fewer = [dataclasses.replace(run, count=KEPT - (i == r)) for i, run in enumerate(kept)]
+        copied, _ = twin(model)
+        less = shortened(shortest, shorten(copied, kept, [run.count for run in fewer]))
+        variants.append((_run(job, mesh, copied, less), fewer))
+    base = _run(job, mesh, model, shortest)
+    traces = [
+        extend(
+            labelled(getattr(base, step), functools.partial(_label, kept)),
+            [labelled(getattr(made, step), functools.partial(_label, fewer)) for made, fewer in variants],
+            runs,
+        )
+        for step in ("first", "steady")
+    ]
+    return Simulation(plan, traces[0], traces[1], models=1 + len(variants))
+
+
+def _label(runs: Sequence[Run], unit: str) -> tuple[int, int] | None:
+    for r, run in enumerate(runs):
+        if (block := run.block_of(unit.partition(" + ")[0])) is not None:
+            return r, block
+    return None
+
+
+def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation:
+    workload = job.workload
+    optimizers = list(workload.optimizers(model))
+    resolved = engine.shard(model, optimizers, plan, mesh, WORDS)
+    recorder = Recorder(job.on_cpu)
+    _adopt(recorder, model, resolved)
+    traces = []
+    with _following(recorder, model, resolved), seeing_real_tensors(), without_collection():
+        for _ in range(2):
+            resident = recorder.living()
+            with recorder, _torch.watching_resizes(recorder.resized):
+                batches = [workload.batch(job.microbatch, workload.sequence) for _ in range(job.accumulation)]
+                recorder.mark(_torch.tensors_in(batches), "inputs")
+                run_step(workload, model, optimizers, batches, lambda phase: _enter(recorder, phase, model, optimizers))
+                del batches
+            _name_state(recorder, model, optimizers)
+            events, marks = recorder.take()
+            traces.append(_finished(Trace(events, resident), marks))
+    return Simulation(resolved, traces[0], traces[1])
+
+
+def _adopt(recorder: Recorder, model: nn.Module, plan: Plan) -> None:
+    """Tell the recorder what there is before the first step."""
+    name_of = _names(model)
+    for unit, (_, parameters) in zip(plan.units, engine.sharded(model).units, strict=True):
+        recorder.members[unit.name] = [name_of[id(parameter)] for parameter in parameters]
+        recorder.adopt(zip(recorder.members[unit.name], parameters, strict=True), "parameters", unit.name)
+    recorder.adopt(((name_of[id(parameter)], parameter) for parameter in model.parameters()), "parameters", "")
+    recorder.adopt(
+        ((name, tensor) for name, _, _, tensor in names.named_tensors(model, "buffers")), "parameters", ""
+    )
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(tensor): name for name, _, _, tensor in reversed(list(names.named_tensors(model, "parameters")))}
+
+
+def _name_state(recorder: Recorder, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    name_of = _names(model)
+    for optimizer in optimizers:
+        for parameter, entries in optimizer.state.items():
+            for key, value in entries.items() if isinstance(entries, dict) else ():
+                recorder.mark(_torch.tensors_in(value), "optimizer", f"{name_of.get(id(parameter), '?')}.{key}")
+
+
+def _enter(recorder: Recorder, phase: Phase, model: nn.Module, optimizers: Sequence[Any]) -> None:
+    if phase == "clip":
+        grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        recorder.mark(grads, "gradients")
+    recorder.place = Place(phase, "")
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """No garbage collection at a time that nobody chose: it frees what cycles hold."""
+    gc.collect()
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _following(recorder: Recorder, model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Keep ``recorder.place`` at the unit that runs."""
+    root = names.unwrap(model)
+    modules = dict(names.named_modules(root))
+    unit_of = {modules[name]: unit.name for unit in plan.units for name in unit.modules}
+    follower = _Follower(recorder, unit_of)
+    handles = [
+        nn.modules.module.register_module_forward_pre_hook(follower.begins),
+        nn.modules.module.register_module_forward_hook(follower.ends, always_call=True),
+    ]
+    for module, name in unit_of.items():
+        if isinstance(module, _torch.ShardedModule):
+            _torch.watch_communication(module, functools.partial(follower.communicates, name), follower.done)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Follower:
+    """Knows which unit runs, from the hooks that modules and their outputs call."""
+
+    def __init__(self, recorder: Recorder, unit_of: Mapping[nn.Module, str]) -> None:
+        self.recorder = recorder
+        self.unit_of = unit_of
+        self._around: list[str] = []
+        self._before: list[tuple[str | None, Stream]] = []
+
+    def begins(self, module: nn.Module, args: Any) -> None:
+        if module in self.unit_of:
+            self._around.append(self.recorder.place.unit)
+            self._go(self.unit_of[module])
+
+    def ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module not in self.unit_of or not self._around:
+            return
+        name = self.unit_of[module]
+        if torch.is_grad_enabled() and not _torch.in_backward():
+            for tensor in _torch.tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _, name=name: self._go(name))
+        self._go(self._around.pop())
+
+    def communicates(self, name: str, what: str) -> None:
+        self._before.append((self.recorder.unit, self.recorder.stream))
+        self.recorder.unit = name
+        self.recorder.stream = "all_gather" if what == "unshard" else "compute"
+
+    def done(self) -> None:
+        self.recorder.unit, self.recorder.stream = self._before.pop()
+
+    def _go(self, unit: str) -> None:
+        self.recorder.place = Place(self.recorder.place.phase, unit)
+
+
+def _finished(trace: Trace, marks: Mapping[int, str]) -> Trace:
+    """Give every allocation its kind, now that its whole life is known."""
+    made: dict[int, Allocation] = {}
+    recomputing: dict[int, bool] = {}
+    for event in trace.events:
+        if isinstance(event, Allocation):
+            made[event.storage] = event
+            event.kind = _kind(marks.get(event.storage), event.kind)
+        elif isinstance(event, Free) and event.storage in made:
+            start = made[event.storage]
+            if start.kind == "temporary" and start.place.phase == "forward" and event.place.phase == "backward":
+                start.kind = "activations"
+    del recomputing
+    for each in trace.resident:
+        each.kind = _kind(marks.get(each.storage), each.kind)
+    return trace
+
+
+def _kind(mark: str | None, now: Any) -> Any:
+    return now if mark is None else mark
+
+
+__all__ = ["Event", "Simulation", "simulate"]

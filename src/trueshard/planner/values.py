@@ -1,0 +1,131 @@
+"""The numbers that a program reads back from small tensors, followed beside fake ones.
+
+An optimizer asks how many steps it has made, a sharded step whether all counters are equal. Fake tensors have no
+values, so small tensors whose values follow from constants (counters, flags) have real twins here. What depends on
+data is unknown, and stands for itself by a usual value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from trueshard import _torch
+
+LARGEST = 32 << 10
+"""Bytes of a storage up to which its values are followed."""
+
+_MADE = {"zeros", "ones", "full", "arange", "scalar_tensor", "new_zeros", "new_ones", "new_full", "eye", "linspace"}
+_SET = {"zero_", "fill_", "copy_"}
+_UNREAD = {"allreduce_", "broadcast_", "wait_tensor", "_amp_foreach_non_finite_check_and_unscale_"}
+"""Operations after which what is written to is taken to be as before: ranks agree, and nothing is infinite."""
+
+
+class Values:
+    """Real twins of small fake storages."""
+
+    def __init__(self) -> None:
+        self._twins: dict[int, torch.Tensor] = {}
+        """By identity of the fake storage: its values, as a 1-D tensor of bytes."""
+
+    def forget(self, storage: int) -> None:
+        """The storage is gone, or nobody knows what is in it now."""
+        self._twins.pop(storage, None)
+
+    def read(self, tensor: torch.Tensor) -> bool | int | float:
+        """What ``tensor.item()`` returns: its value, or a usual one where it is unknown (0.5, 1, True)."""
+        twin = self._twin(tensor)
+        if twin is not None:
+            with _torch.real_tensors():
+                return twin.item()
+        if tensor.dtype == torch.bool:
+            return True
+        return 0.5 if tensor.is_floating_point() else 1
+
+    def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """After ``func`` ran on fake tensors: run it on the twins too, if all of its inputs have some."""
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not self._concerns(func, inputs, outputs):
+            return
+        name = func._schema.name.partition("::")[2]
+        if name in _UNREAD:
+            return
+        written = [tensor for tensor in inputs if _is_written(func, tensor, args, kwargs)]
+        known = self._knows(name, inputs, written)
+        if not known or torch.Tag.nondeterministic_seeded in func.tags:
+            for tensor in (*written, *outputs):
+                self.forget(_torch.storage_identity(tensor))
+            return
+        for tensor in written:
+            if self._twin(tensor) is None:
+                self._twins[_torch.storage_identity(tensor)] = _blank(tensor)
+        with _torch.real_tensors():
+            real_args, real_kwargs = tree_map_only(torch.Tensor, self._twin_or_self, (args, kwargs))
+            real = func(*real_args, **{**real_kwargs, **_on_cpu(real_kwargs)})
+            for fake, value in zip(outputs, tree_leaves(real), strict=False):
+                key = _torch.storage_identity(fake)
+                if key not in self._twins and isinstance(value, torch.Tensor):
+                    self._twins[key] = _bytes_of(value, fake)
+
+    def _concerns(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+        if any(tensor.untyped_storage().nbytes() > LARGEST for tensor in outputs):
+            return False
+        if not inputs:
+            return bool(outputs)
+        return any(
+            _torch.storage_identity(tensor) in self._twins or not _torch.is_fake(tensor) for tensor in inputs
+        ) or (func._schema.name.partition("::")[2] in _SET)
+
+    def _knows(self, name: str, inputs: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
+        if not inputs:
+            return name in _MADE
+        read = inputs if name not in _SET else [each for each in inputs if not any(each is w for w in written)]
+        if any(each.untyped_storage().nbytes() > LARGEST for each in inputs):
+            return False
+        whole = all(each.numel() * each.itemsize == each.untyped_storage().nbytes() for each in written)
+        if name in _SET and not whole and any(self._twin(each) is None for each in written):
+            return False
+        return all(not _torch.is_fake(each) or self._twin(each) is not None for each in read)
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        memory = self._twins.get(_torch.storage_identity(tensor))
+        if memory is None:
+            return None
+        with _torch.real_tensors():
+            return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def _twin_or_self(self, tensor: torch.Tensor) -> torch.Tensor:
+        twin = self._twin(tensor)
+        return tensor if twin is None else twin
+
+
+def _is_written(func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> bool:
+    for spec, value in zip(func._schema.arguments, args, strict=False):
+        if spec.alias_info is not None and spec.alias_info.is_write and any(x is tensor for x in tree_leaves(value)):
+            return True
+    return any(
+        spec.alias_info is not None
+        and spec.alias_info.is_write
+        and spec.name in kwargs
+        and any(x is tensor for x in tree_leaves(kwargs[spec.name]))
+        for spec in func._schema.arguments
+    )
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"device": torch.device("cpu")} if kwargs.get("device") is not None else {}
+
+
+def _blank(fake: torch.Tensor) -> torch.Tensor:
+    with _torch.real_tensors():
+        return torch.zeros(fake.untyped_storage().nbytes(), dtype=torch.uint8)
+
+
+def _bytes_of(value: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+    """A copy of ``value`` laid out as ``fake`` lies in its storage."""
+    memory = torch.zeros(fake.untyped_storage().nbytes(), dtype=torch.uint8)
+    memory.view(fake.dtype).as_strided(fake.shape, fake.stride(), int(fake.storage_offset())).copy_(value)
+    return memory

@@ -1,0 +1,375 @@
+"""What the planner's simulation is held against: real training over gloo, with the allocator's own record of each step.
+
+`meter` reads `torch.profiler`'s allocation events, which the CPU allocator itself reports: it knows nothing of the
+planner, of storages, or of operators' results. `SETTINGS` of the tests name what is trained (`workload`), so that
+worker processes build it by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+
+from models import CASES
+from trueshard import engine
+from trueshard.planner.events import Allocation, Free, Trace
+from trueshard.planner.factories import Factory
+from trueshard.planner.simulate import WORDS, Simulation, simulate
+from trueshard.planner.step import run_step
+from trueshard.planner.workload import Job, Workload
+
+STEPS = 3
+"""the first, and two of those that are to be alike"""
+PATIENCE = 0.0005
+"""seconds, see `gloo_lets_go`"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and how it is sharded."""
+
+    model: str
+    optimizer: str = "adamw"
+    words: Mapping[str, Any] = field(default_factory=dict)
+    """arguments of `shard()`"""
+    ranks: tuple[int, ...] = (2,)
+    rank: int = 0
+    """whose memory is looked at"""
+    microbatch: int = 2
+    accumulation: int = 1
+    clip: float | None = 1.0
+
+    def workload(self) -> Workload:
+        model, batch, loss, sequence = MODELS.get(self.model) or of_catalogue(self.model)
+        return Workload(self.model, model, OPTIMIZERS[self.optimizer], batch, loss, sequence, self.clip)
+
+    def simulated(self, *, whole: bool = True) -> Simulation:
+        """The planner's word on it; `whole`: every block is run, none extended from others."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        workload = self.workload()
+        factory = Factory(self.model, workload.model, {})
+        workload = replace(workload, model=lambda: factory.build().model)
+        job = Job(
+            workload,
+            self.ranks,
+            rank=self.rank,
+            microbatch=self.microbatch,
+            accumulation=self.accumulation,
+            words=self.words,
+            on_cpu=True,
+        )
+        try:
+            return simulate(job, whole=whole)
+        finally:
+            torch.set_num_threads(threads)
+
+
+# The meter
+
+
+@dataclass(frozen=True)
+class Change:
+    """Memory taken (bytes > 0) or given back."""
+
+    bytes: int
+    inside: tuple[str, ...]
+    """names of the operators around it, outermost first"""
+
+
+def meter(step: Callable[[], object]) -> list[Change]:
+    """What the CPU allocator took and gave back while `step` ran, in order, but for gloo's own buffers.
+
+    Read from kineto's tree of events, since it alone gives the address of each block and the operators around it: gloo
+    copies what it sends and receives through buffers of its own (`c10d::` operators, and its threads), which no
+    accelerator's library has; such a block is left out from its making to its end, wherever that is.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step()
+    finally:
+        gc.enable()
+    events = sorted(_allocations(profiler), key=lambda each: each[0])
+    changes, of_gloo = [], set()
+    for _, size, address, inside in events:
+        if size > 0 and any(name.startswith(("c10d::", "gloo:")) for name in inside):
+            of_gloo.add(address)
+            continue
+        if size > 0 or address not in of_gloo:
+            changes.append(Change(size, inside))
+        of_gloo.discard(address)
+    return changes
+
+
+@contextlib.contextmanager
+def gloo_lets_go() -> Iterator[None]:
+    """Inside, whoever waits for a collective waits until gloo's thread holds its tensors no longer.
+
+    It drops them some microseconds after it has reported the end. Where the program has dropped them by then, that
+    thread frees them, and no profiler sees it: the profiler's state is that of the threads that run operators.
+    """
+    original = dist.Work.wait
+
+    def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+        result = original(work, *args, **kwargs)
+        time.sleep(PATIENCE)
+        return result
+
+    dist.Work.wait = wait
+    try:
+        yield
+    finally:
+        dist.Work.wait = original
+
+
+def _allocations(profiler: Any) -> Iterator[tuple[int, int, int, tuple[str, ...]]]:
+    """(nanoseconds, bytes, address, names of the operators around it) of each event of the allocator."""
+    waiting = [(node, ()) for node in profiler.profiler.kineto_results.experimental_event_tree()]
+    while waiting:
+        node, inside = waiting.pop()
+        if node.tag.name == "Allocation":
+            yield node.start_time_ns, node.extra_fields.alloc_size, node.extra_fields.ptr, inside
+        else:
+            inside = (*inside, node.name)
+        waiting += [(child, inside) for child in node.children]
+
+
+def sizes(trace: Trace) -> list[int]:
+    """A simulated step as the meter would show it."""
+    return [
+        event.bytes if isinstance(event, Allocation) else -event.bytes
+        for event in trace
+        if isinstance(event, (Allocation, Free))
+    ]
+
+
+def peak_and_rest(changes: Sequence[int]) -> tuple[int, int]:
+    """Highest rise of live bytes above what they were at the beginning, and what is left of it at the end."""
+    live = highest = 0
+    for change in changes:
+        live += change
+        highest = max(highest, live)
+    return highest, live
+
+
+def curve(changes: Sequence[int]) -> list[int]:
+    """Live bytes after each taking of memory. In which order blocks go between two takings shows in no memory figure."""
+    live, found = 0, []
+    for change in changes:
+        live += change
+        if change > 0:
+            found.append(live)
+    return [*found, live]
+
+
+def train(rank: int, world_size: int, settings: Sequence[Setting], whole: bool = False) -> list[list[Any]]:
+    """For each setting, the bytes taken and given back in each of `STEPS` real steps, as this rank's meter shows them.
+
+    With `whole`, every `Change` instead.
+    """
+    warnings.simplefilter("ignore")
+    found = []
+    for setting in settings:
+        with gloo_lets_go():
+            steps = [meter(step) for step in _steps(setting)]
+        found.append(steps if whole else [[each.bytes for each in changes] for changes in steps])
+    return found
+
+
+def _steps(setting: Setting) -> Iterator[Callable[[], None]]:
+    """The steps of a real training, each to be called before the next is asked for."""
+    torch.manual_seed(0)
+    workload = setting.workload()
+    mesh = init_device_mesh("cpu", setting.ranks, mesh_dim_names=("replicate", "shard")[-len(setting.ranks) :])
+    model = workload.model()
+    optimizers = list(workload.optimizers(model))
+    engine.shard(model, optimizers, None, mesh, {**WORDS, **setting.words})
+
+    def step() -> None:
+        batches = [workload.batch(setting.microbatch, workload.sequence) for _ in range(setting.accumulation)]
+        run_step(workload, model, optimizers, batches)
+
+    for _ in range(STEPS):
+        yield step
+
+
+# What is trained
+
+
+def _hub(model: str, config: str, sequence: int = 48, **options: Any) -> tuple[Any, Any, Any, int]:
+    """A small language model of transformers, with the settings that its library chooses (attention, masks)."""
+
+    def build() -> nn.Module:
+        import transformers
+
+        return getattr(transformers, model)(getattr(transformers, config)(**options)).train()
+
+    return build, _ids, _language_loss, sequence
+
+
+def _ids(samples: int, sequence: int) -> torch.Tensor:
+    return torch.randint(3, 90, (samples, sequence))
+
+
+def _language_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+_LLAMA: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "use_cache": False,
+}
+_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 96, "dropout_rate": 0.1}
+_BERT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+}
+
+
+def _lora() -> nn.Module:
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+    return peft.get_peft_model(MODELS["llama"][0](), config).train()
+
+
+def _frozen_tower() -> nn.Module:
+    """A language model whose lower half is frozen."""
+    model = MODELS["llama"][0]()
+    for part in (model.model.embed_tokens, model.model.layers[0]):
+        part.requires_grad_(False)
+    return model
+
+
+class Perceptron(nn.Module):
+    """Has a learned temperature without dimensions, and more rows of weights than ranks divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(65, 65) for _ in range(4))
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return x * self.temperature
+
+
+def _vectors(samples: int, _: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(samples * 8, 65), torch.randn(samples * 8, 65)
+
+
+def _squared_error(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def _images(samples: int, _: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(samples, 3, 32, 32), torch.randint(0, 10, (samples,))
+
+
+def _classes(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    found = model(batch[0])
+    return nn.functional.cross_entropy(getattr(found, "logits", found), batch[1])
+
+
+def _vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, num_labels=10, **sizes)).train()
+
+
+def _cnn() -> nn.Module:
+    def block(before: int, after: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(4, after), nn.ReLU())
+
+    return nn.Sequential(
+        block(3, 16),
+        block(16, 32),
+        nn.MaxPool2d(2),
+        block(32, 32),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any, int]] = {
+    "llama": _hub("LlamaForCausalLM", "LlamaConfig", **_LLAMA),
+    "llama tied": _hub("LlamaForCausalLM", "LlamaConfig", **_LLAMA, tie_word_embeddings=True),
+    "llama uneven": _hub("LlamaForCausalLM", "LlamaConfig", **{**_LLAMA, "vocab_size": 97, "intermediate_size": 109}),
+    "qwen3": _hub("Qwen3ForCausalLM", "Qwen3Config", **_LLAMA, head_dim=16),
+    "gpt2": _hub("GPT2LMHeadModel", "GPT2Config", n_embd=64, n_layer=3, n_head=4, vocab_size=96, use_cache=False),
+    "t5": _hub("T5ForConditionalGeneration", "T5Config", **_T5, decoder_start_token_id=0, use_cache=False),
+    "bert": _hub("BertForMaskedLM", "BertConfig", **_BERT),
+    "lora": (_lora, _ids, _language_loss, 48),
+    "frozen": (_frozen_tower, _ids, _language_loss, 48),
+    "perceptron": (Perceptron, _vectors, _squared_error, 1),
+    "vit": (_vit, _images, _classes, 1),
+    "cnn": (_cnn, _images, _classes, 1),
+}
+"""name → (model, batch, loss, sequence), as `Workload` takes them"""
+
+
+def of_catalogue(name: str) -> tuple[Callable[[], nn.Module], Any, Any, int]:
+    """A model of the catalogue that parity tests train."""
+    case = CASES[name]
+    return lambda: case.build(0), lambda samples, _: case.batch(samples, 1), case.loss, 1
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _of(kind: str, **options: Any) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
+    return lambda model: [getattr(torch.optim, kind)(_trained(model), lr=1e-3, **options)]
+
+
+def _muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon on the blocks' matrices, AdamW on the rest."""
+    of_blocks = {id(p) for n, p in model.named_parameters() if ".layers." in n and p.dim() == 2}
+    matrices = [p for p in _trained(model) if id(p) in of_blocks]
+    rest = [p for p in _trained(model) if id(p) not in of_blocks]
+    return [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3)]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
+    "adamw": _of("AdamW"),
+    "adamw foreach": _of("AdamW", foreach=True),
+    "adamw fused": _of("AdamW", fused=True),
+    "adamw for-loop": _of("AdamW", foreach=False),
+    "adamw amsgrad": _of("AdamW", foreach=True, amsgrad=True),
+    "sgd": _of("SGD", momentum=0.9, weight_decay=0.01),
+    "sgd plain": _of("SGD"),
+    "rmsprop": _of("RMSprop", momentum=0.9, centered=True),
+    "adagrad": _of("Adagrad"),
+    "radam": _of("RAdam"),
+    "nadam": _of("NAdam"),
+    "adamax": _of("Adamax"),
+    "rprop": _of("Rprop"),
+    "asgd": _of("ASGD"),
+    "adafactor": _of("Adafactor"),
+    "muon": _muon,
+}

@@ -1,0 +1,292 @@
+"""The model of the caching allocator: each rule by hand, then against plain list-scanning ones; what always holds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plain_allocators import Plain, PlainExpandable
+from trueshard.planner.caching import Block, CachingAllocator, CapacityError
+from trueshard.planner.events import Stream
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("asked", "allocated", "reserved"),
+    [
+        (1, 512, 2 * MIB),
+        (512, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        # 10 MiB and more: a segment of its own, in whole 2 MiB
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        # what is left over, at most 1 MiB, stays with the block
+        (11 * MIB, 12 * MIB, 12 * MIB),
+        (12 * MIB + 1, 12 * MIB + 512, 14 * MIB),
+    ],
+)
+def test_a_first_request(asked: int, allocated: int, reserved: int) -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(asked)
+    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
+
+
+def test_small_requests_share_a_segment() -> None:
+    allocator = CachingAllocator()
+    for _ in range(4):
+        allocator.allocate(512 * KIB)
+    assert allocator.reserved == 2 * MIB
+    allocator.allocate(1)
+    assert allocator.reserved == 4 * MIB
+
+
+def test_requests_of_some_mib_share_a_segment() -> None:
+    allocator = CachingAllocator()
+    first, second = allocator.allocate(8 * MIB), allocator.allocate(8 * MIB)
+    assert (first.address, second.address) == (0, 8 * MIB)
+    # 4 MiB are left: 3 MiB fit, and the 1 MiB behind them is too little to be split off
+    third = allocator.allocate(3 * MIB)
+    assert (third.size, allocator.reserved) == (4 * MIB, 20 * MIB)
+    allocator.allocate(2 * MIB)
+    assert allocator.reserved == 40 * MIB
+
+
+@pytest.mark.parametrize(("over", "size"), [(MIB, 21 * MIB), (MIB + 512, 20 * MIB)])
+def test_a_large_block_is_split_if_more_than_a_mib_is_left_over(over: int, size: int) -> None:
+    allocator = CachingAllocator()
+    whole = allocator.allocate(100 * MIB)
+    allocator.free(whole)
+    cached = allocator.allocate(20 * MIB + over)
+    rest = allocator.allocate(79 * MIB - over)
+    assert allocator.reserved == 100 * MIB
+    assert rest.address == cached.address + cached.size
+    allocator.free(cached)
+    assert allocator.allocate(20 * MIB).size == size
+
+
+def test_the_smallest_block_that_fits_is_taken_and_the_lowest_among_equals() -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(size * MIB) for size in (40, 30, 20, 30)]
+    addresses = [block.address for block in blocks]
+    for block in reversed(blocks):
+        allocator.free(block)
+    assert allocator.allocate(22 * MIB).address == addresses[1]
+    assert allocator.allocate(30 * MIB).address == addresses[3]
+    assert allocator.allocate(30 * MIB).address == addresses[0]
+    assert allocator.reserved == 120 * MIB
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)])
+def test_free_neighbours_merge(order: tuple[int, ...]) -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(6 * MIB) for _ in range(3)]
+    for index in order:
+        allocator.free(blocks[index])
+    assert [(block.address, block.size) for block in allocator.cached()] == [(0, 20 * MIB)]
+
+
+def test_segments_do_not_merge() -> None:
+    allocator = CachingAllocator()
+    for block in [allocator.allocate(20 * MIB) for _ in range(2)]:
+        allocator.free(block)
+    allocator.allocate(40 * MIB)
+    assert allocator.reserved == 80 * MIB
+
+
+def test_cached_memory_does_not_go_to_another_stream_or_pool() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(20 * MIB, "compute"))
+    allocator.allocate(20 * MIB, "all_gather")
+    assert allocator.reserved == 40 * MIB
+    allocator.allocate(KIB, "compute")
+    assert allocator.reserved == 42 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_what_is_cached_is_used_again(expandable: bool) -> None:
+    allocator = CachingAllocator(expandable=expandable)
+    for _ in range(3):
+        blocks = [allocator.allocate(size) for size in (100, MIB, 3 * MIB, 50 * MIB)]
+        reserved = allocator.reserved
+        for block in blocks:
+            allocator.free(block)
+        assert allocator.reserved == reserved == allocator.peak_reserved
+    assert allocator.allocated == 0
+
+
+def test_the_cache_goes_back_when_the_device_is_full() -> None:
+    allocator = CachingAllocator(capacity=100 * MIB)
+    for stream in ("compute", "all_gather"):
+        allocator.free(allocator.allocate(40 * MIB, stream))
+    kept = allocator.allocate(10 * MIB, "compute")  # splits: its segment cannot go back
+    allocator.allocate(60 * MIB, "reduce_scatter")
+    assert (allocator.reserved, allocator.retries, allocator.peak_reserved) == (100 * MIB, 1, 100 * MIB)
+    with pytest.raises(CapacityError) as failure:
+        allocator.allocate(31 * MIB, "compute")
+    assert (failure.value.missing, allocator.retries) == (32 * MIB, 2)
+    assert allocator.allocate(30 * MIB, "compute").address == kept.address + kept.size
+    allocator.allocate(10 * MIB, "compute", beyond=True)
+    assert allocator.reserved == 110 * MIB
+
+
+def test_alternating_sizes_fragment() -> None:
+    """Every second of ten blocks is freed: 150 MiB are free, and 32 MiB fit nowhere."""
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(30 * MIB) for _ in range(10)]
+    for block in blocks[::2]:
+        allocator.free(block)
+    allocator.allocate(32 * MIB)
+    assert (allocator.reserved, allocator.allocated) == (332 * MIB, 182 * MIB)
+
+
+def test_growing_sizes_need_new_segments_where_an_expandable_one_grows() -> None:
+    plain, expandable = CachingAllocator(), CachingAllocator(expandable=True)
+    for allocator in (plain, expandable):
+        for size in (100, 120, 140):
+            allocator.free(allocator.allocate(size * MIB))
+    assert plain.reserved == (100 + 120 + 140) * MIB
+    assert expandable.reserved == 140 * MIB
+
+
+def test_an_expandable_segment_takes_whole_pages() -> None:
+    allocator = CachingAllocator(expandable=True)
+    allocator.allocate(KIB)
+    assert allocator.reserved == 2 * MIB
+    allocator.allocate(3 * MIB)
+    assert allocator.reserved == 22 * MIB
+    # 17 MiB are free in the first page; a second is put behind it
+    block = allocator.allocate(25 * MIB)
+    assert allocator.reserved == 42 * MIB
+    # splits at 512 bytes
+    assert block.size == 25 * MIB
+    assert allocator.allocate(12 * MIB).address == block.address + block.size
+    assert allocator.reserved == 42 * MIB
+
+
+def test_an_expandable_block_that_can_grow_is_not_the_best_fit() -> None:
+    """8 MiB fit into the end (10 MiB free, but followed by room) and into a hole of 15 MiB: the hole is taken."""
+    allocator = CachingAllocator(expandable=True)
+    hole = allocator.allocate(15 * MIB)
+    allocator.allocate(15 * MIB)
+    address = hole.address
+    allocator.free(hole)
+    assert allocator.cached()[0].size == 10 * MIB
+    assert allocator.allocate(8 * MIB).address == address
+
+
+def test_whole_free_pages_of_an_expandable_segment_go_back() -> None:
+    allocator = CachingAllocator(capacity=100 * MIB, expandable=True)
+    low, middle, high = (allocator.allocate(size * MIB) for size in (30, 45, 5))
+    address = middle.address
+    allocator.free(middle)  # 30 to 75 MiB, of which the pages 40 to 60 are whole
+    allocator.allocate(40 * MIB, "all_gather")
+    assert (allocator.reserved, allocator.retries) == (100 * MIB, 1)
+    # 10 MiB before and 15 MiB after the gap are still there
+    assert [block.size for block in allocator.cached() if block.pool is low.pool] == [10 * MIB, 15 * MIB]
+    with pytest.raises(CapacityError) as failure:
+        allocator.allocate(45 * MIB)
+    assert failure.value.missing == 20 * MIB
+    filled = allocator.allocate(45 * MIB, beyond=True)
+    assert (filled.address, allocator.reserved) == (address, 120 * MIB)
+    assert high.address == address + 45 * MIB
+
+
+SIZES = st.one_of(
+    st.integers(1, 4 * KIB),
+    st.integers(1, 2 * MIB),
+    st.integers(1, 60 * MIB),
+    st.sampled_from([MIB - 512, MIB, 2 * MIB, 9 * MIB, 10 * MIB, 20 * MIB, 30 * MIB]),
+)
+STREAMS: st.SearchStrategy[Stream] = st.sampled_from(["compute", "compute", "all_gather"])
+REQUESTS = st.lists(st.one_of(st.tuples(SIZES, STREAMS), st.integers(0, 1000)), max_size=80)
+"""A size and stream to allocate, or which of the live blocks to free."""
+CAPACITIES = st.one_of(st.none(), st.integers(20 * MIB, 300 * MIB))
+
+
+@settings(max_examples=150, deadline=None)
+@given(REQUESTS, CAPACITIES)
+def test_it_decides_as_a_plain_one(requests: list[tuple[int, Stream] | int], capacity: int | None) -> None:
+    allocator, plain = CachingAllocator(capacity), Plain(capacity)
+    live: list[tuple[Block, list[int | str]]] = []
+    for request in requests:
+        if isinstance(request, tuple):
+            expected = plain.allocate(*request)
+            if expected is None:
+                with pytest.raises(CapacityError):
+                    allocator.allocate(*request)
+                continue
+            block = allocator.allocate(*request)
+            live.append((block, expected))
+            assert [block.address, block.size] == expected[:2]
+        elif live:
+            block, expected = live.pop(request % len(live))
+            allocator.free(block)
+            plain.free(expected)
+        assert (allocator.reserved, allocator.retries) == (plain.reserved(), plain.retries)
+        free = sorted([b.address, b.size] for b in allocator.cached())
+        assert free == sorted([b[0], b[1]] for b in plain.blocks if b[4])
+
+
+@settings(max_examples=200, deadline=None)
+@given(REQUESTS, CAPACITIES)
+def test_expandable_decides_as_a_plain_one(requests: list[tuple[int, Stream] | int], capacity: int | None) -> None:
+    allocator, plain = CachingAllocator(capacity, expandable=True), PlainExpandable(capacity)
+    live: list[tuple[Block, tuple[str, bool, int]]] = []
+    for request in requests:
+        if isinstance(request, tuple):
+            expected = plain.allocate(*request)
+            if expected is None:
+                with pytest.raises(CapacityError):
+                    allocator.allocate(*request)
+                continue
+            block = allocator.allocate(*request)
+            live.append((block, expected))
+            assert block.address % (20 * MIB << 18) == expected[2]
+        elif live:
+            block, expected = live.pop(request % len(live))
+            allocator.free(block)
+            plain.free(expected)
+        assert (allocator.reserved, allocator.retries) == (plain.reserved, plain.retries)
+        free = [piece[0] for pool in plain.pools.values() for piece in pool if piece[1] == "free"]
+        assert sorted(free) == sorted(block.size for block in allocator.cached())
+
+
+@settings(max_examples=150, deadline=None)
+@given(REQUESTS, CAPACITIES, st.booleans())
+def test_what_always_holds(requests: list[tuple[int, Stream] | int], capacity: int | None, expandable: bool) -> None:
+    allocator = CachingAllocator(capacity, expandable)
+    live: list[Block] = []
+    peak = 0
+    for request in requests:
+        if isinstance(request, tuple):
+            before, missing = allocator.reserved, 0
+            try:
+                live.append(allocator.allocate(*request))
+            except CapacityError as error:
+                missing = error.missing
+                live.append(allocator.allocate(*request, beyond=True))
+            if capacity is not None:
+                assert allocator.reserved <= max(before, capacity + missing)
+            assert request[0] <= live[-1].size < request[0] + MIB + 512
+        elif live:
+            allocator.free(live.pop(request % len(live)))
+        both = sorted([*live, *allocator.cached()], key=lambda block: block.address)
+        assert all(low.address + low.size <= high.address for low, high in pairwise(both))
+        assert sum(block.size for block in live) == allocator.allocated <= allocator.reserved
+        assert sum(block.size for block in both) == allocator.reserved
+        assert allocator.peak_reserved >= max(peak, allocator.reserved)
+        assert allocator.peak_allocated <= allocator.peak_reserved
+        peak = allocator.peak_reserved
+    for block in live:
+        allocator.free(block)
+    whole = allocator.cached()
+    assert all(near is None or not near.mapped for block in whole for near in (block.prev, block.next))
+    allocator.empty_cache()
+    assert allocator.reserved == 0
+    assert not allocator.cached()

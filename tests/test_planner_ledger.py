@@ -1,0 +1,138 @@
+"""Live memory, traffic and operations of traces written by hand."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import studies
+from studies import Writer
+from trueshard.planner import ledger
+from trueshard.planner.events import KINDS, Allocation, Free, Kernel, Place, Trace
+
+
+def small() -> Trace:
+    """100 rest; 50 and 30 come, 50 goes, 60 comes (the peak: 190), 90 go."""
+    writer = Writer()
+    writer.rest(60, "parameters", "a", "a.weight")
+    writer.rest(40, "optimizer", "a", "a.weight exp_avg")
+    writer.at("forward", "a")
+    first = writer.take(50, "gathered", what="a.weight")  # 0: 150
+    second = writer.take(30, "activations")  # 1: 180
+    writer.compute("aten.mm", 7)  # 2
+    writer.give(first)  # 3: 130
+    writer.at("backward", "b")
+    third = writer.take(60, "gradients", what="b.weight")  # 4: 190
+    writer.compute("aten.mm", 5, recomputed=True)  # 5
+    writer.communicate("reduce_scatter", "reduce_scatter", 21, "a")  # 6
+    writer.give(second)  # 7: 160
+    writer.give(third)  # 8: 100
+    return writer.trace
+
+
+def test_the_curve_has_every_change_and_begins_with_what_rests() -> None:
+    total = ledger.curve(small()).total
+    assert total.positions.tolist() == [-1, 0, 1, 3, 4, 7, 8]
+    assert total.bytes.tolist() == [100, 150, 180, 130, 190, 160, 100]
+    assert total.at(np.array([-1, 2, 3, 6, 99])).tolist() == [100, 180, 130, 190, 100]
+
+
+def test_kinds_and_units_add_up_to_the_total_everywhere() -> None:
+    trace = studies.trace(studies.plan())
+    live = ledger.curve(trace)
+    everywhere = np.arange(-1, len(trace.events))
+    assert tuple(live.by_kind) == KINDS
+    for parts in (live.by_kind.values(), live.by_unit.values()):
+        added = sum(part.at(everywhere) for part in parts)
+        assert np.array_equal(added, live.total.at(everywhere))
+
+
+def test_a_part_is_nothing_before_its_first_change() -> None:
+    gradients = ledger.curve(small()).by_kind["gradients"]
+    assert gradients.at(np.array([-1, 3, 4, 8])).tolist() == [0, 0, 60, 0]
+    assert gradients.maximum == 60
+
+
+def test_the_peak_is_the_first_maximum_with_its_place_and_kinds() -> None:
+    trace = small()
+    assert ledger.peak(trace) == ledger.Peak(
+        190,
+        4,
+        "backward",
+        "b",
+        {"parameters": 60, "gradients": 60, "optimizer": 40, "activations": 30},
+    )
+    place = Place("clip", "")
+    trace.events += [Allocation(place, 90, 90), Free(place, 90, 90)]
+    assert ledger.peak(trace).position == 4
+
+
+def test_the_peak_can_be_before_the_first_event() -> None:
+    trace = Trace(resident=[Allocation(Place("between", ""), 0, 10)])
+    assert ledger.peak(trace) == ledger.Peak(10, -1, "between", "", {"temporary": 10})
+    assert ledger.peak(Trace()).bytes == 0
+
+
+def test_the_largest_are_those_alive_at_the_peak() -> None:
+    assert [(each.bytes, each.what) for each in ledger.largest(small(), 3)] == [
+        (60, "a.weight"),
+        (60, "b.weight"),
+        (40, "a.weight exp_avg"),
+    ]
+
+
+def test_traffic_and_operations() -> None:
+    trace = small()
+    assert ledger.received(trace) == {"reduce_scatter": 21}
+    assert ledger.flops(trace) == 12
+    assert ledger.flops(trace, recomputed=False) == 7
+
+
+def test_by_unit_has_memory_traffic_and_operations() -> None:
+    assert ledger.by_unit(small()) == {
+        "a": ledger.UnitUse(at_peak=130, maximum=180, received=21, flops=7),
+        "b": ledger.UnitUse(at_peak=60, maximum=60, received=0, flops=5),
+    }
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (Free(Place("forward", ""), 77, 1), "event 9 frees storage 77, which is not alive"),
+        (Free(Place("forward", ""), 2, 50), "event 9 frees storage 2, which is not alive"),
+        (Free(Place("forward", ""), 0, 61), r"event 9 frees 61 bytes of storage 0 \(a.weight\), which has 60"),
+        (Allocation(Place("forward", ""), 1, 40), "event 9 allocates storage 1 .* a second time"),
+    ],
+)
+def test_a_trace_that_cannot_be_is_refused(event: Allocation | Free, message: str) -> None:
+    trace = small()
+    ledger.check(trace)
+    trace.events.append(event)
+    with pytest.raises(ValueError, match=message):
+        ledger.check(trace)
+    with pytest.raises(ValueError, match=message):
+        ledger.curve(trace)
+
+
+def test_a_number_may_be_taken_again_once_it_is_free() -> None:
+    place = Place("forward", "")
+    ledger.check(Trace([Allocation(place, 1, 5), Free(place, 1, 5), Allocation(place, 1, 6)]))
+
+
+def test_400_000_events_take_less_than_a_second_each() -> None:
+    place = Place("forward", "a")
+    trace = Trace()
+    for number in range(100_000):
+        trace.events += [
+            Allocation(place, number, number % 1000, kind=KINDS[number % 8], unit=f"layers.{number % 126}"),
+            Kernel(place, "aten.mm", 1, 1, 1, "bfloat16"),
+            Kernel(place, "aten.mul", 1, 1, 1, "bfloat16"),
+        ]
+        if number >= 1000:
+            trace.events.append(Free(place, number - 1000, (number - 1000) % 1000))
+    for function in (ledger.curve, ledger.by_unit, ledger.largest, ledger.received, ledger.flops):
+        began = time.process_time()
+        function(trace)  # type: ignore[operator]
+        assert time.process_time() - began < 1.0, function.__name__

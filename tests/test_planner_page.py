@@ -1,0 +1,368 @@
+"""The page of a study: one file that loads nothing, and in headless Chromium draws it, answers, and can be read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import chromium
+import studies
+from studies import Writer
+from trueshard.planner import ledger, page
+from trueshard.planner.events import KINDS
+from trueshard.planner.study import Alternative, Study
+from trueshard.planner.timeline import Span, Timeline
+
+in_a_browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")
+
+
+def with_alternatives(layers: int = 8) -> Study:
+    """This plan, one on the front that is smaller, one that is beaten, one that does not fit."""
+    study = studies.study(layers)
+    forecast = dataclasses.replace(
+        study.forecast, budget_bytes=study.forecast.peak_reserved_bytes + (8 << 30), fits=True
+    )
+
+    def other(words: str, memory: float, speed: float, fits: bool = True) -> Alternative:
+        changed = dataclasses.replace(
+            forecast,
+            peak_reserved_bytes=int(forecast.peak_reserved_bytes * memory),
+            tokens_per_second_per_rank=forecast.tokens_per_second_per_rank * speed,
+            fits=fits,
+        )
+        return Alternative(words, changed)
+
+    others = [other("recompute full", 0.5, 0.8), other("beaten", 0.9, 0.7), other("reshard never", 1.9, 1.1, False)]
+    return dataclasses.replace(study, forecast=forecast, alternatives=others)
+
+
+def data_of(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found
+    return json.loads(found[1])  # type: ignore[no-any-return]
+
+
+def expanded(runs: list[int], count: int) -> np.ndarray:
+    values = np.zeros(count, np.int64)
+    for index, value in zip(runs[::2], runs[1::2], strict=True):
+        values[index:] = value
+    return values
+
+
+# The file
+
+
+def test_it_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "plan.html"
+    page.write_page(studies.study(), target)
+    first = target.read_text(encoding="utf-8")
+    assert first.startswith("<!doctype html>")
+    assert first.rstrip().endswith("</html>")
+    assert target.stat().st_mode & 0o777 == (tmp_path / "plan.html").stat().st_mode & 0o777
+    with pytest.raises(AttributeError):
+        page.write_page(dataclasses.replace(studies.study(), forecast=None), target)  # type: ignore[arg-type]
+    assert target.read_text(encoding="utf-8") == first
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
+    with pytest.raises(FileNotFoundError):
+        page.write_page(studies.study(), tmp_path / "nowhere" / "plan.html")
+
+
+def test_names_are_data_and_never_markup() -> None:
+    study = studies.study()
+    forecast = dataclasses.replace(study.forecast, model="</script><script>alert(1)</script>$style")
+    text = page.page(dataclasses.replace(study, forecast=forecast))
+    assert "<script>alert" not in text
+    assert text.count("</script>") == 2
+    assert data_of(text)["headline"].startswith("</script><script>alert(1)</script>$style on 8")
+
+
+def test_nothing_in_it_points_elsewhere() -> None:
+    text = page.page(with_alternatives())
+    addresses = set(re.findall(r"(?:https?:)?//[a-z][\w.]+\.[a-z]{2,}[\w/]*", text))
+    assert addresses <= {"http://www.w3.org/2000/svg"}
+    assert "default-src 'none'" in text
+    assert not re.search(r"<(?:img|iframe|link(?! rel=\"icon\" href=\"data:,\"))|@import|url\(", text)
+
+
+def test_the_curve_is_exact_at_what_is_kept() -> None:
+    study = studies.study()
+    memory = data_of(page.page(study))["memory"]
+    live = ledger.curve(study.trace)
+    count = len(memory["seconds"])
+    assert count == memory["changes"] == len(live.total.positions)
+    for key in ("kinds", "units"):
+        added = sum(expanded(part["bytes"], count) for part in memory[key])
+        assert np.array_equal(added, live.total.bytes)
+    assert live.total.bytes[memory["peak"]] == study.forecast.peak_live_bytes
+    assert memory["seconds"] == sorted(memory["seconds"])
+
+
+def test_many_units_are_put_together_with_their_neighbours() -> None:
+    study = studies.study(layers=126, kernels=2)
+    units = data_of(page.page(study))["memory"]["units"]
+    assert len(units) <= page.BANDS
+    assert units[0]["name"] == "model.embed_tokens, model.layers.0–2"  # noqa: RUF001
+    count = len(data_of(page.page(study))["memory"]["seconds"])
+    assert max(sum(expanded(unit["bytes"], count) for unit in units)) == study.forecast.peak_live_bytes
+
+
+def test_a_long_step_makes_a_light_page() -> None:
+    writer = Writer()
+    kept: list[int] = []
+    spans = []
+    for number in range(40_000):
+        writer.at("forward" if number < 20_000 else "backward", f"model.layers.{number * 126 // 40_000}")
+        kept.append(writer.take(1000 + number * 7919 % 100_000, KINDS[number % len(KINDS)], what=f"op{number % 50}"))
+        position = writer.compute("aten.mm", 10)
+        spans.append(
+            Span(
+                "compute",
+                number * 1e-4,
+                number * 1e-4 + 9e-5,
+                "aten.mm",
+                writer.place.phase,
+                writer.place.unit,
+                position,
+            )
+        )
+        if len(kept) > 500:
+            writer.give(kept.pop(number * 31 % 500))
+    time = Timeline(spans, 6.0, 5.4, 0.6)
+    forecast = studies.forecast(writer.trace, time)
+    study = Study(studies.plan(126), forecast, writer.trace, time)
+    text = page.page(study)
+    assert len(text.encode()) < 1_500_000
+    memory = data_of(text)["memory"]
+    total = sum(expanded(part["bytes"], len(memory["seconds"])) for part in memory["kinds"])
+    assert total[memory["peak"]] == max(total) == forecast.peak_live_bytes
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, Path]:
+    study = with_alternatives()
+    file = tmp_path_factory.mktemp("page") / "plan.html"
+    page.write_page(study, file)
+    return study, file
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
+    with chromium.Page(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+@pytest.fixture
+def tab(browser: chromium.Page, shown: tuple[Study, Path]) -> chromium.Page:
+    browser.requests.clear()
+    browser.errors.clear()
+    browser.scheme("light")
+    browser.resize(1400, 1400)
+    browser.open(shown[1])
+    return browser
+
+
+def middle(tab: chromium.Page, of: str) -> tuple[float, float]:
+    x, y = tab.run(
+        f"(() => {{ const e = document.querySelector({of!r}); e.scrollIntoView({{block: 'center'}});"
+        "const b = e.getBoundingClientRect(); return [b.left + b.width / 2, b.top + b.height / 2]; })()"
+    )
+    return x, y
+
+
+def gib(count: float) -> str:
+    value = count / 2**30
+    return f"{value:.2f} GiB" if value < 10 else f"{value:.1f} GiB"
+
+
+@in_a_browser
+def test_it_renders_without_an_error_or_a_request(tab: chromium.Page, shown: tuple[Study, Path]) -> None:
+    study, file = shown
+    assert tab.run("document.title") == "a hand-made model on 8 × h100"
+    colours = tab.run(
+        "(() => { const c = document.getElementById('step');"
+        "const all = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; const found = {};"
+        "for (let i = 0; i < all.length; i += 4)"
+        "{ const k = all[i] + ',' + all[i + 1] + ',' + all[i + 2]; found[k] = (found[k] || 0) + 1; } return found; })()"
+    )
+    for kind in ("activations", "parameters", "optimizer"):
+        colour = tab.run(f"solid('var(--{kind})')")
+        red, green, blue = re.findall(r"\d+", colour)[:3]
+        assert colours.get(f"{red},{green},{blue}", 0) > 1000, kind
+    assert tab.run("document.querySelectorAll('#scatter circle').length") == 4
+    assert gib(study.forecast.peak_live_bytes) in tab.run("TOTAL[memory.peak] && bytes(TOTAL[memory.peak])")
+    rows = tab.run("[...document.querySelectorAll('#units tbody tr')].map((row) => row.cells[0].textContent)")
+    assert rows == ["model.embed_tokens", "model.layers.0–6 ×7", "model.layers.7", "(root)"]  # noqa: RUF001
+    assert tab.errors == []
+    assert tab.requests == [file.as_uri()]
+
+
+@in_a_browser
+def test_a_request_would_be_refused(tab: chromium.Page) -> None:
+    outcome = tab.run("fetch('https://example.org/').then(() => 'went out', () => 'refused')")
+    assert outcome == "refused"
+    assert any("Content Security Policy" in error for error in tab.errors)
+
+
+@in_a_browser
+def test_hovering_the_memory_shows_its_figures(tab: chromium.Page, shown: tuple[Study, Path]) -> None:
+    study = shown[0]
+    middle(tab, "#step")
+    at = tab.run(
+        "(() => { const b = canvas.getBoundingClientRect();"
+        "return [b.left + xOf(AT[memory.peak]) + 0.5, b.top + yOf(TOTAL[memory.peak]) + 60]; })()"
+    )
+    tab.point(*at)
+    said = tab.run("document.getElementById('step-tip').innerText")
+    peak = ledger.peak(study.trace)
+    assert f"{gib(peak.bytes)} live" in said
+    assert gib(peak.by_kind["activations"]) in said
+    assert gib(peak.by_kind["optimizer"]) in said
+    assert tab.run("document.getElementById('step-tip').hidden") is False
+    tab.point(2, 2)
+    assert tab.run("document.getElementById('step-tip').hidden") is True
+
+
+@in_a_browser
+def test_hovering_a_stream_shows_what_runs(tab: chromium.Page) -> None:
+    middle(tab, "#step")
+    for lane, words in enumerate(("aten.m", "all_gather", "reduce_scatter")):
+        at = tab.run(
+            f"(() => {{ const b = canvas.getBoundingClientRect(), s = data.lanes[{lane}].spans;"
+            "const longest = s.reduce((a, c) => (c[1] - c[0] > a[1] - a[0] ? c : a));"
+            f"return [b.left + xOf((longest[0] + longest[1]) / 2), b.top + LANES_TOP + LANE * ({lane} + 0.5)]; }})()"
+        )
+        tab.point(*at)
+        said = tab.run("document.getElementById('step-tip').innerText")
+        assert words in said
+        assert re.search(r"[\d.]+ ms, from [\d.]+ (ms|s)", said)
+
+
+@in_a_browser
+def test_memory_can_be_stacked_by_unit(tab: chromium.Page) -> None:
+    def names() -> list[str]:
+        buttons = "[...document.querySelectorAll('#memory-legend button')]"
+        return list(tab.run(f"{buttons}.map((button) => button.children[1].textContent)"))
+
+    assert set(names()) <= set(KINDS)
+    tab.point(*middle(tab, ".switch input[value=units] + span"), "mousePressed", button="left", clickCount=1)
+    tab.point(*middle(tab, ".switch input[value=units] + span"), "mouseReleased", button="left", clickCount=1)
+    assert names() == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(8)), "(root)"]
+
+
+@in_a_browser
+def test_hovering_an_alternative_shows_its_figures(tab: chromium.Page, shown: tuple[Study, Path]) -> None:
+    labels = tab.run("[...document.querySelectorAll('#scatter circle')].map((c) => c.getAttribute('aria-label'))")
+    forecast = shown[0].alternatives[0].forecast
+    assert sum(label.endswith("does not fit") for label in labels) == 1
+    smaller = next(label for label in labels if label.startswith("recompute full"))
+    tab.point(*middle(tab, f'#scatter circle[aria-label="{smaller}"]'))
+    said = tab.run("document.getElementById('scatter-tip').innerText")
+    assert gib(forecast.peak_reserved_bytes) in said
+    assert f"{forecast.tokens_per_second_per_rank:,.0f}" in said
+    assert "on the Pareto front" in said
+    plans = tab.run("[...document.querySelectorAll('#front tbody tr')].map((row) => row.cells[1].textContent)")
+    assert plans == ["recompute full", "This plan"]
+
+
+@in_a_browser
+def test_the_keyboard_reaches_all_of_it(tab: chromium.Page, shown: tuple[Study, Path]) -> None:
+    tab.run("document.getElementById('step').focus()")
+    tab.press("p")
+    said = tab.run("document.getElementById('step-say').textContent")
+    assert f"{gib(shown[0].forecast.peak_live_bytes)} live" in said
+    assert tab.run("view.to - view.from") <= tab.run("SECONDS") / 8 * 1.001
+    before = tab.run("view.cursor")
+    tab.press("ArrowRight")
+    assert tab.run("view.cursor") > before
+    assert tab.run("document.getElementById('step-say').textContent") != said
+    tab.press("0")
+    assert tab.run("[view.from, view.to - SECONDS]") == [0, 0]
+    reached = set()
+    tab.run("document.activeElement.blur()")
+    for _ in range(45):
+        tab.press("Tab")
+        reached.add(tab.run("document.activeElement.id || document.activeElement.tagName"))
+    assert {"step", "zoom-in", "zoom-peak", "circle", "BUTTON", "INPUT"} <= reached
+
+
+@in_a_browser
+def test_dragging_zooms_and_a_double_click_shows_all(tab: chromium.Page) -> None:
+    x, y = middle(tab, "#step")
+    y -= 80
+    tab.point(x - 100, y, "mousePressed", button="left", clickCount=1)
+    tab.point(x + 100, y, button="left", buttons=1)
+    tab.point(x + 100, y, "mouseReleased", button="left", clickCount=1)
+    share = tab.run("(view.to - view.from) / SECONDS")
+    assert share == pytest.approx(200 / tab.run("inner()"), rel=0.02)
+    for count in (1, 2):
+        tab.point(x, y, "mousePressed", button="left", clickCount=count)
+        tab.point(x, y, "mouseReleased", button="left", clickCount=count)
+    assert tab.run("(view.to - view.from) / SECONDS") == 1
+
+
+@in_a_browser
+def test_tensors_are_sorted_by_the_column_that_is_clicked(tab: chromium.Page) -> None:
+    def column(index: int) -> list[float]:
+        rows = "[...document.querySelectorAll('#tensors tbody tr')]"
+        found = tab.run(f"{rows}.map((row) => row.cells[{index}].innerText)")
+        factor = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+        return [float(value.split()[0]) * factor[value.split()[1]] for value in found]
+
+    assert column(2) == sorted(column(2), reverse=True)
+    assert column(4) != sorted(column(4), reverse=True)
+    tab.run("document.querySelectorAll('#tensors th button')[4].click()")
+    assert column(4) == sorted(column(4), reverse=True)
+
+
+CONTRAST = """
+(() => {
+  const parse = (c) => (c.match(/[\\d.]+/g) || []).map(Number);
+  const light = (c) => c.slice(0, 3).map((v) => v / 255)
+    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (e) => {
+    for (; e; e = e.parentElement) {
+      const c = parse(getComputedStyle(e).backgroundColor);
+      if (c.length === 3 || c[3] === 1) return c;
+    }
+    return [255, 255, 255];
+  };
+  const poor = [];
+  const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const e = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !e.getClientRects().length || e.closest(".tip")) continue;
+    const style = getComputedStyle(e);
+    const ink = parse(e instanceof SVGElement ? style.fill : style.color);
+    const [a, b] = [light(ink), light(behind(e))].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < 4.5) poor.push(`${walker.currentNode.data.trim()}: ${ratio.toFixed(2)}`);
+  }
+  return poor;
+})()
+"""
+
+
+@in_a_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 700, 380])
+def test_it_can_be_read_in_light_and_dark_wide_and_narrow(tab: chromium.Page, scheme: str, width: int) -> None:
+    tab.scheme(scheme)
+    tab.resize(width, 1000)
+    tab.settle()
+    assert tab.run(CONTRAST) == []
+    paper = sum(int(part) for part in re.findall(r"\d+", tab.run("getComputedStyle(document.body).backgroundColor")))
+    assert (paper > 600) == (scheme == "light")
+    assert tab.run("document.documentElement.scrollWidth <= innerWidth")
+    assert tab.run("canvas.width") == tab.run("plot.clientWidth")
+    assert tab.errors == []

@@ -1,0 +1,220 @@
+# ruff: noqa: RUF001
+"""What `trueshard plan` prints, as text and as JSON, and how two plans differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import studies
+from trueshard.forecast import Forecast
+from trueshard.planner import ledger
+from trueshard.planner.collapsing import collapse
+from trueshard.planner.difference import diff
+from trueshard.planner.report import as_json, duration, pareto, text
+from trueshard.planner.study import Alternative, Study
+from trueshard.plans import MixedPrecision, Plan, Replicated
+
+
+def names(*given: str) -> list[str]:
+    return [str(row) for row in collapse(given, lambda name: name)]
+
+
+def with_alternatives() -> Study:
+    study = studies.study(layers=4)
+    forecast = study.forecast
+
+    def other(words: str, memory: float, speed: float, fits: bool = True) -> Alternative:
+        return Alternative(
+            words,
+            dataclasses.replace(
+                forecast,
+                peak_reserved_bytes=int(forecast.peak_reserved_bytes * memory),
+                tokens_per_second_per_rank=forecast.tokens_per_second_per_rank * speed,
+                fits=fits,
+            ),
+        )
+
+    others = [
+        other("recompute full", 0.5, 0.8),
+        other("slower and larger", 1.1, 0.9),
+        other("reshard never", 1.2, 1.1),
+        other("too large", 9, 2, fits=False),
+    ]
+    return dataclasses.replace(study, alternatives=others)
+
+
+def test_names_that_differ_in_a_number_are_one() -> None:
+    assert names("embed", *(f"layers.{i}" for i in range(32)), "") == ["embed", "layers.0–31 ×32", "(root)"]
+    assert names("layers.7") == ["layers.7"]
+    assert names("a.0", "a.1", "a.5", "b.0.x", "b.1.x", "c.0 + d.0", "c.1 + d.1") == [
+        "a.0–1,5 ×3",
+        "b.0–1.x ×2",
+        "c.0–1 + d.0–1 ×2",
+    ]
+    assert names("w1", "w2", "a.1 + b.2", "a.2 + b.3") == ["w1", "w2", "a.1 + b.2", "a.2 + b.3"]
+    assert names(*(f"layers.{i}" for i in range(0, 16, 2))) == ["layers.0,2,4,…,14 ×8"]
+    assert names("{x}.0", "{x}.1") == ["{x}.0–1 ×2"]
+
+
+def test_the_text_has_the_figures_of_the_forecast() -> None:
+    study = studies.study(layers=8)
+    lines = text(study).splitlines()
+    assert all(len(line) <= 120 for line in lines)
+    words = [line.split() for line in lines]
+    assert lines[0] == "a hand-made model on 8 × h100"
+    assert "computes in bfloat16, reduces in float32" in lines[1]
+    (blocks,) = [row for row in words if row[:2] == ["model.layers.0–6", "×7"]]
+    assert blocks[2:8] == ["201,326,592", "768.0", "MiB", "float32", "yes", "none"]
+    use = ledger.by_unit(study.trace)
+    together = sum(use[f"model.layers.{i}"].received for i in range(7))
+    assert blocks[-2:] == [f"{together / 2**30:.1f}", "GiB"]
+    (last,) = [row for row in words if row[:2] == ["model.layers.7", "201,326,592"]]
+    assert last[5] == "no"
+    forecast = study.forecast
+    live = next(row for row in words if row[:1] == ["live"])
+    assert live[1:3] == [f"{forecast.peak_live_bytes / 2**30:.1f}", "GiB"]
+    assert next(row for row in words if row[:1] == ["MFU"])[1] == f"{forecast.mfu:.1%}"
+    assert next(row for row in words if row[:1] == ["tokens/s"])[1] == f"{forecast.tokens_per_second_per_rank:,.0f}"
+    assert "  - Blocks are freed after forward: gathering again is hidden behind computation." in lines
+    assert "  - model.layers.0–7 ×8: a repeated block." in lines
+    assert lines[lines.index("Taken for granted") + 1] == "  - Every rank has batches of the same shape."
+
+
+def test_the_text_says_whether_it_fits_and_by_how_much() -> None:
+    study = studies.study()
+    tight = dataclasses.replace(
+        study.forecast, budget_bytes=1 << 30, peak_reserved_bytes=(3 << 30) + (1 << 29), fits=False
+    )
+    assert "does not fit, 2.5 GiB too much" in text(dataclasses.replace(study, forecast=tight))
+    loose = dataclasses.replace(tight, budget_bytes=5 << 30, fits=True)
+    assert "fits, 1.5 GiB to spare" in text(dataclasses.replace(study, forecast=loose))
+
+
+def test_long_names_stay_within_the_width() -> None:
+    study = studies.study(layers=1)
+    long = dataclasses.replace(study.plan.units[1], name="model." + "very_long." * 20 + "block")
+    plan = dataclasses.replace(
+        study.plan,
+        units=(*study.plan.units, long),
+        replicated=(Replicated("scale." * 30, 1, "it has no dimension"),),
+    )
+    forecast = dataclasses.replace(study.forecast, peak_unit=long.name, model="m" * 200)
+    reasons = ("word " * 80,)
+    said = text(dataclasses.replace(study, plan=plan, forecast=forecast, reasons=reasons))
+    assert max(len(line) for line in said.splitlines()) <= 120
+
+
+def test_json_has_every_figure_and_a_plan_that_can_be_given_back() -> None:
+    study = with_alternatives()
+    found: dict[str, Any] = json.loads(json.dumps(as_json(study)))
+    for field in dataclasses.fields(Forecast):
+        assert found[field.name] == getattr(study.forecast, field.name)
+    assert Plan.from_json(json.dumps(found["plan"])) == study.plan
+    assert [unit["name"] for unit in found["units"]] == [unit.name for unit in study.plan.units]
+    unit = found["units"][1]
+    assert (unit["parameters"], unit["reshard_after_forward"], unit["activation_checkpointing"]) == (
+        201_326_592,
+        True,
+        "none",
+    )
+    assert sum(each["bytes_at_peak"] for each in found["units"]) == found["peak_live_bytes"]
+    assert sum(each["bytes_received"] for each in found["units"]) == found["bytes_received_per_step"]
+    assert sum(each["flops"] for each in found["units"]) == found["flops_per_step"]
+    assert found["reasons"] == list(study.reasons)
+    assert found["assumptions"] == list(study.assumptions)
+
+
+def test_the_front_is_what_nothing_that_fits_beats() -> None:
+    study = with_alternatives()
+    found = as_json(study)
+    assert [(each["words"], each["on_front"]) for each in found["alternatives"]] == [
+        ("recompute full", True),
+        ("slower and larger", False),
+        ("reshard never", True),
+        ("too large", False),
+    ]
+    assert found["on_front"]
+    forecast = study.forecast
+    assert pareto([forecast, forecast]) == [0]
+    assert pareto([dataclasses.replace(forecast, fits=False)]) == []
+    lines = text(study).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("4 other plans were worked out"))
+    assert [line.split(maxsplit=3)[3] for line in lines[start + 3 :]] == [
+        "recompute full",
+        "this plan",
+        "reshard never",
+    ]
+
+
+def test_durations() -> None:
+    assert [duration(seconds) for seconds in (0.0, 4.2e-5, 0.01234, 0.9999, 2.456, 1234.0)] == [
+        "0.00 µs",
+        "42.0 µs",
+        "12.3 ms",
+        "1.00 s",
+        "2.46 s",
+        "1,234 s",
+    ]
+
+
+def test_equal_plans() -> None:
+    assert diff(studies.plan(), studies.plan()) == "The plans are equal."
+
+
+def test_what_differs_is_named() -> None:
+    one = studies.plan(layers=8)
+    units = tuple(
+        dataclasses.replace(unit, reshard_after_forward=False, activation_checkpointing="full")
+        if unit.kind == "block" and unit.reshard_after_forward
+        else unit
+        for unit in one.units
+    )
+    other = dataclasses.replace(
+        one,
+        units=units[1:],
+        replicated=(Replicated("scale", 1, "0-dim"),),
+        ranks=(2, 8),
+        reshard_after_forward={"model.layers.*": "never"},
+        mixed_precision=MixedPrecision("float16", "float32"),
+    )
+    assert diff(one, other).splitlines() == [
+        'reshard_after_forward: default → {"model.layers.*": "never"}',
+        "ranks: [8] → [2, 8]",
+        "mixed_precision.compute: bfloat16 → float16",
+        "units:",
+        "  model.embed_tokens: only in the first",
+        "  model.layers.0–6 ×7: reshard_after_forward: true → false; activation_checkpointing: none → full",
+        "replicated:",
+        "  scale: only in the second",
+    ]
+    bare = dataclasses.replace(one, mixed_precision=None)
+    assert "mixed_precision.compute: bfloat16 → null" in diff(one, bare)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecasted(Plan):
+    """A plan that carries what it is expected to cost."""
+
+    forecast: Forecast | None = None
+
+
+def test_forecasts_are_compared_where_both_plans_have_one() -> None:
+    forecast = studies.study().forecast
+    slower = dataclasses.replace(
+        forecast, step_seconds=forecast.step_seconds * 2, peak_by_kind={**forecast.peak_by_kind, "inputs": 0}
+    )
+    assert diff(Forecasted(forecast=forecast), Forecasted(forecast=slower)).splitlines() == [
+        "forecast:",
+        "  peak_by_kind.inputs: 128.0 KiB → 0 bytes (-100.0%)",
+        f"  step_seconds: {forecast.step_seconds:.4g} → {slower.step_seconds:.4g} (+100.0%)",
+    ]
+    assert diff(Forecasted(forecast=forecast), Forecasted()) == "The plans are equal."
+
+
+def test_sizes_and_counts_are_easy_to_read() -> None:
+    one = studies.plan(layers=1)
+    unit = dataclasses.replace(one.units[0], parameters=one.units[0].parameters * 2, bytes=1 << 30)
+    said = diff(one, dataclasses.replace(one, units=(unit, *one.units[1:])))
+    assert "parameters: 131,072,000 → 262,144,000 (+100.0%); bytes: 500.0 MiB → 1.0 GiB (+104.8%)" in said
