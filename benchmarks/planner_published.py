@@ -1,7 +1,8 @@
 """The planner's forecasts beside figures that others have published.
 
-Each device has one efficiency for matrix products (``hardware.toml``), the same for all of its rows here; nothing is
-fitted to a row. What is run is transformers' Llama, or a plain GPT for llm-foundry's MPT, by this library's plan.
+Each device has one efficiency for matrix products and mode (``hardware.toml``), the same for all of its rows here;
+nothing is fitted to a row. What is run is transformers' Llama, or a plain GPT for llm-foundry's MPT, by this library's
+plan.
 """
 
 from __future__ import annotations
@@ -216,9 +217,9 @@ def run(tell: Tell) -> Table:
         "Forecasts beside published figures",
         "Tokens a second and GPU, and GiB of max_memory_reserved. One efficiency of matrix products for each device, "
         "set on TorchTitan's rows (h100-96gb: those of 8 GPUs; a100), on llm-foundry's rows of 8 GPUs (h100) and on "
-        "KempnerForge's rows of 8B (h200); all other rows are forecasts. llm-foundry is FSDP1 with the software of "
-        "2023; its 7B loses 9% from 8 to 512 GPUs, of which the model explains 4. KempnerForge's 14.8B is eager on two "
-        "nodes of 4 GPUs.",
+        "KempnerForge's rows of 8B (h200), and one constant for how steps grow with nodes, set on all rows of several "
+        "nodes on H100. Nothing else has seen these figures. llm-foundry is FSDP1 with the software of 2023; its 7B "
+        "loses 9% from 8 to 512 GPUs, of which the model explains 4. KempnerForge's 14.8B is eager on two nodes.",
         ("model", "source", "batch", "recompute", "tokens/s", "expected", "error", "GiB", "expected", "error"),
         tuple(rows),
         numbers,

@@ -1,8 +1,8 @@
 """What the planner's simulation is held against: real training over gloo, with the allocator's own record of each step.
 
 `meter` reads `torch.profiler`'s allocation events, which the CPU allocator itself reports: it knows nothing of the
-planner, of storages, or of operators' results. `SETTINGS` of the tests name what is trained (`workload`), so that
-worker processes build it by themselves.
+planner, of storages, or of operators' results. A `Setting` names what is trained, so that worker processes build it by
+themselves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import gc
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from models import CASES
 from trueshard import engine
@@ -78,6 +78,8 @@ class Setting:
 
 # The meter
 
+_STEP = "measured step "
+
 
 @dataclass(frozen=True)
 class Change:
@@ -88,8 +90,20 @@ class Change:
     """names of the operators around it, outermost first"""
 
 
-def meter(step: Callable[[], object]) -> list[Change]:
-    """What the CPU allocator took and gave back while `step` ran, in order, but for gloo's own buffers.
+@dataclass
+class Measured:
+    """What the CPU allocator took and gave back, in order."""
+
+    before: list[Change]
+    """from the beginning to the first step"""
+    steps: list[list[Change]]
+
+
+def meter(steps: Iterable[Callable[[], object]]) -> Measured:
+    """What the CPU allocator took and gave back before and in each step, but for gloo's own buffers.
+
+    Between steps, whatever makes the next one runs too, unmeasured but watched: of blocks that were made before its
+    watching began, the profiler does not tell the end.
 
     Read from kineto's tree of events, since it alone gives the address of each block and the operators around it: gloo
     copies what it sends and receives through buffers of its own (`c10d::` operators, and its threads), which no
@@ -97,21 +111,28 @@ def meter(step: Callable[[], object]) -> list[Change]:
     """
     gc.collect()
     gc.disable()
+    count = 0
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            step()
+            for step in steps:
+                with record_function(f"{_STEP}{count}"):
+                    step()
+                count += 1
     finally:
         gc.enable()
-    events = sorted(_allocations(profiler), key=lambda each: each[0])
-    changes, of_gloo = [], set()
-    for _, size, address, inside in events:
+    found = Measured([], [[] for _ in range(count)])
+    began, of_gloo = False, set()
+    for _, size, address, inside in sorted(_allocations(profiler), key=lambda each: each[0]):
+        outside = size < 0 and address in of_gloo
+        of_gloo.discard(address)
         if size > 0 and any(name.startswith(("c10d::", "gloo:")) for name in inside):
             of_gloo.add(address)
-            continue
-        if size > 0 or address not in of_gloo:
-            changes.append(Change(size, inside))
-        of_gloo.discard(address)
-    return changes
+        elif not outside and inside and inside[0].startswith(_STEP):
+            began = True
+            found.steps[int(inside[0].removeprefix(_STEP))].append(Change(size, inside[1:]))
+        elif not outside and not began:
+            found.before.append(Change(size, inside))
+    return found
 
 
 @contextlib.contextmanager
@@ -166,7 +187,7 @@ def peak_and_rest(changes: Sequence[int]) -> tuple[int, int]:
 
 
 def curve(changes: Sequence[int]) -> list[int]:
-    """Live bytes after each taking of memory. In which order blocks go between two takings shows in no memory figure."""
+    """Live bytes after each taking of memory, and at the end. In which order blocks go in between shows nowhere."""
     live, found = 0, []
     for change in changes:
         live += change
@@ -175,18 +196,15 @@ def curve(changes: Sequence[int]) -> list[int]:
     return [*found, live]
 
 
-def train(rank: int, world_size: int, settings: Sequence[Setting], whole: bool = False) -> list[list[Any]]:
-    """For each setting, the bytes taken and given back in each of `STEPS` real steps, as this rank's meter shows them.
+def train(rank: int, world_size: int, setting: Setting) -> Measured:
+    """What this rank's meter shows of `STEPS` real steps, and of all that goes before them.
 
-    With `whole`, every `Change` instead.
+    Without oneDNN: how much it takes beside its results depends on the processor.
     """
     warnings.simplefilter("ignore")
-    found = []
-    for setting in settings:
-        with gloo_lets_go():
-            steps = [meter(step) for step in _steps(setting)]
-        found.append(steps if whole else [[each.bytes for each in changes] for changes in steps])
-    return found
+    setting.workload().model()  # tensors that libraries make when they are imported are nobody's
+    with gloo_lets_go(), torch.backends.mkldnn.flags(enabled=False):
+        return meter(_steps(setting))
 
 
 def _steps(setting: Setting) -> Iterator[Callable[[], None]]:
@@ -282,7 +300,7 @@ def _vectors(samples: int, _: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _squared_error(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
+    return nn.functional.mse_loss(model(batch[0]).float(), batch[1])
 
 
 def _images(samples: int, _: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,7 +334,10 @@ def _cnn() -> nn.Module:
     )
 
 
+_DEEP = _LLAMA | {"num_hidden_layers": 10}
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any, int]] = {
+    "llama deep": _hub("LlamaForCausalLM", "LlamaConfig", **_DEEP),
     "llama": _hub("LlamaForCausalLM", "LlamaConfig", **_LLAMA),
     "llama tied": _hub("LlamaForCausalLM", "LlamaConfig", **_LLAMA, tie_word_embeddings=True),
     "llama uneven": _hub("LlamaForCausalLM", "LlamaConfig", **{**_LLAMA, "vocab_size": 97, "intermediate_size": 109}),

@@ -21,6 +21,7 @@ SOURCE = Path(trueshard.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
+    ("plan_command",),
     ("train",),
     ("__init__",),
     ("api", "tokens"),

@@ -1,19 +1,23 @@
 """The simulation is exact: on a CPU, live memory over a step is that of real training over gloo, to the byte.
 
-For each setting, the first step and any later one: peak, what is left at the end, and the whole curve in between.
+For each setting, in the first step and in later ones: what there is before, the peak, what is left at the end, and the
+whole curve in between.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections import Counter
 
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from parity import Ranks
-from planning import Setting, curve, peak_and_rest, sizes, train
+from planning import Measured, Setting, curve, meter, peak_and_rest, sizes, train
+from trueshard.planner import workspaces
+from trueshard.planner.recorder import Recorder
+from trueshard.planner.simulate import Simulation
 
 FULL = {"activation_checkpointing": "full"}
 SELECTIVE = {"activation_checkpointing": "selective"}
@@ -58,7 +62,7 @@ TWO: dict[str, Setting] = {
     "selective, bf16, always": Setting("llama", words=SELECTIVE | BF16 | ALWAYS),
     "one block again": Setting("llama", words=ONE_BLOCK),
     "bf16": Setting("llama", words=BF16),
-    "bf16, output fp32": Setting("llama", words=OUTPUT_FP32),
+    "bf16, output fp32": Setting("perceptron", words=OUTPUT_FP32),
     "bf16, tied": Setting("llama tied", words=BF16),
     "bf16, gpt2": Setting("gpt2", words=BF16),
     "bf16, t5": Setting("t5", words=BF16),
@@ -109,3 +113,101 @@ FOUR: dict[str, Setting] = {
     "node of 2": Setting("llama", words={"reshard_after_forward": 2}, ranks=(4,)),
     "node of 2, uneven, bf16": Setting("llama uneven", words={"reshard_after_forward": 2} | BF16, ranks=(4,)),
 }
+
+BY_ADDRESS = ("offload", "offload, bf16, full", "offload, lora")
+"""Parameters that rest apart from one another are stepped in the order of their addresses, which the system chooses."""
+BY_VALUE = ("rprop",)
+"""How much indexing by a mask takes depends on the values: two real steps differ in their curves too."""
+
+
+def simulated(setting: Setting, *, whole: bool = True) -> Simulation:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return setting.simulated(whole=whole)
+
+
+def differences(setting: Setting, found: Simulation, real: Measured, name: str = "") -> list[str]:
+    """In what a simulation is not the real training, in words."""
+    ranks = torch.Size(setting.ranks).numel()
+    resident = sum(each.bytes for each in found.first.resident)
+    live = sum(each.bytes for each in real.before) - 4 * ranks  # the mesh's own table of ranks
+    words = [] if resident == live else [f"before the first step: {resident:,} for {live:,} bytes"]
+    for number, changes in enumerate(real.steps):
+        expected = [each.bytes for each in changes]
+        step = sizes(found.steady if number else found.first)
+        for what, one, other in zip(("peak", "rest"), peak_and_rest(step), peak_and_rest(expected), strict=True):
+            if one != other:
+                words.append(f"step {number}, {what}: {one:,} for {other:,} bytes")
+        if name in BY_ADDRESS:
+            same = Counter(step) == Counter(expected)
+        else:
+            same = name in BY_VALUE or curve(step) == curve(expected)
+        if not same:
+            words.append(f"step {number}: another curve")
+    return words
+
+
+def hold(ranks: Ranks, setting: Setting, name: str) -> None:
+    real = ranks.run(train, setting)[setting.rank]
+    assert differences(setting, simulated(setting), real, name) == []
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks(name: str, ranks2: Ranks) -> None:
+    hold(ranks2, TWO[name], name)
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_three_ranks(name: str, ranks3: Ranks) -> None:
+    hold(ranks3, THREE[name], name)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks(name: str, ranks4: Ranks) -> None:
+    hold(ranks4, FOUR[name], name)
+
+
+@pytest.mark.parametrize("words", [{}, SELECTIVE | BF16 | ALWAYS], ids=["default", "selective, bf16, always"])
+def test_blocks_that_are_not_run_but_extended(words: dict[str, object], ranks2: Ranks) -> None:
+    setting = Setting("llama deep", words=words)
+    found = simulated(setting, whole=False)
+    assert found.models > 1, found.whole_because
+    assert differences(setting, found, ranks2.run(train, setting)[0]) == []
+
+
+def test_one_byte_more_is_seen(ranks2: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = TWO["llama"]
+    real = ranks2.run(train, setting)[0]
+    original = workspaces.workspace
+
+    def one_more(func: object, args: object, kwargs: object, results: object) -> workspaces.Script:
+        script = original(func, args, kwargs, results)
+        return [1, *script, -1] if str(func) == "aten.silu_backward.default" else script
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workspaces, "workspace", one_more)
+        assert differences(setting, simulated(setting), real)
+    allocate = Recorder._allocate
+
+    def bigger(recorder: Recorder, key: int, size: int, what: str, *rest: object) -> object:
+        return allocate(recorder, key, size + (what == "aten.embedding"), what, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "_allocate", bigger)
+        words = differences(setting, simulated(setting), real)
+    assert any("peak" in each for each in words), words
+
+
+def test_the_meter_sees_what_is_kept_and_what_was_there() -> None:
+    kept: list[torch.Tensor] = []
+
+    def steps() -> object:
+        kept.append(torch.empty(1000))
+        yield lambda: [torch.empty(500), kept.append(torch.empty(10))]
+        yield kept.clear
+
+    found = meter(steps())
+    assert [each.bytes for each in found.before] == [4000]
+    assert [each.bytes for each in found.steps[0]] == [2000, 40, -2000]
+    assert peak_and_rest([each.bytes for each in found.steps[0]]) == (2040, 40)
+    assert sorted(each.bytes for each in found.steps[1]) == [-4000, -40]

@@ -75,7 +75,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 def step(workload: Workload, microbatch: int = 2, sequence: int | None = None) -> tuple[nn.Module, Any, torch.Tensor]:
     """A forward, a backward and an optimizer's step on fake tensors: (model, batch, loss)."""
-    with _torch.fake_tensors():
+    with _torch.fake_tensors(), torch.compiler.set_stance("force_eager"):
         model = workload.model()
         optimizers = workload.optimizers(model)
         batch = workload.batch(microbatch, sequence or workload.sequence)
@@ -357,6 +357,8 @@ RESULTS = {
     "initialised": "def make():\n  m = nn.Linear(4, 4)\n  nn.init.trunc_normal_(m.weight)\n"
     "  nn.init.orthogonal_(m.weight)\n  with torch.no_grad():\n    m.weight[0] = 0\n"
     "    m.weight.copy_(torch.tensor([[1.0] * 4] * 4))\n  return m",
+    "compiled": "def make(): return torch.compile(nn.Sequential(nn.Linear(4, 4)))",
+    "hooked": "def make():\n  m = nn.Linear(4, 4)\n  m.weight.register_hook(lambda g: g * 2)\n  return m",
     "kept": "model = nn.Linear(4, 4)\ndef make(): return model",
     "a module": "make = nn.Linear(4, 4)",
     "nested": "class Makers:\n  @staticmethod\n  def make(): return nn.Linear(4, 4)",
@@ -395,6 +397,11 @@ REFUSED = {
     "load at import": (
         "weights = torch.load('x.pt')\ndef make(): return 1",
         r"importing factory.py \(line 3\) reads a file",
+    ),
+    "accelerator": ("def make(): return nn.Linear(4, 4).to(0)", "fails .*the planner has no GPU"),
+    "safetensors": (
+        "from safetensors.torch import load_file\ndef make(): return load_file('x.safetensors')",
+        r"reads a file of tensors \(safetensors, 'x.safetensors'\)",
     ),
     "numpy file": (
         "import numpy\ndef make(): return numpy.load('x.npy')",

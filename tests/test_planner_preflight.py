@@ -149,6 +149,24 @@ def test_a_value_that_is_read_is_told_once_for_a_line(how: str) -> None:
     assert f"{how} reads a value (test_planner_preflight.py:" in problem.what
 
 
+def test_a_guess_that_leads_to_a_failure_is_told() -> None:
+    class Checking(Model):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            if hidden.mean() > 0:
+                raise ValueError("too warm")
+            return super().forward(hidden)
+
+    failed, read = problems(Checking)
+    assert "forward, after a value was guessed (test_planner_preflight.py:" in failed.what
+    assert "ValueError: too warm" in failed.what
+    assert read.severity == "warning"
+
+
+def test_a_compiled_model_runs_as_written() -> None:
+    assert problems(lambda: torch.compile(Model())) == []
+    assert problems(Model, words={"compile": True}) == []
+
+
 def test_an_attribute_that_stays_behind_is_told() -> None:
     class Held(Model):
         def __init__(self) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -96,7 +97,20 @@ def initialise(root: ShardedModule) -> None:
     Otherwise the first submodule called from outside ``forward`` would take the place of the root, and what FSDP2
     checks lazily (dtypes, ties) would fail in the first step instead of in ``shard()``.
     """
-    root._get_fsdp_state()._lazy_init()
+    fake = [
+        parameter
+        for module in fsdp_modules(root)
+        for group in _groups(module)
+        for parameter in group.fsdp_params
+        if type(parameter._sharded_param_data) is FakeTensor
+    ]
+    for parameter in fake:  # FSDP2 tells by addresses that its shards are padded already, and fake ones have none
+        parameter.reset_sharded_param = lambda: None
+    try:
+        root._get_fsdp_state()._lazy_init()
+    finally:
+        for parameter in fake:
+            del parameter.reset_sharded_param
 
 
 def is_initialised(root: ShardedModule) -> bool:
@@ -218,8 +232,9 @@ def set_reshard_after_forward(module: ShardedModule, policy: bool | int, meshes:
     for group in _groups(module):
         mesh = group.mesh_info.mesh
         if (mesh, policy) not in meshes:
-            ranks = mesh.mesh.view(-1, policy)
-            meshes[mesh, policy] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
+            with real_tensors():
+                ranks = mesh.mesh.view(-1, policy)
+                meshes[mesh, policy] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
         info = HSDPMeshInfo(meshes[mesh, policy], shard_mesh_dim=1, replicate_mesh_dim=0)
         group.post_forward_mesh_info = info
         for parameter in group.fsdp_params:
@@ -443,6 +458,11 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
+def makes_fake_tensors() -> bool:
+    """Whether this runs inside ``fake_tensors`` (and not inside ``real_tensors`` in it)."""
+    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+
+
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
     """Inside ``fake_tensors``, makes real ones for a while."""
@@ -515,11 +535,12 @@ def group_named(name: Any) -> torch.distributed.ProcessGroup:
 def watch_communication(module: ShardedModule, entered: Callable[[str], None], left: Callable[[], None]) -> None:
     """Call ``entered(what)`` and ``left()`` around what FSDP2 does for the parameters of one unit.
 
-    ``what`` is ``"unshard"`` (gathering), ``"wait_for_unshard"`` (copying out), ``"post_backward"`` (reducing). FSDP2
-    gathers the next unit while this one runs; no hook tells whose parameters a collective carries.
+    ``what`` is ``"unshard"`` (gathering), ``"wait_for_unshard"`` (copying out), ``"post_forward"`` (freeing),
+    ``"post_backward"`` (reducing). FSDP2 gathers the next unit while this one runs; no hook tells whose parameters a
+    collective carries.
     """
     for group in _groups(module):
-        for what in ("unshard", "wait_for_unshard", "post_backward"):
+        for what in ("unshard", "wait_for_unshard", "post_forward", "post_backward"):
             setattr(group, what, _between(getattr(group, what), functools.partial(entered, what), left))
 
 
@@ -540,9 +561,12 @@ def running_node() -> str:
     return "" if node is None else str(node.name())
 
 
-def hooks_saved_tensors() -> bool:
-    """Whether something else than autograd keeps what is saved for backward now, such as activation checkpointing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def called_by_mode(frame: Any) -> bool:
+    """Whether the operator that ``frame`` (that of a dispatch mode) sees was called by another mode's method."""
+    caller, between = frame.f_back, ("torch/_ops.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")
+    while caller is not None and caller.f_code.co_filename.endswith(between):
+        caller = caller.f_back
+    return caller is not None and caller.f_code.co_name == "__torch_dispatch__"
 
 
 def engine_calls(frame: Any) -> bool:

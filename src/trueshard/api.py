@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from trueshard import engine
+from trueshard import distributed, engine
 from trueshard.plans import Plan
 from trueshard.units import UnitWords
 
@@ -60,7 +60,9 @@ def shard(
         activation_checkpointing: ``"none"``, ``"full"``, ``"selective"`` (for every block), or a dict of globs.
         compile: compile every block in place.
         offload: ``"cpu"`` keeps shards, gradients and optimizer state in host memory.
-        memory: a budget per rank, for what is ``"auto"``; needs the planner.
+        memory: what torch may reserve on each rank, such as ``"70GiB"``: what is ``"auto"`` is chosen so that it fits,
+            and nothing is sharded if it does not. The planner takes one sample for a microbatch; for another, give the
+            plan that ``trueshard.plan`` makes.
 
     Returns:
         The plan that was applied; ``print`` shows it as a table.
@@ -81,6 +83,17 @@ def shard(
     }
     if plan is not None and (also := [name for name, default in _DEFAULTS.items() if given[name] != default]):
         raise ValueError(f"plan= holds every choice: leave out {', '.join(also)}, or leave out plan")
-    if memory is not None:
-        raise ValueError("memory= needs the planner, which this version does not have; leave it out")
+    if plan is None and _needs_planner(given):
+        from trueshard.planner.here import plan_here
+
+        mesh = distributed.ensure_mesh(mesh)
+        with engine.together(mesh):
+            engine.check_arguments(model, optimizers, plan, given)
+        plan = plan_here(model, optimizers, mesh, given)
     return engine.shard(model, optimizers, plan, mesh, given)
+
+
+def _needs_planner(given: Mapping[str, Any]) -> bool:
+    words = [given["reshard_after_forward"], given["activation_checkpointing"]]
+    values = [value for word in words for value in (word.values() if isinstance(word, Mapping) else [word])]
+    return given["memory"] is not None or any(isinstance(value, str) and value == "auto" for value in values)

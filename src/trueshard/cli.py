@@ -6,16 +6,16 @@ imported inside the command that needs them, so that `--help` is quick.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trueshard.train.errors import UserError
+from trueshard.plan_command import plan
+from trueshard.train.errors import UserError, refused
 from trueshard.train.signals import STOPPED
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -53,6 +53,9 @@ def train(
     raise typer.Exit(_train(["train", str(config)], config, overrides or [], nproc, cpu_processes=1))
 
 
+app.command()(plan)
+
+
 @app.command()
 def demo(nproc: Nproc = None, overrides: Overrides = None) -> None:
     """Train a small model from scratch on Python's own source code, with two CPU processes, in a few minutes."""
@@ -71,7 +74,7 @@ def check(checkpoint: Checkpoint) -> None:
     """Read every byte of a checkpoint and compare it with what was saved; exit code 1 if it is damaged."""
     from trueshard import checkpoint as package
 
-    with _refused():
+    with refused():
         try:
             print(package.check(checkpoint))
         except package.DamagedCheckpoint as error:
@@ -89,7 +92,7 @@ def inspect(
     """Say what is in a checkpoint or a Hugging Face directory, or what differs between two."""
     from trueshard import checkpoint as package
 
-    with _refused():
+    with refused():
         found = package.inspect(checkpoint, other)
         print(found.to_json() if as_json else found)
 
@@ -106,17 +109,8 @@ def export(
     """Write a checkpoint in another form: a Hugging Face directory, one file, a PEFT adapter, DCP."""
     from trueshard import checkpoint as package
 
-    with _refused():
+    with refused():
         print(package.export(checkpoint, out, to, dtype, model=model, adapter=adapter))
-
-
-@contextlib.contextmanager
-def _refused() -> Iterator[None]:
-    """What a checkpoint's functions say of a wrong input, as the one line that it is."""
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:
-        raise UserError(" ".join(str(error).split())) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -44,11 +44,11 @@ def shard(
         given: ``trueshard.shard``'s other arguments by name.
     """
     mesh = distributed.ensure_mesh(mesh)
-    with _together(mesh):
+    with together(mesh):
         check_arguments(model, optimizers, plan, given)
         snapshot = Snapshot(model, optimizers)
     try:
-        with _together(mesh):
+        with together(mesh):
             names.hide_wrappers(model)
             before, originals = intent.capture(model, optimizers)
             refuse(names.unwrap(model), before, originals)
@@ -60,7 +60,7 @@ def shard(
         facts += [(f"optimizer {i}'s way to step", manner(each)) for i, each in enumerate(verdicts)]
         agreement.agree_on_structure(before, facts, mesh)
         hooked = agreement.union((r.name for r, p in pairs if p._backward_hooks), mesh)
-        with _together(mesh):
+        with together(mesh):
             _equalise(before, originals, optimizers, mesh)
             new_of = sharding.apply(model, resolved, mesh, hooked=hooked)
             for optimizer, verdict in zip(optimizers, verdicts, strict=True):
@@ -82,7 +82,7 @@ def shard(
 
 
 @contextlib.contextmanager
-def _together(mesh: DeviceMesh) -> Iterator[None]:
+def together(mesh: DeviceMesh) -> Iterator[None]:
     """What is done inside succeeds on every rank of the mesh, or raises on every one. Collective."""
     error: BaseException | None = None
     try:

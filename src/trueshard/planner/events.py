@@ -39,8 +39,11 @@ KINDS: tuple[Kind, ...] = (
     "inputs",
 )
 
-Stream = Literal["compute", "all_gather", "reduce_scatter", "all_reduce", "transfer"]
-"""The CUDA stream on which FSDP2 would run or allocate; on a CPU everything is one."""
+Stream = Literal["compute", "all_gather", "reduce_scatter", "all_reduce", "transfer", "host"]
+"""The CUDA stream on which FSDP2 would run or allocate; on a CPU everything is one.
+
+``transfer``: copies of shards that rest in host memory to the device. ``host``: what computes on host memory.
+"""
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
 
@@ -108,6 +111,10 @@ class Kernel:
     """Attention that skips half of ``flops``."""
     recomputed: bool = False
     """Whether it repeats the forward inside backward (activation checkpointing)."""
+    reads: tuple[int, ...] = ()
+    """Storages of its tensor arguments, in their order, while a trace is worked on; a finished one has none."""
+    writes: tuple[int, ...] = ()
+    """Storages of its results and of what it changes in place, likewise."""
 
 
 @dataclass(slots=True)
@@ -140,6 +147,8 @@ class Transfer:
     direction: Literal["to_device", "to_host"]
     bytes: int
     unit: str = ""
+    stream: Stream = "transfer"
+    """Gradients go to the host on the stream that reduced them."""
 
 
 Event: TypeAlias = Allocation | Free | Kernel | Communication | Transfer

@@ -4,18 +4,24 @@ The third and fourth of six equal blocks have neighbours that have neighbours on
 and just so in the fourth, happens in every further one: its events are repeated, wherever in the
 step they stand. What happens once for all blocks (a list operator of the optimizer, a norm) grows by the same amount
 with every block. Both are checked on the two traces, event by event; where they do not hold, nothing is extended.
+
+One thing is rounded: clipping sums the squares of all small parameters by rows of 1024 elements, and the number of
+rows does not grow evenly. What these partial norms read and take (4 bytes a row) may be wrong by a row for each block
+that was not simulated.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trueshard.planner import ledger
 from trueshard.planner.events import Allocation, Communication, Event, Free, Kernel, Trace, Transfer
-from trueshard.planner.repeats import Run
+from trueshard.planner.repeats import Run, with_counts
 
 KEPT = 6
 """Blocks of a run that are simulated."""
@@ -49,38 +55,49 @@ class _Labelled:
 
 def labelled(trace: Trace, label_of: Callable[[str], Label]) -> _Labelled:
     """Sort a trace's events by block."""
-    labels: list[Label] = []
+    label_of = functools.cache(label_of)
+    labels = [_own_label(event, label_of) for event in trace.events]
+    _fill_gaps(trace.events, labels)
     of_storage: dict[int, tuple[Label, int]] = {}
-    made: dict[Label, int] = {}
-    known: dict[str, Label] = {}
-
-    def label(unit: str) -> Label:
-        if unit not in known:
-            known[unit] = label_of(unit)
-        return known[unit]
-
-    def enter(allocation: Allocation, where: Label) -> None:
-        of_storage[allocation.storage] = where, made.get(where, 0)
-        made[where] = made.get(where, 0) + 1
-
+    made: Counter[Label] = Counter()
     for each in trace.resident:
-        enter(each, label(each.unit))
-    for event in trace.events:
-        here = label(event.place.unit)
-        if here is None:
-            if isinstance(event, Free):
-                here = of_storage[event.storage][0]
-            elif not isinstance(event, Kernel):
-                here = label(event.unit)
-        if isinstance(event, Allocation):
-            enter(event, here)
-        labels.append(here)
-    counts: dict[Label, int] = {}
+        where = label_of(each.unit)
+        of_storage[each.storage] = where, made[where]
+        made[where] += 1
+    counts: Counter[Label] = Counter()
     of_event = []
-    for here in labels:
-        of_event.append(counts.get(here, 0))
-        counts[here] = counts.get(here, 0) + 1
+    for at, event in enumerate(trace.events):
+        if isinstance(event, Allocation):
+            of_storage[event.storage] = labels[at], made[labels[at]]
+            made[labels[at]] += 1
+        elif isinstance(event, Free) and labels[at] is None:
+            labels[at] = of_storage[event.storage][0]
+        of_event.append(counts[labels[at]])
+        counts[labels[at]] += 1
     return _Labelled(trace, labels, of_storage, of_event)
+
+
+def _own_label(event: Event, label_of: Callable[[str], Label]) -> Label:
+    """The block in which something happens or, outside of all, to which it belongs."""
+    here = label_of(event.place.unit)
+    if here is None and isinstance(event, (Allocation, Communication, Transfer)):
+        return label_of(event.unit)
+    return here
+
+
+def _fill_gaps(events: Sequence[Event], labels: list[Label]) -> None:
+    """What happens between a block and the next, forward or backward, belongs to the one before."""
+    before: int | None = None
+    for at, label in enumerate(labels):
+        if label is None:
+            continue
+        if before is not None and before < at - 1:
+            last, phase = labels[before], events[before].place.phase
+            assert last is not None
+            near = label[0] == last[0] and abs(label[1] - last[1]) <= 1 and phase in ("forward", "backward")
+            if near and all(event.place.phase == phase for event in events[before : at + 1]):
+                labels[before + 1 : at] = [last] * (at - before - 1)
+        before = at
 
 
 def extend(base: _Labelled, fewer: Sequence[_Labelled], runs: Sequence[Run]) -> Trace:
@@ -227,6 +244,7 @@ class _Extension:
     ) -> None:
         self.base = base
         self.runs = runs
+        self.kept = with_counts(runs, [KEPT] * len(runs))
         self.growth = growth
         self.held = held
         self.storages = _by_ordinal(base.of_storage)
@@ -277,9 +295,12 @@ class _Extension:
         if isinstance(event, (Allocation, Free)):
             changes["storage"] = self._storage(event.storage, old, new)
         if isinstance(event, (Kernel, Communication)) and event.after:
-            changes["after"] = tuple(self._position(each, old, new) for each in event.after)
+            changes["after"] = tuple(place for each in event.after for place in self._positions(each, old, new))
         if (more := self.growth.get(at)) is not None:
-            changes.update(zip(_AMOUNTS[type(event)], map(sum, zip(_amounts(event), more, strict=True)), strict=True))
+            if isinstance(event, Allocation):
+                changes["shape"] = ()  # grown, in a dimension that nobody knows
+            grown = (max(0, amount + each) for amount, each in zip(_amounts(event), more, strict=True))
+            changes.update(zip(_AMOUNTS[type(event)], grown, strict=True))
         return dataclasses.replace(event, **changes)
 
     def _target(self, where: Label, old: Label, new: Label) -> Label:
@@ -288,7 +309,10 @@ class _Extension:
             return None
         if old is None or new is None or where[0] != old[0]:
             return where[0], self._whole(*where)
-        return where[0], new[1] + where[1] - old[1]
+        distance = where[1] - old[1]
+        if old[1] != COPIED and abs(distance) > 2:  # from one end of the run to the other
+            return where[0], self._whole(*where)
+        return where[0], new[1] + distance
 
     def _storage(self, number: int, old: Label, new: Label) -> int:
         where, ordinal = self.base.of_storage[number]
@@ -304,30 +328,36 @@ class _Extension:
             return self.storages[(r, block - more), ordinal]
         return self.storages[(r, COPIED), ordinal] + _COPY * (block - COPIED)
 
-    def _position(self, at: int, old: Label, new: Label) -> int:
-        return self.at[self._target(self.base.labels[at], old, new), self.base.of_event[at]]
+    def _positions(self, at: int, old: Label, new: Label) -> list[int]:
+        """Where in the new trace those are that ``at`` stands for: all copies, as seen from outside of the run."""
+        where, ordinal = self.base.labels[at], self.base.of_event[at]
+        if where is None or where[1] != COPIED or (old is not None and old[0] == where[0]):
+            return [self.at[self._target(where, old, new), ordinal]]
+        blocks = range(COPIED, COPIED + self.runs[where[0]].count - KEPT + 1)
+        return sorted(self.at[(where[0], block), ordinal] for block in blocks)
 
     def _unit(self, name: str, old: Label, new: Label) -> str:
         """The name in the whole model of a unit of the shortened one."""
-        for r, run in enumerate(self.runs):
-            prefix = f"{run.container}." if run.container else ""
-            if not name.startswith(prefix):
-                continue
+        for container in {run.container for run in self.runs}:
+            prefix = f"{container}." if container else ""
             position, _, rest = name[len(prefix) :].partition(".")
-            if not position.isdecimal():
-                continue
-            number = int(position)
-            block, inside = divmod(number - run.start, run.period)
-            if number < run.start:
-                continue
-            if block >= KEPT:  # behind the run
-                number += (run.count - KEPT) * run.period
-            elif old is not None and new is not None and old[0] == r:
-                number = run.start + self._target((r, block), old, new)[1] * run.period + inside  # type: ignore[index]
-            else:
-                number = run.start + self._whole(r, block) * run.period + inside
-            name = f"{prefix}{number}{'.' if rest else ''}{rest}"
+            if name.startswith(prefix) and position.isdecimal():
+                return f"{prefix}{self._index(container, int(position), old, new)}{'.' if rest else ''}{rest}"
         return name
+
+    def _index(self, container: str, index: int, old: Label, new: Label) -> int:
+        """The position in the whole model's list of a module of the shortened one."""
+        moved = 0
+        for r, (run, kept) in enumerate(zip(self.runs, self.kept, strict=True)):
+            block, inside = divmod(index - kept.start, run.period)
+            if run.container != container or block < 0:
+                continue
+            if block < KEPT:
+                target = self._target((r, block), old, new)
+                assert target is not None
+                return run.start + target[1] * run.period + inside
+            moved += (run.count - KEPT) * run.period
+        return index + moved
 
     def _resident(self) -> list[Allocation]:
         held: list[Allocation] = []
@@ -335,7 +365,8 @@ class _Extension:
             label, ordinal = self.base.of_storage[each.storage]
             each = dataclasses.replace(each, bytes=each.bytes + self.held.get(each.storage, 0))
             if label is None:
-                held.append(each)
+                unit, what = self._unit(each.unit, None, None), self._unit(each.what, None, None)
+                held.append(dataclasses.replace(each, unit=unit, what=what))
                 continue
             r, block = label
             more = self.runs[r].count - KEPT

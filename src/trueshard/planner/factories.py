@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import sys
@@ -181,8 +182,9 @@ def from_file(words: str) -> Factory | Original:
 
 def _imported(file: Path, words: str) -> ModuleType:
     text = file.read_text(encoding="utf-8", errors="replace")
-    if "from_pretrained" in text and importlib.util.find_spec("transformers") is not None:
-        import transformers.modeling_utils  # noqa: F401  so that it is guarded before the factory imports it
+    for word, library in (("from_pretrained", "transformers.modeling_utils"), ("safetensors", "safetensors.torch")):
+        if word in text and importlib.util.find_spec(library.partition(".")[0]) is not None:
+            importlib.import_module(library)  # so that it is there to be guarded before the factory imports it
     name = f"_trueshard_factory_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
@@ -209,7 +211,7 @@ def _explained(name: str, file: Path | None, folder: Path | None) -> Iterator[No
         raise ValueError(f"{name}{_at(error, file)} {error}") from error
     except (Exception, SystemExit) as error:
         words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        if any(word in str(error) for word in ("CUDA", "cuda", "NVIDIA")):
+        if any(word in str(error) for word in ("CUDA", "cuda", "NVIDIA", "accelerator")):
             words += "; the planner has no GPU: build the model on the CPU, and move it where it is trained"
         raise ValueError(f"{name} fails{_at(error, file)}: {words}") from error
     finally:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trueshard.forecast import Forecast
 from trueshard.planner import ledger
-from trueshard.planner.events import Trace
+from trueshard.planner.events import KINDS, Trace
 from trueshard.planner.hardware import Hardware, Mode
 from trueshard.planner.reserve import Reserved, replay
 from trueshard.planner.simulate import Simulation, simulate
@@ -150,7 +150,7 @@ def _forecast(
         overhead_bytes=cluster.overhead_bytes,
         peak_phase=peak.phase,
         peak_unit=peak.unit,
-        peak_by_kind=peak.by_kind,
+        peak_by_kind={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
         bytes_received_per_step=sum(counted.received.values()),
         received_by_collective=counted.received,
         flops_per_step=counted.flops,

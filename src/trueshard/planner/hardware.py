@@ -68,6 +68,8 @@ class Hardware:
     """As such nodes usually are."""
     host_bandwidth: float
     """Of copies between the device and pinned host memory, in one direction."""
+    host_memory_bandwidth: float
+    """Of the node's main memory, a device's part of it."""
     context_bytes: int
     """Taken by the driver and the loaded kernels, outside of torch's allocator."""
     communicator_bytes: int

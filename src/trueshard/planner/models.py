@@ -159,7 +159,7 @@ def _feed(
             feed = source.feed(sequence)
             return feed, (*source.assumptions, *feed.assumptions)
         return _given(batch, model_loss, sequence), tuple(source.assumptions)
-    with _torch.fake_tensors():  # a look: only what is no tensor is kept
+    with _torch.fake_tensors(), torch.compiler.set_stance("force_eager"):  # a look: only what is no tensor is kept
         model = made.model()
         assert made.parts is not None
         own: Loss = made.loss if made.parts.loss is not None else model_loss

@@ -71,7 +71,9 @@ def preflight(
     for size in ranks:
         world *= size
     choices = {**WORDS, **(words or {})}
-    with quietly(), warnings.catch_warnings(), _torch.simulated_world(0, world):
+    # What is compiled runs as it is written: a compiled kernel would read the memory that fake tensors do not have.
+    eagerly = torch.compiler.set_stance("force_eager")
+    with quietly(), warnings.catch_warnings(), _torch.simulated_world(0, world), eagerly:
         warnings.simplefilter("ignore")
         mesh = init_device_mesh("cpu", tuple(ranks), mesh_dim_names=("replicate", "shard")[-len(ranks) :])
         # Equal blocks do the same. Only if something is wrong, all of them run: for the names, and to be certain.
@@ -168,7 +170,8 @@ def _forward(workload: Workload, model: nn.Module, batch: Any, problems: list[Pr
         with calls.followed(), watch:
             loss = workload.loss(model, batch)
     except Exception as error:
-        problems.append(_failure(error, calls.where() or "loss", "forward"))
+        phase = f"forward, after a value was guessed ({watch.guessed})" if watch.guessed else "forward"
+        problems.append(_failure(error, calls.where() or "loss", phase))
         return None
     finally:
         problems += [_told(stray) for stray in watch.found.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
@@ -16,8 +17,8 @@ from trueshard import _torch
 from trueshard.planner import collectives, workspaces
 from trueshard.planner.events import Allocation, Communication, Event, Free, Kernel, Place, Stream
 from trueshard.planner.operations import Operation, flops_of, operation, result_bytes
+from trueshard.planner.scripts import Result, Script
 from trueshard.planner.values import Values
-from trueshard.planner.workspaces import Result, Script
 
 
 class Recorder(TorchDispatchMode):
@@ -74,7 +75,8 @@ class Recorder(TorchDispatchMode):
             return
         units = {each.unit for tensor in tensors if (each := self.allocation_of(tensor)) is not None and each.bytes > 8}
         if units:  # a scalar by itself belongs to what is around it
-            self.place = Place(self.place.phase, units.pop() if len(units) == 1 else "")
+            owners = units - {""}  # where small shards of all units lie together
+            self.place = Place(self.place.phase, owners.pop() if len(owners) == 1 else "")
 
     def allocation_of(self, tensor: torch.Tensor) -> Allocation | None:
         """What the tensor's storage holds now; None if it has no memory."""
@@ -91,6 +93,10 @@ class Recorder(TorchDispatchMode):
                 self._marks[found.storage] = use
                 found.what = name or found.what
 
+    def _is_parameter(self, tensor: torch.Tensor) -> bool:
+        found = self.allocation_of(tensor)
+        return found is not None and self._marks.get(found.storage) == "parameters"
+
     def take(self) -> tuple[list[Event], dict[int, str]]:
         """What was written since the last time, and the marks."""
         events, self.events = self.events, []
@@ -99,14 +105,20 @@ class Recorder(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor, what: str, quietly: bool = False) -> Allocation | None:
         tensor = _torch.local(tensor)
-        if not _torch.is_fake(tensor):
-            return None
+        return self._see_storage(tensor, what, quietly) if _torch.is_fake(tensor) else None
+
+    def _see_storage(self, tensor: torch.Tensor, what: str, quietly: bool = False) -> Allocation | None:
         storage = tensor.untyped_storage()
         key = int(storage._cdata)
         if key in self._references:
             return None
         self._references[key] = weakref.ref(storage, lambda _: self._gone(key))
         return self._allocate(key, storage.nbytes(), what, tensor, quietly)
+
+    def see_random_state(self, state: torch.Tensor) -> None:
+        """The state of a generator: a real tensor, in host memory."""
+        if self.on_cpu:
+            self._see_storage(state, "get_rng_state")
 
     def _allocate(
         self, key: int, size: int, what: str, tensor: torch.Tensor | None, quietly: bool = False
@@ -169,47 +181,54 @@ class Recorder(TorchDispatchMode):
             return out
         kind = operation(func)
         results = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
-        if func is torch.ops.aten._safe_softmax.default:
+        handed_on = _torch.called_by_mode(sys._getframe())
+        if func is torch.ops.aten._safe_softmax.default and not handed_on:
             self._mask_in_place(args[0])
         if (size := result_bytes(func, args)) is not None:
             results[0].untyped_storage().resize_(size)
         script: Script = [Result(i) for i in range(len(results))]
+        kernel: Kernel | None = None
         if func.namespace in collectives.NAMESPACES:
             self._collective(func, args, results)
         elif not kind.is_free:
-            self._kernel(func, kind, args, kwargs, results)
+            kernel = self._kernel(func, kind, args, kwargs, results)
             if self.on_cpu:
                 script = workspaces.workspace(func, args, kwargs, results)
-                if keeps:
-                    script = script[:-1]
-                elif workspaces.is_saved_number(func, args):
-                    script = script[1:-1]
+                script = workspaces.with_number(script, func, args, again=handed_on, kept=keeps)
         each_its_own = len(results) > 1 and func._schema.name.startswith("aten::_foreach")
         self._take(script, func, results, args[0] if each_its_own else ())
+        if kernel is not None:
+            kernel.writes = self._storages((*results, *_changed(func, args, kwargs)))
         self._mark_fsdp(func, args, kwargs, out)
         return out
 
-    def _kernel(self, func: Any, kind: Operation, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> None:
+    def _storages(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+        """Numbers of what the tensors' storages hold, each once, in order."""
+        held = [self.allocation_of(each) for each in tensors]
+        return tuple(dict.fromkeys(each.storage for each in held if each is not None))
+
+    def _kernel(self, func: Any, kind: Operation, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Kernel:
         inputs = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
         read = sum(collectives.nbytes(each) for each in inputs.values())
         written = sum(collectives.nbytes(each) for each in results) if results else read // 2
         after = {self._results[key] for each in inputs.values() if (key := _identity(each)) in self._results}
         first = next((each for each in (*inputs.values(), *results) if each.is_floating_point()), None)
-        self.events.append(
-            Kernel(
-                self.place,
-                str(func._overloadpacket),
-                flops_of(func, args, kwargs, results),
-                read,
-                written,
-                "" if first is None else str(first.dtype).removeprefix("torch."),
-                tuple(sorted(after)),
-                tuple(tuple(map(int, each.shape)) for each in inputs.values()),
-                stream=self.stream,
-                causal=kind.is_attention and any(each is True for each in args),
-                recomputed=_torch.in_backward() and torch.is_grad_enabled(),
-            )
+        made = Kernel(
+            self.place,
+            str(func._overloadpacket),
+            flops_of(func, args, kwargs, results),
+            read,
+            written,
+            "" if first is None else str(first.dtype).removeprefix("torch."),
+            tuple(sorted(after)),
+            tuple(tuple(map(int, each.shape)) for each in inputs.values()),
+            stream=self.stream,
+            causal=kind.is_attention and any(each is True for each in args),
+            recomputed=_torch.in_backward() and torch.is_grad_enabled(),
+            reads=self._storages(inputs.values()),
         )
+        self.events.append(made)
+        return made
 
     def _take(self, script: Script, func: Any, results: Sequence[torch.Tensor], sources: Sequence[Any]) -> None:
         """Memory of an operation's results, and what it takes for itself and gives back before it returns.
@@ -261,6 +280,9 @@ class Recorder(TorchDispatchMode):
             if result is None or result.grad_fn is None:
                 self._give_back(blocks)
             else:
+                token = _Token()
+                result.grad_fn.metadata[token] = None
+                weakref.finalize(token, self._give_back, blocks)  # a graph that is dropped without a backward
                 result.grad_fn.register_hook(lambda *_, blocks=blocks: self._give_back(blocks))
         self._kept_numbers.clear()
 
@@ -302,7 +324,8 @@ class Recorder(TorchDispatchMode):
             return
         name = func._schema.name.partition("::")[2]
         if name == "all_gather_copy_in":
-            self.mark((*args[0], args[1]), "communication")
+            cast = [each for each in args[0] if not self._is_parameter(each)]
+            self.mark((*cast, args[1]), "communication")
         elif name == "split_with_sizes_copy":
             members = self.members.get(self._owner(), [])
             for i, tensor in enumerate(kwargs["out"]):
@@ -316,6 +339,23 @@ class Recorder(TorchDispatchMode):
 
 
 _SILENT = ("prim", "profiler")
+
+
+class _Token:
+    """Lives as long as what holds it."""
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments that it writes to."""
+    given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)]
+    return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
 def _is_taking(event: Event, storage: int) -> TypeGuard[Allocation]:

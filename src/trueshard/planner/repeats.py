@@ -98,7 +98,7 @@ def _looks(blocks: Sequence[nn.Module], prefix: str, told: Mapping[str, Any], sh
     """For each block, what must be equal for it to be equal to another."""
     looks: list[dict[Any, Any]] = []
     for i, block in enumerate(blocks):
-        look: dict[Any, Any] = {"": object() if shared & {id(p) for p in block.parameters()} else None}
+        look: dict[Any, Any] = {("", "shared"): object() if shared & {id(p) for p in block.parameters()} else None}
         for name, module in names.named_modules(block):
             look[name] = type(module), module.training, told.get(f"{prefix}{i}.{name}" if name else f"{prefix}{i}")
             for kind in (module._parameters, module._buffers):
@@ -129,7 +129,7 @@ def _forget_positions(looks: list[dict[Any, Any]]) -> None:
     for key in looks[0]:
         if not (isinstance(key, tuple) and len(key) == 3):
             continue
-        values = [look.get(key) for look in looks]
+        values: list[Any] = [look.get(key) for look in looks]
         if all(type(value) is int for value in values) and len({value - i for i, value in enumerate(values)}) == 1:
             for look in looks:
                 look[key] = "position"
@@ -157,10 +157,10 @@ def shorten(model: nn.Module, runs: Sequence[Run], counts: Sequence[int]) -> Cal
     Returns:
         The name in the shortened model of a module or unit of the whole one; None where it was removed.
     """
-    modules = dict(names.named_modules(names.unwrap(model)))
+    modules: dict[str, Any] = dict(names.named_modules(names.unwrap(model)))
     for run, count in sorted(zip(runs, counts, strict=True), key=lambda each: -each[0].start):
         first, last = run.start + count * run.period, run.start + run.count * run.period
-        del modules[run.container][first:last]  # type: ignore[attr-defined]
+        del modules[run.container][first:last]
     return lambda name: _renamed(name, runs, counts)
 
 
@@ -180,6 +180,17 @@ def _renamed(name: str, runs: Sequence[Run], counts: Sequence[int]) -> str | Non
             assert now is not None
             moved = f"{prefix}{int(now[1]) - (last - first)}{match[2] or ''}"
     return moved
+
+
+def with_counts(runs: Sequence[Run], counts: Sequence[int]) -> list[Run]:
+    """Where the runs are in the model that ``shorten`` leaves."""
+    gone: dict[str, int] = {}
+    left = []
+    for run, count in zip(runs, counts, strict=True):
+        before = gone.get(run.container, 0)
+        left.append(dataclasses.replace(run, start=run.start - before, count=count))
+        gone[run.container] = before + (run.count - count) * run.period
+    return left
 
 
 def shortened(plan: Plan, renamed: Callable[[str], str | None]) -> Plan:

@@ -17,13 +17,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trueshard import _torch, engine, names
-from trueshard.planner.events import Allocation, Event, Free, Phase, Place, Stream, Trace
+from trueshard.planner.events import Allocation, Event, Free, Kernel, Phase, Place, Stream, Trace
 from trueshard.planner.extend import KEPT, NotPeriodicError, extend, labelled
+from trueshard.planner.offloading import offloaded
 from trueshard.planner.peers import seeing_real_tensors
+from trueshard.planner.randomness import watching_random_states
 from trueshard.planner.recorder import Recorder
-from trueshard.planner.repeats import Run, find_runs, shorten, shortened
+from trueshard.planner.repeats import Run, find_runs, shorten, shortened, with_counts
 from trueshard.planner.step import run_step
 from trueshard.planner.twins import twin
+from trueshard.planner.values import Following
 from trueshard.planner.workload import Job
 from trueshard.plans import Plan
 
@@ -82,7 +85,7 @@ def simulate(job: Job, *, whole: bool = False) -> Simulation:
 def _simulated(job: Job, mesh: DeviceMesh, whole: bool) -> Simulation:
     model = job.workload.model()
     asked = engine.resolve(model, job.plan, {**WORDS, **job.words}, job.ranks)
-    plan = dataclasses.replace(asked, compile=False)  # see forecasting
+    plan = asked
     runs = [] if whole else find_runs(model, plan)
     try:
         made = _from_fewer(job, mesh, model, plan, runs) if runs else _run(job, mesh, model, plan)
@@ -94,11 +97,11 @@ def _simulated(job: Job, mesh: DeviceMesh, whole: bool) -> Simulation:
 
 
 def _from_fewer(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, runs: list[Run]) -> Simulation:
-    kept = [dataclasses.replace(run, count=KEPT) for run in runs]
+    kept = with_counts(runs, [KEPT] * len(runs))
     shortest = shortened(plan, shorten(model, runs, [KEPT] * len(runs)))
     variants = []
     for r in range(len(runs)):
-        fewer = [dataclasses.replace(run, count=KEPT - (i == r)) for i, run in enumerate(kept)]
+        fewer = with_counts(runs, [KEPT - (i == r) for i in range(len(runs))])
         copied, _ = twin(model)
         less = shortened(shortest, shorten(copied, kept, [run.count for run in fewer]))
         variants.append((_run(job, mesh, copied, less), fewer))
@@ -123,22 +126,24 @@ def _label(runs: Sequence[Run], unit: str) -> tuple[int, int] | None:
 
 def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation:
     workload = job.workload
-    optimizers = list(workload.optimizers(model))
-    resolved = engine.shard(model, optimizers, plan, mesh, WORDS)
     recorder = Recorder(job.on_cpu)
+    with Following(recorder.values):
+        optimizers = list(workload.optimizers(model))
+        resolved = engine.shard(model, optimizers, dataclasses.replace(plan, compile=False), mesh, WORDS)
     _adopt(recorder, model, resolved)
+    recorder.adopt(_state(model, optimizers), "optimizer", "")
     traces = []
     with _following(recorder, model, resolved), seeing_real_tensors(), without_collection():
         for _ in range(2):
             resident = recorder.living()
-            with recorder, _torch.watching_resizes(recorder.resized):
+            with recorder, _torch.watching_resizes(recorder.resized), watching_random_states(recorder.see_random_state):
                 batches = [workload.batch(job.microbatch, workload.sequence) for _ in range(job.accumulation)]
                 recorder.mark(_torch.tensors_in(batches), "inputs")
                 run_step(workload, model, optimizers, batches, lambda phase: _enter(recorder, phase, model, optimizers))
                 del batches
             _name_state(recorder, model, optimizers)
             events, marks = recorder.take()
-            traces.append(_finished(Trace(events, resident), marks))
+            traces.append(_as_planned(_finished(Trace(events, resident), marks), job, plan, recorder.members))
     return Simulation(resolved, traces[0], traces[1])
 
 
@@ -159,11 +164,18 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 
 def _name_state(recorder: Recorder, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for name, tensor in _state(model, optimizers):
+        recorder.mark([tensor], "optimizer", name)
+
+
+def _state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that an optimizer keeps for a parameter, by the parameter's name and its own key."""
     name_of = _names(model)
     for optimizer in optimizers:
         for parameter, entries in optimizer.state.items():
             for key, value in entries.items() if isinstance(entries, dict) else ():
-                recorder.mark(_torch.tensors_in(value), "optimizer", f"{name_of.get(id(parameter), '?')}.{key}")
+                for tensor in _torch.tensors_in(value):
+                    yield f"{name_of.get(id(parameter), '?')}.{key}", tensor
 
 
 def _enter(recorder: Recorder, phase: Phase, model: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -214,7 +226,7 @@ class _Follower:
         self.recorder = recorder
         self.unit_of = unit_of
         self._around: list[str] = []
-        self._before: list[tuple[str | None, Stream]] = []
+        self._before: list[tuple[str | None, Stream, Place]] = []
 
     def begins(self, module: nn.Module, args: Any) -> None:
         if module in self.unit_of:
@@ -232,12 +244,14 @@ class _Follower:
         self._go(self._around.pop())
 
     def communicates(self, name: str, what: str) -> None:
-        self._before.append((self.recorder.unit, self.recorder.stream))
+        self._before.append((self.recorder.unit, self.recorder.stream, self.recorder.place))
         self.recorder.unit = name
+        if what in ("post_forward", "post_backward"):
+            self._go(name)
         self.recorder.stream = "all_gather" if what == "unshard" else "compute"
 
     def done(self) -> None:
-        self.recorder.unit, self.recorder.stream = self._before.pop()
+        self.recorder.unit, self.recorder.stream, self.recorder.place = self._before.pop()
 
     def _go(self, unit: str) -> None:
         self.recorder.place = Place(self.recorder.place.phase, unit)
@@ -258,6 +272,16 @@ def _finished(trace: Trace, marks: Mapping[int, str]) -> Trace:
     del recomputing
     for each in trace.resident:
         each.kind = _kind(marks.get(each.storage), each.kind)
+    return trace
+
+
+def _as_planned(trace: Trace, job: Job, plan: Plan, members: Mapping[str, Sequence[str]]) -> Trace:
+    """What no run on CPU tensors shows, put in: where memory is, and what a compiler leaves out."""
+    if plan.offload == "cpu" and not job.on_cpu:
+        trace = offloaded(trace, {name for names in members.values() for name in names})
+    for event in trace.events:
+        if isinstance(event, Kernel):
+            event.reads = event.writes = ()
     return trace
 
 

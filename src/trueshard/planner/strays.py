@@ -57,6 +57,8 @@ class Watch(TorchFunctionMode):
     def __init__(self, held: Mapping[int, tuple[str, str]], where: Callable[[], str]) -> None:
         super().__init__()
         self.found: dict[tuple[str, ...], Stray] = {}
+        self.guessed = ""
+        """Where a value was asked for first that only data tell; "" if none was."""
         self._held = held
         self._where = where
         self._stray: dict[int, tuple[weakref.ref[torch.Tensor], Stray]] = {}
@@ -110,6 +112,7 @@ class Watch(TorchFunctionMode):
                 raise
         with Recorder():  # answers as it does in a simulation
             out = func(*args, **kwargs)
+        self.guessed = self.guessed or here()
         if "site-packages" not in _frame().filename:  # what a library looks at, its user cannot change
             self._find(Stray("read", self._where(), f".{getattr(func, '__name__', func)}()", here()))
         return out

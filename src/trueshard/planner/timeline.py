@@ -10,6 +10,11 @@ What is modelled, each as FSDP2 and NCCL do it:
   the next one waits for it, and that clipping and the optimizer wait for all.
 - Collectives of one group of ranks run one at a time, in the order of issue: a communicator has one queue.
 - A kernel waits for the communications and transfers whose results it reads.
+- Copies of shards to the device run on a stream of their own, beside kernels and collectives, and wait for buffers as
+  all-gathers do; copies of gradients to the host are in the row of reductions.
+- What computes on host memory (``host``) holds up the host, which issues nothing meanwhile. It moves bytes at the
+  rank's whole part of the rate of that memory: this takes more threads than the one that ``torchrun`` gives to a rank
+  unless ``OMP_NUM_THREADS`` says otherwise.
 - Without streams (CPU) everything is in a row.
 - Over several nodes the whole step takes a little longer, since ranks wait for the slowest: ``network.STRAGGLING``.
 """
@@ -130,6 +135,9 @@ class _Scheduler:
         if seconds == 0.0:
             return  # part of the kernel before it
         self.host += self.launch
+        if event.stream == "host":
+            self._on_host(i, event)
+            return
         place = event.place
         wait = issued = 0.0
         for position in event.after:
@@ -180,12 +188,17 @@ class _Scheduler:
     def _transfer(self, i: int, event: Transfer) -> None:
         self.host += self.launch
         seconds = event.bytes / self.hardware.host_bandwidth
-        wait = self.free["reduce_scatter"] if event.direction == "to_host" else 0.0
+        wait = self._gate(event.place.phase) if event.direction == "to_device" else 0.0
         if self.hardware.streams:
-            end = self._aside("transfer", wait, seconds, i, event.direction, event.place)
+            end = self._aside(event.stream, wait, seconds, i, event.direction, event.place)
         else:
             end = self._in_row(wait, seconds, i, event.direction, event.place, waited_for=seconds)
         self.done[i], self.issued[i] = end, self.host
+
+    def _on_host(self, i: int, event: Kernel) -> None:
+        start = max([self.host, *(self.done.get(position, 0.0) for position in event.after)])
+        self.host = start + roofline.moved_bytes(event) / self.hardware.host_memory_bandwidth
+        self.line.spans.append(Span("host", start, self.host, event.op, event.place.phase, event.place.unit, i))
 
     def _in_row(
         self, wait: float, seconds: float, i: int, name: str, place: Place, waited_for: float = 0.0, issued: float = 0.0

@@ -7,9 +7,12 @@ data is unknown, and stands for itself by a usual value.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trueshard import _torch
@@ -19,6 +22,9 @@ LARGEST = 32 << 10
 
 _MADE = {"zeros", "ones", "full", "arange", "scalar_tensor", "new_zeros", "new_ones", "new_full", "eye", "linspace"}
 _SET = {"zero_", "fill_", "copy_"}
+_SELDOM = {"ne", "isnan", "isinf", "isneginf", "isposinf"}
+"""Comparisons that usually find nothing: what was remembered is as it was, and numbers are finite."""
+_PASSED_ON = {"any", "all", "bitwise_or", "bitwise_and", "logical_or", "logical_and", "clone", "view", "_to_copy"}
 _UNREAD = {"allreduce_", "broadcast_", "wait_tensor", "_amp_foreach_non_finite_check_and_unscale_"}
 """Operations after which what is written to is taken to be as before: ranks agree, and nothing is infinite."""
 
@@ -29,25 +35,30 @@ class Values:
     def __init__(self) -> None:
         self._twins: dict[int, torch.Tensor] = {}
         """By identity of the fake storage: its values, as a 1-D tensor of bytes."""
+        self._seldom: set[int] = set()
+        """Storages of unknown truth values that are usually false."""
 
     def forget(self, storage: int) -> None:
         """The storage is gone, or nobody knows what is in it now."""
         self._twins.pop(storage, None)
+        self._seldom.discard(storage)
 
     def read(self, tensor: torch.Tensor) -> bool | int | float:
-        """What ``tensor.item()`` returns: its value, or a usual one where it is unknown (0.5, 1, True)."""
+        """What ``tensor.item()`` returns: its value, or a usual one where it is unknown (0.5, 1, True;
+        False if it says that numbers differ or are not finite)."""
         twin = self._twin(tensor)
         if twin is not None:
             with _torch.real_tensors():
                 return twin.item()
         if tensor.dtype == torch.bool:
-            return True
+            return _torch.storage_identity(tensor) not in self._seldom
         return 0.5 if tensor.is_floating_point() else 1
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """After ``func`` ran on fake tensors: run it on the twins too, if all of its inputs have some."""
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self._follow_truth(func, inputs, outputs)
         if not self._concerns(func, inputs, outputs):
             return
         name = func._schema.name.partition("::")[2]
@@ -69,6 +80,14 @@ class Values:
                 key = _torch.storage_identity(fake)
                 if key not in self._twins and isinstance(value, torch.Tensor):
                     self._twins[key] = _bytes_of(value, fake)
+
+    def _follow_truth(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        if len(outputs) != 1 or outputs[0].dtype != torch.bool:
+            return
+        name = func._schema.name.partition("::")[2]
+        passed = name in _PASSED_ON and any(_torch.storage_identity(each) in self._seldom for each in inputs)
+        if name in _SELDOM or passed:
+            self._seldom.add(_torch.storage_identity(outputs[0]))
 
     def _concerns(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
         if any(tensor.untyped_storage().nbytes() > LARGEST for tensor in outputs):
@@ -129,3 +148,37 @@ def _bytes_of(value: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
     memory = torch.zeros(fake.untyped_storage().nbytes(), dtype=torch.uint8)
     memory.view(fake.dtype).as_strided(fake.shape, fake.stride(), int(fake.storage_offset())).copy_(value)
     return memory
+
+
+class Following(TorchDispatchMode):
+    """Inside, on fake tensors, ``values`` follows what runs before anything is recorded."""
+
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self.values = values
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if not _torch.makes_fake_tensors():
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self.values.read(args[0])
+        out = func(*args, **kwargs)
+        self.values.follow(func, args, kwargs, out)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and _torch.is_fake(tensor):
+                self._see(tensor.untyped_storage())
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = int(storage._cdata)
+        if key not in self._seen:
+            self._seen.add(key)
+            weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self._seen.discard(key)
+        self.values.forget(key)

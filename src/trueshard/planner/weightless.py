@@ -126,6 +126,12 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (nn.Module, "cuda", lambda module, device=None: _raise(_gpu(".cuda()"))),
         (torch, "load", load),
     ]
+
+    def safe_open(file: Any, *args: Any, **kwargs: Any) -> Any:
+        raise _reads(f"safetensors, {_shown(file)}")
+
+    readers = [sys.modules.get(name, object) for name in ("safetensors", "safetensors.torch")]
+    found += [(module, "safe_open", safe_open) for module in readers if "safe_open" in vars(module)]
     hub = sys.modules.get("transformers.modeling_utils")
     if hub is not None:
 

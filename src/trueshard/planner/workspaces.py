@@ -7,26 +7,14 @@ arguments of kernels, kernels read mixed dtypes without casting first, and atten
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from trueshard import _torch
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Here an operator makes its result number ``index``."""
-
-    index: int
-
-
-Script: TypeAlias = list[int | Result]
-"""What an operator does in turn: takes bytes (> 0), gives a block of that size back (< 0), makes a result."""
-_Rule: TypeAlias = Callable[[Any, Any, Sequence[torch.Tensor]], Script]
+from trueshard.planner.kernels_on_cpu import KERNELS
+from trueshard.planner.scripts import SMALL, Result, Rule, Script, every, size_of, summed_apart, within
 
 _NUMBERS = (bool, int, float, complex)
 _ARITHMETIC = {
@@ -39,7 +27,7 @@ _TO_FLOAT = {
     *("sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh"),
     *("sigmoid", "erf", "asin", "acos", "atan", "sinh", "cosh"),
 }
-_REDUCTIONS = {"sum", "nansum", "prod", "cumsum", "cumprod", "linalg_vector_norm"}
+_REDUCTIONS = {"nansum", "prod", "cumsum", "cumprod", "linalg_vector_norm"}
 
 
 def workspace(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
@@ -65,14 +53,27 @@ def saves_number(func: Any, args: Any) -> bool:
 
     A product's gradient needs both factors. Source: ``mul`` and ``div`` of tools/autograd/derivatives.yaml.
     """
-    saves = torch.is_grad_enabled() and not _torch.hooks_saved_tensors()
-    return saves and _is_scaling(func, args) and args[0].requires_grad
+    return torch.is_grad_enabled() and _is_scaling(func, args) and bool(args[0].requires_grad)
 
 
-def is_saved_number(func: Any, args: Any) -> bool:
-    """Whether the Python number among ``args`` is one that autograd kept: there is no new tensor for it then."""
-    scales = _torch.running_node() in ("MulBackward0", "DivBackward0")
-    return scales and _is_scaling(func, args) and not torch.is_grad_enabled()
+def with_number(script: Script, func: Any, args: Any, *, again: bool, kept: bool) -> Script:
+    """``script`` with what becomes of the tensor made of a Python number among ``args``.
+
+    Args:
+        script: that gives the number back at its end.
+        func: the operator.
+        args: its arguments.
+        again: whether another dispatch mode handed the number on, which makes a second tensor of it.
+        kept: whether autograd keeps the (first) one.
+    """
+    if func._overloadname != "Tensor" or len(args) < 2 or not isinstance(args[1], _NUMBERS):
+        return script
+    number = script[0]
+    if _torch.running_node() in ("MulBackward0", "DivBackward0") and not torch.is_grad_enabled():
+        return script[1:-1]  # the one that was kept
+    if again:
+        return [number, *script] if kept else [number, *script, -number]  # type: ignore[operator]
+    return script[:-1] if kept else script
 
 
 def _is_scaling(func: Any, args: Any) -> bool:
@@ -88,21 +89,7 @@ def _script(name: str, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) 
         return _elementwise(stem, args, stem != name, results)
     if rule is None and stem in _REDUCTIONS:
         rule = _cast_first
-    return _made(results) if rule is None else rule(args, kwargs, results)
-
-
-def _made(results: Sequence[torch.Tensor]) -> Script:
-    return [Result(i) for i in range(len(results))]
-
-
-def _within(taken: Iterable[int], inner: Script) -> Script:
-    """Take, do what is inside, give back in turn."""
-    taken = [size for size in taken if size]
-    return [*taken, *inner, *(-size for size in reversed(taken))]
-
-
-def _size(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
-    return int(tensor.numel()) * (dtype or tensor.dtype).itemsize
+    return every(results) if rule is None else rule(args, kwargs, results)
 
 
 def _one_by_one(name: str, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
@@ -114,7 +101,7 @@ def _one_by_one(name: str, args: Any, kwargs: Any, results: Sequence[torch.Tenso
         made = results[i : i + 1]
         for step in _script(name, single, kwargs, made):
             script.append(Result(i) if isinstance(step, Result) else step)
-    return script if len(results) <= count else _made(results)
+    return script if len(results) <= count else every(results)
 
 
 def _elementwise(stem: str, args: Any, in_place: bool, results: Sequence[torch.Tensor]) -> Script:
@@ -123,28 +110,25 @@ def _elementwise(stem: str, args: Any, in_place: bool, results: Sequence[torch.T
     Source: ``TensorIteratorBase::compute_types`` of ../TensorIterator.cpp, ``wrapped_scalar_tensor`` of ScalarOps.h.
     """
     operands = [each for each in args if isinstance(each, (torch.Tensor, *_NUMBERS))]
-    if stem == "where":
-        operands = operands[1:]
-    elif stem not in ("addcmul", "addcdiv"):
-        operands = operands[:2]
+    operands = operands[1:] if stem == "where" else operands[: 3 if stem in ("addcmul", "addcdiv") else 2]
     tensors = [each for each in operands if isinstance(each, torch.Tensor)]
     if not tensors:
-        return _made(results)
+        return every(results)
     common = _common(operands)
     if stem in _TO_FLOAT | {"div", "true_divide", "addcdiv"} and not (common.is_floating_point or common.is_complex):
         common = torch.get_default_dtype() if stem != "div" or len(args) == 2 else common
     numbers = [_dtype_of(each).itemsize for each in operands if not isinstance(each, torch.Tensor)]
     casts = []
     if in_place and args[0].dtype != common and stem not in _COMPARED:
-        casts.append(_size(args[0], common))  # what is written, before it is cast back
+        casts.append(size_of(args[0], common))  # what is written, before it is cast back
     for each in operands:
         made = each.dtype if isinstance(each, torch.Tensor) else _dtype_of(each)
         if made != common:
-            casts.append(_size(each, common) if isinstance(each, torch.Tensor) else common.itemsize)
+            casts.append(size_of(each, common) if isinstance(each, torch.Tensor) else common.itemsize)
     casts = [size for size in casts if size]
     if stem in _COMPARED:
-        return [*numbers, *casts, *_made(results), *(-n for n in numbers), *(-size for size in reversed(casts))]
-    return _within([*numbers, *casts], _made(results))
+        return [*numbers, *casts, *every(results), *(-n for n in numbers), *(-size for size in reversed(casts))]
+    return within([*numbers, *casts], every(results))
 
 
 def _common(operands: Sequence[Any]) -> torch.dtype:
@@ -167,18 +151,31 @@ def _dtype_of(number: Any) -> torch.dtype:
 def _cast_first(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
     """A reduction into another dtype casts what it reads. Source: ``make_reduction`` of ReduceOpsUtils.h."""
     if not results or not isinstance(args[0], torch.Tensor) or args[0].dtype == results[0].dtype:
-        return _made(results)
-    cast = _size(args[0], results[0].dtype)
-    return [*_made(results), cast, -cast]
+        return every(results)
+    cast = size_of(args[0], results[0].dtype)
+    return [*every(results), cast, -cast]
 
 
 def _mean(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
-    """A sum, divided by an integer; of small floats, in float32. Source: ``mean_kernel_impl`` of ReduceOps.cpp."""
-    made = results[0]
-    if made.dtype not in (torch.bfloat16, torch.float16):
-        return [*_cast_first(args, kwargs, results), *_within([8, made.itemsize], [])]
-    total, cast = _size(made, torch.float32), _size(args[0], torch.float32)
-    return [Result(0), *_within([total], [cast, -cast, *_within([8, 4], [])])]
+    """A sum, divided by an integer. Source: ``mean_out`` of ReduceOps.cpp."""
+    return [*every(results), *_averaged(args[0], results[0])]
+
+
+def _averaged(tensor: torch.Tensor, made: torch.Tensor) -> Script:
+    """What a mean takes beside its result; small floats are added up in float32."""
+    if made.dtype not in SMALL:
+        casts = [] if tensor.dtype == made.dtype else [size_of(tensor, made.dtype)]
+        return [*within(casts, []), *within([8, made.itemsize], [])]
+    cast = size_of(tensor, torch.float32)
+    return within([size_of(made, torch.float32)], [cast, -cast, *within([8, 4], [])])
+
+
+def _sum(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
+    """Small floats over dimensions that lie apart are added up in float32. Source: ``sum_out`` of ReduceOps.cpp."""
+    tensor, dims = args[0], args[1] if len(args) > 1 else None
+    if tensor.dtype != results[0].dtype or tensor.dtype not in SMALL or not dims:
+        return _cast_first(args, kwargs, results)
+    return [*every(results), *summed_apart(tensor, dims, results[0])]
 
 
 def _power(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
@@ -186,142 +183,38 @@ def _power(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
     if isinstance(args[0], torch.Tensor) or args[0] == 1:
         if isinstance(args[1], torch.Tensor):
             return _elementwise("maximum", args, False, results)
-        return _made(results)
+        return every(results)
     made = _dtype_of(args[0])
     casts = [results[0].itemsize] if made != results[0].dtype else []
-    return [*_made(results), *_within([made.itemsize, *casts], [])]
+    return [*every(results), *within([made.itemsize, *casts], [])]
 
 
 def _fill(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
     """A value in the memory that is filled is copied out of it first. Source: ``fill_`` of Fill.cpp."""
     value = args[1]
     if not isinstance(value, torch.Tensor) or _torch.storage_identity(value) != _torch.storage_identity(args[0]):
-        return _made(results)
-    return _within([_size(value)], _made(results))
-
-
-def _blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
-    """Queries and keys that flash attention on a CPU takes at once."""
-    queries, keys = int(query.shape[-2]), int(key.shape[-2])
-    rows = 256 if queries >= 768 else 64 if queries >= 192 else 32
-    return min(rows, queries), min(512, keys)
-
-
-def _attention(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
-    """Scores, their maxima and sums, and the result of one block of queries, for each thread.
-
-    Source: ``cpu_flash_attention`` of cpu/FlashAttentionKernel.cpp.
-    """
-    query, key = args[0], args[1]
-    (rows, columns), threads = _blocks(query, key), torch.get_num_threads()
-    taken = [threads * (rows * columns + 2 * rows + rows * int(query.shape[-1])) * _accumulated(query)]
-    if query.dtype in (torch.bfloat16, torch.float16):
-        taken.append(threads * rows * columns * query.itemsize)
-    return [*_made(results), *_within(taken, [])]
-
-
-def _attention_backward(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
-    """Scores and their gradients of one block, for each thread; the sums of its rows.
-
-    Source: ``cpu_flash_attention_backward`` of cpu/FlashAttentionKernel.cpp.
-    """
-    gradient, query, key = args[0], args[1], args[2]
-    (rows, columns), threads = _blocks(query, key), torch.get_num_threads()
-    taken = [] if gradient.transpose(1, 2).is_contiguous() else [_size(gradient)]
-    taken.append(threads * 2 * rows * columns * _accumulated(query))
-    if query.dtype in (torch.bfloat16, torch.float16):
-        taken.append(threads * 2 * rows * columns * query.itemsize)
-    return [*_made(results), *_within([*taken, rows * _accumulated(query)], [])]
-
-
-def _accumulated(tensor: torch.Tensor) -> int:
-    """Bytes of a number in which small floats are added up."""
-    return max(4, tensor.itemsize)
-
-
-def _layer_norm_backward(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
-    """Sums of each thread for weight and bias. Source: ``LayerNormBackwardKernelImplInternal``."""
-    weight, wanted = args[5], args[7]
-    if not any(wanted[1:]):
-        return _made(results)
-    dtype = args[1].dtype if weight is None else weight.dtype
-    return [*_made(results), *_within([2 * torch.get_num_threads() * math.prod(args[2]) * dtype.itemsize], [])]
-
-
-def _group_norm_backward(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
-    """Sums of each sample and channel. Source: ``GroupNormBackwardKernelImplInternal``."""
-    size = int(args[1].shape[0]) * int(args[1].shape[1]) * _accumulated(args[1])
-    return [*_made(results), *_within([size, size], [])]
-
-
-def _safe_softmax(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
-    """Looks for rows that are masked altogether. Source: ``_safe_softmax`` of transformers/attention.cpp."""
-    made = results[0]
-    numbers = int(made.numel())
-    return [*_made(results), *_within([numbers, numbers // made.shape[args[1]], made.itemsize], [])]
+        return every(results)
+    return within([size_of(value)], every(results))
 
 
 def _mse_loss(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
-    """Squares before they are reduced; a mean divides by an integer. Source: ``mse_loss_out`` of Loss.cpp."""
+    """What is reduced is made first, beside the result's own memory. Source: ``mse_loss_out`` of Loss.cpp."""
     reduction = args[2] if len(args) > 2 else kwargs.get("reduction", 1)
     if reduction == 0:
         return _elementwise("mul", args, False, results)
-    inner = _within([8, results[0].itemsize], []) if reduction == 1 else []
-    return [*_made(results), *_within([_size(args[0])], inner)]
+    common = torch.result_type(args[0], args[1])
+    casts = [size_of(each, common) for each in args[:2] if each.dtype != common]
+    inner: Script = []
+    if reduction == 1:
+        inner = _averaged(args[0], results[0]) if args[0].dtype == common else within([8, common.itemsize], [])
+    return within([*casts, *casts], [*every(results), *within([size_of(args[0], common)], inner)])
 
 
-def _embedding(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
-    """Indices that lie apart are gathered first. Source: ``embedding`` of Embedding.cpp."""
-    indices = args[1]
-    copied = indices.dim() > 1 and not indices.is_contiguous()
-    return _within([_size(indices)] if copied else [], _made(results))
-
-
-def _embedding_backward(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
-    """Gradients and indices that lie apart are gathered. Source: ``embedding_dense_backward_cpu`` of Embedding.cpp."""
-    apart = [_size(each) for each in (args[1], args[0]) if not each.is_contiguous()]
-    return [*_made(results), *_within(apart, [])]
-
-
-def _cat(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
-    """What is of another dtype is copied first. Source: ``cat_out_cpu`` of TensorShape.cpp."""
-    script = _made(results)
-    for each in args[0]:
-        if each.dtype != results[0].dtype and each.numel():
-            script += [_size(each), -_size(each)]
-    return script
-
-
-def _chunk_cat(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
-    """What does not divide into chunks is padded first. Source: ``_chunk_cat`` of TensorShape.cpp."""
-    tensors, dim, chunks = args[:3]
-    out = kwargs.get("out", args[3] if len(args) > 3 else None)
-    dtype = (results[0] if out is None else out).dtype
-    padded, casts = [], []
-    for each in tensors:
-        rows = int(each.shape[dim])
-        size = _size(each) // max(1, rows) * math.ceil(rows / chunks) * chunks
-        if size and rows % chunks:
-            padded.append(size)
-        if size and each.dtype != dtype:
-            casts += [size, -size]
-    return [*padded, *(_made(results) if out is None else []), *casts, *(-size for size in padded)]
-
-
-_RULES: dict[str, _Rule] = {
+_RULES: dict[str, Rule] = KERNELS | {
     "mean": _mean,
+    "sum": _sum,
     "pow": _power,
     "fill": _fill,
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "native_layer_norm_backward": _layer_norm_backward,
-    "native_group_norm_backward": _group_norm_backward,
-    "_safe_softmax": _safe_softmax,
     "mse_loss": _mse_loss,
     "smooth_l1_loss": _mse_loss,
-    "embedding": _embedding,
-    "embedding_dense_backward": _embedding_backward,
-    "cat": _cat,
-    "_chunk_cat": _chunk_cat,
-    "chunk_cat": _chunk_cat,
 }

@@ -1,5 +1,10 @@
 """The one exception that stands for 'what was asked for cannot be done'."""
 
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
 
 class UserError(Exception):
     """A wrong input: its text is one line that names the key, path or option, and the remedy.
@@ -7,3 +12,12 @@ class UserError(Exception):
     The command line prints that line on stderr and exits with code 2. Everything else that is raised is
     a failure of the program and keeps its traceback.
     """
+
+
+@contextlib.contextmanager
+def refused() -> Iterator[None]:
+    """What a function says of a wrong input, as the one line that it is."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        raise UserError(" ".join(str(error).split())) from error

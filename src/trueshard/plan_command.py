@@ -1,0 +1,91 @@
+"""``trueshard plan``: its options, and what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trueshard.train.errors import UserError, refused
+
+Count = Annotated[int | None, typer.Option(metavar="N", min=1, show_default=False)]
+Dtype = Annotated[str | None, typer.Option(metavar="DTYPE", help="bf16, fp16 or fp32.", show_default=False)]
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A folder with a config.json, that file, or file.py:factory.", metavar="MODEL")
+    ] = "",
+    hardware: Annotated[str, typer.Option(help="A device of the catalogue, or a TOML file.", metavar="NAME")] = "h100",
+    ranks: Annotated[int, typer.Option(help="Processes, one a device.", metavar="N", min=1)] = 8,
+    ranks_per_node: Count = None,
+    replicate: Count = None,
+    sequence: Count = None,
+    microbatch: Count = None,
+    accumulation: Count = None,
+    global_batch: Count = None,
+    param_dtype: Dtype = None,
+    reduce_dtype: Dtype = None,
+    storage_dtype: Dtype = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw, sgd, muon, or a class.", metavar="NAME")] = None,
+    units: Annotated[list[str] | None, typer.Option(help="What is gathered together; repeatable.")] = None,
+    reshard_after_forward: Annotated[
+        str, typer.Option(help="default, always, never, last_layer, a number of ranks, or auto.", metavar="WORD")
+    ] = "auto",
+    activation_checkpointing: Annotated[
+        str, typer.Option(help="none, selective, full, or auto.", metavar="WORD")
+    ] = "auto",
+    offload: Annotated[str, typer.Option(help="none, cpu, or auto.", metavar="WORD")] = "auto",
+    compiled: Annotated[bool, typer.Option("--compile", help="Every block is compiled.")] = False,
+    memory: Annotated[
+        str | None, typer.Option(help="What torch may reserve on a rank, such as 70GiB.", metavar="SIZE")
+    ] = None,
+    given: Annotated[Path | None, typer.Option("--plan", help="Work out this plan, JSON.", metavar="FILE")] = None,
+    diff: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Say how two plans differ.", metavar="A B", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan, for shard(plan=...).", metavar="FILE")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with memory and time line.", metavar="FILE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what training a model costs on a cluster, and choose how to shard it. Needs neither GPUs nor weights."""
+    from trueshard.planner import difference, page, planning, report
+
+    with refused():
+        if diff is not None:
+            print(difference.diff(*map(planning.read_plan, diff)))
+            return
+        if not model:
+            raise UserError("plan needs a MODEL: a folder with a config.json, that file, or file.py:factory")
+        found = planning.work_out(
+            model,
+            hardware,
+            ranks,
+            memory,
+            ranks_per_node=ranks_per_node,
+            replicate=replicate,
+            sequence=sequence,
+            microbatch=microbatch,
+            accumulation=accumulation,
+            global_batch=global_batch,
+            optimizer=optimizer,
+            storage_dtype=storage_dtype,
+            units=units or "auto",
+            reshard_after_forward=_word(reshard_after_forward),
+            activation_checkpointing=activation_checkpointing,
+            mixed_precision=planning.precision(param_dtype, reduce_dtype),
+            compile=compiled,
+            offload=offload,
+            plan=None if given is None else planning.read_plan(given),
+        )
+        if out is not None:
+            planning.write_plan(found.plan, out)
+        if html is not None:
+            page.write_page(found, html)
+        print(json.dumps(report.as_json(found), indent=2) if as_json else report.text(found))
+
+
+def _word(text: str) -> str | int:
+    return int(text) if text.isdecimal() else text

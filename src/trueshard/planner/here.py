@@ -1,0 +1,114 @@
+"""A plan for the very model and optimizers that ``shard()`` was given, on the devices it runs on."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from trueshard import _torch, distributed
+from trueshard.planner.hardware import Hardware, hardware, known
+from trueshard.planner.models import workload_of
+from trueshard.planner.planning import parsed_bytes
+from trueshard.planner.search import Space, choose
+from trueshard.planner.twins import twin
+from trueshard.plans import Plan
+
+
+def plan_here(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    mesh: DeviceMesh,
+    given: Mapping[str, Any],
+) -> Plan:
+    """The best plan that fits ``given["memory"]``. Collective: the first rank works it out, all get it.
+
+    Args:
+        model: the user's, unsharded; it stays as it is.
+        optimizers: over its parameters; they too.
+        mesh: the ranks.
+        given: ``shard()``'s arguments by name.
+
+    Raises:
+        NothingFits: on every rank, if nothing fits.
+        ValueError: on every rank, if the model cannot be simulated; the message says what to do.
+    """
+    found: list[Any] = [None, None]
+    if not any(mesh.get_coordinate() or ()):
+        try:
+            found[0] = _work_out(model, optimizers, mesh, given)
+        except Exception as error:
+            found[1] = error
+    found = next(each for each in distributed.gather_objects(found, mesh) if each != [None, None])
+    if found[1] is not None:
+        raise found[1]
+    plan: Plan = found[0]
+    return plan
+
+
+def _work_out(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh, given: Mapping[str, Any]
+) -> Plan:
+    with _torch.fake_tensors():
+        copied, stand_ins = twin(model)
+    for i, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                stand_ins[id(parameter)].__dict__[_MEMBER] = i, g
+    workload = workload_of(copied, optimizer=lambda made: [_alike(each, i, made) for i, each in enumerate(optimizers)])
+    device = _device(mesh)
+    study = choose(
+        Space(
+            workload=workload,
+            hardware=device,
+            ranks=mesh.size(),
+            ranks_per_node=min(device.ranks_per_node, mesh.size()),
+            budget=None if given["memory"] is None else parsed_bytes(given["memory"]),
+            words={key: value for key, value in given.items() if key != "memory"},
+            replicate=mesh.size(0) if mesh.ndim == 2 else 1,
+            microbatch=1,
+            accumulation=1,
+            global_batch=None,
+            optimizer="own",
+        )
+    )
+    warnings.warn(
+        f"planned for one sample of {workload.sequence} tokens in a forward on {device.name}; for another batch make "
+        "the plan with trueshard.plan(model, batch=...) and give it to shard(plan=...)",
+        stacklevel=5,
+    )
+    return study.plan
+
+
+_MEMBER = "_planned_group"
+"""Attribute of a stand-in: which group of which optimizer holds it. It goes along when the model is copied."""
+
+
+def _alike(optimizer: torch.optim.Optimizer, number: int, model: nn.Module) -> torch.optim.Optimizer:
+    """``optimizer`` as it is, on the parameters of ``model`` that stand for its own; without state and hooks."""
+    made = copy.copy(optimizer)
+    # What a scheduler put in the place of step() would step the user's own optimizer.
+    made.__dict__ = {key: value for key, value in vars(optimizer).items() if key != "step" and "_hooks" not in key}
+    _torch.make_hookable(made)
+    made.state = defaultdict(dict)
+    made.param_groups = []
+    for g, group in enumerate(optimizer.param_groups):
+        members = [each for each in model.parameters() if getattr(each, _MEMBER, None) == (number, g)]
+        if members:
+            made.param_groups.append({**group, "params": members})
+    return made
+
+
+def _device(mesh: DeviceMesh) -> Hardware:
+    """The device of the catalogue that this machine has."""
+    if mesh.device_type == "cpu":
+        return hardware("cpu")
+    title = torch.cuda.get_device_name().lower().replace(" ", "-")
+    name = max((name for name in known() if name.partition("-")[0] in title), key=len, default="h100")
+    return hardware(name, memory_bytes=torch.cuda.get_device_properties().total_memory)

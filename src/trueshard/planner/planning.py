@@ -1,0 +1,264 @@
+"""``trueshard.plan``: what the user says becomes a space of plans, and the best of it a Plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from trueshard import names
+from trueshard.planner.forecasting import Cluster, study
+from trueshard.planner.hardware import Hardware
+from trueshard.planner.hardware import hardware as named_hardware
+from trueshard.planner.models import workload_of
+from trueshard.planner.search import Space, choose
+from trueshard.planner.simulate import WORDS
+from trueshard.planner.study import Study
+from trueshard.planner.workload import Job
+from trueshard.plans import Plan
+
+_UNITS = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+}  # fmt: skip
+
+
+def plan(
+    model: nn.Module | Callable[[], Any] | str | os.PathLike[str],
+    hardware: str | Hardware = "h100",
+    ranks: int = 8,
+    memory: str | int | None = None,
+    batch: Any = None,
+    **choices: Any,
+) -> Plan:
+    """The fastest plan that fits, worked out on fake tensors: no GPU, no weights, no process group.
+
+    Args:
+        model: an unsharded module, which stays as it is; a function that makes one; a folder with a transformers
+            ``config.json``, or that file; or ``"file.py:factory"``.
+        hardware: a device of the catalogue (``"h100"``, ``"a100"``, …), or a TOML file of that form.
+        ranks: processes, one a device.
+        memory: what torch may reserve on each rank (``"70GiB"``, or bytes); None: all that the device has.
+        batch: one rank's microbatch: example tensors (their first dimension is the microbatch), ``(microbatch,
+            sequence)``, or a function of these two; None: made up from what the model takes.
+        choices: see ``work_out``.
+
+    Returns:
+        A plan with its units and its ``forecast``, for ``shard(plan=...)``.
+
+    Raises:
+        NothingFits: no plan fits; the message says by how much, and the cheapest change that would.
+        ValueError: the model, the hardware or a choice is not understood.
+    """
+    return work_out(model, hardware, ranks, memory, batch, **choices).plan
+
+
+def work_out(
+    model: nn.Module | Callable[[], Any] | str | os.PathLike[str],
+    hardware: str | Hardware = "h100",
+    ranks: int = 8,
+    memory: str | int | None = None,
+    batch: Any = None,
+    *,
+    ranks_per_node: int | None = None,
+    replicate: int | None = None,
+    sequence: int | None = None,
+    microbatch: int | None = None,
+    accumulation: int | None = None,
+    global_batch: int | None = None,
+    optimizer: str | Callable[[nn.Module], Any] | None = None,
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    clip: float | None = 1.0,
+    storage_dtype: str | None = None,
+    units: Any = "auto",
+    reshard_after_forward: Any = "auto",
+    activation_checkpointing: Any = "auto",
+    mixed_precision: MixedPrecisionPolicy | str | None = None,
+    compile: bool = False,
+    offload: str = "auto",
+    plan: Plan | None = None,
+) -> Study:
+    """``plan`` with all that is known of the plan: what is printed and drawn.
+
+    Args:
+        model, hardware, ranks, memory, batch: as of ``plan``.
+        ranks_per_node: devices of a node; None: as the hardware usually comes.
+        replicate: replicas of the model; None: free to choose.
+        sequence: tokens of a sample; None: what the model takes.
+        microbatch: samples in one forward; None: free to choose with ``global_batch``, else 1.
+        accumulation: microbatches a step; likewise.
+        global_batch: samples of all ranks in a step.
+        optimizer: ``"adamw"``, ``"sgd"``, ``"muon"``, a class of torch.optim, or a function (model) → optimizer(s).
+        loss: (model, batch) → scalar; None: what forward returns, as the assumptions say.
+        clip: norm to which gradients are clipped; None: not at all.
+        storage_dtype: in which parameters are stored; None: as made, float32 for a configuration.
+        units, mixed_precision, compile: as of ``shard``.
+        reshard_after_forward, activation_checkpointing, offload: as of ``shard``; ``"auto"``: free to choose.
+        plan: nothing is chosen but what this plan leaves open; the other choices of ``shard`` are left out.
+
+    Raises:
+        NothingFits: no plan fits.
+        ValueError: the model, the hardware or a choice is not understood.
+    """
+    device = named_hardware(hardware) if isinstance(hardware, str) else hardware
+    workload = workload_of(
+        model if isinstance(model, (nn.Module, str, Path)) or not isinstance(model, os.PathLike) else Path(model),
+        sequence=sequence,
+        optimizer=optimizer,
+        batch=batch,
+        loss=loss,
+        clip=clip,
+        storage_dtype=storage_dtype,
+    )
+    if microbatch is None and isinstance(batch, tuple) and len(batch) == 2 and all(type(each) is int for each in batch):
+        microbatch = batch[0]
+    words = {
+        "units": units,
+        "reshard_after_forward": reshard_after_forward,
+        "activation_checkpointing": activation_checkpointing,
+        "mixed_precision": mixed_precision,
+        "compile": compile,
+        "offload": offload,
+    }
+    node = min(device.ranks_per_node, ranks) if ranks_per_node is None else ranks_per_node
+    space = Space(
+        workload=workload,
+        hardware=device,
+        ranks=ranks,
+        ranks_per_node=node,
+        budget=None if memory is None else parsed_bytes(memory),
+        words=words,
+        replicate=replicate,
+        microbatch=microbatch,
+        accumulation=accumulation,
+        global_batch=global_batch,
+        optimizer=optimizer if isinstance(optimizer, str) else "adamw" if optimizer is None else "own",
+    )
+    if plan is not None:
+        return _of_plan(space, plan)
+    return choose(space) if _is_open(space) else _of_words(space)
+
+
+def _is_open(space: Space) -> bool:
+    """Whether anything is left to choose."""
+    batch = space.global_batch is not None and (space.microbatch is None or space.accumulation is None)
+    return batch or space.replicate is None or any(_says_auto(space.words[key]) for key in _CHOSEN)
+
+
+_CHOSEN = ("reshard_after_forward", "activation_checkpointing", "offload")
+
+
+def _says_auto(word: Any) -> bool:
+    return "auto" in word.values() if isinstance(word, Mapping) else word == "auto"
+
+
+def _of_words(space: Space) -> Study:
+    """The study of the one plan that the words mean."""
+    assert space.replicate is not None
+    cluster = Cluster(space.hardware, space.ranks, space.ranks_per_node, space.replicate)
+    words = {key: value for key, value in space.words.items() if value != WORDS[key]}
+    return study(_job(space, cluster, words=words), cluster, space.budget)
+
+
+def _of_plan(space: Space, plan: Plan) -> Study:
+    if plan.ranks and space.replicate is None:
+        space = dataclasses.replace(space, replicate=plan.ranks[0] if len(plan.ranks) == 2 else 1)
+    cluster = Cluster(space.hardware, space.ranks, space.ranks_per_node, space.replicate or 1)
+    return study(_job(space, cluster, plan=plan), cluster, space.budget)
+
+
+def _job(space: Space, cluster: Cluster, **rest: Any) -> Job:
+    microbatch, accumulation = space.microbatch or 1, space.accumulation or 1
+    if space.global_batch is not None and space.global_batch != microbatch * accumulation * space.ranks:
+        raise ValueError(
+            f"global_batch={space.global_batch} is not microbatch {microbatch} × accumulation {accumulation} × "
+            f"{space.ranks} ranks; leave one of them out"
+        )
+    return Job(
+        space.workload,
+        cluster.mesh,
+        microbatch=microbatch,
+        accumulation=accumulation,
+        optimizer=space.optimizer,
+        **rest,
+    )
+
+
+def parsed_bytes(words: str | int) -> int:
+    """``"70GiB"``, ``"70 GB"``, ``"1_000"`` or a number, in bytes.
+
+    Raises:
+        ValueError: not a positive size.
+    """
+    if isinstance(words, int):
+        size: float = words
+    else:
+        match = re.fullmatch(r"\s*([\d_]+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", words)
+        if match is None or match[2].lower() not in _UNITS:
+            near = names.nearest(match[2], ["GiB", "MiB", "GB", "MB"]) if match else ""
+            raise ValueError(f"memory={words!r} is no size; write it like 70GiB, 80GB or a number of bytes.{near}")
+        size = float(match[1].replace("_", "")) * _UNITS[match[2].lower()]
+    if size < 1:
+        raise ValueError(f"memory={words!r} must be more than nothing")
+    return int(size)
+
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def precision(param: str | None, reduce: str | None) -> MixedPrecisionPolicy | None:
+    """torch's policy for two words such as ``"bf16"`` or ``"float32"``; None where neither is said.
+
+    Raises:
+        ValueError: a word that is no floating-point dtype.
+    """
+    if param is None and reduce is None:
+        return None
+    return MixedPrecisionPolicy(param_dtype=_dtype("param-dtype", param), reduce_dtype=_dtype("reduce-dtype", reduce))
+
+
+def _dtype(option: str, word: str | None) -> torch.dtype | None:
+    if word is None:
+        return None
+    name = _DTYPES.get(word, word)
+    if name not in _DTYPES.values():
+        known = [*_DTYPES, *_DTYPES.values()]
+        raise ValueError(f"{option}={word!r} is no dtype; use one of {', '.join(known)}.{names.nearest(word, known)}")
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """A plan from a JSON file: ``Plan.to_json``'s, or what ``trueshard plan --json`` printed.
+
+    Raises:
+        ValueError: not a plan; the message names file and key.
+        OSError: the file cannot be read.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        data = json.loads(text)
+        if isinstance(data, dict) and isinstance(data.get("plan"), dict):
+            text = json.dumps(data["plan"])
+        return Plan.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan as JSON; a file that is there is replaced when the new one is complete."""
+    target = Path(path)
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        aside.write_text(plan.to_json() + "\n", encoding="utf-8")
+        os.replace(aside, target)
+    finally:
+        aside.unlink(missing_ok=True)

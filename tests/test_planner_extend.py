@@ -1,0 +1,247 @@
+"""A model whose blocks repeat is simulated with a few of them; the traces are those of the whole model, event for event."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from trueshard.planner.events import Allocation, Communication, Event, Free, Trace
+from trueshard.planner.factories import Factory
+from trueshard.planner.repeats import find_runs
+from trueshard.planner.simulate import Simulation, simulate
+from trueshard.planner.workload import Job, Workload
+from trueshard.plans import Plan, Unit
+
+SEQUENCE = 16
+
+
+def llama(layers: int, **more: Any) -> nn.Module:
+    sizes = dict(hidden_size=32, intermediate_size=56, num_attention_heads=4, num_key_value_heads=2, vocab_size=97)
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False, **{**sizes, **more}))
+
+
+def lora(layers: int) -> nn.Module:
+    return get_peft_model(llama(layers), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def half_frozen(layers: int) -> nn.Module:
+    model = llama(layers)
+    for block in model.model.layers[: layers // 2]:
+        block.requires_grad_(False)
+    return model
+
+
+def t5(layers: int) -> nn.Module:
+    sizes = dict(d_model=32, d_ff=56, d_kv=8, num_heads=4, vocab_size=97)
+    return T5ForConditionalGeneration(
+        T5Config(
+            num_layers=layers,
+            num_decoder_layers=layers + 2,
+            use_cache=False,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            **sizes,
+        )
+    )
+
+
+def bert(layers: int) -> nn.Module:
+    sizes = dict(hidden_size=32, intermediate_size=56, num_attention_heads=4, vocab_size=97)
+    return BertForMaskedLM(BertConfig(num_hidden_layers=layers, **sizes))
+
+
+class Alternating(nn.Module):
+    """Two kinds of blocks in turn, and one odd one at the end."""
+
+    def __init__(self, pairs: int) -> None:
+        super().__init__()
+        self.first = nn.Embedding(97, 32)
+        thin, wide = (lambda width: nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))), 80
+        self.blocks = nn.ModuleList([thin(wide if i % 2 else 48) for i in range(2 * pairs)] + [thin(64)])
+        self.last = nn.Linear(32, 97)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = self.first(input_ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return nn.functional.cross_entropy(self.last(hidden).flatten(0, 1), labels.flatten())
+
+
+def adamw(**more: Any) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
+    return lambda model: [torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **more)]
+
+
+def by_kind(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    return [
+        torch.optim.SGD(
+            [{"params": matrices, "momentum": 0.9}, {"params": [p for p in model.parameters() if p.ndim < 2]}]
+        )
+    ]
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    found = model(input_ids=batch, labels=batch)
+    return found if isinstance(found, torch.Tensor) else found.loss
+
+
+def job(model: Callable[[], nn.Module], optimizers: Any = None, ranks: tuple[int, ...] = (2,), **more: Any) -> Job:
+    words = more.pop("words", {})
+    workload = Workload(
+        "model",
+        lambda: Factory("model", model, {}).build().model,
+        optimizers or adamw(foreach=True),
+        lambda microbatch, sequence: torch.randint(0, 97, (microbatch, sequence)),
+        loss_of,
+        SEQUENCE,
+    )
+    return Job(workload, ranks, microbatch=2, words=words, **more)
+
+
+def canonical(trace: Trace) -> list[tuple[Any, ...]]:
+    """Events with storages numbered as they first appear, so that traces of two simulations can be compared."""
+    numbers: dict[int, int] = {}
+
+    def told(event: Event) -> tuple[Any, ...]:
+        # Shapes of what all blocks share are not known where they were extended; nor which storages kernels use.
+        left_out = {"place", "storage", "shape", "shapes", "reads", "writes"}
+        if event.place.phase == "clip" and not event.place.unit:
+            left_out |= {"bytes", "read", "written"}  # rounded to rows, see below
+        told = [getattr(event, field.name) for field in dataclasses.fields(event) if field.name not in left_out]
+        if isinstance(event, (Allocation, Free)):
+            told.append(numbers.setdefault(event.storage, len(numbers)))
+        return (type(event).__name__, event.place.phase, event.place.unit, *told)
+
+    held = sorted((each.unit, each.bytes, each.kind, each.what, each.storage) for each in trace.resident)
+    for *_, storage in held:
+        numbers.setdefault(storage, len(numbers))
+    return [("held", *each[:4]) for each in held] + [told(event) for event in trace.events]
+
+
+def partial_norms(trace: Trace) -> int:
+    """Bytes that clipping takes and reads outside of units."""
+    clip = [event for event in trace.events if event.place.phase == "clip" and not event.place.unit]
+    return sum(event.bytes if isinstance(event, Allocation) else getattr(event, "read", 0) for event in clip)
+
+
+def assert_equal(extended: Simulation, whole: Simulation) -> None:
+    assert extended.plan == whole.plan
+    for step in ("first", "steady"):
+        one, two = canonical(getattr(extended, step)), canonical(getattr(whole, step))
+        for at, (a, b) in enumerate(zip(one, two, strict=False)):
+            assert a == b, f"{step}, event {at}"
+        assert len(one) == len(two)
+        rows = [partial_norms(getattr(each, step)) for each in (extended, whole)]
+        assert abs(rows[0] - rows[1]) <= 4200 * len(whole.plan.units), "one row of 1024 elements a block"
+
+
+CASES: dict[str, Job] = {
+    "llama": job(lambda: llama(11)),
+    "llama always, recomputed": job(
+        lambda: llama(11), words={"reshard_after_forward": "always", "activation_checkpointing": "full"}
+    ),
+    "llama never, selective, bf16": job(
+        lambda: llama(11),
+        words={
+            "reshard_after_forward": "never",
+            "activation_checkpointing": "selective",
+            "mixed_precision": "bf16",
+        },
+    ),
+    "llama, 3 ranks, uneven": job(lambda: llama(10), ranks=(3,)),
+    "llama, replicas": job(lambda: llama(10), ranks=(2, 2)),
+    "llama, node size": job(lambda: llama(10), ranks=(4,), words={"reshard_after_forward": 2}),
+    "llama, accumulation": job(lambda: llama(10), accumulation=3),
+    "llama, fused": job(lambda: llama(10), adamw(fused=True)),
+    "llama, for-loop": job(lambda: llama(10), adamw(foreach=False)),
+    "llama, two groups of SGD": job(lambda: llama(10), by_kind),
+    "llama, tied": job(lambda: llama(10, tie_word_embeddings=True)),
+    "llama, first half frozen": job(lambda: half_frozen(20)),
+    "llama, two policies": job(
+        lambda: llama(20),
+        words={"activation_checkpointing": {f"model.layers.{i}": "full" for i in range(9)}},
+    ),
+    "lora": job(lambda: lora(10)),
+    "t5": job(lambda: t5(9)),
+    "bert": job(lambda: bert(10)),
+    "alternating": job(lambda: Alternating(9)),
+    "offload": job(lambda: llama(10), words={"offload": "cpu"}),
+    "on a CPU": job(lambda: llama(10), on_cpu=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_extended_trace_is_the_whole_trace(name: str) -> None:
+    extended, whole = simulate(CASES[name]), simulate(CASES[name], whole=True)
+    assert extended.whole_because == ""
+    assert extended.models >= 2
+    assert_equal(extended, whole)
+
+
+def test_the_number_of_blocks_does_not_matter() -> None:
+    few, many = simulate(job(lambda: llama(9))), simulate(job(lambda: llama(40)))
+    assert sum(isinstance(event, Communication) for event in many.steady) > sum(
+        isinstance(event, Communication) for event in few.steady
+    )
+    assert_equal(many, simulate(job(lambda: llama(40)), whole=True))
+
+
+class Growing(nn.Module):
+    """Blocks that are equal but are given more and more to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Embedding(97, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(10))
+        self.last = nn.Linear(32, 97)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(input_ids)
+        for i, block in enumerate(self.blocks):
+            hidden = torch.cat([hidden, block(hidden[:, : i + 1])], dim=1)
+        return nn.functional.cross_entropy(self.last(hidden[:, : labels.size(1)]).flatten(0, 1), labels.flatten())
+
+
+def test_blocks_that_behave_differently_are_all_run() -> None:
+    found = simulate(job(Growing))
+    assert "behave differently" in found.whole_because
+    assert found.models == 1
+    assert_equal(found, simulate(job(Growing), whole=True))
+
+
+def plan_of(model: nn.Module) -> Plan:
+    return Plan(units=(Unit("", ("",), "root", 1, 4, 1, "float32"),))
+
+
+def test_runs_are_found_by_what_blocks_are() -> None:
+    model = Alternating(9)
+    (run,) = find_runs(model, plan_of(model))
+    assert (run.container, run.start, run.period, run.count) == ("blocks", 0, 2, 9)
+    model.blocks[7][0].weight.requires_grad_(False)
+    assert [(run.start, run.count) for run in find_runs(model, plan_of(model))] == []
+    with torch.device("meta"):
+        deep = llama(30)
+    deep.model.layers[3].self_attn.scaling = 0.3
+    (run,) = find_runs(deep, plan_of(deep))
+    assert (run.container, run.start, run.count) == ("model.layers", 4, 26)
+
+
+def test_blocks_that_share_a_parameter_are_no_run() -> None:
+    model = Alternating(9)
+    for block in model.blocks[:-1]:
+        block[0].bias = model.blocks[0][0].bias if block[0].out_features == 48 else block[0].bias
+    assert find_runs(model, plan_of(model)) == []

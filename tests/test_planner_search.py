@@ -1,0 +1,388 @@
+"""The search: as good as trying everything, and what it says where nothing fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trueshard import _torch, engine, policies
+from trueshard.checkpoint.inspecting import size
+from trueshard.forecast import Forecast
+from trueshard.planner import lattice
+from trueshard.planner.bench import Bench
+from trueshard.planner.forecasting import study
+from trueshard.planner.hardware import hardware
+from trueshard.planner.search import STUDIES, NothingFits, Space, choose
+from trueshard.planner.simulate import WORDS
+from trueshard.planner.space import RECOMPUTE, Offload, Setting, batches, meshes
+from trueshard.planner.study import Study
+from trueshard.planner.workload import Job, Workload
+from trueshard.plans import MixedPrecision, Plan
+
+AUTO = {"reshard_after_forward": "auto", "activation_checkpointing": "auto", "offload": "auto"}
+MIB = 1 << 20
+OFFLOADS: tuple[Offload, ...] = ("none", "cpu")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int, width: int = 1024, words: int = 8192) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Tower(nn.Module):
+    """Without an embedding there is one grouping of units only."""
+
+    def __init__(self, blocks: int, width: int = 1024) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def tower(blocks: int) -> Workload:
+    return Workload(
+        name="tower",
+        model=lambda: Tower(blocks),
+        optimizers=lambda model: [torch.optim.AdamW(model.parameters(), foreach=True)],
+        batch=lambda samples, length: torch.randn(samples, length, 1024),
+        loss=lambda model, x: model(x).float().square().mean(),
+        sequence=2048,
+    )
+
+
+def workload(blocks: int, sequence: int = 2048) -> Workload:
+    return Workload(
+        name="net",
+        model=lambda: Net(blocks),
+        optimizers=lambda model: [torch.optim.AdamW(model.parameters(), foreach=True)],
+        batch=lambda samples, length: torch.randint(0, 8192, (samples, length)),
+        loss=lambda model, ids: nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()),
+        sequence=sequence,
+    )
+
+
+def space(trained: Workload, budget: int | None = None, **more: Any) -> Space:
+    """On eight H100, one sample a rank, everything free."""
+    given: dict[str, Any] = {
+        "hardware": hardware("h100"),
+        "ranks": 8,
+        "ranks_per_node": 8,
+        "budget": budget,
+        "words": {**AUTO, "mixed_precision": "bf16"},
+        "replicate": None,
+        "microbatch": None,
+        "accumulation": None,
+        "global_batch": None,
+        "optimizer": "adamw",
+    }
+    return Space(workload=trained, **{**given, **more})
+
+
+# As good as everything
+
+
+def every_plan(asked: Space, words: str) -> Iterator[tuple[float, int]]:
+    """(seconds a token, reserved bytes) of every choice for every unit, in the grouping that ``words`` makes."""
+    given = {**WORDS, **asked.words, "reshard_after_forward": words, "activation_checkpointing": "none"}
+    with _torch.fake_tensors():
+        plan = engine.resolve(asked.workload.model(), None, {**given, "offload": "none"}, (8,))
+    choices = [
+        [
+            dataclasses.replace(unit, reshard_after_forward=freed, activation_checkpointing=again)
+            for freed in (True, False)
+            for again in (RECOMPUTE if unit.kind == "block" else RECOMPUTE[:1])
+        ]
+        for unit in plan.units
+    ]
+    for microbatch, accumulation in batches(asked):
+        for units in itertools.product(*choices):
+            job = Job(
+                asked.workload,
+                (8,),
+                microbatch=microbatch,
+                accumulation=accumulation,
+                plan=dataclasses.replace(plan, units=units),
+            )
+            found = study(job, asked.cluster(1)).forecast
+            yield 1 / found.tokens_per_second_per_rank, found.peak_reserved_bytes
+
+
+def compare_with_everything(asked: Space, groupings: tuple[str, ...], budgets: int) -> None:
+    """The search finds the least time of all, at so many budgets between the smallest and the largest peak."""
+    everything = [each for words in groupings for each in every_plan(asked, words)]
+    peaks = sorted({peak for _, peak in everything})
+    assert len(peaks) >= budgets
+    for number in range(budgets):
+        budget = peaks[number * (len(peaks) - 1) // budgets]
+        found = choose(dataclasses.replace(asked, budget=budget))
+        least = min(seconds for seconds, peak in everything if peak <= budget)
+        assert found.forecast.peak_reserved_bytes <= budget
+        assert 1 / found.forecast.tokens_per_second_per_rank == pytest.approx(least, rel=1e-9)
+        assert len(found.alternatives) + 1 < len(everything)
+
+
+def test_one_block_equals_everything() -> None:
+    asked = space(tower(1), words={**AUTO, "mixed_precision": "bf16", "units": "Block"})
+    compare_with_everything(asked, ("default",), budgets=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("trained", "groupings", "global_batch"),
+    [
+        (workload(2), ("default", "always"), None),
+        (tower(2), ("default",), 16),
+        (tower(3), ("default",), None),
+    ],
+    ids=["with an embedding", "two microbatches", "three blocks"],
+)
+def test_few_blocks_equal_everything(trained: Workload, groupings: tuple[str, ...], global_batch: int | None) -> None:
+    compare_with_everything(space(trained, global_batch=global_batch), groupings, budgets=5)
+
+
+class Pretended:
+    """Time and memory of plans by hand: sums over coordinates, with memory a maximum of two of them."""
+
+    def __init__(self, sizes: tuple[int, ...], seed: int) -> None:
+        numbers = np.random.default_rng(seed)
+        self.costs = [np.cumsum([0, *numbers.integers(0, 9, size - 1)]) for size in sizes]
+        self.saved = [[np.cumsum([0, *numbers.integers(0, 9, size - 1)]) for size in sizes] for _ in range(2)]
+        self.bases = numbers.integers(60, 90, 2)
+
+    def figures(self, at: Any) -> tuple[float, float]:
+        seconds = 100 + sum(cost[i] for cost, i in zip(self.costs, at, strict=True))
+        peaks = [
+            base - sum(saved[i] for saved, i in zip(each, at, strict=True))
+            for base, each in zip(self.bases, self.saved, strict=True)
+        ]
+        return float(seconds), float(max(peaks))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_refining_a_whole_lattice_finds_the_least_cost(seed: int) -> None:
+    sizes = [(2, 2, 3, 3), (3, 3, 3), (2, 2, 2, 3, 3, 3), (2, 3)][seed % 4]
+    pretended = Pretended(sizes, seed)
+    coordinates = np.array(list(itertools.product(*map(range, sizes))))
+    figures = [pretended.figures(at) for at in coordinates]
+    gib = 1 << 30  # beside which the slack of the allocator is small
+    peaks = sorted(peak for _, peak in figures)
+    budget = int(peaks[(seed * 7) % len(peaks)]) * gib
+    looked: list[tuple[float, bool]] = []
+
+    def look(at: Any) -> Forecast:
+        seconds, peak = pretended.figures(at)
+        looked.append((seconds, peak * gib <= budget))
+        return a_forecast(seconds, int(peak) * gib, budget)
+
+    features = np.concatenate([coordinates, np.ones((len(coordinates), 1))], axis=1)
+    seeds = ((0,) * len(sizes), tuple(size - 1 for size in sizes))
+    whole = lattice.Lattice(coordinates, features, seeds, tuple, whole=True)  # type: ignore[arg-type]
+    at = lattice.refine(whole, look, lambda: min([s for s, fits in looked if fits], default=math.inf), lambda: True)
+    assert at is not None
+    assert pretended.figures(at)[0] == min(seconds for seconds, peak in figures if peak * gib <= budget)
+    assert len(looked) < len(coordinates)
+
+
+def a_forecast(seconds: float, reserved: int, budget: int) -> Forecast:
+    blank: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(Forecast)}
+    return Forecast(
+        **{
+            **blank,
+            "tokens_per_second_per_rank": 1 / seconds,
+            "peak_reserved_bytes": reserved,
+            "budget_bytes": budget,
+            "fits": reserved <= budget,
+        }
+    )
+
+
+# Many blocks
+
+DEEP = 12
+
+
+@pytest.fixture(scope="module")
+def deep() -> Study:
+    """Twelve blocks in a budget between what full recomputation and no recomputation take."""
+    asked = space(tower(DEEP), replicate=1, microbatch=4)
+    bench = Bench(asked)
+    setting = Setting(1, 4, 1, "none")
+    ends = [bench.look(bench.groupings.uniform(setting, "always", word)) for word in ("none", "full")]
+    budget = sum(each.peak_reserved_bytes for each in ends) // 2
+    return choose(dataclasses.replace(asked, budget=budget))
+
+
+def test_many_blocks_are_mixed_and_few_plans_worked_out(deep: Study) -> None:
+    uniform = [each.forecast for each in deep.alternatives]
+    assert deep.forecast.fits
+    assert deep.forecast.tokens_per_second_per_rank >= max(f.tokens_per_second_per_rank for f in uniform if f.fits)
+    kinds = {unit.activation_checkpointing for unit in deep.plan.units if unit.kind == "block"}
+    assert len(kinds) > 1
+    assert len(deep.alternatives) < STUDIES + 9
+    words = [each.words for each in deep.alternatives]
+    assert len(set(words)) == len(words)
+    assert "microbatch 4, reshard always, recompute full" in words
+
+
+def test_the_first_blocks_are_those_that_are_recomputed(deep: Study) -> None:
+    order = {"full": 2, "selective": 1, "none": 0}
+    levels = [order[unit.activation_checkpointing] for unit in deep.plan.units if unit.kind == "block"]
+    assert levels == sorted(levels, reverse=True)
+
+
+def test_a_chosen_plan_is_taken_as_it_stands_and_its_words_mean_its_units(deep: Study) -> None:
+    plan = Plan.from_json(deep.plan.to_json())
+    with _torch.fake_tensors():
+        taken = engine.resolve(Tower(DEEP), plan, {}, (8,))
+    assert taken.units == deep.plan.units
+    assert policies.apply_words(plan, 8).units == deep.plan.units
+    edited = dataclasses.replace(plan, reshard_after_forward="never", activation_checkpointing="none")
+    with _torch.fake_tensors():
+        taken = engine.resolve(Tower(DEEP), edited, {}, (8,))
+    assert {(u.reshard_after_forward, u.activation_checkpointing) for u in taken.units} == {(False, "none")}
+
+
+def test_every_choice_has_its_reason_with_figures(deep: Study) -> None:
+    assert len(deep.reasons) == 3  # resharding, recomputation, offload
+    assert "faster but lacks" in deep.reasons[1]
+    assert "%" in deep.reasons[0]
+    assert deep.reasons[2] == "Offload none: it fits without."
+
+
+# What is fixed stays
+
+
+def test_words_that_are_fixed_are_kept_and_only_the_rest_is_chosen() -> None:
+    words = {
+        "mixed_precision": "bf16",
+        "reshard_after_forward": {"*": "always", "blocks.1": "auto"},
+        "activation_checkpointing": {"blocks.*": "full", "blocks.0": "auto"},
+        "offload": "none",
+    }
+    found = choose(space(workload(2), words=words))
+    reshard = {unit.name: unit.reshard_after_forward for unit in found.plan.units}
+    assert reshard == {"": True, "embed": True, "blocks.0": True, "blocks.1": False}
+    assert [unit.activation_checkpointing for unit in found.plan.units if unit.kind == "block"] == ["none", "full"]
+    assert found.plan.mixed_precision == MixedPrecision("bfloat16", "float32")
+    assert len(found.alternatives) < 6
+
+
+def test_a_global_batch_is_kept_and_the_largest_microbatch_that_fits_is_best() -> None:
+    asked = space(tower(2), global_batch=32)
+    assert batches(asked) == [(4, 1), (2, 2), (1, 4)]
+    found = choose(asked).forecast
+    assert (found.microbatch, found.accumulation) == (4, 1)
+    assert batches(dataclasses.replace(asked, microbatch=2)) == [(2, 2)]
+    assert batches(dataclasses.replace(asked, global_batch=None)) == [(1, 1)]
+    for wrong in ({"global_batch": 12}, {"microbatch": 3}, {"accumulation": 3}, {"microbatch": 2, "accumulation": 4}):
+        with pytest.raises(ValueError, match=r"global_batch=\d+ is not microbatch × accumulation × 8 ranks"):
+            choose(dataclasses.replace(asked, **wrong))
+
+
+def test_replicas_are_whole_nodes_and_a_node_size_needs_several() -> None:
+    asked = space(tower(2), ranks=64)
+    assert meshes(asked) == [1, 2, 8]
+    assert meshes(dataclasses.replace(asked, replicate=4)) == [4]
+    assert meshes(space(tower(2))) == [1]
+    found = choose(dataclasses.replace(asked, ranks=16))
+    values = {each.words for each in found.alternatives}
+    assert any("reshard to 8 ranks" in words for words in values if "replicas" not in words) or found.plan.ranks == (
+        2,
+        8,
+    )
+    assert not any("reshard to 8 ranks" in words for words in values if "2 replicas" in words)
+    assert found.reasons[0].startswith(("2 replicas of 8 ranks: one replica", "One replica over 16 ranks: 2 replicas"))
+
+
+# Where nothing fits
+
+
+def test_the_host_is_used_only_where_nothing_else_fits() -> None:
+    asked = space(tower(6))
+    bench = Bench(asked)
+    least = {way: bench.look(bench.groupings.uniform(Setting(1, 1, 1, way), "always", "full")) for way in OFFLOADS}
+    without, on_host = (least[way].peak_reserved_bytes for way in OFFLOADS)
+    assert on_host < without
+    budget = on_host + MIB
+    found = choose(dataclasses.replace(asked, budget=budget))
+    assert found.plan.offload == "cpu"
+    assert found.reasons[-1].startswith("Offload cpu: without it the most frugal plan lacks ")
+    none = {**asked.words, "offload": "none"}
+    with pytest.raises(NothingFits, match='offload="cpu" would fit'):
+        choose(dataclasses.replace(asked, budget=budget, words=none))
+
+
+def nothing(asked: Space, budget: int) -> NothingFits:
+    with pytest.raises(NothingFits) as caught:
+        choose(dataclasses.replace(asked, budget=budget))
+    assert "\n" not in str(caught.value)
+    assert not caught.value.study.forecast.fits
+    return caught.value
+
+
+def test_where_nothing_fits_it_says_by_how_much_and_what_would() -> None:
+    asked = space(tower(2), microbatch=4, words={**AUTO, "mixed_precision": "bf16", "offload": "none"})
+    refused = nothing(asked, 400 * MIB)
+    lacks = refused.study.forecast.peak_reserved_bytes - 400 * MIB
+    assert f"{size(lacks)} too much" in str(refused)
+    assert "microbatch=2 with accumulation=2 would fit" in str(refused) or "microbatch=1" in str(refused)
+    assert "the most frugal plan (microbatch 4, reshard always, recompute full)" in str(refused)
+
+
+def test_a_word_that_is_fixed_is_the_first_to_give_way() -> None:
+    words = {**AUTO, "mixed_precision": "bf16", "activation_checkpointing": "none"}
+    asked = space(tower(6), microbatch=4, words=words)
+    bench = Bench(dataclasses.replace(asked, words={**AUTO, "mixed_precision": "bf16"}))
+    full = bench.look(bench.groupings.uniform(Setting(1, 4, 1, "none"), "always", "full"))
+    refused = nothing(asked, full.peak_reserved_bytes)
+    assert 'activation_checkpointing="auto" would fit' in str(refused)
+
+
+def test_a_device_that_is_too_small_asks_for_a_shorter_sequence_more_ranks_or_another() -> None:
+    device = hardware("h100")
+    small = hardware("h100", memory_bytes=device.context_bytes + device.communicator_bytes + 160 * MIB)
+    with pytest.raises(NothingFits, match=r'too much; (ranks=\d+|hardware="[^"]+"|sequence=\d+) would fit$'):
+        choose(space(tower(2), hardware=small))
+
+
+def test_a_budget_below_one_unit_is_told_by_its_name() -> None:
+    refused = nothing(space(workload(2)), 12 * MIB)
+    assert "12.0 MiB is less than one unit of net takes: 'embed' is 16.0 MiB when it is gathered" in str(refused)
+    assert "its shard 4.0 MiB" in str(refused)
+
+
+def test_a_budget_above_the_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="is more than the"):
+        choose(space(tower(2), 1 << 40))
