@@ -1,4 +1,4 @@
-"""A model whose blocks repeat is simulated with a few of them; the traces are those of the whole model, event for event."""
+"""A model whose blocks repeat is simulated with a few of them; event for event, the traces are the whole model's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,13 @@ SEQUENCE = 16
 
 
 def llama(layers: int, **more: Any) -> nn.Module:
-    sizes = dict(hidden_size=32, intermediate_size=56, num_attention_heads=4, num_key_value_heads=2, vocab_size=97)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 56,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 97,
+    }
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False, **{**sizes, **more}))
 
 
@@ -46,7 +52,7 @@ def half_frozen(layers: int) -> nn.Module:
 
 
 def t5(layers: int) -> nn.Module:
-    sizes = dict(d_model=32, d_ff=56, d_kv=8, num_heads=4, vocab_size=97)
+    sizes = {"d_model": 32, "d_ff": 56, "d_kv": 8, "num_heads": 4, "vocab_size": 97}
     return T5ForConditionalGeneration(
         T5Config(
             num_layers=layers,
@@ -60,7 +66,7 @@ def t5(layers: int) -> nn.Module:
 
 
 def bert(layers: int) -> nn.Module:
-    sizes = dict(hidden_size=32, intermediate_size=56, num_attention_heads=4, vocab_size=97)
+    sizes = {"hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 4, "vocab_size": 97}
     return BertForMaskedLM(BertConfig(num_hidden_layers=layers, **sizes))
 
 

@@ -149,7 +149,7 @@ def compare_with_everything(asked: Space, groupings: tuple[str, ...], budgets: i
         least = min(seconds for seconds, peak in everything if peak <= budget)
         assert found.forecast.peak_reserved_bytes <= budget
         assert 1 / found.forecast.tokens_per_second_per_rank == pytest.approx(least, rel=1e-9)
-        assert len(found.alternatives) + 1 < len(everything)
+        assert len(found.alternatives) < len(everything)
 
 
 def test_one_block_equals_everything() -> None:
@@ -192,7 +192,7 @@ class Pretended:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_refining_a_whole_lattice_finds_the_least_cost(seed: int) -> None:
-    sizes = [(2, 2, 3, 3), (3, 3, 3), (2, 2, 2, 3, 3, 3), (2, 3)][seed % 4]
+    sizes = [(2, 2, 3, 3), (3, 3, 3), (2, 2, 2, 3, 3, 3), (2, 2, 3)][seed % 4]
     pretended = Pretended(sizes, seed)
     coordinates = np.array(list(itertools.product(*map(range, sizes))))
     figures = [pretended.figures(at) for at in coordinates]
@@ -230,17 +230,17 @@ def a_forecast(seconds: float, reserved: int, budget: int) -> Forecast:
 
 # Many blocks
 
-DEEP = 12
+DEEP = 8
 
 
 @pytest.fixture(scope="module")
 def deep() -> Study:
-    """Twelve blocks in a budget between what full recomputation and no recomputation take."""
+    """Blocks in a budget between what full recomputation and no recomputation take."""
     asked = space(tower(DEEP), replicate=1, microbatch=4)
     bench = Bench(asked)
     setting = Setting(1, 4, 1, "none")
-    ends = [bench.look(bench.groupings.uniform(setting, "always", word)) for word in ("none", "full")]
-    budget = sum(each.peak_reserved_bytes for each in ends) // 2
+    none, full = (bench.look(bench.groupings.uniform(setting, "always", word)) for word in ("none", "full"))
+    budget = (3 * none.peak_reserved_bytes + full.peak_reserved_bytes) // 4
     return choose(dataclasses.replace(asked, budget=budget))
 
 
@@ -300,7 +300,7 @@ def test_words_that_are_fixed_are_kept_and_only_the_rest_is_chosen() -> None:
 
 
 def test_a_global_batch_is_kept_and_the_largest_microbatch_that_fits_is_best() -> None:
-    asked = space(tower(2), global_batch=32)
+    asked = space(tower(2), global_batch=32, words={"mixed_precision": "bf16"})
     assert batches(asked) == [(4, 1), (2, 2), (1, 4)]
     found = choose(asked).forecast
     assert (found.microbatch, found.accumulation) == (4, 1)
@@ -318,10 +318,7 @@ def test_replicas_are_whole_nodes_and_a_node_size_needs_several() -> None:
     assert meshes(space(tower(2))) == [1]
     found = choose(dataclasses.replace(asked, ranks=16))
     values = {each.words for each in found.alternatives}
-    assert any("reshard to 8 ranks" in words for words in values if "replicas" not in words) or found.plan.ranks == (
-        2,
-        8,
-    )
+    assert found.plan.ranks == (2, 8) or any("reshard to 8 ranks" in words for words in values)
     assert not any("reshard to 8 ranks" in words for words in values if "2 replicas" in words)
     assert found.reasons[0].startswith(("2 replicas of 8 ranks: one replica", "One replica over 16 ranks: 2 replicas"))
 
@@ -357,7 +354,8 @@ def test_where_nothing_fits_it_says_by_how_much_and_what_would() -> None:
     refused = nothing(asked, 400 * MIB)
     lacks = refused.study.forecast.peak_reserved_bytes - 400 * MIB
     assert f"{size(lacks)} too much" in str(refused)
-    assert "microbatch=2 with accumulation=2 would fit" in str(refused) or "microbatch=1" in str(refused)
+    # Accumulating would keep whole gradients, so that takes more.
+    assert "too much; microbatch=2 would fit" in str(refused)
     assert "the most frugal plan (microbatch 4, reshard always, recompute full)" in str(refused)
 
 
@@ -378,9 +376,11 @@ def test_a_device_that_is_too_small_asks_for_a_shorter_sequence_more_ranks_or_an
 
 
 def test_a_budget_below_one_unit_is_told_by_its_name() -> None:
-    refused = nothing(space(workload(2)), 12 * MIB)
-    assert "12.0 MiB is less than one unit of net takes: 'embed' is 16.0 MiB when it is gathered" in str(refused)
-    assert "its shard 4.0 MiB" in str(refused)
+    refused = nothing(space(tower(2)), 12 * MIB)
+    told = (
+        "12.0 MiB is less than one unit of tower takes: 'blocks.0' is 16.0 MiB when it is gathered, and its shard 4.0"
+    )
+    assert told in str(refused)
 
 
 def test_a_budget_above_the_device_is_refused() -> None:

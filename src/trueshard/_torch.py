@@ -110,7 +110,7 @@ def initialise(root: ShardedModule) -> None:
         root._get_fsdp_state()._lazy_init()
     finally:
         for parameter in fake:
-            del parameter.reset_sharded_param
+            parameter.__dict__.pop("reset_sharded_param", None)  # one that is tied is there twice
 
 
 def is_initialised(root: ShardedModule) -> bool:

@@ -37,7 +37,9 @@ def plan(
     activation_checkpointing: Annotated[
         str, typer.Option(help="none, selective, full, or auto.", metavar="WORD")
     ] = "auto",
-    offload: Annotated[str, typer.Option(help="none, cpu, or auto.", metavar="WORD")] = "auto",
+    offload: Annotated[
+        str | None, typer.Option(help="none, cpu, or auto (left out: if nothing else fits).", metavar="WORD")
+    ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Every block is compiled.")] = False,
     memory: Annotated[
         str | None, typer.Option(help="What torch may reserve on a rank, such as 70GiB.", metavar="SIZE")

@@ -194,7 +194,7 @@ def _check_middle(base: _Labelled, r: int) -> None:
 
 
 def _grown(base: _Labelled, less: _Labelled, r: int) -> dict[int, tuple[int, ...]]:
-    """Position in ``base`` of events that are there once → by how much each of their amounts grows with a block more."""
+    """Position in ``base`` of events that are there once → by how much their amounts grow with a block more."""
     kept = [at for at, here in enumerate(base.labels) if here != (r, COPIED)]
     renamed = [_after_removal(base.labels[at], r) for at in kept]
     if renamed != less.labels:
@@ -295,7 +295,8 @@ class _Extension:
         if isinstance(event, (Allocation, Free)):
             changes["storage"] = self._storage(event.storage, old, new)
         if isinstance(event, (Kernel, Communication)) and event.after:
-            changes["after"] = tuple(place for each in event.after for place in self._positions(each, old, new))
+            places = (place for each in event.after for place in self._positions(each, old, new))
+            changes["after"] = tuple(sorted(places))
         if (more := self.growth.get(at)) is not None:
             if isinstance(event, Allocation):
                 changes["shape"] = ()  # grown, in a dimension that nobody knows

@@ -48,7 +48,7 @@ class Cluster:
 
     @property
     def overhead_bytes(self) -> int:
-        """Taken on each device outside of torch's allocator: the context, and a communicator for each mesh dimension."""
+        """Taken on a device outside of torch's allocator: the context, and a communicator for each mesh dimension."""
         communicators = sum(size > 1 for size in self.mesh)
         return self.hardware.context_bytes + communicators * self.hardware.communicator_bytes
 

@@ -69,7 +69,8 @@ def _whole(base: Base, split: bool, setting: Setting, levels: Sequence[bool | in
     freed = [i for i, free in enumerate(base.free_reshard) if free]
     again = [i for i, free in enumerate(base.free_recompute) if free]
     sizes = [len(levels)] * len(freed) + [len(RECOMPUTE)] * len(again)
-    coordinates = np.array(list(itertools.product(*map(range, sizes))), dtype=np.int64).reshape(-1, len(sizes))
+    coordinates = np.array(list(itertools.product(*map(range, sizes))), dtype=np.int64)
+    coordinates = coordinates.reshape(math.prod(sizes), len(sizes))
     steps: list[NDArray[Any]] = [
         coordinates[:, [i]] >= level for i, size in enumerate(sizes) for level in range(1, size)
     ]
@@ -99,7 +100,7 @@ def rows_of_blocks(groupings: Groupings, setting: Setting, around: Sequence[int]
     levels = _levels(groupings, setting)
     bases = groupings.of(setting.replicate)
     base = bases[False]
-    blocks = sum(_is_block(base)) if any(_is_block(base)) else 0
+    blocks = sum(_is_block(base))
     again = sum(base.free_recompute)
     rest = len(levels) if sum(base.free_reshard) > blocks else 1
     axes = [_counts(again, around, 0), _counts(again, around, 1), _counts(blocks, around, 2)]
@@ -119,6 +120,12 @@ def rows_of_blocks(groupings: Groupings, setting: Setting, around: Sequence[int]
     least = (blocks, blocks, rest - 1)
     seeds = ((0, 0, 0, 0, 0), (again, again, *least), (0, 0, *least), (again, 0, *least))
     return Lattice(coordinates, _with_constant(parts, len(kept)), seeds, point, whole=False)
+
+
+def is_every_count(groupings: Groupings, setting: Setting) -> bool:
+    """Whether ``rows_of_blocks`` without ``around`` has every number of blocks."""
+    base = groupings.of(setting.replicate)[False]
+    return max(sum(_is_block(base)), sum(base.free_recompute)) <= STEPS
 
 
 def _is_block(base: Base) -> list[bool]:

@@ -83,7 +83,7 @@ def work_out(
     activation_checkpointing: Any = "auto",
     mixed_precision: MixedPrecisionPolicy | str | None = None,
     compile: bool = False,
-    offload: str = "auto",
+    offload: str | None = None,
     plan: Plan | None = None,
 ) -> Study:
     """``plan`` with all that is known of the plan: what is printed and drawn.
@@ -91,7 +91,7 @@ def work_out(
     Args:
         model, hardware, ranks, memory, batch: as of ``plan``.
         ranks_per_node: devices of a node; None: as the hardware usually comes.
-        replicate: replicas of the model; None: free to choose.
+        replicate: replicas of the model; None: free to choose where anything is, else 1.
         sequence: tokens of a sample; None: what the model takes.
         microbatch: samples in one forward; None: free to choose with ``global_batch``, else 1.
         accumulation: microbatches a step; likewise.
@@ -101,7 +101,8 @@ def work_out(
         clip: norm to which gradients are clipped; None: not at all.
         storage_dtype: in which parameters are stored; None: as made, float32 for a configuration.
         units, mixed_precision, compile: as of ``shard``.
-        reshard_after_forward, activation_checkpointing, offload: as of ``shard``; ``"auto"``: free to choose.
+        reshard_after_forward, activation_checkpointing: as of ``shard``; ``"auto"``: free to choose.
+        offload: as of ``shard``; ``"auto"``: if nothing fits without; None: that where anything is free, else not.
         plan: nothing is chosen but what this plan leaves open; the other choices of ``shard`` are left out.
 
     Raises:
@@ -120,7 +121,7 @@ def work_out(
     )
     if microbatch is None and isinstance(batch, tuple) and len(batch) == 2 and all(type(each) is int for each in batch):
         microbatch = batch[0]
-    words = {
+    words: dict[str, Any] = {
         "units": units,
         "reshard_after_forward": reshard_after_forward,
         "activation_checkpointing": activation_checkpointing,
@@ -128,6 +129,10 @@ def work_out(
         "compile": compile,
         "offload": offload,
     }
+    batch_is_free = global_batch is not None and (microbatch is None or accumulation is None)
+    chosen = words["reshard_after_forward"], words["activation_checkpointing"]
+    is_open = batch_is_free or offload == "auto" or any(map(_says_auto, chosen))
+    words["offload"] = ("auto" if is_open else "none") if offload is None else offload
     node = min(device.ranks_per_node, ranks) if ranks_per_node is None else ranks_per_node
     space = Space(
         workload=workload,
@@ -136,7 +141,7 @@ def work_out(
         ranks_per_node=node,
         budget=None if memory is None else parsed_bytes(memory),
         words=words,
-        replicate=replicate,
+        replicate=replicate if replicate or is_open else 1,
         microbatch=microbatch,
         accumulation=accumulation,
         global_batch=global_batch,
@@ -144,16 +149,7 @@ def work_out(
     )
     if plan is not None:
         return _of_plan(space, plan)
-    return choose(space) if _is_open(space) else _of_words(space)
-
-
-def _is_open(space: Space) -> bool:
-    """Whether anything is left to choose."""
-    batch = space.global_batch is not None and (space.microbatch is None or space.accumulation is None)
-    return batch or space.replicate is None or any(_says_auto(space.words[key]) for key in _CHOSEN)
-
-
-_CHOSEN = ("reshard_after_forward", "activation_checkpointing", "offload")
+    return choose(space) if is_open else _of_words(space)
 
 
 def _says_auto(word: Any) -> bool:

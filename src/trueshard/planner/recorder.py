@@ -166,19 +166,18 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # what it does to its local tensors comes here in its turn
         kwargs = kwargs or {}
+        if func.namespace in _SILENT:
+            return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self.values.read(args[0])
         if _adds_in_place(func, args):
             func = torch.ops.aten.add_.Tensor
         inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         self._follow_owner(inputs)
-        if func.namespace not in _SILENT:
-            self._follow_numbers()
+        self._follow_numbers()
         keeps = self.on_cpu and workspaces.saves_number(func, args)
         out = func(*args, **kwargs)
         self.values.follow(func, args, kwargs, out)
-        if func.namespace in _SILENT:
-            return out
         kind = operation(func)
         results = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
         handed_on = _torch.called_by_mode(sys._getframe())

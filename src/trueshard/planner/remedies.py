@@ -48,8 +48,9 @@ def check_largest_unit(bench: Bench) -> None:
     space = bench.space
     setting = Setting(replicate, *batches(space)[-1], space.offloads[0])
     study = bench.study(bench.groupings.uniform(setting, "always", "full"))
+    name = repr(unit.name) if unit.name else "the root"
     raise NothingFits(
-        f"{size(budget)} is less than one unit of {space.workload.name} takes: {unit.name or 'the root'!r} is "
+        f"{size(budget)} is less than one unit of {space.workload.name} takes: {name} is "
         f"{size(gathered)} when it is gathered, and its shard {size(shard)}; the most frugal plan reserves "
         f"{size(study.forecast.peak_reserved_bytes)}: raise memory, or make smaller units with units=",
         study,

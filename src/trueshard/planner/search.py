@@ -122,7 +122,7 @@ def _explore(bench: Bench, setting: Setting) -> None:
         for _ in range(2):
             rows = lattice.rows_of_blocks(bench.groupings, setting, around)
             around = lattice.refine(rows, bench.look, bench.best_cost, lambda: len(bench.forecasts) < STUDIES)
-            if around is None:
+            if around is None or lattice.is_every_count(bench.groupings, setting):
                 return
 
 

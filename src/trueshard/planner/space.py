@@ -284,8 +284,9 @@ def reshard_text(plan: Plan, split: bool) -> str:
         split: embeddings are units of their own; told where ``shard()`` would not do that by itself.
     """
     word = plan.reshard_after_forward
+    root_stays = plan.unit("").reshard_after_forward is False
+    apart = " with embeddings apart" if split and root_stays and word != "last_layer" else ""
     if not isinstance(word, Mapping):
-        apart = " with embeddings apart" if split and word in ("default", "never") else ""
         return (f"reshard to {word} ranks" if isinstance(word, int) else f"reshard {word}") + apart
     kept = _listed(unit for unit in plan.units if unit.reshard_after_forward is False)
     words = [f"keep {kept} gathered"] if kept else []
@@ -294,7 +295,7 @@ def reshard_text(plan: Plan, split: bool) -> str:
         f"reshard {_listed(unit for unit in plan.units if unit.reshard_after_forward == ranks)} to {ranks} ranks"
         for ranks in sorted(sizes)
     ]
-    return " and ".join(words)
+    return " and ".join(words) + apart
 
 
 def recompute_text(plan: Plan) -> str:

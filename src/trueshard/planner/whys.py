@@ -53,7 +53,9 @@ def _sentence(bench: Bench, text: Text, rest: list[Text]) -> str:
     others = [each for each in rivals if text(each) != text(best)]
     alike = [each for each in others if all(other(each) == other(best) for other in rest)]
     told = f"{text(best)[0].upper()}{text(best)[1:]}"
-    found = [clause for tell in (_faster, _next, _smaller) if (clause := tell(bench, text, alike or others))]
+    # Where no plan differs in this alone, some plan that differs in this is told of.
+    named: Text = text if alike else lambda point: f"a plan with {text(point)}"
+    found = [clause for tell in (_faster, _next, _smaller) if (clause := tell(bench, named, alike or others))]
     return f"{told}: {'; '.join(found[:2])}." if found else f"{told}: nothing else fits the words that were given."
 
 
