@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks import machine, page
 from benchmarks.table import Table
 
-NAMES = ("step", "optimizer", "muon", "shard_time", "traffic", "checkpoint")
+NAMES = ("step", "optimizer", "muon", "shard_time", "traffic", "checkpoint", "planner", "planner_published")
 
 
 def main() -> None:

@@ -26,8 +26,11 @@ if TYPE_CHECKING:
         save,
     )
     from trueshard.engine import accumulate, set_reshard_after_forward
+    from trueshard.forecast import Forecast
     from trueshard.optim.clip import clip_grad_norm_
     from trueshard.optim.norms import MeasuredNorms, Norms, measure_norms
+    from trueshard.planner.planning import plan
+    from trueshard.planner.remedies import NothingFits
     from trueshard.plans import MixedPrecision, Plan, Unit
     from trueshard.tokens import TokenMean, count_targets, token_mean
 
@@ -38,11 +41,13 @@ _WHERE = {
     "Checkpoints": "checkpoint",
     "Compared": "checkpoint",
     "DamagedCheckpoint": "checkpoint",
+    "Forecast": "forecast",
     "Found": "checkpoint",
     "Inspected": "checkpoint",
     "MeasuredNorms": "optim.norms",
     "MixedPrecision": "plans",
     "Norms": "optim.norms",
+    "NothingFits": "planner.remedies",
     "Plan": "plans",
     "Saving": "checkpoint",
     "TokenMean": "tokens",
@@ -56,6 +61,7 @@ _WHERE = {
     "latest": "checkpoint",
     "load": "checkpoint",
     "measure_norms": "optim.norms",
+    "plan": "planner.planning",
     "save": "checkpoint",
     "set_reshard_after_forward": "engine",
     "shard": "api",
@@ -67,11 +73,13 @@ __all__ = [
     "Checkpoints",
     "Compared",
     "DamagedCheckpoint",
+    "Forecast",
     "Found",
     "Inspected",
     "MeasuredNorms",
     "MixedPrecision",
     "Norms",
+    "NothingFits",
     "Plan",
     "Saving",
     "TokenMean",
@@ -85,6 +93,7 @@ __all__ = [
     "latest",
     "load",
     "measure_norms",
+    "plan",
     "save",
     "set_reshard_after_forward",
     "shard",

@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
         """A module on which ``fully_shard`` was called; torch's own type does not say that it is a module."""
 else:
     ShardedModule = FSDPModule
+
+#: What sees every operator that runs inside it, and every leaf of nested containers; neither has a public name.
+DispatchMode = TorchDispatchMode
+leaves_of = _pytree.tree_leaves
+map_only = _pytree.tree_map_only
 
 #: What torch itself keeps in a parameter's ``__dict__``: ``nn.Parameter``'s mark, and ``fully_shard``'s (2.13 on).
 PARAMETER_ATTRIBUTES = frozenset({"_is_param", "_fsdp_orig_uid"})
@@ -167,7 +172,7 @@ def in_pass(module: nn.Module) -> bool:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor in nested containers; ``torch.utils._pytree`` is what knows the registered ones."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
 def interrupted(root: ShardedModule) -> bool:
@@ -586,18 +591,18 @@ def is_held_once(tensor: torch.Tensor) -> bool:
     """Whether nobody holds ``tensor`` or its storage but the arguments of the operator that a dispatch mode sees."""
     dense = tensor.is_contiguous() or torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
     uses = int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-    return dense and tensor._use_count() <= HELD[0] and uses <= HELD[1]
+    return dense and int(cast(Any, tensor)._use_count()) <= HELD[0] and uses <= HELD[1]
 
 
 class _Chunks(Sequence[torch.Tensor]):
     """``torch.chunk``, of which each is made when it is asked for; empty ones behind the last."""
 
     def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
-        self.tensor, self.count, self.dim = tensor, count, dim
+        self.tensor, self.chunks, self.dim = tensor, count, dim
         self.rows = -(-tensor.size(dim) // count)
 
     def __len__(self) -> int:
-        return self.count
+        return self.chunks
 
     def __getitem__(self, number: Any) -> Any:
         start = self.rows * number

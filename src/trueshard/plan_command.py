@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated
@@ -50,10 +51,16 @@ def plan(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan, for shard(plan=...).", metavar="FILE")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with memory and time line.", metavar="FILE")] = None,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Run rank 0 on this machine's GPU, and compare.", show_default=False)
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what training a model costs on a cluster, and choose how to shard it. Needs neither GPUs nor weights."""
     from trueshard.planner import difference, page, planning, report
+    from trueshard.planner import rehearse as rehearsing
+    from trueshard.planner.hardware import hardware as named_hardware
+    from trueshard.planner.models import workload_of
 
     with refused():
         if diff is not None:
@@ -61,6 +68,8 @@ def plan(
             return
         if not model:
             raise UserError("plan needs a MODEL: a folder with a config.json, that file, or file.py:factory")
+        if rehearse:
+            rehearsing.require("cuda")
         found = planning.work_out(
             model,
             hardware,
@@ -86,7 +95,15 @@ def plan(
             planning.write_plan(found.plan, out)
         if html is not None:
             page.write_page(found, html)
-        print(json.dumps(report.as_json(found), indent=2) if as_json else report.text(found))
+        rehearsal = None
+        if rehearse:
+            workload = workload_of(model, sequence=sequence, optimizer=optimizer, storage_dtype=storage_dtype)
+            rehearsal = rehearsing.rehearse(rehearsing.job_of(found, workload), named_hardware(hardware))
+        if as_json:
+            more = {} if rehearsal is None else {"rehearsal": dataclasses.asdict(rehearsal)}
+            print(json.dumps(report.as_json(found) | more, indent=2))
+        else:
+            print(report.text(found), *([] if rehearsal is None else ["", rehearsal]), sep="\n")
 
 
 def _word(text: str) -> str | int:

@@ -78,7 +78,7 @@ def flat(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """1-D: copies of contiguous tensors behind one another; the piece itself where it is the only one."""
     if len(pieces) == 1:
         return pieces[0].view(-1)
-    if len(set(map(torch.Tensor.dim, pieces))) == 1:
+    if pieces[0].dim() and len(set(map(torch.Tensor.dim, pieces))) == 1:
         with contextlib.suppress(RuntimeError):  # rows of one length: views of hundreds would cost more than the copy
             return torch.cat(list(pieces)).view(-1)
     return torch.cat([piece.view(-1) for piece in pieces])

@@ -21,7 +21,7 @@ from trueshard.forecast import Forecast
 from trueshard.planner.bench import cost, slack
 from trueshard.planner.space import RECOMPUTE, Base, Groupings, Point, Setting, node_size
 
-WHOLE = 1024
+WHOLE = 512
 """Plans of one setting up to which each unit is chosen by itself."""
 
 STEPS = 16

@@ -19,6 +19,7 @@ from trueshard.planner.forecasting import Cluster, study
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.hardware import hardware as named_hardware
 from trueshard.planner.models import workload_of
+from trueshard.planner.preflight import preflight
 from trueshard.planner.search import Space, choose
 from trueshard.planner.simulate import WORDS
 from trueshard.planner.study import Study
@@ -147,9 +148,30 @@ def work_out(
         global_batch=global_batch,
         optimizer=optimizer if isinstance(optimizer, str) else "adamw" if optimizer is None else "own",
     )
+    told = _preflight(space, plan)
     if plan is not None:
-        return _of_plan(space, plan)
-    return choose(space) if is_open else _of_words(space)
+        found = _of_plan(space, plan)
+    elif is_open:
+        found = choose(space)
+    else:
+        found = _of_words(space)
+    return dataclasses.replace(found, assumptions=(*found.assumptions, *told))
+
+
+def _preflight(space: Space, plan: Plan | None) -> list[str]:
+    """What may not be meant, one sentence each.
+
+    Raises:
+        ValueError: what would fail in the first step.
+    """
+    words = {key: WORDS[key] if _says_auto(word) else word for key, word in space.words.items()}
+    mesh = space.cluster(space.replicate or 1).mesh
+    problems = preflight(space.workload, ranks=mesh, microbatch=space.microbatch or 1, plan=plan, words=words)
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise ValueError(f"{str(errors[0]).removeprefix('error: ')}{more}")
+    return [str(problem).removeprefix("warning: ") for problem in problems]
 
 
 def _says_auto(word: Any) -> bool:

@@ -10,8 +10,6 @@ from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from trueshard import _torch
 from trueshard.planner import collectives, workspaces
@@ -21,7 +19,7 @@ from trueshard.planner.scripts import Result, Script
 from trueshard.planner.values import Values
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(_torch.DispatchMode):
     """Inside, on fake tensors, writes events. What it writes of memory is exact: storages are followed, not operators.
 
     Attributes:
@@ -172,14 +170,12 @@ class Recorder(TorchDispatchMode):
             return self.values.read(args[0])
         if _adds_in_place(func, args):
             func = torch.ops.aten.add_.Tensor
-        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        inputs = _torch.tensors_in((args, kwargs))
         self._follow_owner(inputs)
         self._follow_numbers()
         keeps = self.on_cpu and workspaces.saves_number(func, args)
-        out = func(*args, **kwargs)
-        self.values.follow(func, args, kwargs, out)
+        out, results = self.values.run(func, args, kwargs, inputs)
         kind = operation(func)
-        results = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
         handed_on = _torch.called_by_mode(sys._getframe())
         if func is torch.ops.aten._safe_softmax.default and not handed_on:
             self._mask_in_place(args[0])
@@ -190,7 +186,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace in collectives.NAMESPACES:
             self._collective(func, args, results)
         elif not kind.is_free:
-            kernel = self._kernel(func, kind, args, kwargs, results)
+            kernel = self._kernel(func, kind, args, kwargs, inputs, results)
             if self.on_cpu:
                 script = workspaces.workspace(func, args, kwargs, results)
                 script = workspaces.with_number(script, func, args, again=handed_on, kept=keeps)
@@ -206,8 +202,16 @@ class Recorder(TorchDispatchMode):
         held = [self.allocation_of(each) for each in tensors]
         return tuple(dict.fromkeys(each.storage for each in held if each is not None))
 
-    def _kernel(self, func: Any, kind: Operation, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Kernel:
-        inputs = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+    def _kernel(
+        self,
+        func: Any,
+        kind: Operation,
+        args: Any,
+        kwargs: Any,
+        given: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+    ) -> Kernel:
+        inputs = {id(each): each for each in given}
         read = sum(collectives.nbytes(each) for each in inputs.values())
         written = sum(collectives.nbytes(each) for each in results) if results else read // 2
         after = {self._results[key] for each in inputs.values() if (key := _identity(each)) in self._results}
@@ -295,7 +299,7 @@ class Recorder(TorchDispatchMode):
         if told is None:
             return
         kind, group, whole, received = told
-        tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+        tensors = [each for each in _torch.leaves_of(args) if isinstance(each, torch.Tensor)]
         ranks = torch.distributed.get_process_group_ranks(group)
         after = {self._results[key] for each in tensors if (key := _identity(each)) in self._results}
         self.events.append(
@@ -347,7 +351,7 @@ class _Token:
 def _changed(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors among an operator's arguments that it writes to."""
     given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)]
-    return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
+    return [each for each in _torch.leaves_of(given) if isinstance(each, torch.Tensor)]
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trueshard import _torch, engine, names
+from trueshard.planner.compiling import compiled
 from trueshard.planner.events import Allocation, Event, Free, Kernel, Phase, Place, Stream, Trace
 from trueshard.planner.extend import KEPT, NotPeriodicError, extend, labelled
 from trueshard.planner.offloading import offloaded
@@ -154,9 +155,7 @@ def _adopt(recorder: Recorder, model: nn.Module, plan: Plan) -> None:
         recorder.members[unit.name] = [name_of[id(parameter)] for parameter in parameters]
         recorder.adopt(zip(recorder.members[unit.name], parameters, strict=True), "parameters", unit.name)
     recorder.adopt(((name_of[id(parameter)], parameter) for parameter in model.parameters()), "parameters", "")
-    recorder.adopt(
-        ((name, tensor) for name, _, _, tensor in names.named_tensors(model, "buffers")), "parameters", ""
-    )
+    recorder.adopt(((name, tensor) for name, _, _, tensor in names.named_tensors(model, "buffers")), "parameters", "")
 
 
 def _names(model: nn.Module) -> dict[int, str]:
@@ -279,6 +278,8 @@ def _as_planned(trace: Trace, job: Job, plan: Plan, members: Mapping[str, Sequen
     """What no run on CPU tensors shows, put in: where memory is, and what a compiler leaves out."""
     if plan.offload == "cpu" and not job.on_cpu:
         trace = offloaded(trace, {name for names in members.values() for name in names})
+    if plan.compile:
+        trace = compiled(trace, plan)
     for event in trace.events:
         if isinstance(event, Kernel):
             event.reads = event.writes = ()

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trueshard import _torch
+from trueshard.planner.operations import run_operator
+from trueshard.planner.selections import Selections
 
 LARGEST = 32 << 10
 """Bytes of a storage up to which its values are followed."""
@@ -24,6 +24,8 @@ _MADE = {"zeros", "ones", "full", "arange", "scalar_tensor", "new_zeros", "new_o
 _SET = {"zero_", "fill_", "copy_"}
 _SELDOM = {"ne", "isnan", "isinf", "isneginf", "isposinf"}
 """Comparisons that usually find nothing: what was remembered is as it was, and numbers are finite."""
+_EXTREMES = {("max", "ge"), ("max", "gt"), ("amax", "ge"), ("amax", "gt"), ("min", "lt"), ("amin", "lt")}
+"""A largest number compared with what it must stay below, a smallest one with what it must reach: checks of input."""
 _PASSED_ON = {"any", "all", "bitwise_or", "bitwise_and", "logical_or", "logical_and", "clone", "view", "_to_copy"}
 _UNREAD = {"allreduce_", "broadcast_", "wait_tensor", "_amp_foreach_non_finite_check_and_unscale_"}
 """Operations after which what is written to is taken to be as before: ranks agree, and nothing is infinite."""
@@ -37,11 +39,44 @@ class Values:
         """By identity of the fake storage: its values, as a 1-D tensor of bytes."""
         self._seldom: set[int] = set()
         """Storages of unknown truth values that are usually false."""
+        self._extremes: dict[int, str] = {}
+        """By identity of a storage that holds a largest or smallest number: the operation that found it."""
+        self.selections = Selections(self._twin)
 
     def forget(self, storage: int) -> None:
-        """The storage is gone, or nobody knows what is in it now."""
+        """The storage is gone."""
+        self._unknown(storage)
+        self._extremes.pop(storage, None)
+        self.selections.forget(storage)
+
+    def _unknown(self, storage: int) -> None:
+        """Nobody knows what is in the storage now."""
         self._twins.pop(storage, None)
         self._seldom.discard(storage)
+
+    def run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+        """``func`` on fake tensors, and on their twins where there are some.
+
+        Args:
+            func: the operator.
+            args: its arguments.
+            kwargs: the rest of them.
+            inputs: the tensors among both.
+
+        Returns:
+            What it returned, and the tensors in that.
+        """
+        if self.selections.concerns(func, args):
+            out, real = self.selections.run(func, args, kwargs)
+            outputs = _torch.tensors_in(out)
+            if real is not None:
+                with _torch.real_tensors():
+                    self._remember(outputs, _torch.tensors_in(real))
+            return out, outputs
+        out = run_operator(func, args, kwargs)
+        outputs = [out] if isinstance(out, torch.Tensor) else _torch.tensors_in(out)
+        self._follow(func, args, kwargs, inputs, outputs)
+        return out, outputs
 
     def read(self, tensor: torch.Tensor) -> bool | int | float:
         """What ``tensor.item()`` returns: its value, or a usual one where it is unknown (0.5, 1, True;
@@ -54,49 +89,54 @@ class Values:
             return _torch.storage_identity(tensor) not in self._seldom
         return 0.5 if tensor.is_floating_point() else 1
 
-    def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _follow(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> None:
         """After ``func`` ran on fake tensors: run it on the twins too, if all of its inputs have some."""
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        self._follow_truth(func, inputs, outputs)
-        if not self._concerns(func, inputs, outputs):
-            return
         name = func._schema.name.partition("::")[2]
-        if name in _UNREAD:
+        self._follow_truth(name, inputs, outputs)
+        self.selections.follow(name, args, outputs)
+        if name in _UNREAD or not self._concerns(name, inputs, outputs):
             return
         written = [tensor for tensor in inputs if _is_written(func, tensor, args, kwargs)]
         known = self._knows(name, inputs, written)
         if not known or torch.Tag.nondeterministic_seeded in func.tags:
             for tensor in (*written, *outputs):
-                self.forget(_torch.storage_identity(tensor))
+                self._unknown(_torch.storage_identity(tensor))
             return
         for tensor in written:
             if self._twin(tensor) is None:
                 self._twins[_torch.storage_identity(tensor)] = _blank(tensor)
         with _torch.real_tensors():
-            real_args, real_kwargs = tree_map_only(torch.Tensor, self._twin_or_self, (args, kwargs))
+            real_args, real_kwargs = _torch.map_only(torch.Tensor, self._twin_or_self, (args, kwargs))
             real = func(*real_args, **{**real_kwargs, **_on_cpu(real_kwargs)})
-            for fake, value in zip(outputs, tree_leaves(real), strict=False):
-                key = _torch.storage_identity(fake)
-                if key not in self._twins and isinstance(value, torch.Tensor):
-                    self._twins[key] = _bytes_of(value, fake)
+            self._remember(outputs, _torch.leaves_of(real))
 
-    def _follow_truth(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    def _remember(self, outputs: list[torch.Tensor], values: list[Any]) -> None:
+        for fake, value in zip(outputs, values, strict=False):
+            key = _torch.storage_identity(fake)
+            size = fake.untyped_storage().nbytes()
+            if key not in self._twins and isinstance(value, torch.Tensor) and size <= LARGEST and _torch.is_fake(fake):
+                self._twins[key] = _bytes_of(value, fake)
+
+    def _follow_truth(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        if name in ("max", "min", "amax", "amin"):
+            self._extremes[_torch.storage_identity(outputs[0])] = name
         if len(outputs) != 1 or outputs[0].dtype != torch.bool:
             return
-        name = func._schema.name.partition("::")[2]
         passed = name in _PASSED_ON and any(_torch.storage_identity(each) in self._seldom for each in inputs)
-        if name in _SELDOM or passed:
+        check = bool(inputs) and (self._extremes.get(_torch.storage_identity(inputs[0]), ""), name) in _EXTREMES
+        if name in _SELDOM or passed or check:
             self._seldom.add(_torch.storage_identity(outputs[0]))
 
-    def _concerns(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+    def _concerns(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
         if any(tensor.untyped_storage().nbytes() > LARGEST for tensor in outputs):
             return False
         if not inputs:
             return bool(outputs)
         return any(
             _torch.storage_identity(tensor) in self._twins or not _torch.is_fake(tensor) for tensor in inputs
-        ) or (func._schema.name.partition("::")[2] in _SET)
+        ) or (name in _SET)
 
     def _knows(self, name: str, inputs: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
         if not inputs:
@@ -113,6 +153,8 @@ class Values:
         memory = self._twins.get(_torch.storage_identity(tensor))
         if memory is None:
             return None
+        if memory.numel() % tensor.itemsize:
+            return None  # a view of a part, in another dtype
         with _torch.real_tensors():
             return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
@@ -123,13 +165,17 @@ class Values:
 
 def _is_written(func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> bool:
     for spec, value in zip(func._schema.arguments, args, strict=False):
-        if spec.alias_info is not None and spec.alias_info.is_write and any(x is tensor for x in tree_leaves(value)):
+        if (
+            spec.alias_info is not None
+            and spec.alias_info.is_write
+            and any(x is tensor for x in _torch.leaves_of(value))
+        ):
             return True
     return any(
         spec.alias_info is not None
         and spec.alias_info.is_write
         and spec.name in kwargs
-        and any(x is tensor for x in tree_leaves(kwargs[spec.name]))
+        and any(x is tensor for x in _torch.leaves_of(kwargs[spec.name]))
         for spec in func._schema.arguments
     )
 
@@ -150,7 +196,7 @@ def _bytes_of(value: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
     return memory
 
 
-class Following(TorchDispatchMode):
+class Following(_torch.DispatchMode):
     """Inside, on fake tensors, ``values`` follows what runs before anything is recorded."""
 
     def __init__(self, values: Values) -> None:
@@ -166,10 +212,9 @@ class Following(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self.values.read(args[0])
-        out = func(*args, **kwargs)
-        self.values.follow(func, args, kwargs, out)
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and _torch.is_fake(tensor):
+        out, outputs = self.values.run(func, args, kwargs, _torch.tensors_in((args, kwargs)))
+        for tensor in outputs:
+            if _torch.is_fake(tensor):
                 self._see(tensor.untyped_storage())
         return out
 

@@ -54,7 +54,7 @@ def _sentence(bench: Bench, text: Text, rest: list[Text]) -> str:
     alike = [each for each in others if all(other(each) == other(best) for other in rest)]
     told = f"{text(best)[0].upper()}{text(best)[1:]}"
     # Where no plan differs in this alone, some plan that differs in this is told of.
-    named: Text = text if alike else lambda point: f"a plan with {text(point)}"
+    named: Text = text if alike else lambda point: f"another plan ({text(point)})"
     found = [clause for tell in (_faster, _next, _smaller) if (clause := tell(bench, named, alike or others))]
     return f"{told}: {'; '.join(found[:2])}." if found else f"{told}: nothing else fits the words that were given."
 
