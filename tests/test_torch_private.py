@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import datetime
 import inspect
+import sys
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from models.handmade import Stack
 from parity import Ranks
 from trueshard import _torch
+from trueshard.planner.values import Following, Values
 
 CALLED = {
     "wrapper_attribute",
@@ -52,6 +55,22 @@ CALLED = {
     "timeout_of",
     "is_placed_as",
     "join_shards",
+    "addresses",
+    "begins_where",
+    "called_by_mode",
+    "engine_calls",
+    "fake_tensors",
+    "group_named",
+    "is_fake",
+    "is_held_once",
+    "is_plain",
+    "makes_fake_tensors",
+    "one_chunk",
+    "real_tensors",
+    "running_node",
+    "simulated_world",
+    "watch_communication",
+    "watching_resizes",
 }
 
 
@@ -293,3 +312,104 @@ def test_an_optimizer_without_hooks_is_made_hookable() -> None:
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     optimizer.step()
     assert seen == ["before", "after"]
+
+
+def test_fake_tensors_and_real_ones_among_them() -> None:
+    assert not _torch.makes_fake_tensors()
+    with _torch.fake_tensors():
+        assert _torch.makes_fake_tensors()
+        fake = torch.ones(8)
+        with _torch.real_tensors():
+            assert not _torch.makes_fake_tensors()
+            real = torch.ones(8)
+    assert [_torch.is_fake(each) for each in (fake, real)] == [True, False]
+    assert [_torch.is_plain(each) for each in (fake, real, nn.Parameter(real))] == [True, True, False]
+    starts = _torch.addresses([fake[2:], fake, torch.ones(1)])
+    assert starts[0] - starts[1] == 8
+    assert _torch.addresses([real[1:]]) == [real.data_ptr() + 4]
+    for tensor in (fake, real):
+        assert _torch.begins_where(tensor[:2], tensor)
+        assert not _torch.begins_where(tensor[2:], tensor)
+
+
+def test_resizes_are_seen() -> None:
+    seen: list[tuple[int, int]] = []
+    storage = torch.ones(4).untyped_storage()
+    with _torch.watching_resizes(lambda storage, before: seen.append((before, storage.nbytes()))):
+        storage.resize_(0)
+        storage.resize_(32)
+    storage.resize_(0)
+    assert seen == [(16, 0), (0, 32)]
+
+
+class Watching(_torch.DispatchMode):
+    """Notes of each operator who called it, and whether anybody else holds its first tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str, bool, bool, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, first = func._schema.name.removeprefix("aten::"), next(iter(args), None)
+        held_once = isinstance(first, torch.Tensor) and _torch.is_held_once(first)
+        frame = sys._getframe()
+        by_mode, by_engine = _torch.called_by_mode(frame), _torch.engine_calls(frame.f_back)
+        self.seen.append((name, _torch.running_node(), by_mode, by_engine, held_once))
+        return func(*args, **(kwargs or {}))
+
+
+class HandingOn(_torch.DispatchMode):
+    """Hands operators on to the mode around it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_calls_an_operator() -> None:
+    assert _torch.running_node() == ""
+    x = torch.ones(3, requires_grad=True)
+    with Watching() as watching:
+        (x * 2 + x.exp()).sum().backward()
+    nodes = {name: node for name, node, *_ in watching.seen if node}
+    assert nodes["expand"] == "SumBackward0"
+    assert "ExpBackward0" in {node for _, node, *_ in watching.seen}
+    added = [each for each in watching.seen if each[0] == "add"]
+    assert [by_engine for *_, by_engine, _ in added] == [False, True]  # the second adds two gradients of x
+    assert not any(by_mode for _, _, by_mode, *_ in watching.seen)
+    with Watching() as watching, HandingOn():
+        x.detach().exp()
+    assert all(by_mode for _, _, by_mode, *_ in watching.seen)
+
+
+def test_who_holds_a_gradient() -> None:
+    """The first of two gradients is held by nobody else, but where a hook has kept a part of it."""
+    for keeps in (False, True):
+        x, kept = torch.ones(3, requires_grad=True), []
+        products = [x * 2, x * 3]
+        for each in products if keeps else []:
+            each.grad_fn.register_hook(lambda given, _, kept=kept: kept.append(given[0][:1]))
+        with Watching() as watching:
+            torch.autograd.backward(products, [torch.ones(3), torch.ones(3)])
+        (added,) = [each for each in watching.seen if each[0] == "add"]
+        assert added[-1] is not keeps
+
+
+def test_one_process_stands_for_a_rank_of_many() -> None:
+    with _torch.simulated_world(5, 64):
+        assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (5, 64)
+        half = torch.distributed.new_group(list(range(32)))
+        assert _torch.group_named(half.group_name) is half
+        mesh = init_device_mesh("cpu", (64,))
+        with _torch.fake_tensors(), Following(Values()), _torch.one_chunk():
+            model = Stack()
+            rows = model.first.weight.shape[0]
+            fully_shard(model, mesh=mesh)
+            assert model.first.weight.to_local().shape[0] == int(rows > 5)
+            seen: list[str] = []
+            _torch.initialise(model)
+            _torch.watch_communication(model, seen.append, lambda: seen.append("left"))
+            model(torch.randn(2, 8)).sum().backward()
+    assert seen[:2] == ["unshard", "left"]
+    assert {"wait_for_unshard", "post_backward"} <= set(seen)
+    assert seen.count("left") * 2 == len(seen)
+    assert not torch.distributed.is_initialized()

@@ -70,6 +70,9 @@ def plan(
             raise UserError("plan needs a MODEL: a folder with a config.json, that file, or file.py:factory")
         if rehearse:
             rehearsing.require("cuda")
+        for file in (out, html):
+            if file is not None:
+                planning.check_writable(file)
         found = planning.work_out(
             model,
             hardware,

@@ -71,10 +71,17 @@ def labelled(trace: Trace, label_of: Callable[[str], Label]) -> _Labelled:
             of_storage[event.storage] = labels[at], made[labels[at]]
             made[labels[at]] += 1
         elif isinstance(event, Free) and labels[at] is None:
-            labels[at] = of_storage[event.storage][0]
+            labels[at] = _giver(trace.events, labels, at, of_storage[event.storage][0])
         of_event.append(counts[labels[at]])
         counts[labels[at]] += 1
     return _Labelled(trace, labels, of_storage, of_event)
+
+
+def _giver(events: Sequence[Event], labels: Sequence[Label], at: int, made: Label) -> Label:
+    """Which block gives memory back outside of all: the one that ended just before, or else the one that took it."""
+    last = labels[at - 1] if at and events[at - 1].place.phase == events[at].place.phase else None
+    near = made is not None and last is not None and last[0] == made[0]
+    return last if near and events[at].place.phase in ("forward", "backward") else made
 
 
 def _own_label(event: Event, label_of: Callable[[str], Label]) -> Label:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from trueshard.forecast import Forecast
 from trueshard.planner import ledger
+from trueshard.planner.batches import quietly
 from trueshard.planner.events import KINDS, Trace
 from trueshard.planner.hardware import Hardware, Mode
 from trueshard.planner.reserve import Reserved, replay
@@ -76,12 +77,14 @@ def study(job: Job, cluster: Cluster, budget: int | None = None) -> Study:
         )
     budget = cluster.available_bytes if budget is None else budget
     job = dataclasses.replace(job, on_cpu=not cluster.hardware.streams)
-    made = simulate(dataclasses.replace(job, accumulation=min(job.accumulation, MICROBATCHES)))
+    with quietly():
+        made = simulate(dataclasses.replace(job, accumulation=min(job.accumulation, MICROBATCHES)))
     mode: Mode = "compile" if made.plan.compile else "eager"
     line = schedule(made.steady, cluster.hardware, cluster.ranks_per_node, mode)
     counted = _Counted.of(made.steady, line)
     if job.accumulation > MICROBATCHES:
-        less = simulate(dataclasses.replace(job, accumulation=MICROBATCHES - 1))
+        with quietly():
+            less = simulate(dataclasses.replace(job, accumulation=MICROBATCHES - 1))
         shorter = schedule(less.steady, cluster.hardware, cluster.ranks_per_node, mode)
         counted = counted.more(_Counted.of(less.steady, shorter), job.accumulation - MICROBATCHES)
     reserved = replay(made.first, made.steady, workspace_bytes=cluster.hardware.workspace_bytes)

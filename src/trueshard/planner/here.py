@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch, distributed
+from trueshard.planner.events import Trace
 from trueshard.planner.hardware import Hardware, hardware, known
 from trueshard.planner.models import workload_of
 from trueshard.planner.planning import parsed_bytes
-from trueshard.planner.search import Space, choose
+from trueshard.planner.search import NothingFits, Space, choose
+from trueshard.planner.study import Study
 from trueshard.planner.twins import twin
 from trueshard.plans import Plan
 
@@ -39,17 +42,27 @@ def plan_here(
         NothingFits: on every rank, if nothing fits.
         ValueError: on every rank, if the model cannot be simulated; the message says what to do.
     """
-    found: list[Any] = [None, None]
+    told: tuple[Plan | None, str, Study | None] = None, "", None
+    failure: Exception | None = None
     if not any(mesh.get_coordinate() or ()):
         try:
-            found[0] = _work_out(model, optimizers, mesh, given)
+            told = _work_out(model, optimizers, mesh, given), "", None
+        except NothingFits as error:
+            failure, told = error, (None, str(error), _without_events(error.study))
         except Exception as error:
-            found[1] = error
-    found = next(each for each in distributed.gather_objects(found, mesh) if each != [None, None])
-    if found[1] is not None:
-        raise found[1]
-    plan: Plan = found[0]
+            failure, told = error, (None, str(error) or type(error).__name__, None)
+    plan, message, study = distributed.gather_objects(told, mesh)[0]
+    if failure is not None:
+        raise failure
+    if plan is None:
+        raise ValueError(message) if study is None else NothingFits(message, study)
+    assert isinstance(plan, Plan)
     return plan
+
+
+def _without_events(study: Study) -> Study:
+    """Small enough to be sent to every rank."""
+    return dataclasses.replace(study, trace=Trace(), timeline=dataclasses.replace(study.timeline, spans=[]))
 
 
 def _work_out(

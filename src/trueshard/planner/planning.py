@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from trueshard import names
+from trueshard import _torch, names
 from trueshard.planner.forecasting import Cluster, study
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.hardware import hardware as named_hardware
@@ -59,6 +61,9 @@ def plan(
         NothingFits: no plan fits; the message says by how much, and the cheapest change that would.
         ValueError: the model, the hardware or a choice is not understood.
     """
+    known = inspect.signature(work_out).parameters
+    if unknown := [key for key in choices if key not in known]:
+        raise TypeError(f"plan() has no argument {unknown[0]!r}.{names.nearest(unknown[0], known)}")
     return work_out(model, hardware, ranks, memory, batch, **choices).plan
 
 
@@ -104,13 +109,25 @@ def work_out(
         units, mixed_precision, compile: as of ``shard``.
         reshard_after_forward, activation_checkpointing: as of ``shard``; ``"auto"``: free to choose.
         offload: as of ``shard``; ``"auto"``: if nothing fits without; None: that where anything is free, else not.
-        plan: nothing is chosen but what this plan leaves open; the other choices of ``shard`` are left out.
+        plan: what this plan costs; nothing is chosen, and the other choices of ``shard`` are left out.
 
     Raises:
         NothingFits: no plan fits.
         ValueError: the model, the hardware or a choice is not understood.
     """
-    device = named_hardware(hardware) if isinstance(hardware, str) else hardware
+    counts = {
+        "ranks": ranks,
+        "ranks_per_node": ranks_per_node,
+        "replicate": replicate,
+        "sequence": sequence,
+        "microbatch": microbatch,
+        "accumulation": accumulation,
+        "global_batch": global_batch,
+    }
+    for key, count in counts.items():
+        if count is not None and (type(count) is not int or count < 1):
+            raise ValueError(f"{key}={count!r} must be a whole number, 1 or more")
+    device = hardware if isinstance(hardware, Hardware) else named_hardware(os.fspath(hardware))
     workload = workload_of(
         model if isinstance(model, (nn.Module, str, Path)) or not isinstance(model, os.PathLike) else Path(model),
         sequence=sequence,
@@ -118,10 +135,9 @@ def work_out(
         batch=batch,
         loss=loss,
         clip=clip,
-        storage_dtype=storage_dtype,
+        storage_dtype=None if storage_dtype is None else str(_dtype("storage-dtype", storage_dtype)).partition(".")[2],
     )
-    if microbatch is None and isinstance(batch, tuple) and len(batch) == 2 and all(type(each) is int for each in batch):
-        microbatch = batch[0]
+    microbatch = _samples(batch) if microbatch is None else microbatch
     words: dict[str, Any] = {
         "units": units,
         "reshard_after_forward": reshard_after_forward,
@@ -130,6 +146,8 @@ def work_out(
         "compile": compile,
         "offload": offload,
     }
+    if plan is not None:
+        _check_alone(words)
     batch_is_free = global_batch is not None and (microbatch is None or accumulation is None)
     chosen = words["reshard_after_forward"], words["activation_checkpointing"]
     is_open = batch_is_free or offload == "auto" or any(map(_says_auto, chosen))
@@ -174,6 +192,22 @@ def _preflight(space: Space, plan: Plan | None) -> list[str]:
     return [str(problem).removeprefix("warning: ") for problem in problems]
 
 
+_UNSAID = {"units": "auto", "reshard_after_forward": "auto", "activation_checkpointing": "auto"}
+
+
+def _check_alone(words: Mapping[str, Any]) -> None:
+    """``words`` say nothing: a plan says it all."""
+    if also := [key for key, word in words.items() if word and word != _UNSAID.get(key)]:
+        raise ValueError(f"plan= holds every choice: leave out {', '.join(also)}, or leave out plan")
+
+
+def _samples(batch: Any) -> int | None:
+    """How many samples a batch holds, or its size says; None where it is neither."""
+    if isinstance(batch, (tuple, list)) and len(batch) == 2 and all(type(each) is int for each in batch):
+        return int(batch[0])
+    return next((len(each) for each in _torch.tensors_in(batch) if each.ndim), None)
+
+
 def _says_auto(word: Any) -> bool:
     return "auto" in word.values() if isinstance(word, Mapping) else word == "auto"
 
@@ -216,8 +250,8 @@ def parsed_bytes(words: str | int) -> int:
     Raises:
         ValueError: not a positive size.
     """
-    if isinstance(words, int):
-        size: float = words
+    if not isinstance(words, str):
+        size = float(words)
     else:
         match = re.fullmatch(r"\s*([\d_]+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", words)
         if match is None or match[2].lower() not in _UNITS:
@@ -263,12 +297,28 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     """
     text = Path(path).read_text(encoding="utf-8")
     try:
-        data = json.loads(text)
-        if isinstance(data, dict) and isinstance(data.get("plan"), dict):
-            text = json.dumps(data["plan"])
+        with contextlib.suppress(json.JSONDecodeError):  # from_json says it
+            data = json.loads(text)
+            if isinstance(data, dict) and isinstance(data.get("plan"), dict):
+                text = json.dumps(data["plan"])
         return Plan.from_json(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """A file can be made at ``path``, as far as can be told without making it.
+
+    Raises:
+        ValueError: there is no such folder, it cannot be written to, or ``path`` is a folder.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise ValueError(f"{path} is a folder; give the name of a file")
+    if not target.parent.is_dir():
+        raise ValueError(f"{path} cannot be written: there is no folder {target.parent}")
+    if not os.access(target.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written: {target.parent} takes no new files")
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:

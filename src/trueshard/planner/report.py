@@ -116,6 +116,15 @@ def duration(seconds: float) -> str:
     return f"{value:,.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 
 
+def operations(count: float) -> str:
+    """Floating-point operations with at least two digits, in a unit that is easy to read."""
+    prefixes = ["", "K", "M", "G", "T"]
+    while abs(count) >= 9999.5 and len(prefixes) > 1:
+        count /= 1000
+        prefixes.pop(0)
+    return f"{count:,.0f} {prefixes[0]}FLOP"
+
+
 def unit_rows(study: Study) -> list[Collapsed[Unit]]:
     """The plan's units, repeated equal ones as one."""
 
@@ -194,8 +203,8 @@ def _time(study: Study) -> list[str]:
     forecast, host = study.forecast, study.timeline.host_seconds
     step = max(forecast.step_seconds, 1e-12)
     again = forecast.flops_per_step - forecast.model_flops_per_step
-    work = f"{forecast.model_flops_per_step / 1e12:,.1f} TFLOP" + (
-        f", and {again / 1e12:,.1f} again for recomputation" if again else ""
+    work = operations(forecast.model_flops_per_step) + (
+        f", and {operations(again)} again by recomputing" if again else ""
     )
     exposed = forecast.exposed_communication_seconds
     rows = [
@@ -211,7 +220,7 @@ def _time(study: Study) -> list[str]:
 
 def _whys(study: Study) -> Iterator[str]:
     for row in collapse(study.plan.units, lambda unit: unit.name, lambda unit: unit.why):
-        if row.items[0].why:
+        if row.items[0].why not in ("", "root"):
             yield f"{row}: {row.items[0].why}."
     for each in study.plan.replicated:
         yield f"{each.name} is replicated: {each.why}."

@@ -22,7 +22,7 @@ _ATEN = torch.ops.aten
 _INDICES = {"topk": 1, "sort": 1, "argsort": 0, "argmax": 0, "argmin": 0}
 """Operators that make indices along a dimension, and which of their results these are."""
 _COPIES = {"_to_copy", "clone"}
-_FOLLOWED = {*_INDICES, *_COPIES, "scatter", "scatter_", "eq", "ne", "gt"}
+_FOLLOWED = {*_INDICES, *_COPIES, "sum", "scatter", "scatter_", "eq", "ne", "gt"}
 _TESTS = {("ne", 0), ("gt", 0), ("eq", 1)}
 """Comparisons that leave a mask what it was."""
 
@@ -51,16 +51,17 @@ class Selections:
             self._below[_torch.storage_identity(outputs[_INDICES[name]])] = _size(args[0], _dim(name, args))
         elif name in _COPIES:
             self._copied(args[0], outputs[0])
+        elif name == "sum":
+            if _torch.storage_identity(args[0]) in self._parts:
+                self._parts[_torch.storage_identity(outputs[0])] = 1.0  # every expert has some
         elif name in ("scatter", "scatter_") and outputs[0].dim():
             index, dim = args[2], args[1]
             below = self._below.get(_torch.storage_identity(index), _size(outputs[0], dim))
             self._parts[_torch.storage_identity(outputs[0])] = min(1.0, _size(index, dim) / max(1, below))
-        elif name in ("eq", "ne", "gt") and len(args) > 1 and not isinstance(args[1], torch.Tensor):
-            below = self._below.get(_torch.storage_identity(args[0]), 0)
-            if name == "eq" and below:
-                self._parts[_torch.storage_identity(outputs[0])] = 1 / below
-            elif (name, args[1]) in _TESTS:
-                self._copied(args[0], outputs[0])
+        elif name == "eq" and (below := self._below.get(_torch.storage_identity(args[0]), 0)):
+            self._parts[_torch.storage_identity(outputs[0])] = 1 / below  # how fake tensors make one_hot, too
+        elif not isinstance(args[1], torch.Tensor) and (name, args[1]) in _TESTS:
+            self._copied(args[0], outputs[0])
 
     def _copied(self, source: torch.Tensor, result: torch.Tensor) -> None:
         for table in (self._below, self._parts):
@@ -96,6 +97,9 @@ class Selections:
 
     def _count(self, mask: torch.Tensor) -> int:
         """How many elements of ``mask`` are true."""
+        if (values := self._known(mask)) is not None:
+            with _torch.real_tensors():
+                return int(values.count_nonzero())
         part = self._parts.get(_torch.storage_identity(mask))
         warnings.warn(EVERYTHING if part is None else EQUAL_SHARES, stacklevel=2)
         return math.ceil(mask.numel() * (1.0 if part is None else part) - 1e-6)
@@ -130,6 +134,12 @@ class Selections:
         below = self._below.get(_torch.storage_identity(source), 1)
         return source.new_empty(max(minlength, below), dtype=torch.int64 if weights is None else weights.dtype)
 
+    def _ctc(self, scores: torch.Tensor, targets: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Targets in one row for all samples are taken to be equally long. Source: ``ctc_loss_cpu`` of LossCTC.cpp."""
+        times, samples = scores.shape[:2]
+        longest = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // samples)
+        return scores.new_empty(samples), scores.new_empty(samples, times, 2 * longest + 1)
+
 
 _USUAL: dict[Any, Callable[..., Any]] = {
     _ATEN.nonzero.default: Selections._nonzero,
@@ -139,6 +149,7 @@ _USUAL: dict[Any, Callable[..., Any]] = {
     _ATEN._unique2.default: Selections._unique,
     _ATEN.unique_consecutive.default: Selections._unique,
     _ATEN.bincount.default: Selections._bincount,
+    _ATEN._ctc_loss.Tensor: Selections._ctc,
 }
 
 

@@ -20,6 +20,7 @@ from trueshard import _torch, engine, names
 from trueshard.planner.compiling import compiled
 from trueshard.planner.events import Allocation, Event, Free, Kernel, Phase, Place, Stream, Trace
 from trueshard.planner.extend import KEPT, NotPeriodicError, extend, labelled
+from trueshard.planner.fused import attention_as_on_a_device
 from trueshard.planner.offloading import offloaded
 from trueshard.planner.peers import seeing_real_tensors
 from trueshard.planner.randomness import watching_random_states
@@ -134,7 +135,8 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation
     _adopt(recorder, model, resolved)
     recorder.adopt(_state(model, optimizers), "optimizer", "")
     traces = []
-    with _following(recorder, model, resolved), seeing_real_tensors(), without_collection():
+    attention = contextlib.nullcontext() if job.on_cpu else attention_as_on_a_device()
+    with attention, _following(recorder, model, resolved), seeing_real_tensors(), without_collection():
         for _ in range(2):
             resident = recorder.living()
             with recorder, _torch.watching_resizes(recorder.resized), watching_random_states(recorder.see_random_state):

@@ -81,7 +81,7 @@ class Values:
     def read(self, tensor: torch.Tensor) -> bool | int | float:
         """What ``tensor.item()`` returns: its value, or a usual one where it is unknown (0.5, 1, True;
         False if it says that numbers differ or are not finite)."""
-        twin = self._twin(tensor)
+        twin = self._twin(tensor) if _torch.is_fake(tensor) or tensor.is_meta else tensor
         if twin is not None:
             with _torch.real_tensors():
                 return twin.item()
