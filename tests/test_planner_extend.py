@@ -199,11 +199,11 @@ def test_an_extended_trace_is_the_whole_trace(name: str) -> None:
 
 
 def test_the_number_of_blocks_does_not_matter() -> None:
-    few, many = simulate(job(lambda: llama(9))), simulate(job(lambda: llama(40)))
+    few, many = simulate(job(lambda: llama(9))), simulate(job(lambda: llama(24)))
     assert sum(isinstance(event, Communication) for event in many.steady) > sum(
         isinstance(event, Communication) for event in few.steady
     )
-    assert_equal(many, simulate(job(lambda: llama(40)), whole=True))
+    assert_equal(many, simulate(job(lambda: llama(24)), whole=True))
 
 
 class Growing(nn.Module):

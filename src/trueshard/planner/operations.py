@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,17 @@ def operation(func: Any) -> Operation:
         name in ("mse_loss", "smooth_l1_loss"),
         flop_registry.get(func._overloadpacket),
     )
+
+
+def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Every tensor among an operator's arguments or results: these nest lists and tuples, nothing else."""
+    found: list[torch.Tensor] = []
+    for each in values:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            found += tensors_of(each)
+    return found
 
 
 def result_bytes(func: Any, args: Any) -> int | None:

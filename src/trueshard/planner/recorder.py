@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard.planner import collectives, workspaces
 from trueshard.planner.events import Allocation, Communication, Event, Free, Kernel, Place, Stream
-from trueshard.planner.operations import Operation, flops_of, operation, result_bytes
+from trueshard.planner.operations import Operation, flops_of, operation, result_bytes, tensors_of
 from trueshard.planner.scripts import Result, Script
 from trueshard.planner.values import Values
 
@@ -170,7 +170,7 @@ class Recorder(_torch.DispatchMode):
             return self.values.read(args[0])
         if _adds_in_place(func, args):
             func = torch.ops.aten.add_.Tensor
-        inputs = _torch.tensors_in((args, kwargs))
+        inputs = tensors_of((*args, *kwargs.values()))
         self._follow_owner(inputs)
         self._follow_numbers()
         keeps = self.on_cpu and workspaces.saves_number(func, args)
@@ -299,7 +299,7 @@ class Recorder(_torch.DispatchMode):
         if told is None:
             return
         kind, group, whole, received = told
-        tensors = [each for each in _torch.leaves_of(args) if isinstance(each, torch.Tensor)]
+        tensors = tensors_of(args)
         ranks = torch.distributed.get_process_group_ranks(group)
         after = {self._results[key] for each in tensors if (key := _identity(each)) in self._results}
         self.events.append(
@@ -350,8 +350,7 @@ class _Token:
 
 def _changed(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors among an operator's arguments that it writes to."""
-    given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)]
-    return [each for each in _torch.leaves_of(given) if isinstance(each, torch.Tensor)]
+    return tensors_of(args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func))
 
 
 @functools.cache

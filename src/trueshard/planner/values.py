@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.planner.operations import run_operator
+from trueshard.planner.operations import run_operator, tensors_of
 from trueshard.planner.selections import Selections
 
 LARGEST = 32 << 10
@@ -68,13 +68,13 @@ class Values:
         """
         if self.selections.concerns(func, args):
             out, real = self.selections.run(func, args, kwargs)
-            outputs = _torch.tensors_in(out)
+            outputs = tensors_of([out])
             if real is not None:
                 with _torch.real_tensors():
                     self._remember(outputs, _torch.tensors_in(real))
             return out, outputs
         out = run_operator(func, args, kwargs)
-        outputs = [out] if isinstance(out, torch.Tensor) else _torch.tensors_in(out)
+        outputs = tensors_of([out])
         self._follow(func, args, kwargs, inputs, outputs)
         return out, outputs
 
@@ -212,7 +212,7 @@ class Following(_torch.DispatchMode):
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self.values.read(args[0])
-        out, outputs = self.values.run(func, args, kwargs, _torch.tensors_in((args, kwargs)))
+        out, outputs = self.values.run(func, args, kwargs, tensors_of((*args, *kwargs.values())))
         for tensor in outputs:
             if _torch.is_fake(tensor):
                 self._see(tensor.untyped_storage())
