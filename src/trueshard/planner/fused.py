@@ -43,7 +43,7 @@ def attention_as_on_a_device() -> Iterator[None]:
             return _flash(query, key, value, dropout_p, is_causal, scale)
         return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
-    functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    functional.scaled_dot_product_attention = attention
     try:
         yield
     finally:
