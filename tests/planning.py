@@ -136,7 +136,7 @@ def meter(steps: Iterable[Callable[[], object]]) -> Measured:
 
 
 @contextlib.contextmanager
-def gloo_lets_go() -> Iterator[None]:
+def gloo_lets_go(patience: float) -> Iterator[None]:
     """Inside, whoever waits for a collective waits until gloo's thread holds its tensors no longer.
 
     It drops them some microseconds after it has reported the end. Where the program has dropped them by then, that
@@ -146,7 +146,7 @@ def gloo_lets_go() -> Iterator[None]:
 
     def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
         result = original(work, *args, **kwargs)
-        time.sleep(PATIENCE)
+        time.sleep(patience)
         return result
 
     dist.Work.wait = wait
@@ -196,14 +196,14 @@ def curve(changes: Sequence[int]) -> list[int]:
     return [*found, live]
 
 
-def train(rank: int, world_size: int, setting: Setting) -> Measured:
+def train(rank: int, world_size: int, setting: Setting, patience: float = PATIENCE) -> Measured:
     """What this rank's meter shows of `STEPS` real steps, and of all that goes before them.
 
     Without oneDNN: how much it takes beside its results depends on the processor.
     """
     warnings.simplefilter("ignore")
     setting.workload().model()  # tensors that libraries make when they are imported are nobody's
-    with gloo_lets_go(), torch.backends.mkldnn.flags(enabled=False):
+    with gloo_lets_go(patience), torch.backends.mkldnn.flags(enabled=False):
         return meter(_steps(setting))
 
 

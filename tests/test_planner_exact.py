@@ -14,7 +14,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from parity import Ranks
-from planning import Measured, Setting, curve, meter, peak_and_rest, sizes, train
+from planning import PATIENCE, Measured, Setting, curve, meter, peak_and_rest, sizes, train
 from trueshard.planner import workspaces
 from trueshard.planner.recorder import Recorder
 from trueshard.planner.simulate import Simulation
@@ -147,9 +147,19 @@ def differences(setting: Setting, found: Simulation, real: Measured, name: str =
     return words
 
 
-def hold(ranks: Ranks, setting: Setting, name: str) -> None:
-    real = ranks.run(train, setting)[setting.rank]
-    assert differences(setting, simulated(setting), real, name) == []
+def hold(ranks: Ranks, setting: Setting, name: str = "", *, whole: bool = True) -> Simulation:
+    found, words = simulated(setting, whole=whole), [""]
+    # On a busy machine gloo's thread may let go of a tensor after the program has, and the profiler misses that it is
+    # freed. So a difference is measured again, with more patience; what the simulation is held to stays the same.
+    for patience in (PATIENCE, 10 * PATIENCE, 60 * PATIENCE):
+        real = ranks.run(train, setting, patience)[setting.rank]
+        words = differences(setting, found, real, name)
+        if not whole:  # partial norms of clipping are rounded
+            words = [each for each in words if "curve" not in each]
+        if not words:
+            break
+    assert words == []
+    return found
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -169,11 +179,8 @@ def test_four_ranks(name: str, ranks4: Ranks) -> None:
 
 @pytest.mark.parametrize("words", [{}, SELECTIVE | BF16 | ALWAYS], ids=["default", "selective, bf16, always"])
 def test_blocks_that_are_not_run_but_extended(words: dict[str, object], ranks2: Ranks) -> None:
-    setting = Setting("llama deep", words=words)
-    found = simulated(setting, whole=False)
+    found = hold(ranks2, Setting("llama deep", words=words), whole=False)
     assert found.models > 1, found.whole_because
-    words = differences(setting, found, ranks2.run(train, setting)[0])
-    assert [each for each in words if "curve" not in each] == []  # partial norms of clipping are rounded
 
 
 def test_one_byte_more_is_seen(ranks2: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

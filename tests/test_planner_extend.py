@@ -230,7 +230,8 @@ def test_blocks_that_behave_differently_are_all_run() -> None:
 
 
 def plan_of(model: nn.Module) -> Plan:
-    return Plan(units=(Unit("", ("",), "root", 1, 4, 1, "float32"),))
+    blocks = [name for name, _ in model.named_modules() if name and name.rpartition(".")[2].isdecimal()]
+    return Plan(units=tuple(Unit(name, (name,), "block", 1, 4, 1, "float32") for name in blocks))
 
 
 def test_runs_are_found_by_what_blocks_are() -> None:
@@ -251,3 +252,11 @@ def test_blocks_that_share_a_parameter_are_no_run() -> None:
     for block in model.blocks[:-1]:
         block[0].bias = model.blocks[0][0].bias if block[0].out_features == 48 else block[0].bias
     assert find_runs(model, plan_of(model)) == []
+
+
+def test_blocks_whose_parameters_the_root_gathers_are_no_run() -> None:
+    assert find_runs(model := Alternating(9), Plan(units=(Unit("", ("",), "root", 1, 4, 1, "float32"),))) == []
+    found = simulate(job(lambda: llama(10), words={"units": "LlamaMLP"}))
+    assert found.models == 1
+    assert_equal(found, simulate(job(lambda: llama(10), words={"units": "LlamaMLP"}), whole=True))
+    assert len(model.blocks) == 19

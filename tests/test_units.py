@@ -195,7 +195,7 @@ def test_a_pipeline_stage_keeps_by_default() -> None:
         ({"reshard_after_forward": 3}, "reshard_after_forward=3 must divide the 4 ranks.*1, 2, 4"),
         ({"reshard_after_forward": 0}, "must divide"),
         ({"reshard_after_forward": {"block.1": "never"}}, "'block.1' matches no unit. Did you mean 'blocks"),
-        ({"reshard_after_forward": "auto"}, "needs the planner"),
+        ({"reshard_after_forward": "auto"}, "is a word of shard"),
         ({"activation_checkpointing": "ful"}, "Did you mean 'full'"),
         ({"activation_checkpointing": {"blocks.0": "some"}}, "activation_checkpointing='some'"),
     ],
@@ -284,7 +284,7 @@ def bad_arguments(rank: int, world_size: int, words: dict[str, Any]) -> None:
     ("words", "message"),
     [
         ({"offload": "disk"}, 'use "none" or "cpu"'),
-        ({"memory": "70GiB"}, "needs the planner"),
+        ({"memory": "70 GiB of it"}, "is no size"),
         ({"mixed_precision": "fp8"}, "mixed_precision='fp8' is not known"),
         ({"mesh": 3}, "DeviceMesh, not int"),
         ({"plan": {"units": []}}, "trueshard.Plan, not dict"),

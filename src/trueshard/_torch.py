@@ -488,7 +488,9 @@ def simulated_world(rank: int, ranks: int) -> Iterator[None]:
     state = c10d._world
     tables = (state.pg_map, state.pg_names, state.pg_group_ranks, state.pg_backend_config, state.pg_to_tag)
     own, count, method = state.default_pg, state.group_count, c10d._default_pg_init_method
-    before = set(state.pg_names)
+    before = dict(state.pg_names)
+    for name in before.values():  # the simulated groups take the same names
+        c10d._unregister_process_group(name)
     state.default_pg = None
     hook, sys.excepthook = sys.excepthook, sys.excepthook
     try:
@@ -503,6 +505,8 @@ def simulated_world(rank: int, ranks: int) -> Iterator[None]:
             for members in state.tags_to_pg.values():
                 if group in members:
                     members.remove(group)
+        for group, name in before.items():
+            c10d._register_process_group(name, group)
         state.default_pg, state.group_count, c10d._default_pg_init_method = own, count, method
 
 

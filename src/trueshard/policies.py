@@ -104,6 +104,6 @@ def _by_glob(argument: str, units: Sequence[Unit], table: Mapping[str, Any]) -> 
 
 def _unknown(argument: str, word: Any, known: Sequence[str]) -> str:
     if word == "auto":
-        return f'{argument}="auto" needs the planner, which this version does not have; use one of {", ".join(known)}'
+        return f'{argument}="auto" is a word of shard() and trueshard.plan(); here use one of {", ".join(known)}'
     near = names.nearest(word, known) if isinstance(word, str) else ""
     return f"{argument}={word!r} is not known.{near} Use one of {', '.join(known)}"

@@ -97,7 +97,8 @@ class Bench:
     def may_fit(self, setting: Setting) -> bool:
         """Whether a plan of the setting may fit, by the one that should take the least memory."""
         forecast = self.look(self.groupings.uniform(setting, "always", "full"))
-        return forecast.peak_reserved_bytes <= forecast.budget_bytes + slack(forecast)
+        budget = forecast.budget_bytes
+        return forecast.peak_live_bytes <= budget and forecast.peak_reserved_bytes <= budget + slack(forecast)
 
     def words(self, point: Point) -> str:
         """A plan in a few words."""

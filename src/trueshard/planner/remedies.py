@@ -73,11 +73,10 @@ def nothing_fits(bench: Bench) -> NothingFits:
     forecast = study.forecast
     lacks = forecast.peak_reserved_bytes - forecast.budget_bytes
     change = next((words for words, fits in _changes(bench) if fits), "")
-    advice = f"{change} would fit" if change else "no single change of batch, sequence, ranks or device would fit"
+    advice = f"{change} would fit" if change else "no single change of batch, sequence, ranks or device would do"
     if space.budget is not None and forecast.peak_reserved_bytes <= space.cluster(bench.replicas[0]).available_bytes:
-        advice += (
-            f', and memory="{math.ceil(forecast.peak_reserved_bytes / (1 << 30) * 100) / 100:.2f}GiB" the device has'
-        )
+        enough = math.ceil(forecast.peak_reserved_bytes / (1 << 30) * 100) / 100
+        advice += f'; so would memory="{enough:.2f}GiB", which the device has'
     return NothingFits(
         f"nothing fits {space.workload.name} into {size(forecast.budget_bytes)} on {space.ranks:,} × "
         f"{space.hardware.name}: the most frugal plan ({bench.words(frugal)}) reserves "

@@ -99,6 +99,8 @@ def _looks(blocks: Sequence[nn.Module], prefix: str, told: Mapping[str, Any], sh
     looks: list[dict[Any, Any]] = []
     for i, block in enumerate(blocks):
         look: dict[Any, Any] = {("", "shared"): object() if shared & {id(p) for p in block.parameters()} else None}
+        if not _gathers_its_own(block, f"{prefix}{i}", told):
+            look["", "gathered outside"] = object()
         for name, module in names.named_modules(block):
             look[name] = type(module), module.training, told.get(f"{prefix}{i}.{name}" if name else f"{prefix}{i}")
             for kind in (module._parameters, module._buffers):
@@ -112,6 +114,15 @@ def _looks(blocks: Sequence[nn.Module], prefix: str, told: Mapping[str, Any], sh
     _forget_positions(looks)
     seen: list[dict[Any, Any]] = []
     return [next((k for k, known in enumerate(seen) if known == look), _add(seen, look)) for look in looks]
+
+
+def _gathers_its_own(block: nn.Module, name: str, told: Mapping[str, Any]) -> bool:
+    """Whether all parameters of a block belong to units inside of it: otherwise those of other units would shrink."""
+    units = [unit for unit in told if unit == name or unit.startswith(f"{name}.")]
+    if name in units:
+        return True
+    held = [f"{name}.{each}" for each, _, _, _ in names.named_tensors(block, "parameters")]
+    return all(any(each.startswith(f"{unit}.") for unit in units) for each in held)
 
 
 def _add(seen: list[dict[Any, Any]], look: dict[Any, Any]) -> int:

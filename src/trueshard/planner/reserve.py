@@ -214,7 +214,7 @@ class _Replay:
 
     def _give_workspace(self, kernel: Kernel, index: int) -> None:
         backward = kernel.place.phase == "backward"
-        if backward in self.without_workspace and kernel.op in MATMULS:
+        if backward in self.without_workspace and kernel.op in MATMULS and kernel.stream != "host":
             self.without_workspace.remove(backward)
             self._block(Allocation(kernel.place, -1, self.workspace_bytes, what="cuBLAS workspace"), index)
 

@@ -1,0 +1,200 @@
+"""``trueshard plan`` as a user types it: the fixed command line, the files it writes, and wrong input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trueshard
+from trueshard.cli import main
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
+FACTORY = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+def make():
+    return nn.Sequential(nn.Linear(16, 64), Block(), Block(), nn.Linear(64, 8))
+
+def data():
+    torch.load("tokens.pt")
+    return make()
+
+def gpu():
+    return make().cuda()
+"""
+FIXED = [
+    *("--hardware", "h100-96gb", "--ranks", "8", "--ranks-per-node", "8", "--sequence", "128", "--microbatch", "2"),
+    *("--param-dtype", "bf16", "--reduce-dtype", "fp32", "--optimizer", "adamw"),
+    *("--reshard-after-forward", "default", "--activation-checkpointing", "selective"),
+]
+"""The words that outside programs call it with."""
+
+FEW = ["--hardware", "cpu", "--ranks", "2", "--reshard-after-forward", "always", "--activation-checkpointing", "none"]
+
+KEYS = {
+    "fits",
+    "peak_live_bytes",
+    "peak_reserved_bytes",
+    "bytes_received_per_step",
+    "step_seconds",
+    "tokens_per_second_per_rank",
+    "mfu",
+    "units",
+}
+UNIT_KEYS = {"name", "parameters", "reshard_after_forward", "activation_checkpointing"}
+
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command runs: a configuration and a file of functions."""
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "mine.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def said(folder: Path, capsys: pytest.CaptureFixture[str]) -> Said:
+    """What the command prints, nothing on stderr."""
+
+    def run(*arguments: str) -> str:
+        code = main(["plan", *arguments])
+        out, err = capsys.readouterr()
+        assert (code, err) == (0, "")
+        return str(out)
+
+    return run
+
+
+@pytest.fixture
+def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Said:
+    """The line that the command refuses wrong input with; it leaves the folder as it was."""
+
+    def run(*arguments: str) -> str:
+        before = sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts)
+        code = main(["plan", *arguments])
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "")
+        assert err.count("\n") == 1
+        assert sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts) == before
+        return str(err)
+
+    return run
+
+
+def test_the_fixed_command_line(said: Said) -> None:
+    found: dict[str, Any] = json.loads(said("tiny", *FIXED, "--json"))
+    assert found.keys() >= KEYS
+    assert all(unit.keys() >= UNIT_KEYS for unit in found["units"])
+    assert [unit["name"] for unit in found["units"]] == ["", "model.layers.0", "model.layers.1", "model.layers.2"]
+    assert [unit["reshard_after_forward"] for unit in found["units"]] == [False, True, True, False]
+    assert [unit["activation_checkpointing"] for unit in found["units"]] == ["none"] + ["selective"] * 3
+    assert found["fits"] is True
+    assert 0 < found["peak_live_bytes"] <= found["peak_reserved_bytes"]
+    assert found["tokens_per_second_per_rank"] == pytest.approx(2 * 128 / found["step_seconds"])
+    assert 0 < found["mfu"] < 1
+    parameters = sum(unit["parameters"] for unit in found["units"])
+    # bf16: gathered whole in forward, all but what is kept again in backward; fp32: reduced once.
+    kept = sum(unit["parameters"] for unit in found["units"] if not unit["reshard_after_forward"])
+    expected = 7 / 8 * (2 * (2 * parameters - kept) + 4 * parameters)
+    assert found["bytes_received_per_step"] == pytest.approx(expected, rel=0.001)
+
+
+def test_a_configuration_may_be_named_itself_and_a_budget_too_small_is_no_error(said: Said) -> None:
+    found = json.loads(said("tiny/config.json", *FIXED, "--memory", "1MiB", "--json"))
+    assert found["fits"] is False
+    assert found["budget_bytes"] == 1 << 20
+
+
+def test_a_plan_is_written_read_and_compared(said: Said, folder: Path) -> None:
+    text = said("mine.py:make", *FEW, "--out", "a.json", "--html", "a.html")
+    assert "mine.py:make on 2 × cpu" in text
+    assert "<html" in (folder / "a.html").read_text()
+    plan = trueshard.Plan.from_json((folder / "a.json").read_text())
+    assert [unit.name for unit in plan.units] == ["", "1", "2"]
+    again = json.loads(said("mine.py:make", "--hardware", "cpu", "--ranks", "2", "--plan", "a.json", "--json"))
+    assert again["plan"] == json.loads((folder / "a.json").read_text())
+    (folder / "b.json").write_text(json.dumps(again))  # what --json printed is read as well
+    assert said("--diff", "a.json", "b.json") == "The plans are equal.\n"
+    (folder / "c.json").write_text((folder / "a.json").read_text().replace('"compile": false', '"compile": true'))
+    assert said("--diff", "a.json", "c.json").startswith("compile: false → true")
+    assert sorted(path.name for path in folder.glob("*.*")) == ["a.html", "a.json", "b.json", "c.json", "mine.py"]
+
+
+def test_what_is_left_open_is_chosen(said: Said) -> None:
+    text = said("mine.py:make", "--hardware", "cpu", "--ranks", "2", "--sequence", "8")
+    assert "\nWhy\n  - Reshard " in text
+    assert "  - Recompute " in text
+    assert "other plans were worked out" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("tiny --hardware h10", "hardware 'h10' is not known. Did you mean 'h100'"),
+        ("tiny --ranks 12 --ranks-per-node 8", "ranks=12 is not a whole number of nodes of 8 ranks"),
+        ("tiny --ranks 8 --replicate 3", "ranks=8 cannot be divided into 3 replicas"),
+        ("tiny --ranks-per-node 0", "Invalid value for '--ranks-per-node'"),
+        ("tiny --sequence 0", "Invalid value for '--sequence'"),
+        ("tiny --ranks 8 --global-batch 12", "use a multiple of 8"),
+        ("tiny --memory lots", "memory='lots' is no size; write it like 70GiB"),
+        ("tiny --memory 500GiB", "is more than the 84,005,000,000 that torch can have on h100"),
+        ("tiny --memory 1KiB", "1.0 KiB is less than one unit of tiny takes"),
+        ("tiny --reshard-after-forward alway", "Did you mean 'always'"),
+        ("tiny --activation-checkpointing ful", "Did you mean 'full'"),
+        ("tiny --offload disk", "offload='disk' is not known"),
+        ("tiny --optimizer adamx", "no optimizer is called 'adamx'. Did you mean 'adamax'"),
+        ("tiny --param-dtype bf17", "Did you mean 'bf16'"),
+        ("tiny --storage-dtype bf17", "Did you mean 'bf16'"),
+        ("tiny --units Foo", "nothing in the model is called 'Foo'"),
+        ("tinyy", "Did you mean 'tiny'"),
+        ("mine.py", "names no function"),
+        ("mine.py:mak", "mine.py has no 'mak'. Did you mean 'make'"),
+        ("mine.py:data", "reads a file of tensors (torch.load('tokens.pt'))"),
+        ("mine.py:gpu", "uses a GPU (.cuda()), and there is none"),
+        ("", "plan needs a MODEL"),
+        ("tiny --plan mine.py", "mine.py: a plan must be JSON"),
+        ("tiny --plan none.json", "none.json"),
+        ("mine.py:make --out nowhere/a.json", "there is no folder nowhere"),
+        ("mine.py:make --html nowhere/a.html --out a.json", "there is no folder nowhere"),
+        ("mine.py:make --html tiny", "tiny is a folder; give the name of a file"),
+    ],
+)
+def test_wrong_input_is_one_line(refused: Said, words: str, line: str) -> None:
+    assert line in refused(*words.split())
+
+
+def test_an_unknown_architecture_has_near_matches(refused: Said, folder: Path) -> None:
+    (folder / "tiny" / "config.json").write_text(json.dumps(CONFIG | {"model_type": "lama"}))
+    assert "Did you mean 'llama'" in refused("tiny")
+
+
+def test_a_plan_holds_every_choice(refused: Said, folder: Path) -> None:
+    (folder / "a.json").write_text(trueshard.Plan().to_json())
+    assert "leave out reshard_after_forward" in refused("tiny", "--plan", "a.json", "--reshard-after-forward", "never")
