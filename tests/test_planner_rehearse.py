@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parity import Ranks
 from planning import Setting
 from trueshard.cli import main
 from trueshard.planner.factories import Factory
@@ -115,18 +116,17 @@ def test_the_time_of_a_step_leaves_communication_out() -> None:
     )
 
 
-def test_the_process_is_as_it_was(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        group, state = dist.group.WORLD, torch.get_rng_state()
-        rehearse(Job(greedy(), (2, 2), on_cpu=True), hardware("cpu"), device="cpu")
-        assert dist.group.WORLD is group
-        assert dist.get_world_size() == 1
-        value = torch.ones(1)
-        dist.all_reduce(value)
-        assert torch.equal(torch.get_rng_state(), state)
-    finally:
-        dist.destroy_process_group()
+def beside_a_group(rank: int, world_size: int) -> None:
+    group, state = dist.group.WORLD, torch.get_rng_state()
+    rehearse(Job(greedy(), (2, 2), on_cpu=True), hardware("cpu"), device="cpu")
+    assert dist.group.WORLD is group
+    assert dist.get_world_size() == 1
+    dist.all_reduce(torch.ones(1))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_process_is_as_it_was(alone: Ranks) -> None:
+    alone.run(beside_a_group)
 
 
 def test_the_plan_of_a_study_is_rehearsed() -> None:

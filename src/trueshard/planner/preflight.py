@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch, engine, names
 from trueshard.optim.clip import clip_grad_norm_
@@ -18,7 +18,7 @@ from trueshard.planner.batches import quietly
 from trueshard.planner.peers import seeing_real_tensors
 from trueshard.planner.recorder import Recorder
 from trueshard.planner.repeats import find_runs, shorten, shortened
-from trueshard.planner.simulate import WORDS
+from trueshard.planner.simulate import WORDS, simulated_mesh
 from trueshard.planner.strays import Stray, Watch, here, is_data_dependent
 from trueshard.planner.twins import plain_attributes
 from trueshard.planner.workload import Workload
@@ -75,7 +75,7 @@ def preflight(
     eagerly = torch.compiler.set_stance("force_eager")
     with quietly(), warnings.catch_warnings(), _torch.simulated_world(0, world), eagerly:
         warnings.simplefilter("ignore")
-        mesh = init_device_mesh("cpu", tuple(ranks), mesh_dim_names=("replicate", "shard")[-len(ranks) :])
+        mesh = simulated_mesh("cpu", tuple(ranks))
         # Equal blocks do the same. Only if something is wrong, all of them run: for the names, and to be certain.
         for shorter in (True, False):
             problems.clear()

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -38,7 +38,7 @@ from trueshard.planner.hardware import Hardware, Mode
 from trueshard.planner.nests import mapped
 from trueshard.planner.report import duration
 from trueshard.planner.reserve import replay
-from trueshard.planner.simulate import WORDS, simulate, without_collection
+from trueshard.planner.simulate import WORDS, simulate, simulated_mesh, without_collection
 from trueshard.planner.step import run_step
 from trueshard.planner.study import Study
 from trueshard.planner.timeline import schedule
@@ -237,7 +237,7 @@ def _world(job: Job, kind: str) -> Iterator[DeviceMesh]:
     ):
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        yield init_device_mesh(kind, job.ranks, mesh_dim_names=("replicate", "shard")[-len(job.ranks) :])
+        yield simulated_mesh(kind, job.ranks)
 
 
 def _ready(job: Job, mesh: DeviceMesh, device: torch.device) -> Callable[[], None]:

@@ -77,11 +77,19 @@ def simulate(job: Job, *, whole: bool = False) -> Simulation:
     world = math.prod(job.ranks)
     with warnings.catch_warnings(record=True) as told, _torch.simulated_world(job.rank, world):
         warnings.simplefilter("always")
-        mesh = init_device_mesh("cpu", job.ranks, mesh_dim_names=("replicate", "shard")[-len(job.ranks) :])
+        mesh = simulated_mesh("cpu", job.ranks)
         with _torch.fake_tensors(), _torch.one_chunk():
             made = _simulated(job, mesh, whole)
     made.warnings = sorted({str(each.message) for each in told})
     return made
+
+
+def simulated_mesh(device_type: str, ranks: tuple[int, ...]) -> DeviceMesh:
+    """A mesh of the simulated world. Its dimensions bear names of their own: DTensor remembers what it made on one
+    mesh and gives it to every mesh that is equal, and a real one must not be given groups that are gone."""
+    return init_device_mesh(
+        device_type, ranks, mesh_dim_names=("simulated_replicas", "simulated_shards")[-len(ranks) :]
+    )
 
 
 def _simulated(job: Job, mesh: DeviceMesh, whole: bool) -> Simulation:
