@@ -89,9 +89,9 @@ _FOUR = {"ranks_per_node": 4}
 
 ROWS = (
     Row("TorchTitan 12/2024", "h100-96gb", _TITAN_8, 5762, reserved=82.4),
-    Row("TorchTitan 12/2024", "h100-96gb", _TITAN_8, 6667, "compile"),
+    Row("TorchTitan 12/2024", "h100-96gb", _TITAN_8, 6667, "compile", reserved=77.0),
     Row("TorchTitan 12/2024", "h100-96gb", _TITAN_128, 5605, reserved=67.0),
-    Row("TorchTitan 12/2024", "h100-96gb", _TITAN_128, 6514, "compile"),
+    Row("TorchTitan 12/2024", "h100-96gb", _TITAN_128, 6514, "compile", reserved=62.0),
     Row("TorchTitan 2024", "a100", Setting(LLAMA3_8B, 64, 1, 8192, "selective"), 2973),
     Row("TorchTitan 2024", "a100", Setting(LLAMA3_70B, 64, 1, 8192, "full"), 331),
     Row("TorchTitan 2024", "a100", Setting(LLAMA2_13B, 64, 2, 4096), 2162),
@@ -164,7 +164,7 @@ def workload(model: Model, sequence: int) -> Workload:
 
 
 @functools.lru_cache(maxsize=1)
-def simulated(setting: Setting) -> Simulation:
+def simulated(setting: Setting, mode: Mode) -> Simulation:
     """One rank's step."""
     return simulate(
         Job(
@@ -172,7 +172,11 @@ def simulated(setting: Setting) -> Simulation:
             (setting.ranks,),
             microbatch=setting.microbatch,
             accumulation=setting.accumulation,
-            words={"mixed_precision": "bf16", "activation_checkpointing": setting.recompute},
+            words={
+                "mixed_precision": "bf16",
+                "activation_checkpointing": setting.recompute,
+                "compile": mode == "compile",
+            },
         )
     )
 
@@ -180,7 +184,7 @@ def simulated(setting: Setting) -> Simulation:
 def forecast(row: Row) -> dict[str, Any]:
     """What the planner expects of a row, beside what was published. Plain JSON values."""
     device = hardware(row.device, **row.overrides)
-    made = simulated(row.setting)
+    made = simulated(row.setting, row.mode)
     line = schedule(made.steady, device, device.ranks_per_node, row.mode)
     setting = row.setting
     tokens = setting.microbatch * setting.accumulation * setting.sequence / line.seconds

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trueshard import _torch, engine, names
 from trueshard.planner.compiling import compiled
-from trueshard.planner.events import Allocation, Event, Free, Kernel, Phase, Place, Stream, Trace
+from trueshard.planner.events import Allocation, Free, Kernel, Phase, Place, Trace
 from trueshard.planner.extend import KEPT, NotPeriodicError, extend, labelled
+from trueshard.planner.following import following
 from trueshard.planner.fused import attention_as_on_a_device
 from trueshard.planner.offloading import offloaded
 from trueshard.planner.peers import seeing_real_tensors
@@ -144,7 +145,7 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation
     recorder.adopt(_state(model, optimizers), "optimizer", "")
     traces = []
     attention = contextlib.nullcontext() if job.on_cpu else attention_as_on_a_device()
-    with attention, _following(recorder, model, resolved), seeing_real_tensors(), without_collection():
+    with attention, following(recorder, model, resolved), seeing_real_tensors(), without_collection():
         for _ in range(2):
             resident = recorder.living()
             with recorder, _torch.watching_resizes(recorder.resized), watching_random_states(recorder.see_random_state):
@@ -207,80 +208,21 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-@contextlib.contextmanager
-def _following(recorder: Recorder, model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Keep ``recorder.place`` at the unit that runs."""
-    root = names.unwrap(model)
-    modules = dict(names.named_modules(root))
-    unit_of = {modules[name]: unit.name for unit in plan.units for name in unit.modules}
-    follower = _Follower(recorder, unit_of)
-    handles = [
-        nn.modules.module.register_module_forward_pre_hook(follower.begins),
-        nn.modules.module.register_module_forward_hook(follower.ends, always_call=True),
-    ]
-    for module, name in unit_of.items():
-        if isinstance(module, _torch.ShardedModule):
-            _torch.watch_communication(module, functools.partial(follower.communicates, name), follower.done)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-class _Follower:
-    """Knows which unit runs, from the hooks that modules and their outputs call."""
-
-    def __init__(self, recorder: Recorder, unit_of: Mapping[nn.Module, str]) -> None:
-        self.recorder = recorder
-        self.unit_of = unit_of
-        self._around: list[str] = []
-        self._before: list[tuple[str | None, Stream, Place]] = []
-
-    def begins(self, module: nn.Module, args: Any) -> None:
-        if module in self.unit_of:
-            self._around.append(self.recorder.place.unit)
-            self._go(self.unit_of[module])
-
-    def ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module not in self.unit_of or not self._around:
-            return
-        name = self.unit_of[module]
-        if torch.is_grad_enabled() and not _torch.in_backward():
-            for tensor in _torch.tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _, name=name: self._go(name))
-        self._go(self._around.pop())
-
-    def communicates(self, name: str, what: str) -> None:
-        self._before.append((self.recorder.unit, self.recorder.stream, self.recorder.place))
-        self.recorder.unit = name
-        if what in ("post_forward", "post_backward"):
-            self._go(name)
-        self.recorder.stream = "all_gather" if what == "unshard" else "compute"
-
-    def done(self) -> None:
-        self.recorder.unit, self.recorder.stream, self.recorder.place = self._before.pop()
-
-    def _go(self, unit: str) -> None:
-        self.recorder.place = Place(self.recorder.place.phase, unit)
-
-
 def _finished(trace: Trace, marks: Mapping[int, str]) -> Trace:
     """Give every allocation its kind, now that its whole life is known."""
-    made: dict[int, Allocation] = {}
-    recomputing: dict[int, bool] = {}
+    for each in (*trace.resident, *(event for event in trace.events if isinstance(event, Allocation))):
+        each.kind = marks.get(each.storage, each.kind)  # type: ignore[assignment]
+    made: dict[int, tuple[Allocation, bool]] = {}
+    recomputing = False
     for event in trace.events:
-        if isinstance(event, Allocation):
-            made[event.storage] = event
-            event.kind = _kind(marks.get(event.storage), event.kind)
-        elif isinstance(event, Free) and event.storage in made:
-            start = made[event.storage]
-            if start.kind == "temporary" and start.place.phase == "forward" and event.place.phase == "backward":
+        if isinstance(event, Kernel):
+            recomputing = event.recomputed
+        elif isinstance(event, Allocation):
+            made[event.storage] = event, recomputing
+        elif isinstance(event, Free) and event.storage in made and event.place.phase == "backward":
+            start, again = made[event.storage]
+            if start.kind == "temporary" and not recomputing and (start.place.phase == "forward" or again):
                 start.kind = "activations"
-    del recomputing
-    for each in trace.resident:
-        each.kind = _kind(marks.get(each.storage), each.kind)
     return trace
 
 
@@ -294,10 +236,3 @@ def _as_planned(trace: Trace, job: Job, plan: Plan, members: Mapping[str, Sequen
         if isinstance(event, Kernel):
             event.reads = event.writes = ()
     return trace
-
-
-def _kind(mark: str | None, now: Any) -> Any:
-    return now if mark is None else mark
-
-
-__all__ = ["Event", "Simulation", "simulate"]
