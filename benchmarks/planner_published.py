@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.table import Table, Tell
-from trueshard.planner.hardware import Mode, hardware
-from trueshard.planner.models import workload_of
-from trueshard.planner.reserve import replay
-from trueshard.planner.simulate import Simulation, simulate
-from trueshard.planner.timeline import schedule
+from trueshard.planner.inputs.workloads import workload_of
+from trueshard.planner.memory.reserve import replay
+from trueshard.planner.simulation.simulate import Simulation, simulate
+from trueshard.planner.speed.hardware import Mode, hardware
+from trueshard.planner.speed.timeline import schedule
 from trueshard.planner.workload import Job, Workload
 
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}

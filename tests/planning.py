@@ -24,9 +24,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from models import CASES
 from trueshard import engine
 from trueshard.planner.events import Allocation, Free, Trace
-from trueshard.planner.factories import Factory
-from trueshard.planner.simulate import WORDS, Simulation, simulate
-from trueshard.planner.step import run_step
+from trueshard.planner.inputs.factories import Factory
+from trueshard.planner.simulation.simulate import WORDS, Simulation, simulate
+from trueshard.planner.simulation.step import run_step
 from trueshard.planner.workload import Job, Workload
 
 STEPS = 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from trueshard.forecast import Forecast
-from trueshard.planner import ledger
 from trueshard.planner.events import (
     Allocation,
     Collective,
@@ -17,8 +16,9 @@ from trueshard.planner.events import (
     Stream,
     Trace,
 )
+from trueshard.planner.memory import ledger
+from trueshard.planner.speed.timeline import Span, Timeline
 from trueshard.planner.study import Alternative, Study
-from trueshard.planner.timeline import Span, Timeline
 from trueshard.plans import MixedPrecision, Plan, Unit
 
 #: Of the pretended device.

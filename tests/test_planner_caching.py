@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plain_allocators import Plain, PlainExpandable
-from trueshard.planner.caching import Block, CachingAllocator, CapacityError
 from trueshard.planner.events import Stream
+from trueshard.planner.memory.caching import Block, CachingAllocator, CapacityError
 
 KIB, MIB = 1 << 10, 1 << 20
 

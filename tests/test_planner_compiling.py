@@ -15,12 +15,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trueshard.planner import ledger
-from trueshard.planner.compiling import compiled
 from trueshard.planner.events import Allocation, Event, Free, Kernel, Place, Trace
-from trueshard.planner.hardware import hardware
-from trueshard.planner.simulate import Simulation, simulate
-from trueshard.planner.timeline import schedule
+from trueshard.planner.memory import ledger
+from trueshard.planner.simulation.compiling import compiled
+from trueshard.planner.simulation.simulate import Simulation, simulate
+from trueshard.planner.speed.hardware import hardware
+from trueshard.planner.speed.timeline import schedule
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan, Unit
 

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from parity import Ranks
 from planning import PATIENCE, Measured, Setting, curve, meter, peak_and_rest, sizes, train
-from trueshard.planner import workspaces
-from trueshard.planner.recorder import Recorder
-from trueshard.planner.simulate import Simulation
+from trueshard.planner.simulation import workspaces
+from trueshard.planner.simulation.recorder import Recorder
+from trueshard.planner.simulation.simulate import Simulation
 
 FULL = {"activation_checkpointing": "full"}
 SELECTIVE = {"activation_checkpointing": "selective"}

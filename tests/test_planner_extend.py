@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from trueshard.planner.events import Allocation, Communication, Event, Free, Trace
-from trueshard.planner.factories import Factory
-from trueshard.planner.repeats import find_runs
-from trueshard.planner.simulate import Simulation, simulate
+from trueshard.planner.inputs.factories import Factory
+from trueshard.planner.simulation.repeats import find_runs
+from trueshard.planner.simulation.simulate import Simulation, simulate
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan, Unit
 

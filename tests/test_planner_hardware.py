@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trueshard.planner.hardware import hardware, known
+from trueshard.planner.speed.hardware import hardware, known
 
 
 @pytest.mark.parametrize("name", known())

@@ -9,8 +9,8 @@ import pytest
 
 import studies
 from studies import Writer
-from trueshard.planner import ledger
 from trueshard.planner.events import KINDS, Allocation, Free, Kernel, Place, Trace
+from trueshard.planner.memory import ledger
 
 
 def small() -> Trace:

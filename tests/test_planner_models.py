@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trueshard import _torch
-from trueshard.planner.models import workload_of
+from trueshard.planner.inputs.workloads import workload_of
 from trueshard.planner.workload import Workload
 
 SIZES = {

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trueshard.planner import ledger
 from trueshard.planner.events import Allocation, Communication, Event, Free, Kernel, Place, Trace, Transfer
-from trueshard.planner.hardware import hardware
-from trueshard.planner.offloading import offloaded
-from trueshard.planner.simulate import Simulation, simulate
-from trueshard.planner.timeline import schedule
+from trueshard.planner.memory import ledger
+from trueshard.planner.simulation.offloading import offloaded
+from trueshard.planner.simulation.simulate import Simulation, simulate
+from trueshard.planner.speed.hardware import hardware
+from trueshard.planner.speed.timeline import schedule
 from trueshard.planner.workload import Job, Workload
 
 FORWARD, BACKWARD, CLIP, STEP, BETWEEN = (

@@ -15,10 +15,11 @@ import pytest
 import chromium
 import studies
 from studies import Writer
-from trueshard.planner import ledger, page
 from trueshard.planner.events import KINDS
+from trueshard.planner.memory import ledger
+from trueshard.planner.showing import page
+from trueshard.planner.speed.timeline import Span, Timeline
 from trueshard.planner.study import Alternative, Study
-from trueshard.planner.timeline import Span, Timeline
 
 in_a_browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from trueshard.planner.models import workload_of
-from trueshard.planner.preflight import Problem, preflight
+from trueshard.planner.inputs.workloads import workload_of
+from trueshard.planner.simulation.preflight import Problem, preflight
 from trueshard.plans import Plan
 
 

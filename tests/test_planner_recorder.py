@@ -14,9 +14,9 @@ from torch.nn import functional
 from planning import OPTIMIZERS, Setting
 from trueshard import _torch
 from trueshard.planner.events import Allocation, Communication, Kernel
-from trueshard.planner.recorder import Recorder
-from trueshard.planner.selections import EQUAL_SHARES, EVERYTHING
-from trueshard.planner.simulate import Simulation, simulate
+from trueshard.planner.simulation.recorder import Recorder
+from trueshard.planner.simulation.selections import EQUAL_SHARES, EVERYTHING
+from trueshard.planner.simulation.simulate import Simulation, simulate
 from trueshard.planner.workload import Job, Workload
 
 VOCABULARY = 96

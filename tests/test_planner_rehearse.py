@@ -16,11 +16,11 @@ from torch import nn
 from parity import Ranks
 from planning import Setting
 from trueshard.cli import main
-from trueshard.planner.factories import Factory
 from trueshard.planner.forecasting import Cluster, study
-from trueshard.planner.hardware import hardware
-from trueshard.planner.models import workload_of
-from trueshard.planner.rehearse import Pair, Rehearsal, job_of, rehearse
+from trueshard.planner.inputs.factories import Factory
+from trueshard.planner.inputs.workloads import workload_of
+from trueshard.planner.simulation.rehearse import Pair, Rehearsal, job_of, rehearse
+from trueshard.planner.speed.hardware import hardware
 from trueshard.planner.workload import Job, Workload
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
@@ -91,7 +91,7 @@ def greedy() -> Workload:
 
 
 def test_measured_is_not_copied_from_the_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trueshard.planner import rehearse as module
+    from trueshard.planner.simulation import rehearse as module
 
     job = Job(greedy(), (2,), on_cpu=True)
     real = module.simulate

@@ -9,10 +9,10 @@ from typing import Any
 
 import studies
 from trueshard.forecast import Forecast
-from trueshard.planner import ledger
-from trueshard.planner.collapsing import collapse
-from trueshard.planner.difference import diff
-from trueshard.planner.report import as_json, duration, pareto, text
+from trueshard.planner.memory import ledger
+from trueshard.planner.showing.collapsing import collapse
+from trueshard.planner.showing.difference import diff
+from trueshard.planner.showing.report import as_json, duration, pareto, text
 from trueshard.planner.study import Alternative, Study
 from trueshard.plans import MixedPrecision, Plan, Replicated
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from trueshard.planner.events import Allocation, Free, Kernel, Phase, Place, Stream, Trace
-from trueshard.planner.reserve import matmul_workspace, replay
+from trueshard.planner.memory.reserve import matmul_workspace, replay
 
 KIB, MIB = 1 << 10, 1 << 20
 PLACE = Place("forward", "")

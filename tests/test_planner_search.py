@@ -16,13 +16,13 @@ from torch import nn
 from trueshard import _torch, engine, policies
 from trueshard.checkpoint.inspecting import size
 from trueshard.forecast import Forecast
-from trueshard.planner import lattice
-from trueshard.planner.bench import Bench
+from trueshard.planner.choice import lattice
+from trueshard.planner.choice.bench import Bench
+from trueshard.planner.choice.search import STUDIES, NothingFits, Space, choose
+from trueshard.planner.choice.space import RECOMPUTE, Offload, Setting, batches, meshes
 from trueshard.planner.forecasting import study
-from trueshard.planner.hardware import hardware
-from trueshard.planner.search import STUDIES, NothingFits, Space, choose
-from trueshard.planner.simulate import WORDS
-from trueshard.planner.space import RECOMPUTE, Offload, Setting, batches, meshes
+from trueshard.planner.simulation.simulate import WORDS
+from trueshard.planner.speed.hardware import hardware
 from trueshard.planner.study import Study
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import MixedPrecision, Plan

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trueshard.planner import network, roofline
 from trueshard.planner.events import Allocation, Communication, Event, Free, Kernel, Place, Trace, Transfer
-from trueshard.planner.hardware import Hardware, hardware
-from trueshard.planner.timeline import schedule
+from trueshard.planner.speed import network, roofline
+from trueshard.planner.speed.hardware import Hardware, hardware
+from trueshard.planner.speed.timeline import schedule
 
 # A device on which a kernel takes flops seconds, a collective received seconds, and nothing has a latency.
 PLAIN = {"matmul": 1.0, "attention": 1.0, "memory": 1.0}

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from models.handmade import Stack
 from parity import Ranks
 from trueshard import _torch
-from trueshard.planner.values import Following, Values
+from trueshard.planner.simulation.values import Following, Values
 
 CALLED = {
     "wrapper_attribute",

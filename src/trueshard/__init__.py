@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from trueshard.forecast import Forecast
     from trueshard.optim.clip import clip_grad_norm_
     from trueshard.optim.norms import MeasuredNorms, Norms, measure_norms
+    from trueshard.planner.choice.remedies import NothingFits
     from trueshard.planner.planning import plan
-    from trueshard.planner.remedies import NothingFits
     from trueshard.plans import MixedPrecision, Plan, Unit
     from trueshard.tokens import TokenMean, count_targets, token_mean
 
@@ -47,7 +47,7 @@ _WHERE = {
     "MeasuredNorms": "optim.norms",
     "MixedPrecision": "plans",
     "Norms": "optim.norms",
-    "NothingFits": "planner.remedies",
+    "NothingFits": "planner.choice.remedies",
     "Plan": "plans",
     "Saving": "checkpoint",
     "TokenMean": "tokens",

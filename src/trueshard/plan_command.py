@@ -57,10 +57,11 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what training a model costs on a cluster, and choose how to shard it. Needs neither GPUs nor weights."""
-    from trueshard.planner import difference, page, planning, report
-    from trueshard.planner import rehearse as rehearsing
-    from trueshard.planner.hardware import hardware as named_hardware
-    from trueshard.planner.models import workload_of
+    from trueshard.planner import planning
+    from trueshard.planner.inputs.workloads import workload_of
+    from trueshard.planner.showing import difference, page, report
+    from trueshard.planner.simulation import rehearse as rehearsing
+    from trueshard.planner.speed.hardware import hardware as named_hardware
 
     with refused():
         if diff is not None:

@@ -6,14 +6,14 @@ import dataclasses
 from dataclasses import dataclass
 
 from trueshard.forecast import Forecast
-from trueshard.planner import ledger
-from trueshard.planner.batches import quietly
 from trueshard.planner.events import KINDS, Trace
-from trueshard.planner.hardware import Hardware, Mode
-from trueshard.planner.reserve import Reserved, replay
-from trueshard.planner.simulate import Simulation, simulate
+from trueshard.planner.inputs.batches import quietly
+from trueshard.planner.memory import ledger
+from trueshard.planner.memory.reserve import Reserved, replay
+from trueshard.planner.simulation.simulate import Simulation, simulate
+from trueshard.planner.speed.hardware import Hardware, Mode
+from trueshard.planner.speed.timeline import Timeline, schedule
 from trueshard.planner.study import Study
-from trueshard.planner.timeline import Timeline, schedule
 from trueshard.planner.workload import Job
 from trueshard.plans import MixedPrecision, Plan
 

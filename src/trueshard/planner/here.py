@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch, distributed
+from trueshard.planner.choice.search import NothingFits, Space, choose
 from trueshard.planner.events import Trace
-from trueshard.planner.hardware import Hardware, hardware, known
-from trueshard.planner.models import workload_of
+from trueshard.planner.inputs.twins import twin
+from trueshard.planner.inputs.workloads import workload_of
 from trueshard.planner.planning import parsed_bytes
-from trueshard.planner.search import NothingFits, Space, choose
+from trueshard.planner.speed.hardware import Hardware, hardware, known
 from trueshard.planner.study import Study
-from trueshard.planner.twins import twin
 from trueshard.plans import Plan
 
 

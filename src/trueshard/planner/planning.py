@@ -17,13 +17,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trueshard import _torch, names
+from trueshard.planner.choice.search import Space, choose
 from trueshard.planner.forecasting import Cluster, study
-from trueshard.planner.hardware import Hardware
-from trueshard.planner.hardware import hardware as named_hardware
-from trueshard.planner.models import workload_of
-from trueshard.planner.preflight import preflight
-from trueshard.planner.search import Space, choose
-from trueshard.planner.simulate import WORDS
+from trueshard.planner.inputs.workloads import workload_of
+from trueshard.planner.simulation.preflight import preflight
+from trueshard.planner.simulation.simulate import WORDS
+from trueshard.planner.speed.hardware import Hardware
+from trueshard.planner.speed.hardware import hardware as named_hardware
 from trueshard.planner.study import Study
 from trueshard.planner.workload import Job
 from trueshard.plans import Plan

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from trueshard.forecast import Forecast
 from trueshard.planner.events import Trace
-from trueshard.planner.timeline import Timeline
+from trueshard.planner.speed.timeline import Timeline
 from trueshard.plans import Plan
 
 

@@ -1,0 +1,1 @@
+"""From many studies to one plan, with reasons."""

@@ -1,0 +1,242 @@
+"""What a model is fed with and what its loss is, where nobody said: found from ``forward`` and the first layer.
+
+A ``Feed`` makes batches of any microbatch and sequence, and the loss of one. Contents do not matter to the planner;
+they are valid all the same, so that a feed also serves where the model really runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trueshard import _torch, names
+from trueshard.planner.inputs.nests import mapped
+
+Batch = Callable[[int, int], Any]
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+#: What ``forward`` calls its targets.
+TARGETS = ("labels", "targets", "target", "label")
+
+HOW = "give batch=, a batch of example tensors or a function (microbatch, sequence) → batch; in a file, define batch()"
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Batches and the loss of one."""
+
+    batch: Batch
+    loss: Loss
+    sequence: int
+    assumptions: tuple[str, ...] = ()
+
+
+def model_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss of a batch that goes to ``forward`` as it is: a dict by name, a tuple by place, anything else alone.
+
+    It is the output's ``loss`` or ``["loss"]``, a scalar (of the outputs), else by labels that the batch or the second
+    element of a pair holds; else the mean square of the first output.
+    """
+    inputs, target = _split(model, batch)
+    if isinstance(inputs, Mapping):
+        output = model(**inputs)
+    else:
+        output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    scalar = _scalar(output)
+    return scalar if scalar is not None else _compared(_first(output), target)
+
+
+def example_feed(example: Any, loss: Loss = model_loss) -> Feed:
+    """A feed of batches like ``example``: tensors whose first size is the microbatch get the microbatch asked for.
+
+    Raises:
+        ValueError: ``example`` holds no tensor with a dimension.
+    """
+    tensors = [each for each in _torch.tensors_in(example) if each.ndim]
+    if not tensors:
+        raise ValueError(f"the batch holds no tensors: {HOW}")
+    rows = tensors[0].shape[0]
+    kept = mapped(lambda each: _Like.of(each, rows) if isinstance(each, torch.Tensor) else each, example)
+    ids = [each for each in tensors if not each.is_floating_point() and each.ndim == 2]
+
+    def batch(microbatch: int, sequence: int) -> Any:
+        return mapped(lambda each: each.make(microbatch) if isinstance(each, _Like) else each, kept)
+
+    return Feed(batch, loss, int(ids[0].shape[1]) if ids else 1)
+
+
+@dataclass(frozen=True)
+class _Like:
+    """Shape and dtype of a tensor. ``shape[0]`` is None where it is the microbatch."""
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, rows: int) -> _Like:
+        shape = tuple(int(n) for n in tensor.shape)
+        return cls((None, *shape[1:]) if shape and shape[0] == rows else shape, tensor.dtype)
+
+    def make(self, microbatch: int) -> torch.Tensor:
+        return torch.zeros([microbatch if n is None else n for n in self.shape], dtype=self.dtype)
+
+
+def module_feed(model: nn.Module, sequence: int | None) -> Feed:
+    """A feed for a module of which only its code is known. Inside ``fake_tensors``.
+
+    Raises:
+        ValueError: ``forward`` wants more than one input and targets, or the first layer tells nothing.
+    """
+    root = names.unwrap(model)
+    wanted, targets = _wanted(root)
+    name, first = next(
+        ((name, module) for name, module in root.named_modules() if module._parameters), ("", nn.Identity())
+    )
+    if isinstance(first, (nn.Embedding, nn.EmbeddingBag)):
+        return _token_feed(root, wanted, targets, first.num_embeddings, sequence)
+    dtype = next((each.dtype for each in first.parameters(recurse=False) if each.is_floating_point()), torch.float32)
+    shapes = _shapes(first, sequence)
+    if targets or not shapes:
+        raise ValueError(
+            f"it cannot be told what {type(root).__name__} is fed with: its first layer, {name or 'itself'!r}, is a "
+            f"{type(first).__name__}{' and forward wants ' + targets if targets else ''}; {HOW}"
+        )
+    shape = shapes[0] if len(shapes) == 1 else _fitting(model, shapes, dtype)
+    long = shape[0] if len(shape) > 1 and isinstance(first, (nn.Linear, nn.MultiheadAttention)) else 1
+
+    def batch(microbatch: int, sequence: int) -> Any:
+        own = (sequence, *shape[1:]) if long > 1 else shape
+        return torch.randn(microbatch, *own, dtype=dtype)
+
+    said = f"The batch is random numbers of shape (microbatch, {', '.join(map(str, shape))}), read off {name!r}"
+    return Feed(batch, model_loss, long, (f"{said}; the loss is what forward returns, or its mean square.",))
+
+
+def _wanted(root: nn.Module) -> tuple[str, str]:
+    """The name of the one input of ``forward``, and that of its targets ("" where it takes none).
+
+    Raises:
+        ValueError: it wants more than that.
+    """
+    parameters = inspect.signature(root.forward).parameters.values()
+    by_place = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    needed = [each.name for each in by_place if each.default is each.empty]
+    inputs = [name for name in needed if name not in TARGETS] or [each.name for each in by_place][:1]
+    if len(inputs) > 1:
+        raise ValueError(f"{type(root).__name__}.forward wants {', '.join(needed)}, and nothing says what: {HOW}")
+    targets = next((each.name for each in by_place if each.name in TARGETS), "")
+    return (inputs[0] if inputs else ""), targets
+
+
+def _token_feed(root: nn.Module, wanted: str, targets: str, vocabulary: int, sequence: int | None) -> Feed:
+    tables = [
+        module.num_embeddings
+        for name, module in root.named_modules()
+        if isinstance(module, nn.Embedding) and ("pos" in name or "wpe" in name)
+    ]
+    length = sequence or min([*tables, 1024])
+
+    def batch(microbatch: int, sequence: int) -> Any:
+        ids = torch.randint(vocabulary, (microbatch, sequence))
+        return (ids, ids.roll(-1, 1))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        ids, labels = batch
+        output = model(ids, **{targets: labels}) if targets else model(ids)
+        scalar = _scalar(output)
+        return scalar if scalar is not None else _compared(_first(output), labels)
+
+    how = f"forward's own, from {targets}" if targets else "cross entropy of its logits in float32, or its scalar"
+    said = f"The batch is token ids below {vocabulary} ({wanted}) with the next one as label; the loss is {how}."
+    return Feed(batch, loss, length, (said,))
+
+
+def _shapes(first: nn.Module, sequence: int | None) -> list[tuple[int, ...]]:
+    """What a sample may look like whose first layer is ``first``; more than one are to be tried."""
+    if isinstance(first, nn.Linear):
+        return [(first.in_features,) if sequence is None else (sequence, first.in_features)]
+    if isinstance(first, nn.MultiheadAttention):
+        return [(sequence or 1024, first.embed_dim)]
+    if isinstance(first, nn.Conv1d):
+        return [(first.in_channels, sequence or 1024)]
+    if isinstance(first, nn.Conv2d):
+        return [(first.in_channels, side, side) for side in (224, 32, 28, 64, 96, 128, 256, 384, 512, 16)]
+    return []
+
+
+def _fitting(model: nn.Module, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> tuple[int, ...]:
+    """The first of ``shapes`` with which the forward runs.
+
+    Raises:
+        ValueError: none does.
+    """
+    with quietly():
+        for shape in shapes:
+            try:
+                model(torch.randn(2, *shape, dtype=dtype))
+            except (RuntimeError, ValueError, AssertionError):
+                continue
+            return shape
+    raise ValueError(f"it cannot be told how large an input {type(names.unwrap(model)).__name__} takes; {HOW}")
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Inside, torch does not log what goes wrong on fake tensors: it is raised as well."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _split(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """What goes to ``forward``, and the target, which may be None."""
+    parameters = inspect.signature(names.unwrap(model).forward).parameters
+    takes_all = {each.kind for each in parameters.values()}
+    if isinstance(batch, Mapping):
+        target = next((batch[key] for key in TARGETS if key in batch), None)
+        if inspect.Parameter.VAR_KEYWORD in takes_all:
+            return batch, target
+        return {key: value for key, value in batch.items() if key in parameters or key not in TARGETS}, target
+    if isinstance(batch, (tuple, list)) and len(batch) == 2 and inspect.Parameter.VAR_POSITIONAL not in takes_all:
+        second = list(parameters)[1:2]
+        if not second or (second[0] not in TARGETS and parameters[second[0]].default is not inspect.Parameter.empty):
+            return (batch[0],), batch[1]
+    return batch, None
+
+
+def _scalar(output: Any) -> torch.Tensor | None:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss if loss.ndim == 0 else loss.mean()
+    for each in output if isinstance(output, (tuple, list)) else [output]:
+        if isinstance(each, torch.Tensor) and each.ndim == 0 and each.is_floating_point():
+            return each
+    return None
+
+
+def _first(output: Any) -> torch.Tensor:
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    for each in _torch.tensors_in([logits, output]):
+        if each.is_floating_point() and each.requires_grad:
+            return each
+    raise ValueError("the model's output holds no tensor with a gradient; give loss=, a function (model, batch)")
+
+
+def _compared(output: torch.Tensor, target: Any) -> torch.Tensor:
+    if isinstance(target, torch.Tensor):
+        if target.shape == output.shape and target.is_floating_point():
+            return functional.mse_loss(output.float(), target.float())
+        if not target.is_floating_point() and target.shape == output.shape[:-1]:
+            return functional.cross_entropy(output.flatten(0, -2).float(), target.flatten())
+    return output.float().square().mean()

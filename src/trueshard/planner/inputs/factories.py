@@ -1,0 +1,224 @@
+"""Functions of the user that make a model, found by ``file.py:factory`` or given, and called without any data."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from trueshard import _torch, names
+from trueshard.planner.inputs.twins import make_fake, twin
+from trueshard.planner.inputs.weightless import Touched, weightless, without_gpu
+
+_RESULT = "it must return a torch.nn.Module, (module, batch), (module, batch, loss), or an object or dict with 'model'"
+
+
+@dataclass
+class Parts:
+    """What a factory gave: a model, and perhaps what goes with it."""
+
+    model: nn.Module
+    batch: Any = None
+    """Example tensors, or a callable (microbatch, sequence) → batch."""
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    optimizers: Any = None
+    """A callable(model) → optimizer(s), or optimizers over the model's parameters."""
+
+
+@dataclass
+class Factory:
+    """Something that makes models again and again."""
+
+    name: str
+    function: Callable[[], Any]
+    beside: Mapping[str, Any]
+    """``batch``, ``loss``, ``optimizers``: functions of the same file, used where the result has none."""
+    file: Path | None = None
+    """Where its code stands."""
+    folder: Path | None = None
+    """On ``sys.path`` while it runs."""
+
+    def build(self, dtype: torch.dtype | None = None) -> Parts:
+        """Call the function without weights, and put fake tensors into what it made. Inside ``fake_tensors``.
+
+        Args:
+            dtype: what floating-point parameters are stored in; None: as the function made them.
+
+        Raises:
+            ValueError: the function fails, reaches for data or a GPU, or returns something else; one line that says so.
+        """
+        with _explained(self.name, self.file, self.folder), weightless():
+            result = self.function()
+        parts = self._parts(result)
+        model = parts.model
+        if all(each.is_meta and not _torch.is_fake(each) for each in model.parameters()):
+            originals = [*model.parameters(), *model.buffers()]  # kept, so that their ids go on naming them
+            stand_ins = make_fake(model, dtype)
+            del originals
+        else:  # made elsewhere, and perhaps used there
+            parts.model, stand_ins = twin(model, dtype)
+        for optimizer in _optimizers_in(parts.optimizers):
+            for group in optimizer.param_groups:
+                group["params"] = [stand_ins.get(id(each), each) for each in group["params"]]
+        return parts
+
+    def _parts(self, result: Any) -> Parts:
+        if isinstance(result, nn.Module):
+            parts = Parts(result)
+        elif isinstance(result, Sequence) and 2 <= len(result) <= 3 and isinstance(result[0], nn.Module):
+            parts = Parts(*result)
+        else:
+            given = result if isinstance(result, Mapping) else getattr(result, "__dict__", {})
+            given = {key: given.get(key, getattr(result, key, None)) for key in ("model", *_BESIDE)}
+            if not isinstance(given["model"], nn.Module):
+                held = "" if given["model"] is None else f" whose model is a {type(given['model']).__name__}"
+                raise ValueError(f"{self.name} returns a {type(result).__name__}{held}: {_RESULT}")
+            parts = Parts(**given)
+        for key in _BESIDE:
+            if getattr(parts, key) is None:
+                setattr(parts, key, self.beside.get(key))
+        if parts.loss is not None and not callable(parts.loss):
+            raise ValueError(f"{self.name}: its loss must be a function (model, batch) → scalar, not {parts.loss!r}")
+        return parts
+
+
+@dataclass
+class Original:
+    """A module of the user, which stays as it is: what is built are fake twins of it."""
+
+    module: nn.Module
+
+    @property
+    def name(self) -> str:
+        """The module's class."""
+        return type(names.unwrap(self.module)).__name__
+
+    def build(self, dtype: torch.dtype | None = None) -> Parts:
+        """A twin. Inside ``fake_tensors``.
+
+        Raises:
+            ValueError: the module is sharded, has parameters without a shape, or cannot be copied.
+        """
+        return Parts(twin(self.module, dtype)[0])
+
+
+_BESIDE = ("batch", "loss", "optimizers")
+
+
+def _optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
+    several = given if isinstance(given, (list, tuple)) else [given]
+    return [each for each in several if isinstance(each, torch.optim.Optimizer)]
+
+
+def from_callable(function: Callable[..., Any], name: str = "", beside: Mapping[str, Any] | None = None) -> Factory:
+    """A factory around a function or class that takes no arguments.
+
+    Raises:
+        ValueError: it needs arguments.
+    """
+    name = name or getattr(function, "__name__", type(function).__name__)
+    try:
+        needed = [
+            parameter.name
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+    except (TypeError, ValueError):  # builtins have no signature
+        needed = []
+    if needed:
+        raise ValueError(
+            f"{name} needs arguments ({', '.join(needed)}); give them defaults, or give a function that takes none"
+        )
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return Factory(name, function, beside or {}, Path(code.co_filename) if code else None)
+
+
+def from_file(words: str) -> Factory | Original:
+    """The factory ``file.py:attribute``.
+
+    The file is imported with its folder on ``sys.path``, where no GPU is at hand and no weights are loaded.
+
+    Raises:
+        ValueError: no such file or attribute, not callable, needs arguments, or the file cannot be imported.
+    """
+    path, _, attribute = words.rpartition(":")
+    file = Path(path).expanduser().resolve()
+    if not path or not attribute:
+        raise ValueError(f"{words!r} names no function; write file.py:function")
+    if not file.is_file():
+        near = names.nearest(
+            file.name, [each.name for each in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        )
+        raise ValueError(f"there is no file {path!r}.{near}")
+    module = _imported(file, words)
+    target: Any = module
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            known = [name for name, value in vars(target).items() if callable(value) and not name.startswith("_")]
+            raise ValueError(f"{file.name} has no {attribute!r}.{names.nearest(attribute, known)}")
+        target = getattr(target, part)
+    if isinstance(target, nn.Module):
+        return Original(target)
+    if not callable(target):
+        raise ValueError(f"{words}: {attribute!r} is a {type(target).__name__}, not a function that makes a model")
+    beside = {key: value for key in _BESIDE if callable(value := getattr(module, key, None)) and value is not target}
+    factory = from_callable(target, f"{file.name}:{attribute}", beside)
+    factory.file, factory.folder = file, file.parent
+    return factory
+
+
+def _imported(file: Path, words: str) -> ModuleType:
+    text = file.read_text(encoding="utf-8", errors="replace")
+    for word, library in (("from_pretrained", "transformers.modeling_utils"), ("safetensors", "safetensors.torch")):
+        if word in text and importlib.util.find_spec(library.partition(".")[0]) is not None:
+            importlib.import_module(library)  # so that it is there to be guarded before the factory imports it
+    name = f"_trueshard_factory_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{words}: {file.name} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        with _explained(f"importing {file.name}", file, file.parent), without_gpu(), _torch.real_tensors():
+            spec.loader.exec_module(module)
+    except ValueError:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+@contextlib.contextmanager
+def _explained(name: str, file: Path | None, folder: Path | None) -> Iterator[None]:
+    """What fails inside is a ``ValueError`` of one line. ``folder`` is on ``sys.path``."""
+    if folder is not None:
+        sys.path.insert(0, str(folder))
+    try:
+        yield
+    except Touched as error:
+        raise ValueError(f"{name}{_at(error, file)} {error}") from error
+    except (Exception, SystemExit) as error:
+        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if any(word in str(error) for word in ("CUDA", "cuda", "NVIDIA", "accelerator")):
+            words += "; the planner has no GPU: build the model on the CPU, and move it where it is trained"
+        raise ValueError(f"{name} fails{_at(error, file)}: {words}") from error
+    finally:
+        if folder is not None:
+            sys.path.remove(str(folder))
+
+
+def _at(error: BaseException, file: Path | None) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    return f" (line {lines[-1]})" if lines else ""

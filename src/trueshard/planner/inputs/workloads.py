@@ -1,0 +1,228 @@
+"""From what the user has, a configuration, a file, a function or a module, to a ``Workload``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from trueshard import _torch, names
+from trueshard.planner.inputs.batches import Feed, Loss, example_feed, model_loss, module_feed
+from trueshard.planner.inputs.configurations import Configuration, hub_feed
+from trueshard.planner.inputs.factories import Original, Parts, from_callable, from_file
+from trueshard.planner.inputs.nests import mapped
+from trueshard.planner.inputs.optimizers import Make, checked, optimizers_of
+from trueshard.planner.workload import Workload
+
+
+class Source(Protocol):
+    """Where models come from."""
+
+    @property
+    def name(self) -> str:
+        """How it is called in tables."""
+
+    def build(self, dtype: torch.dtype | None = None) -> Parts:
+        """A new model on fake tensors; the same at every call. Inside ``fake_tensors``."""
+
+
+def workload_of(
+    model: str | Path | Callable[[], Any] | nn.Module,
+    *,
+    sequence: int | None = None,
+    optimizer: str | Callable[[nn.Module], Any] | None = None,
+    learning_rate: float | None = None,
+    batch: Any = None,
+    loss: Loss | None = None,
+    clip: float | None = 1.0,
+    storage_dtype: str | None = None,
+) -> Workload:
+    """What is trained, with what was taken for granted.
+
+    Args:
+        model: a folder with a transformers ``config.json`` or that file; ``"file.py:factory"``; a function without
+            arguments; or a module, which stays as it is. A function returns a module, ``(module, batch)``,
+            ``(module, batch, loss)``, or an object or dict with ``model`` and perhaps ``batch``, ``loss`` and
+            ``optimizers``; a file may define functions of these three names beside it.
+        sequence: tokens of one sample; None: what the batch has, else what the model takes, up to 4096.
+        optimizer: as ``optimizers_of`` takes it; None: the factory's own, else ``"adamw"``.
+        learning_rate: None: the optimizer's own.
+        batch: None (found from the model); ``(microbatch, sequence)``; example tensors, whose first size is the
+            microbatch; or a function (microbatch, sequence) → batch.
+        loss: (model, batch) → scalar; None: the factory's own, else what forward returns.
+        clip: the norm to which gradients are clipped; None: not at all.
+        storage_dtype: what parameters are stored in; None: as made, and float32 for a configuration.
+
+    Raises:
+        ValueError: one line that names what does not fit, and the remedy.
+        TypeError: ``model`` is something else.
+    """
+    if _is_size(batch):
+        sequence, batch = sequence or batch[1], None
+    if sequence is not None and sequence < 1:
+        raise ValueError(f"sequence={sequence} must be at least 1")
+    source = source_of(model)
+    dtype = _dtype(storage_dtype)
+    made = _Made(source, dtype)
+    feed, assumptions = _feed(source, made, sequence, batch, loss)
+    make: Make
+    if optimizer is None and made.parts is not None and made.parts.optimizers is not None:
+        make = made.optimizers
+        if learning_rate is not None:
+            raise ValueError(f"{source.name} brings its own optimizers; set the learning rate there, or name one")
+    else:
+        make = optimizers_of(optimizer or "adamw", learning_rate)
+    if isinstance(source, Configuration) and dtype is None:
+        assumptions += ("Parameters are stored in float32.",)
+    return Workload(
+        name=source.name,
+        model=made.model,
+        optimizers=make,
+        batch=feed.batch,
+        loss=_unchecked(loss or feed.loss),
+        sequence=feed.sequence,
+        clip=clip,
+        assumptions=assumptions,
+    )
+
+
+def source_of(model: str | Path | Callable[[], Any] | nn.Module) -> Source:
+    """Where models come from, looked up but not built.
+
+    Raises:
+        ValueError: there is no such file, folder or function, or it cannot be read.
+        TypeError: ``model`` is none of what it may be.
+    """
+    if isinstance(model, nn.Module):
+        return Original(model)
+    if isinstance(model, (str, Path)):
+        words = str(model)
+        path = Path(words).expanduser()
+        if path.is_dir() or path.suffix == ".json":
+            return Configuration(path)
+        if ".py" in words:
+            return from_file(words)
+        near = names.nearest(path.name, [each.name for each in path.absolute().parent.glob("*")])
+        raise ValueError(
+            f"there is no model {words!r}: give a folder with a config.json, that file, or file.py:factory.{near}"
+        )
+    if callable(model):
+        return from_callable(model)
+    raise TypeError(f"a model is a path, a function or a torch.nn.Module, not a {type(model).__name__}")
+
+
+class _Made:
+    """The latest model of a source, with what came with it: a loss may belong to the model it was made with."""
+
+    def __init__(self, source: Source, dtype: torch.dtype | None) -> None:
+        self.source = source
+        self.dtype = dtype
+        self.parts: Parts | None = None
+
+    def model(self) -> nn.Module:
+        self.parts = self.source.build(self.dtype)
+        model = self.parts.model
+        if not model.training:
+            model.train()
+        return model
+
+    def batch(self, microbatch: int, sequence: int) -> Any:
+        assert self.parts is not None
+        return mapped(_off_meta, self.parts.batch(microbatch, sequence))
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        assert self.parts is not None
+        assert self.parts.loss is not None
+        value = self.parts.loss(model, batch)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise ValueError(f"the loss of {self.source.name} must be a scalar tensor, not {shown}")
+        return value
+
+    def optimizers(self, model: nn.Module) -> Sequence[torch.optim.Optimizer]:
+        assert self.parts is not None
+        given = self.parts.optimizers
+        is_function = callable(given) and not isinstance(given, torch.optim.Optimizer)
+        return checked(given(model) if is_function else given, f"optimizers of {self.source.name}")
+
+
+def _feed(
+    source: Source, made: _Made, sequence: int | None, batch: Any, loss: Loss | None
+) -> tuple[Feed, tuple[str, ...]]:
+    """Batches and loss by what was asked for, else by what the factory brings, else by the model."""
+    if isinstance(source, Configuration):
+        if batch is None:
+            feed = source.feed(sequence)
+            return feed, (*source.assumptions, *feed.assumptions)
+        return _given(batch, model_loss, sequence), tuple(source.assumptions)
+    with _torch.fake_tensors(), torch.compiler.set_stance("force_eager"):  # a look: only what is no tensor is kept
+        model = made.model()
+        assert made.parts is not None
+        own: Loss = made.loss if made.parts.loss is not None else model_loss
+        if batch is None and (batch := made.parts.batch) is not None and callable(batch):
+            batch = made.batch
+        if batch is not None:
+            return _given(batch, own, sequence), ()
+        base = _hub_model(model)
+        feed = hub_feed(type(base), base.config, sequence) if base is not None else module_feed(model, sequence)
+        if loss is not None or made.parts.loss is not None:
+            feed = Feed(feed.batch, own, feed.sequence, feed.assumptions)
+        return feed, feed.assumptions
+
+
+def _unchecked(loss: Loss) -> Loss:
+    """Without transformers' checks of values, such as that there are as many image tokens as features."""
+    key = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+
+    def unchecked(model: nn.Module, batch: Any) -> torch.Tensor:
+        before = os.environ.get(key)
+        os.environ[key] = "1"
+        try:
+            return loss(model, batch)
+        finally:
+            os.environ.pop(key)
+            if before is not None:
+                os.environ[key] = before
+
+    return unchecked
+
+
+def _off_meta(value: Any) -> Any:
+    """A tensor that the factory made is on the meta device; where batches are made, models are not."""
+    is_meta = isinstance(value, torch.Tensor) and value.is_meta and not _torch.is_fake(value)
+    return torch.zeros(value.shape, dtype=value.dtype) if is_meta else value
+
+
+def _given(batch: Any, loss: Loss, sequence: int | None) -> Feed:
+    if callable(batch):
+        return Feed(batch, loss, sequence or 2048)
+    return example_feed(batch, loss)
+
+
+def _hub_model(model: nn.Module) -> Any:
+    """The model of transformers in ``model`` (PEFT's wrappers taken off), or None."""
+    import sys
+
+    hub = sys.modules.get("transformers.modeling_utils")
+    base: Any = names.unwrap(model)
+    if hasattr(base, "get_base_model"):
+        base = base.get_base_model()
+    return base if hub is not None and isinstance(base, hub.PreTrainedModel) else None
+
+
+def _is_size(batch: Any) -> bool:
+    return isinstance(batch, (tuple, list)) and len(batch) == 2 and all(type(each) is int for each in batch)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+    short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    if name is None:
+        return None
+    if short.get(name, name) not in known:
+        raise ValueError(f"storage dtype {name!r} is not known.{names.nearest(name, [*known, *short])}")
+    return known[short.get(name, name)]

@@ -1,0 +1,1 @@
+"""One rank's step on fake tensors, written down, and continued over blocks that repeat."""

@@ -1,0 +1,324 @@
+"""A step whose blocks are compiled, from the same step run operator by operator.
+
+Only units of kind ``block`` are compiled, each for itself: one graph for forward, one for backward. What becomes of the
+results of *fusable* operators (element-wise, normalisations, copies; see ``roofline.is_fusable``) in such a graph:
+
+1. Backward keeps what a minimum cut tells it to, instead of what autograd saves. In the graph of a block's forward,
+   source and sink are what cannot be recomputed and what backward reads. Results of operators that are not fusable, of
+   reductions, and those that such an operator of backward reads cannot be recomputed. A result weighs its bytes, twice
+   that where it need not exist otherwise, and more the farther it is from backward; gathered parameters and the batch
+   weigh nothing. What is not kept is recomputed within the fused kernels that need it and takes no memory. Source:
+   ``solve_min_cut`` of torch/_functorch/partitioners.py.
+2. Where a block has activation checkpointing, its own choice of what is kept is honoured: rule 1 does not apply. Yet
+   what backward does not read is not kept, although it is where operators run one by one: the output of a block's last
+   matrix product.
+3. A result that only fusable operators of the same graph read never exists, if they run without another operator in
+   between, or if what it is computed from is alive anyhow when the last of them runs: then it is computed again there.
+
+Neglected: graph breaks; chains that torch does not recompute because they are long or because their readers are far
+apart; results that do exist since too much would have to be fused; that memory is used again in place; that a compiled
+backward recomputes late what a checkpointed block recomputes at once. Operators, their order and their bytes stay as
+they are: which of them are one kernel is the matter of ``roofline.all_seconds``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import networkx
+
+from trueshard.planner.events import Allocation, Communication, Event, Free, Kernel, Kind, Trace
+from trueshard.planner.speed.roofline import is_fusable
+from trueshard.plans import Plan
+
+REDUCTION = 4
+"""A result so many times smaller than what it is computed from is kept. Source: ``should_ban_recomputation``."""
+
+FARTHER = 1.1
+"""By how much a result weighs more for each step that it is farther from backward. Source: ``get_node_weight``."""
+
+_FREE_TO_KEEP = ("parameters", "gathered", "inputs")
+
+_RESULTS = ("activations", "temporary")
+"""Kinds of what operators make."""
+
+_Graph = tuple[str, str, int]
+"""Phase, unit, microbatch."""
+
+
+def compiled(trace: Trace, plan: Plan) -> Trace:
+    """The step with the blocks of ``plan`` compiled.
+
+    Args:
+        trace: its kernels know what they read and write.
+        plan: with its units.
+    """
+    blocks = {unit.name: unit.activation_checkpointing == "none" for unit in plan.units if unit.kind == "block"}
+    flow = _Flow(trace, set(blocks))
+    for forward in [graph for graph in flow.kernels if graph[0] == "forward"]:
+        backward = flow.kernels.get(("backward", *forward[1:]))
+        if backward is None:
+            continue
+        if blocks[forward[1]]:
+            _keep(flow, forward)
+        _end_unread(flow, forward, backward[0])
+    for made in flow.made_in_graphs():
+        _fuse(flow, made)
+    return flow.rewritten()
+
+
+@dataclass
+class _Storage:
+    """The life of one storage."""
+
+    number: int
+    made: int
+    """Position; -1: before the step."""
+    freed: int
+    """Position, at first as autograd frees it; the number of events if it outlives the step."""
+    allocation: Allocation
+    makers: list[int] = field(default_factory=list)
+    """Positions of kernels that write it."""
+    readers: list[int] = field(default_factory=list)
+    """Positions of kernels that read it, of those that are left to."""
+    exists: bool = True
+
+
+class _Flow:
+    """Which kernel makes and reads what."""
+
+    def __init__(self, trace: Trace, blocks: set[str]) -> None:
+        self.trace = trace
+        self.events = trace.events
+        self.storages: dict[int, _Storage] = {}
+        self.kernels: dict[_Graph, list[int]] = defaultdict(list)
+        self.graph_of: dict[int, _Graph] = {}
+        self.run_of: dict[int, int] = {}
+        """By position of a fusable kernel: a number that it shares with those it runs together with."""
+        for allocation in trace.resident:
+            self.storages[allocation.storage] = _Storage(allocation.storage, -1, len(self.events), allocation)
+        microbatch, before, runs = 0, "", 0
+        for i, event in enumerate(self.events):
+            phase = event.place.phase
+            microbatch += phase == "forward" and before == "backward"
+            before = phase
+            if isinstance(event, Allocation):
+                self.storages[event.storage] = _Storage(event.storage, i, len(self.events), event)
+            elif isinstance(event, Free):
+                self.storages[event.storage].freed = i
+            elif isinstance(event, Kernel):
+                in_graph = phase in ("forward", "backward") and event.place.unit in blocks and event.stream == "compute"
+                if in_graph and event.op.startswith("aten."):
+                    graph = phase, event.place.unit, microbatch
+                    self.kernels[graph].append(i)
+                    self.graph_of[i] = graph
+                if i in self.graph_of and is_fusable(event):
+                    self.run_of[i] = runs
+                else:
+                    runs += event.stream == "compute"
+        self._connect()
+
+    def _connect(self) -> None:
+        for i, event in enumerate(self.events):
+            if isinstance(event, Kernel):
+                for number in event.reads:
+                    self.storages[number].readers.append(i)
+                for number in event.writes:
+                    self.storages[number].makers.append(i)
+
+    def kernel(self, position: int) -> Kernel:
+        event = self.events[position]
+        assert isinstance(event, Kernel)
+        return event
+
+    def graph(self, storage: _Storage) -> _Graph | None:
+        """The graph that makes the storage; None: none does, or not alone."""
+        graphs = {self.graph_of.get(i) for i in storage.makers}
+        return graphs.pop() if len(graphs) == 1 else None
+
+    def is_fused(self, storage: _Storage) -> bool:
+        """Whether only fusable operators of one graph make it."""
+        return self.graph(storage) is not None and all(i in self.run_of for i in storage.makers)
+
+    def sources(self, storage: _Storage) -> list[_Storage]:
+        numbers = dict.fromkeys(number for i in storage.makers for number in self.kernel(i).reads)
+        return [self.storages[number] for number in numbers if number != storage.number]
+
+    def made_in_graphs(self) -> list[_Storage]:
+        """In the order in which they are made."""
+        return [
+            each
+            for each in self.storages.values()
+            if each.allocation.kind in _RESULTS and each.made >= 0 and self.is_fused(each)
+        ]
+
+    def rewritten(self) -> Trace:
+        """The trace with storages as they are now."""
+        moved: dict[int, list[_Storage]] = defaultdict(list)
+        for each in self.storages.values():
+            if each.freed < len(self.events) and each.exists:
+                moved[each.freed].append(each)
+        events: list[Event] = []
+        at: list[int] = []
+        for i, event in enumerate(self.events):
+            at.append(len(events))
+            if isinstance(event, Allocation):
+                if (storage := self.storages[event.storage]).exists:
+                    events.append(self._allocation(storage))
+            elif isinstance(event, (Kernel, Communication)) and event.after:
+                events.append(dataclasses.replace(event, after=tuple(at[each] for each in event.after)))
+            elif not isinstance(event, Free):
+                events.append(event)
+            events += [Free(event.place, each.number, each.allocation.bytes) for each in moved[i]]
+        return Trace(events, self.trace.resident)
+
+    def _allocation(self, storage: _Storage) -> Allocation:
+        """With its kind, which may have changed with its end."""
+        made = storage.allocation
+        if made.kind not in _RESULTS or made.place.phase != "forward" or storage.freed == len(self.events):
+            return made
+        kind: Kind = "activations" if self.events[storage.freed].place.phase == "backward" else "temporary"
+        return made if made.kind == kind else dataclasses.replace(made, kind=kind)
+
+
+# What backward keeps
+
+
+def _keep(flow: _Flow, forward: _Graph) -> None:
+    """Let the backward of a block read what the cut keeps, and end the rest in forward."""
+    backward: _Graph = ("backward", *forward[1:])
+    first = flow.kernels[backward][0]
+    known = _known(flow, forward)
+    wanted = {
+        number: [i for i in storage.readers if flow.graph_of.get(i) == backward]
+        for number, storage in known.items()
+        if storage.made < first
+    }
+    wanted = {number: readers for number, readers in wanted.items() if readers}
+    kept = _cut(flow, forward, known, wanted)
+    for number, readers in wanted.items():
+        storage = known[number]
+        if number in kept or flow.graph(storage) != forward:
+            continue
+        last = readers[-1]
+        for each in _ancestors(flow, forward, storage, kept):
+            each.freed = max(each.freed, _end(flow, last))
+            each.readers = sorted({*each.readers, *readers})
+        storage.readers = [i for i in storage.readers if i not in readers]
+
+
+def _end_unread(flow: _Flow, forward: _Graph, first: int) -> None:
+    """What forward makes and nobody reads when backward is at position ``first`` or later ends with its last reader."""
+    for storage in _known(flow, forward).values():
+        if storage.allocation.kind not in _RESULTS or flow.graph(storage) != forward:
+            continue
+        last = max([*storage.readers, *storage.makers])
+        if last < first < storage.freed < len(flow.events):
+            storage.freed = _end(flow, last)
+
+
+def _known(flow: _Flow, forward: _Graph) -> dict[int, _Storage]:
+    """What a block's forward reads and makes, in order."""
+    numbers: dict[int, None] = {}
+    for i in flow.kernels[forward]:
+        numbers |= dict.fromkeys((*flow.kernel(i).reads, *flow.kernel(i).writes))
+    return {number: flow.storages[number] for number in numbers}
+
+
+def _cut(flow: _Flow, forward: _Graph, known: dict[int, _Storage], wanted: dict[int, list[int]]) -> set[int]:
+    """The storages that are kept. Nodes are (place among ``known``, side), so that equal blocks are cut alike."""
+    index = {number: i for i, number in enumerate(known)}
+    distance = _distances(flow, forward, known, wanted)
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(("source", "sink"))
+    for number, storage in known.items():
+        here = index[number]
+        graph.add_edge((here, 0), (here, 1), capacity=_weight(flow, storage, forward, distance.get(number, 100)))
+        if not _may_be_recomputed(flow, forward, storage, wanted.get(number, [])):
+            graph.add_edge("source", (here, 0))
+        else:
+            for source in flow.sources(storage):
+                graph.add_edge((index[source.number], 1), (here, 0))
+        if number in wanted:
+            graph.add_edge((here, 1), "sink")
+    _, (near, far) = networkx.minimum_cut(graph, "source", "sink")
+    return {number for number in known if (index[number], 0) in near and (index[number], 1) in far}
+
+
+def _may_be_recomputed(flow: _Flow, forward: _Graph, storage: _Storage, readers: Sequence[int]) -> bool:
+    if flow.graph(storage) != forward or not flow.is_fused(storage):
+        return False
+    if any(i not in flow.run_of for i in readers):
+        return False
+    return storage.allocation.bytes * REDUCTION >= max(flow.kernel(i).read for i in storage.makers)
+
+
+def _weight(flow: _Flow, storage: _Storage, forward: _Graph, distance: int) -> int:
+    if storage.allocation.kind in _FREE_TO_KEEP:
+        return 0
+    exists = flow.graph(storage) != forward or any(i not in flow.run_of for i in (*storage.makers, *storage.readers))
+    return int(storage.allocation.bytes * FARTHER ** min(distance, 100)) * (1 if exists else 2)
+
+
+def _distances(
+    flow: _Flow, forward: _Graph, known: dict[int, _Storage], wanted: dict[int, list[int]]
+) -> dict[int, int]:
+    """By storage: how many operators lie between it and the nearest of backward, that one included."""
+    found = dict.fromkeys(wanted, 1)
+    row = list(wanted)
+    for number in row:
+        if flow.graph(known[number]) == forward:
+            for source in flow.sources(known[number]):
+                if source.number not in found:
+                    found[source.number] = found[number] + 1
+                    row.append(source.number)
+    return found
+
+
+def _ancestors(flow: _Flow, forward: _Graph, storage: _Storage, kept: set[int]) -> list[_Storage]:
+    """What is kept, from which the storage is recomputed."""
+    found: dict[int, _Storage] = {}
+    row, seen = [storage], {storage.number}
+    for each in row:
+        for source in flow.sources(each):
+            if source.number in seen:
+                continue
+            seen.add(source.number)
+            if source.number in kept:
+                found[source.number] = source
+            elif flow.graph(source) == forward:
+                row.append(source)
+    return [each for each in found.values() if each.allocation.kind not in _FREE_TO_KEEP]
+
+
+# What never exists
+
+
+def _fuse(flow: _Flow, storage: _Storage) -> None:
+    """Take a result out of the trace if nobody needs it in memory; what it is computed from is decided already."""
+    graph = flow.graph(storage)
+    if storage.freed == len(flow.events) or not all(flow.graph_of.get(i) == graph for i in storage.readers):
+        return
+    if any(i not in flow.run_of for i in storage.readers):
+        return
+    runs = {flow.run_of[i] for i in (*storage.makers, *storage.readers)}
+    last = max((*storage.makers, *storage.readers))
+    if len(runs) == 1 or all(_is_there(flow, source, last) for source in flow.sources(storage)):
+        storage.exists = False
+
+
+def _is_there(flow: _Flow, storage: _Storage, position: int) -> bool:
+    """Whether it can be read at a position, or computed there."""
+    if storage.exists:
+        return storage.freed > position
+    return all(_is_there(flow, source, position) for source in flow.sources(storage))
+
+
+def _end(flow: _Flow, position: int) -> int:
+    """Where memory goes that the kernel at a position reads last: behind what it allocates."""
+    while position + 1 < len(flow.events) and isinstance(flow.events[position + 1], Allocation):
+        position += 1
+    return position
