@@ -35,11 +35,12 @@ def _inside(directory: Path) -> list[Path]:
 
 
 def _written(path: Path) -> tuple[str, int] | None:
+    """When a checkpoint was written; None if it is none, or is deleted by another rank just now."""
     try:
         manifest = manifest_of((path / MANIFEST).read_bytes(), str(path))
+        return str(manifest.about.get("written", "")), (path / MANIFEST).stat().st_mtime_ns
     except (OSError, ValueError):
         return None
-    return str(manifest.about.get("written", "")), (path / MANIFEST).stat().st_mtime_ns
 
 
 class Checkpoints:
