@@ -486,26 +486,29 @@ def simulated_world(rank: int, ranks: int) -> Iterator[None]:
 
     c10d = torch.distributed.distributed_c10d
     state = c10d._world
-    tables = (state.pg_map, state.pg_names, state.pg_group_ranks, state.pg_backend_config, state.pg_to_tag)
+    tables: list[dict[Any, Any]] = [state.pg_map, state.pg_names, state.pg_group_ranks, state.pg_backend_config]
+    tables += [state.pg_to_tag, state.tags_to_pg]
+    aside = [dict(table) for table in tables]
     own, count, method = state.default_pg, state.group_count, c10d._default_pg_init_method
-    before = dict(state.pg_names)
-    for name in before.values():  # the simulated groups take the same names
+    names_of_own = dict(state.pg_names)
+    for name in names_of_own.values():
         c10d._unregister_process_group(name)
-    state.default_pg = None
-    hook, sys.excepthook = sys.excepthook, sys.excepthook
+    for table in tables:
+        table.clear()
+    # The same names in every simulated world: DTensor remembers meshes, and finds their groups by name.
+    state.default_pg, state.group_count = None, 0
+    hook = sys.excepthook
     try:
         torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=rank, world_size=ranks)
         yield
     finally:
         sys.excepthook = hook
-        for group in [group for group in state.pg_names if group not in before]:
+        for group in list(state.pg_names):
             c10d._unregister_process_group(group.group_name)
-            for table in tables:
-                table.pop(group, None)
-            for members in state.tags_to_pg.values():
-                if group in members:
-                    members.remove(group)
-        for group, name in before.items():
+        for table, before in zip(tables, aside, strict=True):
+            table.clear()
+            table.update(before)
+        for group, name in names_of_own.items():
             c10d._register_process_group(name, group)
         state.default_pg, state.group_count, c10d._default_pg_init_method = own, count, method
 

@@ -212,16 +212,13 @@ def _finished(trace: Trace, marks: Mapping[int, str]) -> Trace:
     """Give every allocation its kind, now that its whole life is known."""
     for each in (*trace.resident, *(event for event in trace.events if isinstance(event, Allocation))):
         each.kind = marks.get(each.storage, each.kind)  # type: ignore[assignment]
-    made: dict[int, tuple[Allocation, bool]] = {}
-    recomputing = False
+    made: dict[int, Allocation] = {}
     for event in trace.events:
-        if isinstance(event, Kernel):
-            recomputing = event.recomputed
-        elif isinstance(event, Allocation):
-            made[event.storage] = event, recomputing
+        if isinstance(event, Allocation):
+            made[event.storage] = event
         elif isinstance(event, Free) and event.storage in made and event.place.phase == "backward":
-            start, again = made[event.storage]
-            if start.kind == "temporary" and not recomputing and (start.place.phase == "forward" or again):
+            start = made[event.storage]
+            if start.kind == "temporary" and start.place.phase == "forward":
                 start.kind = "activations"
     return trace
 
