@@ -172,11 +172,7 @@ def test_three_ranks(name: str, ranks3: Ranks) -> None:
     hold(ranks3, THREE[name], name)
 
 
-#: Peak and rest are equal; a copy and a free of the first step change places.
-KNOWN = pytest.mark.xfail(reason="the first step's curve with a node size", strict=False)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=KNOWN) if n.startswith("node of 2") else n for n in FOUR])
+@pytest.mark.parametrize("name", FOUR)
 def test_four_ranks(name: str, ranks4: Ranks) -> None:
     hold(ranks4, FOUR[name], name)
 

@@ -190,11 +190,7 @@ CASES: dict[str, Job] = {
 }
 
 
-#: Since simulated meshes have names of their own, the first step's copies for a node size come in another order.
-KNOWN = pytest.mark.xfail(reason="a node size is simulated whole", strict=False)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=KNOWN) if n == "llama, node size" else n for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_an_extended_trace_is_the_whole_trace(name: str) -> None:
     extended, whole = simulate(CASES[name]), simulate(CASES[name], whole=True)
     assert extended.whole_because == ""

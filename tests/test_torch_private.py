@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from models.handmade import Stack
 from parity import Ranks
@@ -66,6 +66,7 @@ CALLED = {
     "is_plain",
     "makes_fake_tensors",
     "one_chunk",
+    "unseen_propagation",
     "real_tensors",
     "running_node",
     "simulated_world",
@@ -395,6 +396,7 @@ def test_who_holds_a_gradient() -> None:
 
 
 def test_one_process_stands_for_a_rank_of_many() -> None:
+    before = torch.distributed.is_initialized()
     with _torch.simulated_world(5, 64):
         assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (5, 64)
         half = torch.distributed.new_group(list(range(32)))
@@ -412,4 +414,25 @@ def test_one_process_stands_for_a_rank_of_many() -> None:
     assert seen[:2] == ["unshard", "left"]
     assert {"wait_for_unshard", "post_backward"} <= set(seen)
     assert seen.count("left") * 2 == len(seen)
-    assert not torch.distributed.is_initialized()
+    assert torch.distributed.is_initialized() == before
+
+
+def test_what_dtensor_makes_to_find_out_shapes_is_not_seen() -> None:
+    class Seen(_torch.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(issubclass(each, DTensor) for each in types):
+                return NotImplemented
+            shapes.update(
+                tuple(each.shape) for each in _torch.leaves_of((args, kwargs)) if isinstance(each, torch.Tensor)
+            )
+            return func(*args, **(kwargs or {}))
+
+    shapes: set[tuple[int, ...]] = set()
+    with _torch.simulated_world(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("never_used_before",))
+        with _torch.fake_tensors(), _torch.unseen_propagation():
+            tensor = DTensor.from_local(torch.ones(3, 5), mesh, [Shard(0)], run_check=False)
+            with Seen():
+                assert tensor.neg().shape == (6, 5)
+    assert (6, 5) not in shapes
+    assert (3, 5) in shapes

@@ -24,8 +24,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
@@ -631,3 +632,23 @@ def one_chunk() -> Iterator[None]:
         yield
     finally:
         _fsdp_param._chunk_with_empty = original
+
+
+@contextlib.contextmanager
+def unseen_propagation() -> Iterator[None]:
+    """Inside, what DTensor makes to find out shapes, at the first operator of a kind, is seen by no dispatch mode.
+
+    It makes fake tensors for that. In training they take no memory; where all tensors are fake they look like any
+    other, and only until DTensor remembers the answer.
+    """
+    original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return original(*args, **kwargs)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]

@@ -79,7 +79,7 @@ def simulate(job: Job, *, whole: bool = False) -> Simulation:
     with warnings.catch_warnings(record=True) as told, _torch.simulated_world(job.rank, world):
         warnings.simplefilter("always")
         mesh = simulated_mesh("cpu", job.ranks)
-        with _torch.fake_tensors(), _torch.one_chunk():
+        with _torch.fake_tensors(), _torch.one_chunk(), _torch.unseen_propagation():
             made = _simulated(job, mesh, whole)
     made.warnings = sorted({str(each.message) for each in told})
     return made
