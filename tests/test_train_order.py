@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trueshard.train.order import sequence_indices
+from trueshard.train.data.order import sequence_indices
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 3, 5, 64, 1000, 4097])

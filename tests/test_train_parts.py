@@ -10,12 +10,12 @@ import torch
 
 from trueshard import train
 from trueshard.train.config import DataSection, ScheduleSection
-from trueshard.train.launch import launcher_of, slurm_to_torch
-from trueshard.train.metrics import MetricsFile, read_metrics
-from trueshard.train.model import architecture
+from trueshard.train.data.text import find
+from trueshard.train.models.build import architecture
 from trueshard.train.optimizer import learning_rate
 from trueshard.train.parse import load_config
-from trueshard.train.text import find
+from trueshard.train.running.launch import launcher_of, slurm_to_torch
+from trueshard.train.showing.metrics import MetricsFile, read_metrics
 
 DEMO = Path(train.__file__).parent / "demo.toml"
 

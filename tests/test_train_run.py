@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from trueshard.train.metrics import read_metrics
+from trueshard.train.showing.metrics import read_metrics
 
 LIMIT = 120
 """Seconds that a run may take."""

@@ -14,9 +14,9 @@ from typing import Annotated
 
 import typer
 
+from trueshard.errors import UserError, refused
 from trueshard.plan_command import plan
-from trueshard.train.errors import UserError, refused
-from trueshard.train.signals import STOPPED
+from trueshard.train.running.signals import STOPPED
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -131,28 +131,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(command: list[str], path: Path, overrides: list[str], nproc: int | None, cpu_processes: int) -> int:
     """Be the launcher of a training run or, where one has started this process, a worker of it."""
-    from trueshard.train.launch import launch, launcher_of
     from trueshard.train.parse import load_config
+    from trueshard.train.running.launch import launch, launcher_of
 
     config = load_config(path, overrides)
     launcher = launcher_of(os.environ)
     if launcher is not None:
         if nproc is not None:
             raise UserError(f"--nproc {nproc}: {launcher} has already started the processes; leave --nproc out")
-        from trueshard.train.worker import work
+        from trueshard.train.running.worker import work
 
         work(config)
 
-    from trueshard.train import checkpoints
-    from trueshard.train.preflight import check, check_nproc, default_nproc
-    from trueshard.train.worker import tell_if_complete
+    from trueshard.train.running import resuming
+    from trueshard.train.running.preflight import check, check_nproc, default_nproc
+    from trueshard.train.running.worker import tell_if_complete
 
     nproc = default_nproc(cpu_processes) if nproc is None else nproc
     check_nproc(nproc)
     if tell_if_complete(config, check(config, nproc), aloud=True):
         return 0
     code = launch(command + [f"--set={override}" for override in overrides], nproc)
-    if code == STOPPED and not checkpoints.of(config).steps():
+    if code == STOPPED and not resuming.of(config).steps():
         print("Stopped before the first checkpoint; the same command begins again.")
     return code
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from trueshard.train.errors import UserError, refused
+from trueshard.errors import UserError, refused
 
 Count = Annotated[int | None, typer.Option(metavar="N", min=1, show_default=False)]
 Dtype = Annotated[str | None, typer.Option(metavar="DTYPE", help="bf16, fp16 or fp32.", show_default=False)]

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 Text = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-ReshardWord = Literal["default", "always", "never", "last_layer"]
-ActivationCheckpointingWord = Literal["none", "full", "selective"]
+ReshardWord = Literal["default", "always", "never", "last_layer", "auto"]
+ActivationCheckpointingWord = Literal["none", "full", "selective", "auto"]
 
 TEXT_FILES = [
     *("*.txt", "*.text", "*.md", "*.rst", "*.tex", "*.org", "*.html", "*.xml"),
@@ -36,6 +36,8 @@ class RunSection(Section):
 
     dir: Text
     """Folder for everything the run writes. Started again on the same folder, a run resumes."""
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """How often the processes are started again by themselves after one was lost. Under torchrun: --max-restarts."""
 
 
 class ModelSection(Section):
@@ -49,8 +51,12 @@ class ModelSection(Section):
     """A transformers `model_type` such as "llama", trained from scratch with `fields`."""
     fields: dict[str, Any] = {}
     """With `architecture`: fields of its transformers configuration. The vocabulary size is the tokenizer's."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Storage dtype of the parameters. For compute in bfloat16 see `shard.mixed_precision`."""
+    freeze: list[Text] = []
+    """Globs over parameter names, such as "vision_tower.*": what is not trained. One that matches none is an error."""
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    """With `[adapter]`: the frozen weights of linear layers are stored in 8 or 4 bits (as QLoRA does)."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
@@ -63,6 +69,25 @@ class ModelSection(Section):
         return self
 
 
+class AdapterSection(Section):
+    """A PEFT adapter: only it is trained, and what the model was stays frozen."""
+
+    method: Literal["lora", "dora"] = "lora"
+    """LoRA, or DoRA (a magnitude beside it)."""
+    rank: Annotated[int, Field(ge=1)] = 8
+    """Inner size of the two matrices."""
+    alpha: Annotated[float, Field(gt=0)] = 16
+    """The update is scaled by `alpha / rank`."""
+    dropout: Fraction = 0.0
+    """On the adapter's input."""
+    targets: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = "all-linear"
+    """Which layers: all linear ones but the head, or ends of module names such as "q_proj"."""
+    save_modules: list[Text] = []
+    """Modules that are trained whole beside the adapter, such as "lm_head"."""
+    arguments: dict[str, Any] = {}
+    """Other fields of PEFT's `LoraConfig`."""
+
+
 class TokenizerSection(Section):
     """How text becomes tokens. Left out, the tokenizer is the one in the model's directory."""
 
@@ -70,6 +95,8 @@ class TokenizerSection(Section):
     """Directory of a Hugging Face tokenizer, or a `tokenizer.json`."""
     vocab_size: Annotated[int, Field(ge=257)] | None = None
     """Train a byte-level BPE tokenizer of at most this many tokens on the data first (256 bytes, 1 end of text)."""
+    chat_template: Text | None = None
+    """A file with a Jinja chat template. Left out, the tokenizer's own, or ChatML where it has none."""
 
     @model_validator(mode="after")
     def _at_most_one(self) -> TokenizerSection:
@@ -78,22 +105,77 @@ class TokenizerSection(Section):
         return self
 
 
-class DataSection(Section):
-    """The text to learn."""
+class SourceSection(Section):
+    """One of several sources of data: `[[data.sources]]`."""
 
     path: Text
-    """A folder of text files, one text file, a `.jsonl` file, or "stdlib": the source of Python's own library."""
+    """As `data.path`."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Its share of the samples, relative to the other sources'."""
+
+
+class DataSection(Section):
+    """What is learnt from: exactly one of `path` and `sources`."""
+
+    format: Literal["text", "chat", "preference", "vision"] = "text"
+    """text: documents. chat: `messages` of roles and contents. preference: `prompt`, `chosen` and `rejected`, for DPO.
+    vision: `messages` with `images`."""
+    path: Text | None = None
+    """A folder or file of text, JSONL, JSON, CSV or Parquet, the name of a data set on the hub, or "stdlib": the
+    source of Python's own library."""
+    sources: list[SourceSection] = []
+    """Several, mixed by weight."""
     include: Annotated[list[Text], Field(min_length=1)] = TEXT_FILES
-    """In a folder: the file name patterns to read, in all subfolders. Names that start with "." are left out."""
+    """In a folder of text: file name patterns to read, in all subfolders. Names that start with "." are left out."""
     field: Text = "text"
-    """In a `.jsonl` file: the key that holds the text of a line's object."""
+    """With format "text", in files of records: the key that holds the text."""
+    subset: Text | None = None
+    """Of a data set on the hub: which configuration."""
+    split: Text = "train"
+    """Of a data set on the hub: which part."""
+    streaming: bool = False
+    """Read as training goes on instead of preparing all of it first."""
+    packing: bool = True
+    """With format "chat": several conversations in a sequence, none of which sees another. False: one, padded."""
+    answers_only: bool = True
+    """With formats "chat" and "vision": only what the assistant says counts in the loss."""
+    prefetch: Annotated[int, Field(ge=0)] = 2
+    """Steps whose batches are made ready in the background."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> DataSection:
+        if (self.path is None) == (not self.sources):
+            found = "both" if self.sources else "none of them"
+            raise ValueError(f"wanted exactly one of data.path and data.sources; found {found}")
+        return self
+
+    def places(self) -> list[SourceSection]:
+        """The sources, also where there is one."""
+        return list(self.sources) or [SourceSection(path=self.path or "")]
+
+
+class EvaluationSection(Section):
+    """The loss on samples that are not trained on. Left out, there is none."""
+
+    path: Text | None = None
+    """Where they are, of the same format as the data. Left out, they are held out of it."""
+    fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Without `path`: the part of the data that is held out."""
+    every: Annotated[int, Field(ge=1)] = 100
+    """Steps between evaluations; there is one at the end too."""
+    samples: Annotated[int, Field(ge=1)] | None = None
+    """At most so many, the first ones; left out, all."""
+    patience: Annotated[int, Field(ge=1)] | None = None
+    """Training stops after so many evaluations without a better one, and the best checkpoint is kept."""
 
 
 class TrainSection(Section):
     """How long, and in what portions."""
 
-    steps: Annotated[int, Field(ge=1)]
+    steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps in the whole run, those before a resume included."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Instead of `steps`: passes over the data."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides the initial weights and the order of the data, which is the same for every number of ranks."""
     sequence_length: Annotated[int, Field(ge=2)] = 256
@@ -104,6 +186,12 @@ class TrainSection(Section):
     """Microbatches a rank splits its part of the batch into; gradients are communicated once, after the last."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are scaled down to this norm when theirs is greater."""
+    whole_logits: bool = False
+    """Compute the loss from the whole logits at once. Else in chunks, where that gives the model's own loss."""
+    skip_nonfinite: Annotated[int, Field(ge=0)] = 0
+    """So many steps of the run whose loss or gradient is NaN or infinite are skipped; at the next one it stops."""
+    on_oom: Literal["stop", "tighten"] = "stop"
+    """When memory runs out in the first steps: stop and say what would fit, or change to that and go on."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 100
     """Steps between checkpoints. The end of the run and Ctrl-C always leave one."""
     keep: Annotated[int, Field(ge=1)] = 2
@@ -111,9 +199,38 @@ class TrainSection(Section):
     log_every: Annotated[int, Field(ge=1)] = 10
     """Steps between printed lines when the output is not a terminal. `metrics.jsonl` has every step."""
 
+    @model_validator(mode="after")
+    def _one_end(self) -> TrainSection:
+        if (self.steps is None) == (self.epochs is None):
+            found = "none of them" if self.steps is None else "both"
+            raise ValueError(f"wanted exactly one of train.steps and train.epochs; found {found}")
+        return self
+
+
+class PreferenceSection(Section):
+    """Direct preference optimisation: for data of format "preference"."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How strongly the model is held to the reference, which is the model before training."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """The probability that a preference is the wrong way round."""
+
+
+class GroupSection(Section):
+    """Parameters with settings of their own: `[[optimizer.groups]]`; of several that match, the first counts."""
+
+    parameters: Annotated[list[Text], Field(min_length=1)]
+    """Globs over parameter names. One that matches no trainable parameter is an error."""
+    lr: Annotated[float, Field(ge=0)] | None = None
+    """Instead of `optimizer.lr`."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Instead of `optimizer.weight_decay`."""
+    arguments: dict[str, Any] = {}
+    """Other settings of the class, for this group."""
+
 
 class OptimizerSection(Section):
-    """The optimizer, over all trainable parameters in one group."""
+    """The optimizer, over all trainable parameters."""
 
     class_path: Text = Field(default="torch.optim.AdamW", alias="class")
     """Import path of a `torch.optim.Optimizer` class."""
@@ -123,19 +240,43 @@ class OptimizerSection(Section):
     """Two decay rates, for the Adam family; left out, the class's own."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Left out, the class's own."""
+    no_decay: list[Text] | None = None
+    """Globs over names of parameters without weight decay. Left out: those of fewer than two dimensions (norms and
+    biases)."""
+    groups: list[GroupSection] = []
+    """Parameters with settings of their own."""
     arguments: dict[str, Any] = {}
     """Other keyword arguments of the class."""
 
 
 class ScheduleSection(Section):
-    """The learning rate as a pure function of the step."""
+    """The learning rate over the steps: a pure function of the step, or a scheduler of torch."""
 
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of linear rise from 0 to `optimizer.lr`."""
-    decay: Literal["constant", "linear", "cosine"] = "cosine"
-    """How it falls from there to `final` × `optimizer.lr` at `train.steps`."""
+    decay: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """How it falls from there to `final` × `optimizer.lr` at the last step; "wsd" (warm-up, stable, decay) stays at the
+    peak until the last `decay_steps`, and falls along 1 - √x."""
+    decay_steps: Annotated[int, Field(ge=1)] | None = None
+    """With "wsd": how long it falls; left out, a tenth of the steps."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.1
     """What is left of the learning rate at the last step, as a fraction of the peak."""
+    class_path: Text | None = Field(default=None, alias="class")
+    """Instead of all these: import path of a `torch.optim.lr_scheduler` class; `ReduceLROnPlateau` is given the
+    evaluation's loss."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the class. "module:function" stands for a function, `{class, arguments}` for a scheduler."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> ScheduleSection:
+        own = [key for key in ("warmup_steps", "decay", "decay_steps", "final") if key in self.model_fields_set]
+        if self.class_path is not None and own:
+            raise ValueError(f"schedule.{own[0]} does not go with schedule.class; remove one of them")
+        if self.arguments and self.class_path is None:
+            raise ValueError("schedule.arguments goes with schedule.class only; remove it, or set schedule.class")
+        if self.decay_steps is not None and self.decay != "wsd":
+            raise ValueError('schedule.decay_steps goes with schedule.decay = "wsd" only; remove it')
+        return self
 
 
 class ShardSection(Section):
@@ -147,14 +288,25 @@ class ShardSection(Section):
         ReshardWord | Annotated[int, Field(ge=2)] | dict[str, ReshardWord | Annotated[int, Field(ge=2)]]
     ) = "default"
     """When a unit's parameters are freed again: a word, a group size, or a table from glob to one of these."""
-    mixed_precision: Literal["bf16"] | None = None
-    """Compute in bfloat16, reduce in float32. float16 would need loss scaling, which this loop does not do."""
+    mixed_precision: Literal["bf16", "fp16"] | None = None
+    """Compute in it, reduce in float32. With "fp16" the loss is scaled, and steps that overflow are left out."""
     activation_checkpointing: ActivationCheckpointingWord | dict[str, ActivationCheckpointingWord] = "none"
     """Which activations are recomputed in backward: a word, or a table from glob to word."""
     compile: bool = False
     """Compile each unit."""
     offload: Literal["none", "cpu"] = "none"
     """Where shards live between uses."""
+    memory: Text | None = None
+    """A budget for each rank, such as "70GiB", for what is "auto"."""
+
+
+class LogSection(Section):
+    """Where metrics go, beside `metrics.jsonl`."""
+
+    to: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    """Trackers; each is imported when it is used."""
+    project: Text = "trueshard"
+    """Name of the project, for "wandb" and "trackio"."""
 
 
 class SampleSection(Section):
@@ -173,12 +325,16 @@ class Config(Section):
 
     run: RunSection
     model: ModelSection
+    adapter: AdapterSection | None = None
     tokenizer: TokenizerSection = TokenizerSection()
     data: DataSection
+    evaluation: EvaluationSection | None = None
     train: TrainSection
+    preference: PreferenceSection = PreferenceSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     shard: ShardSection = ShardSection()
+    log: LogSection = LogSection()
     sample: SampleSection = SampleSection()
 
     @field_validator("tokenizer")
@@ -191,12 +347,32 @@ class Config(Section):
             )
         return value
 
+    @model_validator(mode="after")
+    def _go_together(self) -> Config:
+        if self.model.quantize != "none" and self.adapter is None:
+            raise ValueError("model.quantize freezes the weights, and there is no [adapter] to train; add one")
+        if "preference" in self.model_fields_set and self.data.format != "preference":
+            raise ValueError('[preference] goes with data.format = "preference" only; remove it, or set that')
+        for key in ("packing", "answers_only"):
+            formats = ("chat",) if key == "packing" else ("chat", "vision")
+            if key in self.data.model_fields_set and self.data.format not in formats:
+                raise ValueError(f'data.{key} goes with data.format = "{formats[0]}" only; remove it, or set that')
+        if self.data.streaming and self.train.epochs is not None:
+            raise ValueError(
+                "train.epochs needs to know how much data there is, which data.streaming does not; set steps"
+            )
+        if self.data.streaming and self.evaluation is not None and self.evaluation.path is None:
+            raise ValueError("evaluation.path is missing: nothing can be held out of data that is streamed; set it")
+        return self
+
     def identity(self) -> dict[str, Any]:
         """The settings that must not change when a run is resumed, as dotted keys: they decide what its steps mean."""
         plain = self.model_dump(mode="json", by_alias=True)
-        keys = {
-            f"{section}.{key}": plain[section][key]
-            for section in ("model", "tokenizer", "data")
-            for key in plain[section]
-        }
+        adapter = plain["adapter"] or dict.fromkeys(AdapterSection.model_fields)
+        sections = {name: plain[name] for name in ("model", "tokenizer", "data", "preference")} | {"adapter": adapter}
+        keys = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+        held_out = plain["evaluation"] or {}
+        keys["evaluation.path"] = held_out.get("path")
+        keys["evaluation.fraction"] = held_out.get("fraction") if held_out and held_out["path"] is None else None
+        keys.pop("data.prefetch")
         return keys | {f"train.{key}": plain["train"][key] for key in ("seed", "sequence_length")}

@@ -19,18 +19,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import trueshard
-from trueshard.train import checkpoints, report
+from trueshard.errors import UserError
 from trueshard.train.config import Config, ShardSection
-from trueshard.train.errors import UserError
-from trueshard.train.launch import Ranks
-from trueshard.train.metrics import MetricsFile, read_metrics
-from trueshard.train.model import build, plain_settings
+from trueshard.train.data.order import sequence_indices
+from trueshard.train.models.build import build, plain_settings
 from trueshard.train.optimizer import build_optimizer, learning_rate
-from trueshard.train.order import sequence_indices
-from trueshard.train.preflight import Ready
-from trueshard.train.progress import StepDisplay
+from trueshard.train.running import resuming as checkpoints
+from trueshard.train.running.launch import Ranks
+from trueshard.train.running.preflight import Ready
+from trueshard.train.running.signals import STOPPED, StopRequest
 from trueshard.train.sample import sample
-from trueshard.train.signals import STOPPED, StopRequest
+from trueshard.train.showing import report
+from trueshard.train.showing.metrics import MetricsFile, read_metrics
+from trueshard.train.showing.progress import StepDisplay
 
 
 @dataclass

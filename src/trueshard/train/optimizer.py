@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from trueshard.errors import UserError
 from trueshard.train.config import OptimizerSection, ScheduleSection
-from trueshard.train.errors import UserError
 
 
 def build_optimizer(section: OptimizerSection, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

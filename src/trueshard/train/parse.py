@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from trueshard.errors import UserError
 from trueshard.train.config import Config
-from trueshard.train.errors import UserError
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from trueshard.errors import UserError
 from trueshard.train.config import Config, ModelSection
-from trueshard.train.errors import UserError
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 

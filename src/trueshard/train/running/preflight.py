@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from trueshard.train import checkpoints, text
+from trueshard.errors import UserError
 from trueshard.train.config import Config
-from trueshard.train.errors import UserError
-from trueshard.train.launch import cpu_cores
-from trueshard.train.model import architecture, plain_settings, quiet_transformers
+from trueshard.train.data import text
+from trueshard.train.data.tokens import TokenData, load_tokenizer, prepare
+from trueshard.train.models.build import architecture, plain_settings, quiet_transformers
 from trueshard.train.optimizer import build_optimizer
-from trueshard.train.tokens import TokenData, load_tokenizer, prepare
+from trueshard.train.running import resuming as checkpoints
+from trueshard.train.running.launch import cpu_cores
 
 PROCESSES_A_CORE = 4
 """CPU processes that may share a core: more are surely a slip, and each holds its own copy of the libraries."""

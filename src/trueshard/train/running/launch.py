@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from trueshard.distributed import ensure_process_group
-from trueshard.train.errors import UserError
-from trueshard.train.signals import STOPPED
+from trueshard.errors import UserError
+from trueshard.train.running.signals import STOPPED
 
 STOP_GRACE = 600
 """Seconds the workers have to save after a stop was asked for."""

@@ -16,13 +16,13 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from trueshard.train import checkpoints
+from trueshard.errors import UserError
 from trueshard.train.config import Config
-from trueshard.train.errors import UserError
-from trueshard.train.launch import USER_ERROR, Ranks, join
 from trueshard.train.loop import train
-from trueshard.train.preflight import Ready, check
-from trueshard.train.signals import StopRequest
+from trueshard.train.running import resuming as checkpoints
+from trueshard.train.running.launch import USER_ERROR, Ranks, join
+from trueshard.train.running.preflight import Ready, check
+from trueshard.train.running.signals import StopRequest
 
 YIELD = 5.0
 """Seconds a rank waits before it reports a failure that is probably another's."""

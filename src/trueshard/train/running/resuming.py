@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trueshard import Checkpoints
+from trueshard.errors import UserError
 from trueshard.train.config import Config
-from trueshard.train.errors import UserError
 
 
 def folder(config: Config) -> Path:

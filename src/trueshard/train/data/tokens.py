@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trueshard.errors import UserError
 from trueshard.train.config import Config
-from trueshard.train.errors import UserError
-from trueshard.train.text import Source
+from trueshard.train.data.text import Source
 
 END_OF_TEXT = "<|endoftext|>"
 DOCUMENTS_AT_ONCE = 256

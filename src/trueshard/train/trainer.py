@@ -1,0 +1,388 @@
+"""The training loop: plain PyTorch around a sharded model, the same for one rank and for many.
+
+- A step's loss is the mean over all target tokens of the global batch, however they are spread over ranks and
+  microbatches; gradients are communicated once, after the last microbatch.
+- One all-reduce before the optimizer's step carries the loss and the wish to stop, so that ranks agree on both, and a
+  loss that is not finite never reaches the parameters.
+- What a step depends on is in the checkpoint: a resumed run goes on bit for bit at the same number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trueshard import names
+from trueshard.checkpoint import Checkpoints, Saving, load
+from trueshard.distributed import device_of
+from trueshard.engine import accumulate
+from trueshard.optim.clip import clip_grad_norm_
+from trueshard.runtime import runtime_of
+from trueshard.tokens import token_mean
+from trueshard.train.events import Callback
+
+Batch = Any
+"""A microbatch: tensors in mappings, lists and tuples."""
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """A loss that says what it is a mean over."""
+
+    def count(self, batch: Batch) -> int:
+        """How many terms the sum over a microbatch has: its target tokens."""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The sum of the terms of a microbatch: 0-dim, float32 or wider."""
+
+
+class NonFiniteLoss(ArithmeticError):
+    """A loss or a gradient was NaN or infinite, and no more of them may be skipped."""
+
+
+class _Mean:
+    """A function (model, batch) → mean loss: every microbatch of every rank has the same weight."""
+
+    def __init__(self, function: Callable[[nn.Module, Batch], torch.Tensor]) -> None:
+        self._function = function
+
+    def count(self, batch: Batch) -> int:
+        return 1
+
+    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return self._function(model, batch)
+
+
+class Trainer:
+    """Trains a model that ``trueshard.shard()`` has sharded (or, in a single process, any model)::
+
+        trueshard.shard(model, optimizer)
+        trainer = trueshard.Trainer(model, optimizer, loader, loss=loss, steps=1000)
+        trainer.fit()
+
+    Args:
+        model: where it is, sharded.
+        optimizer: that was given to ``shard()``.
+        loader: gives microbatches of this rank; begun again when it ends. If it has ``state_dict`` and
+            ``load_state_dict``, a resume goes on where it stood; else it is read again up to there.
+        loss: a ``Loss``, or a function (model, microbatch) → mean loss, 0-dim.
+        steps: optimizer steps in the whole run.
+        accumulate: microbatches of this rank in a step.
+        scheduler: has ``step()``; called after each step. One with ``metrics`` (``ReduceLROnPlateau``) is called after
+            each evaluation, with its loss.
+        scaler: a ``torch.amp.GradScaler``, for float16.
+        max_grad_norm: gradients are scaled down to it; None: their norm is only measured.
+        evaluation: gives microbatches that are not trained on; ranks may have different numbers of them.
+        evaluate_every: steps between evaluations.
+        patience: stop after so many evaluations without a better one.
+        checkpoints: where to save; the newest of them is gone on from.
+        checkpoint_every: steps between checkpoints. There is one at the end too, and when stopping.
+        skip_nonfinite: how many steps whose loss or gradient norm is not finite may be left out.
+        callbacks: told what happens.
+        wants_stop: asked after each step; True on any rank stops all after it.
+        saved: more to be saved in each checkpoint, as ``trueshard.save`` takes it (``tokenizer=...``).
+
+    Raises:
+        NonFiniteLoss: from ``fit()``, with the samples of the step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Iterable[Batch],
+        *,
+        loss: Loss | Callable[[nn.Module, Batch], torch.Tensor],
+        steps: int,
+        accumulate: int = 1,
+        scheduler: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        max_grad_norm: float | None = 1.0,
+        evaluation: Iterable[Batch] | None = None,
+        evaluate_every: int | None = None,
+        patience: int | None = None,
+        checkpoints: Checkpoints | None = None,
+        checkpoint_every: int | None = None,
+        skip_nonfinite: int = 0,
+        callbacks: Sequence[Callback] = (),
+        wants_stop: Callable[[], bool] = lambda: False,
+        saved: Mapping[str, Any] | None = None,
+    ) -> None:
+        for name, value in (("steps", steps), ("accumulate", accumulate)):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} is {value!r}; it is a whole number from 1 on")
+        self.model, self.optimizer, self.loader = model, optimizer, loader
+        self.loss: Loss = loss if isinstance(loss, Loss) else _Mean(loss)
+        self.steps, self.accumulate, self.max_grad_norm = steps, accumulate, max_grad_norm
+        self.scheduler, self.scaler = scheduler, scaler
+        self.evaluation, self.evaluate_every, self.patience = evaluation, evaluate_every, patience
+        self.checkpoints, self.checkpoint_every = checkpoints, checkpoint_every
+        self.skip_nonfinite = skip_nonfinite
+        self.callbacks = list(callbacks)
+        self.wants_stop = wants_stop
+        self.saved = dict(saved or {})
+        runtime = runtime_of(names.unwrap(model))
+        self.device = device_of(runtime.mesh) if runtime else next(model.parameters()).device
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.step = 0
+        """Optimizer steps taken, those that were skipped included."""
+        self.batches = 0
+        """Microbatches of this rank."""
+        self.tokens = 0
+        """Targets of all ranks."""
+        self.skipped = 0
+        self.best = math.inf
+        """The least loss of an evaluation."""
+        self.worse = 0
+        """Evaluations since then."""
+        self.stopped = ""
+        """Why the run ended before its last step; empty: it did not."""
+        self._saving: Saving | None = None
+        self._saved_step = -1
+        self._iterator: Iterator[Batch] | None = None
+
+    # ---- the run
+
+    def fit(self) -> bool:
+        """Take the steps that are left; returns whether the run is complete. Collective."""
+        self.resume()
+        self.model.train()
+        self._tell("on_start")
+        try:
+            while self.step < self.steps and not self.stopped:
+                record = self.take_step()
+                last = self.step == self.steps or bool(self.stopped)
+                if self.evaluation is not None and (last or self._due(self.evaluate_every)):
+                    record |= {f"evaluation_{key}": value for key, value in self.evaluate().items()}
+                    last = last or bool(self.stopped)
+                if self.checkpoints is not None and (last or self._due(self.checkpoint_every)):
+                    record["checkpoint_stall"] = self.save()
+                self._tell("on_step", record)
+            if self._saving is not None:
+                self._saving.wait()
+        finally:
+            self._tell("on_end")
+        return self.step >= self.steps
+
+    def stop(self, why: str) -> None:
+        """End the run after this step. To be called on every rank."""
+        self.stopped = self.stopped or why
+
+    def take_step(self) -> dict[str, Any]:
+        """One optimizer step; returns what is to be said of it."""
+        began = time.perf_counter()
+        microbatches = [self._next() for _ in range(self.accumulate)]
+        waited = time.perf_counter() - began
+        count = sum(self.loss.count(batch) for batch in microbatches)
+        mean = token_mean(self.model, count)
+        loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)
+        for number, batch in enumerate(microbatches, start=1):
+            with accumulate(self.model, last=number == self.accumulate):
+                part = self.loss(self.model, self._to_device(batch))
+                scaled = mean(part)
+                (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+            loss_sum += part.detach()
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        norm = float(clip_grad_norm_(self.model.parameters(), limit))
+        loss, stop = self._agree(float(loss_sum), mean.total)
+        self.step += 1
+        self.tokens += mean.total
+        rate = self.optimizer.param_groups[0]["lr"]
+        self._update(loss, norm)
+        if stop:
+            self.stop("asked to")
+        return {
+            "step": self.step,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": float(rate),
+            "batches": self.batches,
+            "tokens": self.tokens,
+            "step_tokens": mean.total,
+            "seconds": time.perf_counter() - began,
+            "data_wait": waited,
+        }
+
+    def _update(self, loss: float, norm: float) -> None:
+        """The optimizer's step, unless the loss is not finite."""
+        overflowed = self.scaler is not None and math.isfinite(loss)  # then the scaler leaves the step out, and halves
+        if math.isfinite(loss) and (math.isfinite(norm) or overflowed):
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        else:
+            self.skipped += 1
+            if self.skipped > self.skip_nonfinite:
+                raise NonFiniteLoss(self._nonfinite(loss, norm))
+            if self.scaler is not None:
+                self.scaler.update()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None and not self._by_metric():
+            self.scheduler.step()
+
+    def _nonfinite(self, loss: float, norm: float) -> str:
+        describe = getattr(self.loader, "describe_last", None)
+        where = (
+            describe(self.accumulate)
+            if describe
+            else f"microbatches {self.batches - self.accumulate} to {self.batches - 1} of each rank"
+        )
+        allowed = f" after {self.skip_nonfinite} that were skipped" if self.skip_nonfinite else ""
+        return f"step {self.step}: the loss is {loss} and the gradient norm {norm}{allowed}; the step's data: {where}"
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """The mean loss over ``evaluation``, and its perplexity. Collective; changes nothing in the training.
+
+        Where a rank has fewer microbatches than others, it repeats its last one, which does not count.
+        """
+        assert self.evaluation is not None
+        training = self.model.training
+        self.model.eval()
+        batches, batch = iter(self.evaluation), None
+        sums = torch.zeros(2, dtype=torch.float64)
+        while True:
+            fresh = next(batches, None)
+            batch = batch if fresh is None else fresh
+            more, empty = self._sum([float(fresh is not None), float(batch is None)])
+            if empty and more:
+                raise ValueError("a rank has no microbatch of the evaluation at all; use more data, or fewer ranks")
+            if not more:
+                break
+            part = self.loss(self.model, self._to_device(batch))
+            if fresh is not None:
+                sums += torch.tensor([float(part), float(self.loss.count(batch))], dtype=torch.float64)
+        self.model.train(training)
+        total, count = self._sum(sums.tolist())
+        if not count:
+            raise ValueError("the evaluation has no target; give it data that has")
+        record = {"loss": total / count, "perplexity": math.exp(min(total / count, 700.0)), "count": count}
+        self._compare(record["loss"])
+        self._tell("on_evaluation", record)
+        return record
+
+    def _compare(self, loss: float) -> None:
+        if self._by_metric():
+            self.scheduler.step(loss)
+        if loss < self.best:
+            self.best, self.worse = loss, 0
+            return
+        self.worse += 1
+        if self.patience is not None and self.worse >= self.patience:
+            self.stop(f"no better evaluation in the last {self.worse}")
+
+    # ---- saving and resuming
+
+    def save(self) -> float:
+        """Begin a checkpoint; returns the seconds that training stood still. Collective."""
+        assert self.checkpoints is not None
+        if self._saved_step == self.step:
+            return 0.0
+        began = time.perf_counter()
+        self._saving = self.checkpoints.save(
+            self.step,
+            metrics={"best": self.best} if math.isfinite(self.best) else None,
+            model=self.model,
+            optimizer=self.optimizer,
+            trainer=self.state_dict(),
+            wait=False,
+            **self.saved,
+        )
+        self._saved_step = self.step
+        seconds = time.perf_counter() - began
+        self._tell("on_checkpoint", self.checkpoints.path(self.step))
+        return seconds
+
+    def resume(self) -> bool:
+        """Go on from the newest checkpoint, if there is one; returns whether there is. Collective."""
+        path = None if self.checkpoints is None or self.step else self.checkpoints.latest()
+        if path is None:
+            return False
+        self.load_state_dict(load(path, model=self.model, optimizer=self.optimizer)["trainer"])
+        self._saved_step = self.step
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds beside model and optimizer: JSON values and tensors."""
+        parts = {"loader": self.loader, "scheduler": self.scheduler, "scaler": self.scaler}
+        return {
+            **{key: getattr(self, key) for key in ("step", "batches", "tokens", "skipped", "best", "worse")},
+            **{key: part.state_dict() for key, part in parts.items() if hasattr(part, "state_dict")},
+            "callbacks": {type(each).__name__: each.state_dict() for each in self.callbacks},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what ``state_dict`` gave."""
+        for key in ("step", "batches", "tokens", "skipped", "best", "worse"):
+            setattr(self, key, state[key])
+        for key, part in (("scheduler", self.scheduler), ("scaler", self.scaler)):
+            if part is not None and key in state:
+                part.load_state_dict(state[key])
+        if "loader" in state and hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(state["loader"])
+        else:
+            read, self.batches = self.batches, 0
+            while self.batches < read:
+                self._next()
+        for each in self.callbacks:
+            each.load_state_dict(state["callbacks"].get(type(each).__name__, {}))
+
+    # ---- small parts
+
+    def _next(self) -> Batch:
+        """This rank's next microbatch; the loader is begun again at its end."""
+        for _ in range(2):
+            if self._iterator is None:
+                self._iterator = iter(self.loader)
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                self._iterator = None
+            else:
+                self.batches += 1
+                return batch
+        raise ValueError("the loader gives no batch; it must have at least one")
+
+    def _agree(self, loss_sum: float, count: int) -> tuple[float, bool]:
+        """The mean loss over ranks, and whether any rank wants to stop."""
+        total, wishes = self._sum([loss_sum, float(self.wants_stop())])
+        return total / count, wishes > 0
+
+    def _sum(self, values: list[float]) -> list[float]:
+        """Each value added up over ranks."""
+        if not dist.is_initialized():
+            return values
+        shared = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(shared)
+        added: list[float] = shared.tolist()
+        return added
+
+    def _due(self, every: int | None) -> bool:
+        return every is not None and self.step % every == 0
+
+    def _by_metric(self) -> bool:
+        return isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        if isinstance(batch, torch.Tensor):
+            return batch.to(self.device, non_blocking=True)
+        if isinstance(batch, Mapping):
+            return {key: self._to_device(value) for key, value in batch.items()}
+        if isinstance(batch, (list, tuple)):
+            return type(batch)(self._to_device(value) for value in batch)
+        return batch
+
+    def _tell(self, event: str, *arguments: Any) -> None:
+        for each in self.callbacks:
+            getattr(each, event)(self, *arguments)
