@@ -33,10 +33,13 @@ if TYPE_CHECKING:
     from trueshard.planner.planning import plan
     from trueshard.plans import MixedPrecision, Plan, Unit
     from trueshard.tokens import TokenMean, count_targets, token_mean
+    from trueshard.train.events import Callback
+    from trueshard.train.trainer import NonFiniteLoss, Trainer
 
 __version__ = "0.1.0"
 
 _WHERE = {
+    "Callback": "train.events",
     "Checked": "checkpoint",
     "Checkpoints": "checkpoint",
     "Compared": "checkpoint",
@@ -46,11 +49,13 @@ _WHERE = {
     "Inspected": "checkpoint",
     "MeasuredNorms": "optim.norms",
     "MixedPrecision": "plans",
+    "NonFiniteLoss": "train.trainer",
     "Norms": "optim.norms",
     "NothingFits": "planner.choice.remedies",
     "Plan": "plans",
     "Saving": "checkpoint",
     "TokenMean": "tokens",
+    "Trainer": "train.trainer",
     "Unit": "plans",
     "accumulate": "engine",
     "check": "checkpoint",
@@ -69,6 +74,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "Callback",
     "Checked",
     "Checkpoints",
     "Compared",
@@ -78,11 +84,13 @@ __all__ = [
     "Inspected",
     "MeasuredNorms",
     "MixedPrecision",
+    "NonFiniteLoss",
     "Norms",
     "NothingFits",
     "Plan",
     "Saving",
     "TokenMean",
+    "Trainer",
     "Unit",
     "accumulate",
     "check",

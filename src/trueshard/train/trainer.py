@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -26,6 +27,7 @@ from trueshard.optim.clip import clip_grad_norm_
 from trueshard.runtime import runtime_of
 from trueshard.tokens import token_mean
 from trueshard.train.events import Callback
+from trueshard.train.reading import Reader
 
 Batch = Any
 """A microbatch: tensors in mappings, lists and tuples."""
@@ -57,6 +59,10 @@ class _Mean:
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return self._function(model, batch)
+
+
+COUNTERS = ("step", "batches", "tokens", "skipped", "best", "worse")
+"""What a trainer counts; each is in its checkpoints."""
 
 
 class Trainer:
@@ -128,6 +134,7 @@ class Trainer:
         self.wants_stop = wants_stop
         self.saved = dict(saved or {})
         runtime = runtime_of(names.unwrap(model))
+        self._sharded = runtime is not None
         self.device = device_of(runtime.mesh) if runtime else next(model.parameters()).device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -144,9 +151,10 @@ class Trainer:
         """Evaluations since then."""
         self.stopped = ""
         """Why the run ended before its last step; empty: it did not."""
+        self._stall = 0.0
         self._saving: Saving | None = None
         self._saved_step = -1
-        self._iterator: Iterator[Batch] | None = None
+        self._reader = Reader(loader)
 
     # ---- the run
 
@@ -161,10 +169,10 @@ class Trainer:
                 last = self.step == self.steps or bool(self.stopped)
                 if self.evaluation is not None and (last or self._due(self.evaluate_every)):
                     record |= {f"evaluation_{key}": value for key, value in self.evaluate().items()}
-                    last = last or bool(self.stopped)
-                if self.checkpoints is not None and (last or self._due(self.checkpoint_every)):
-                    record["checkpoint_stall"] = self.save()
                 self._tell("on_step", record)
+                last = self.step == self.steps or bool(self.stopped)
+                if self.checkpoints is not None and (last or self._due(self.checkpoint_every)):
+                    self._stall = self.save()
             if self._saving is not None:
                 self._saving.wait()
         finally:
@@ -178,13 +186,14 @@ class Trainer:
     def take_step(self) -> dict[str, Any]:
         """One optimizer step; returns what is to be said of it."""
         began = time.perf_counter()
-        microbatches = [self._next() for _ in range(self.accumulate)]
+        microbatches = [next(self._reader) for _ in range(self.accumulate)]
+        self.batches += self.accumulate
         waited = time.perf_counter() - began
         count = sum(self.loss.count(batch) for batch in microbatches)
         mean = token_mean(self.model, count)
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)
         for number, batch in enumerate(microbatches, start=1):
-            with accumulate(self.model, last=number == self.accumulate):
+            with self._accumulate(last=number == self.accumulate):
                 part = self.loss(self.model, self._to_device(batch))
                 scaled = mean(part)
                 (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
@@ -200,6 +209,7 @@ class Trainer:
         self._update(loss, norm)
         if stop:
             self.stop("asked to")
+        stalled, self._stall = self._stall, 0.0
         return {
             "step": self.step,
             "loss": loss,
@@ -210,6 +220,7 @@ class Trainer:
             "step_tokens": mean.total,
             "seconds": time.perf_counter() - began,
             "data_wait": waited,
+            "checkpoint_stall": stalled,
         }
 
     def _update(self, loss: float, norm: float) -> None:
@@ -250,27 +261,33 @@ class Trainer:
         assert self.evaluation is not None
         training = self.model.training
         self.model.eval()
-        batches, batch = iter(self.evaluation), None
-        sums = torch.zeros(2, dtype=torch.float64)
-        while True:
-            fresh = next(batches, None)
-            batch = batch if fresh is None else fresh
-            more, empty = self._sum([float(fresh is not None), float(batch is None)])
-            if empty and more:
-                raise ValueError("a rank has no microbatch of the evaluation at all; use more data, or fewer ranks")
-            if not more:
-                break
-            part = self.loss(self.model, self._to_device(batch))
-            if fresh is not None:
-                sums += torch.tensor([float(part), float(self.loss.count(batch))], dtype=torch.float64)
+        devices = [self.device] if self.device.type != "cpu" else []
+        with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
+            total, count = self._sum_of_evaluation(iter(self.evaluation))
         self.model.train(training)
-        total, count = self._sum(sums.tolist())
-        if not count:
-            raise ValueError("the evaluation has no target; give it data that has")
         record = {"loss": total / count, "perplexity": math.exp(min(total / count, 700.0)), "count": count}
         self._compare(record["loss"])
         self._tell("on_evaluation", record)
         return record
+
+    def _sum_of_evaluation(self, batches: Iterator[Batch]) -> list[float]:
+        """The summed loss, and of how many targets, over all ranks."""
+        sums, batch = [0.0, 0.0], None
+        while True:
+            fresh = next(batches, None)
+            batch = batch if fresh is None else fresh
+            more, empty = self._sum([float(fresh is not None), float(batch is None)])
+            if not more:
+                break
+            if empty:
+                raise ValueError("a rank has no microbatch of the evaluation at all; use more data, or fewer ranks")
+            part = float(self.loss(self.model, self._to_device(batch)))
+            if fresh is not None:
+                sums = [sums[0] + part, sums[1] + self.loss.count(batch)]
+        total, count = self._sum(sums)
+        if not count:
+            raise ValueError("the evaluation has no target; give it data that has")
+        return [total, count]
 
     def _compare(self, loss: float) -> None:
         if self._by_metric():
@@ -315,44 +332,27 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds beside model and optimizer: JSON values and tensors."""
-        parts = {"loader": self.loader, "scheduler": self.scheduler, "scaler": self.scaler}
+        parts = {"reader": self._reader, "scheduler": self.scheduler, "scaler": self.scaler}
         return {
-            **{key: getattr(self, key) for key in ("step", "batches", "tokens", "skipped", "best", "worse")},
-            **{key: part.state_dict() for key, part in parts.items() if hasattr(part, "state_dict")},
+            **{key: getattr(self, key) for key in COUNTERS},
+            **{key: part.state_dict() for key, part in parts.items() if part is not None},
             "callbacks": {type(each).__name__: each.state_dict() for each in self.callbacks},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what ``state_dict`` gave."""
-        for key in ("step", "batches", "tokens", "skipped", "best", "worse"):
+        for key in COUNTERS:
             setattr(self, key, state[key])
-        for key, part in (("scheduler", self.scheduler), ("scaler", self.scaler)):
+        for key, part in (("reader", self._reader), ("scheduler", self.scheduler), ("scaler", self.scaler)):
             if part is not None and key in state:
                 part.load_state_dict(state[key])
-        if "loader" in state and hasattr(self.loader, "load_state_dict"):
-            self.loader.load_state_dict(state["loader"])
-        else:
-            read, self.batches = self.batches, 0
-            while self.batches < read:
-                self._next()
         for each in self.callbacks:
             each.load_state_dict(state["callbacks"].get(type(each).__name__, {}))
 
     # ---- small parts
 
-    def _next(self) -> Batch:
-        """This rank's next microbatch; the loader is begun again at its end."""
-        for _ in range(2):
-            if self._iterator is None:
-                self._iterator = iter(self.loader)
-            try:
-                batch = next(self._iterator)
-            except StopIteration:
-                self._iterator = None
-            else:
-                self.batches += 1
-                return batch
-        raise ValueError("the loader gives no batch; it must have at least one")
+    def _accumulate(self, last: bool) -> AbstractContextManager[None]:
+        return accumulate(self.model, last=last) if self._sharded else nullcontext()
 
     def _agree(self, loss_sum: float, count: int) -> tuple[float, bool]:
         """The mean loss over ranks, and whether any rank wants to stop."""

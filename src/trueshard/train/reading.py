@@ -1,0 +1,83 @@
+"""Reading a loader without end, and going on where a stopped run stood.
+
+- A loader with `state_dict` and `load_state_dict` says itself where it stands.
+- Any other is read again up to there, from the random state in which its pass was begun: a `DataLoader` that shuffles
+  gives the same batches again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Reader:
+    """Microbatches of this rank from `loader`, which is begun again whenever it ends."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+        self._iterator: Iterator[Any] | None = None
+        self._begun = torch.get_rng_state()
+        self.passes = 0
+        self.in_pass = 0
+        """Microbatches taken since the loader was begun."""
+
+    def __next__(self) -> Any:
+        for _ in range(2):
+            if self._iterator is None:
+                self._begin()
+            assert self._iterator is not None
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                self._iterator, self.in_pass, self.passes = None, 0, self.passes + 1
+            else:
+                self.in_pass += 1
+                return batch
+        raise ValueError("the loader gives no batch; it must have at least one")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where reading stands. Collective for a loader that cannot say it."""
+        if self._resumable():
+            return {"loader": self._loader.state_dict()}  # type: ignore[attr-defined]
+        begun = [self._begun]
+        if dist.is_initialized():
+            begun = [torch.empty(0)] * dist.get_world_size()
+            dist.all_gather_object(begun, self._begun)
+        return {"passes": self.passes, "in_pass": self.in_pass, "begun": begun}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._iterator = None
+        if self._resumable() and "loader" in state:
+            self._loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            return
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        if "begun" not in state or len(state["begun"]) != ranks:
+            if not rank:
+                warnings.warn(
+                    "the loader cannot say where it stood with another number of ranks, and is begun anew; give it "
+                    "state_dict and load_state_dict",
+                    stacklevel=2,
+                )
+            return
+        here = torch.get_rng_state()
+        torch.set_rng_state(state["begun"][rank].cpu())
+        self.passes, self.in_pass = int(state["passes"]), 0
+        for _ in range(int(state["in_pass"])):
+            next(self)
+        torch.set_rng_state(here)
+
+    def _begin(self) -> None:
+        self._begun = torch.get_rng_state()
+        sampler = getattr(self._loader, "sampler", None)
+        if sampler is not None and hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self.passes)
+        self._iterator = iter(self._loader)
+
+    def _resumable(self) -> bool:
+        return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
