@@ -294,6 +294,8 @@ class ShardSection(Section):
     """Which activations are recomputed in backward: a word, or a table from glob to word."""
     compile: bool = False
     """Compile each unit."""
+    replicate: Annotated[int, Field(ge=1)] = 1
+    """Copies of the whole model: each is sharded over ranks / `replicate` ranks (HSDP)."""
     offload: Literal["none", "cpu"] = "none"
     """Where shards live between uses."""
     memory: Text | None = None

@@ -7,10 +7,9 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import importlib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 
 from trueshard.errors import UserError
 from trueshard.train.config import OptimizerSection
+from trueshard.train.globs import matching
 
 
 def build_optimizer(section: OptimizerSection, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -80,7 +80,7 @@ def _groups(section: OptimizerSection, trainable: dict[str, nn.Parameter], decay
     groups: list[dict[str, Any]] = []
     for number, group in enumerate(section.groups, start=1):
         key = f"optimizer.groups, number {number}"
-        taken = _matching(group.parameters, trainable, key)
+        taken = matching(group.parameters, trainable, key, "trainable parameter")
         found = {name: left.pop(name) for name in taken if name in left}
         if not found:
             raise UserError(f"{key}: an earlier group has all of its parameters; remove it, or put it first")
@@ -89,22 +89,14 @@ def _groups(section: OptimizerSection, trainable: dict[str, nn.Parameter], decay
     if section.no_decay is None:
         bare = [name for name, parameter in left.items() if parameter.ndim < 2] if decays else []
     else:
-        bare = [name for name in _matching(section.no_decay, trainable, "optimizer.no_decay") if name in left]
+        bare = [
+            name
+            for name in matching(section.no_decay, trainable, "optimizer.no_decay", "trainable parameter")
+            if name in left
+        ]
     rest = [left[name] for name in left if name not in set(bare)]
     if rest:
         groups.append({"params": rest})
     if bare:
         groups.append({"params": [left[name] for name in bare], "weight_decay": 0.0})
     return groups
-
-
-def _matching(globs: Sequence[str], trainable: dict[str, nn.Parameter], key: str) -> list[str]:
-    found: dict[str, None] = {}
-    for glob in globs:
-        matching = fnmatch.filter(trainable, glob)
-        if not matching:
-            near = difflib.get_close_matches(glob, trainable, n=1, cutoff=0.3)
-            hint = f"; the nearest: {near[0]}" if near else ""
-            raise UserError(f"{key}: {glob!r} matches no trainable parameter{hint}")
-        found |= dict.fromkeys(matching)
-    return list(found)
