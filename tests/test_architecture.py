@@ -21,7 +21,7 @@ SOURCE = Path(trueshard.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
-    ("plan_command",),
+    ("plan_command", "train_commands"),
     ("train",),
     ("__init__",),
     ("api", "tokens"),
@@ -36,7 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("methods", "activation", "gradients", "optim", "second_backward", "usage"),
     ("units", "intent", "snapshot"),
     ("plans", "names", "distributed"),
-    ("forecast",),
+    ("errors", "forecast"),
     ("_torch",),
 )
 FLOOR = {name: depth for depth, names in enumerate(reversed(FLOORS)) for name in names}

@@ -1,4 +1,4 @@
-"""Makes the data and the tiny vision model of the examples: `python examples/data/make.py`. The same bytes each time."""
+"""Makes the data and the small vision model of the examples: `python examples/data/make.py`."""
 
 from __future__ import annotations
 

@@ -6,10 +6,8 @@ imported inside the command that needs them, so that `--help` is quick.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +15,7 @@ import typer
 from trueshard.errors import UserError, refused
 from trueshard.plan_command import plan
 from trueshard.train.running.signals import STOPPED
+from trueshard.train_commands import convert, demo, plot, train
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -25,44 +24,14 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 assert USAGE_ERROR.__name__ == "UsageError"
 
-Nproc = Annotated[
-    int | None, typer.Option("--nproc", help="Processes to start on this machine.", metavar="N", show_default=False)
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Override a setting, such as train.steps=100; repeatable.", metavar="KEY=VALUE"),
-]
-
 
 @app.callback()
 def _trueshard() -> None:
     """Fully-sharded training on PyTorch FSDP2."""
 
 
-@app.command()
-def train(
-    config: Annotated[Path, typer.Argument(help="The configuration, a TOML file.", metavar="CONFIG.toml")],
-    nproc: Nproc = None,
-    overrides: Overrides = None,
-) -> None:
-    """Train a language model; started again, go on from its last checkpoint.
-
-    Starts one process a CUDA device, or one on the CPU, unless --nproc says otherwise. Under torchrun or srun it joins
-    the processes that those have started.
-    """
-    raise typer.Exit(_train(["train", str(config)], config, overrides or [], nproc, cpu_processes=1))
-
-
-app.command()(plan)
-
-
-@app.command()
-def demo(nproc: Nproc = None, overrides: Overrides = None) -> None:
-    """Train a small model from scratch on Python's own source code, with two CPU processes, in a few minutes."""
-    from trueshard import train as package
-
-    config = Path(package.__file__).parent / "demo.toml"
-    raise typer.Exit(_train(["demo"], config, overrides or [], nproc, cpu_processes=2))
+for command in (train, plan, plot, convert, demo):
+    app.command()(command)
 
 
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint: a directory or a URL.", metavar="CKPT")]
@@ -127,34 +96,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("Stopped before training began.", file=sys.stderr)
         return STOPPED
     return int(code or 0)
-
-
-def _train(command: list[str], path: Path, overrides: list[str], nproc: int | None, cpu_processes: int) -> int:
-    """Be the launcher of a training run or, where one has started this process, a worker of it."""
-    from trueshard.train.parse import load_config
-    from trueshard.train.running.launch import launch, launcher_of
-
-    config = load_config(path, overrides)
-    launcher = launcher_of(os.environ)
-    if launcher is not None:
-        if nproc is not None:
-            raise UserError(f"--nproc {nproc}: {launcher} has already started the processes; leave --nproc out")
-        from trueshard.train.running.worker import work
-
-        work(config)
-
-    from trueshard.train.running import resuming
-    from trueshard.train.running.preflight import check, check_nproc, default_nproc
-    from trueshard.train.running.worker import tell_if_complete
-
-    nproc = default_nproc(cpu_processes) if nproc is None else nproc
-    check_nproc(nproc)
-    if tell_if_complete(config, check(config, nproc), aloud=True):
-        return 0
-    code = launch(command + [f"--set={override}" for override in overrides], nproc)
-    if code == STOPPED and not resuming.of(config).steps():
-        print("Stopped before the first checkpoint; the same command begins again.")
-    return code
 
 
 def _wrong(line: str) -> int:

@@ -3,6 +3,7 @@
 - An unknown key is answered with the nearest valid one, wherever it lives.
 - A wrong value is answered with the key, what was found and what was wanted.
 - `--set a.b=c` reads c as a TOML value, and as a string where that fails, so that paths need no quotes.
+- Of keys that exclude each other, `--set` of one takes the others of the file away: `--set model.path=…` is enough.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+EXCLUSIVE = (
+    (("model", "path"), ("model", "config"), ("model", "architecture", "fields")),
+    (("model", "path"), ("tokenizer", "vocab_size")),
+    (("tokenizer", "path"), ("tokenizer", "vocab_size")),
+    (("data", "path"), ("data", "sources")),
+    (("train", "steps"), ("train", "epochs")),
+)
+"""Of each line, one: a section with a key, and the keys that go with it."""
 
 WANTED = {
     "int_type": "an integer",
@@ -52,7 +62,8 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     `overrides` are "section.key=value" strings that win over the file, the last one over the others.
     Raises `UserError` with one line for a file that is missing or malformed, or a key or value that is wrong.
     """
-    tree = _read(path)
+    tree, overrides = _read(path), list(overrides)
+    _make_room(tree, overrides)
     for override in overrides:
         _override(tree, override)
     try:
@@ -84,6 +95,18 @@ def _override(tree: dict[str, Any], text: str) -> None:
         if not isinstance(table, dict):
             raise UserError(f"--set {text}: {'.'.join(parts[:depth])} is a value, not a table; set it itself")
     table[parts[-1]] = _toml_value(value.strip())
+
+
+def _make_room(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Take what the overrides exclude out of what the file says."""
+    given = [tuple(override.partition("=")[0].strip().split(".")[:2]) for override in overrides]
+    for ways in EXCLUSIVE:
+        for section, *keys in ways:
+            if any((section, key) in given for key in keys):
+                out = [(other, key) for other, *others in ways for key in others if (other, key) not in given]
+                for other, key in out:
+                    if isinstance(tree.get(other), dict) and (other, key) not in [(section, each) for each in keys]:
+                        tree[other].pop(key, None)
 
 
 def _toml_value(text: str) -> Any:

@@ -171,8 +171,9 @@ class Trainer:
                     record |= {f"evaluation_{key}": value for key, value in self.evaluate().items()}
                 self._tell("on_step", record)
                 last = self.step == self.steps or bool(self.stopped)
-                if self.checkpoints is not None and (last or self._due(self.checkpoint_every)):
-                    self._stall = self.save()
+                best = self.patience is not None and record.get("evaluation_loss") == self.best
+                if self.checkpoints is not None and (last or best or self._due(self.checkpoint_every)):
+                    self._stall = self.save(record.get("evaluation_loss"))
             if self._saving is not None:
                 self._saving.wait()
         finally:
@@ -301,15 +302,19 @@ class Trainer:
 
     # ---- saving and resuming
 
-    def save(self) -> float:
-        """Begin a checkpoint; returns the seconds that training stood still. Collective."""
+    def save(self, evaluation: float | None = None) -> float:
+        """Begin a checkpoint; returns the seconds that training stood still. Collective.
+
+        Args:
+            evaluation: its loss at this step, by which `Checkpoints(keep_best=..., metric="evaluation")` goes.
+        """
         assert self.checkpoints is not None
         if self._saved_step == self.step:
             return 0.0
         began = time.perf_counter()
         self._saving = self.checkpoints.save(
             self.step,
-            metrics={"best": self.best} if math.isfinite(self.best) else None,
+            metrics={"evaluation": math.nan if evaluation is None else evaluation},
             model=self.model,
             optimizer=self.optimizer,
             trainer=self.state_dict(),
@@ -321,14 +326,15 @@ class Trainer:
         self._tell("on_checkpoint", self.checkpoints.path(self.step))
         return seconds
 
-    def resume(self) -> bool:
-        """Go on from the newest checkpoint, if there is one; returns whether there is. Collective."""
+    def resume(self) -> Mapping[str, Any] | None:
+        """Go on from the newest checkpoint, if there is one; returns what it holds beside. Collective."""
         path = None if self.checkpoints is None or self.step else self.checkpoints.latest()
         if path is None:
-            return False
-        self.load_state_dict(load(path, model=self.model, optimizer=self.optimizer)["trainer"])
+            return None
+        found = load(path, model=self.model, optimizer=self.optimizer)
+        self.load_state_dict(found["trainer"])
         self._saved_step = self.step
-        return True
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds beside model and optimizer: JSON values and tensors."""
