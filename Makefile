@@ -33,6 +33,7 @@ bench: $(READY)
 
 tables: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/optimizer_table.py
+	$(BIN)/python tests/configuration_reference.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import sys
+import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,21 +160,25 @@ def _found(value: Any) -> str:
 
 def _dotted(location: tuple[int | str, ...]) -> str:
     """The key a problem belongs to: pydantic adds the branch of a union, which is no key."""
-    parts: list[str] = []
+    key = ""
     model: type[BaseModel] | None = Config
     for part in location:
         if model is None:
             break
-        parts.append(str(part))
-        model = _section(model, str(part))
-    return ".".join(parts)
+        if isinstance(part, int):
+            key += f"[{part}]"
+        else:
+            key += f".{part}" if key else part
+            model = _section(model, part)
+    return key
 
 
 def _section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """The section under a key: one, one that may be left out, or several; None for a plain value."""
     for name, field in model.model_fields.items():
         if key == (field.alias or name):
-            annotation = field.annotation
-            return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+            kinds = [field.annotation, *typing.get_args(field.annotation)]
+            return next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
     return None
 
 
@@ -187,7 +193,7 @@ def _keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
 
 def _nearest(key: str) -> str:
     """Where an unknown key probably belongs: the like in its own section first, then anywhere."""
-    section, _, last = key.rpartition(".")
+    section, _, last = re.sub(r"\[\d+\]", "", key).rpartition(".")
     keys = _keys()
     if not section:
         sections = list(dict.fromkeys(valid.split(".")[0] for valid in keys))

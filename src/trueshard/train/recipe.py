@@ -23,10 +23,10 @@ from trueshard.train.models.build import build, fill
 from trueshard.train.optimizer import build_optimizer
 from trueshard.train.schedules import build_schedule
 from trueshard.train.showing import operations, trackers
+from trueshard.train.showing.display import Display
 from trueshard.train.showing.measures import Measures
 from trueshard.train.showing.metrics import MetricsWriter
 from trueshard.train.showing.profile import Profile
-from trueshard.train.showing.display import Display
 from trueshard.train.trainer import Trainer
 
 PROFILED = (3, 5)
@@ -146,12 +146,18 @@ def shown(config: Config, model: nn.Module, device: torch.device, memory_planned
     train = config.train
     computes = {"bf16": torch.bfloat16, "fp16": torch.float16, None: getattr(torch, config.model.dtype)}
     peak = operations.peak_flops(device, computes[config.shard.mixed_precision])
-    flops = None if peak is None else operations.flops_per_token(model, train.sequence_length)
+    flops = (
+        None
+        if peak is None or config.model.quantize != "none"
+        else operations.flops_per_token(model, train.sequence_length)
+    )
     folder = folder_of(config)
     plain = config.model_dump(mode="json", by_alias=True)
     return [
         Measures(
-            tokens_per_step=train.batch_size * train.sequence_length if config.data.format == "text" else None,
+            tokens_per_step=train.batch_size * train.sequence_length
+            if config.data.packing and config.data.format in ("text", "chat")
+            else None,
             flops_per_token=flops,
             peak_flops=peak,
             memory_planned=memory_planned,

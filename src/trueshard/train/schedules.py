@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from typing import Any
@@ -104,7 +105,8 @@ def _value(value: Any, optimizer: torch.optim.Optimizer) -> Any:
     if isinstance(value, str) and value.count(":") == 1:
         module, name = value.split(":")
         try:
-            return getattr(importlib.import_module(module), name)
+            function = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise UserError(f"schedule.arguments: {value!r} is no function ({error}); give module:function") from None
+        return function if hasattr(function, "__dict__") else functools.partial(function)  # torch saves its __dict__
     return value

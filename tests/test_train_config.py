@@ -1,0 +1,79 @@
+"""The configuration: what contradicts itself is refused, what --set says wins, and the reference is true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import configuration_reference
+from trueshard.errors import UserError
+from trueshard.train.parse import load_config
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.toml"))
+
+
+def example(name: str, *overrides: str) -> object:
+    return load_config(ROOT / "examples" / name, overrides)
+
+
+def test_the_reference_is_that_of_the_code() -> None:
+    assert configuration_reference.FILE.read_text() == configuration_reference.reference(), "run `make tables`"
+
+
+def test_there_is_an_example_of_each_recipe() -> None:
+    wanted = {"pretrain.toml", "continue.toml", "sft.toml", "lora.toml", "frozen_vision.toml", "dpo.toml"}
+    assert wanted <= set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_is_valid(name: str) -> None:
+    config = example(name)
+    assert config.run.dir == f"runs/{name.removesuffix('.toml')}"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model.path=a", "model.config=b"], "wanted exactly one of model.path, model.config, model.architecture"),
+        (["train.steps=3", "train.epochs=1"], "wanted exactly one of train.steps and train.epochs; found both"),
+        (["data.format=text", "data.packing=true"], 'data.packing goes with data.format = "chat" only'),
+        (["preference.beta=0.2"], '[preference] goes with data.format = "preference" only'),
+        (["model.quantize=int8"], "model.quantize freezes the weights, and there is no [adapter]"),
+        (["data.streaming=true"], "train.epochs needs to know how much data there is"),
+        (["data.streaming=true", "train.steps=3"], "evaluation.path is missing"),
+        (["schedule.class=torch.optim.lr_scheduler.StepLR"], "schedule.warmup_steps does not go with schedule.class"),
+        (["schedule.arguments={a = 1}"], "schedule.arguments goes with schedule.class only"),
+        (["schedule.decay_steps=3"], 'schedule.decay_steps goes with schedule.decay = "wsd" only'),
+        (["adapter.rnk=4"], "unknown key adapter.rnk; nearest valid one: adapter.rank"),
+        (
+            ["optimizer.groups=[{parameters = ['a'], lrr = 1.0}]"],
+            "optimizer.groups[0].lrr; nearest valid one: optimizer.groups.lr",
+        ),
+        (["shard.memory=3"], "shard.memory: found 3 (an integer), wanted a string"),
+        (["train.on_oom=panic"], "train.on_oom"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        example("sft.toml", *overrides)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_of_the_command_line_takes_those_away_that_it_excludes() -> None:
+    config = example("sft.toml", "model.path=somewhere", "train.steps=4")
+    assert (config.model.path, config.model.architecture, config.model.fields) == ("somewhere", None, {})  # type: ignore[attr-defined]
+    assert config.tokenizer.vocab_size is None  # type: ignore[attr-defined]
+    assert (config.train.steps, config.train.epochs) == (4, None)  # type: ignore[attr-defined]
+    kept = example("sft.toml", "model.fields.hidden_size=64")
+    assert (kept.model.architecture, kept.model.fields["hidden_size"]) == ("qwen2", 64)  # type: ignore[attr-defined]
+
+
+def test_what_may_change_on_resume_does_not_identify_the_run() -> None:
+    first = example("sft.toml").identity()  # type: ignore[attr-defined]
+    free = ("optimizer.lr=1.0", "shard.compile=true", "data.prefetch=0", "evaluation.every=7", "train.batch_size=4")
+    assert example("sft.toml", *free).identity() == first  # type: ignore[attr-defined]
+    for bound in ("train.seed=3", "data.answers_only=false", "evaluation.fraction=0.3", "model.freeze=['a']"):
+        assert example("sft.toml", bound).identity() != first, bound  # type: ignore[attr-defined]
