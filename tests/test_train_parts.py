@@ -70,20 +70,6 @@ def test_standard_library_leaves_tests_and_packages_out() -> None:
     assert source.size() > 5e6
 
 
-def test_metrics_file_drops_what_a_resume_takes_again(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 6)) + '{"step": 6, "lo')
-    resumed = MetricsFile(file, 3)
-    resumed.write({"step": 4, "loss": 2.0})
-    resumed.close()
-    assert [(record["step"], record["loss"]) for record in read_metrics(file)] == [
-        (1, 1.0),
-        (2, 1.0),
-        (3, 1.0),
-        (4, 2.0),
-    ]
-
-
 def test_slurm_variables_become_those_of_torch() -> None:
     task = {
         "SLURM_PROCID": "5",

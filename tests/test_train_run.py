@@ -260,16 +260,30 @@ def test_stop_saves_and_the_same_command_resumes(tmp_path: Path, number: signal.
     assert [record["step"] for record in metrics(folder)] == list(range(1, steps + 3))
 
 
-def test_worker_that_dies_ends_the_run(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """First a rank is killed, then everything at once, launcher too; the same command goes on both times."""
+    options = ("--nproc", "2", "--set", "train.steps=14", "--set", "schedule.decay=constant", "--set", "sample.tokens=0")
+    expected = make_project(tmp_path / "expected")
+    run(expected, *options)
     folder = make_project(tmp_path / "killed")
-    process = start(folder, "--nproc", "2", "--set", "train.steps=100000")
-    wait_for_steps(folder, process, 2)
+    process = start(folder, *options, "--set", "train.steps=100000")
+    wait_for_steps(folder, process, 5)
     workers = workers_of(process.pid)
     assert len(workers) == 2
     os.kill(max(workers), signal.SIGKILL)
     code, _, err = end(process)
     assert code == 1
     assert "was ended by SIGKILL" in err
+    process = start(folder, *options, "--set", "train.steps=100000")
+    wait_for_steps(folder, process, len(metrics(folder)) + 2)
+    everything = [process.pid, *workers_of(process.pid)]
+    for each in everything:
+        os.kill(each, signal.SIGKILL)
+    end(process)
+    (taken,) = [len(metrics(folder))]
+    run(folder, *options, "--set", f"train.steps={max(14, taken + 1)}")
+    assert [record["step"] for record in metrics(folder)] == list(range(1, max(14, taken + 1) + 1))
+    assert losses(folder)[:14] == losses(expected)
 
 
 def test_torchrun_starts_workers(finished: tuple[Path, str], halfway: Path) -> None:
