@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from trueshard.train.models.build import architecture
 from trueshard.train.optimizer import learning_rate
 from trueshard.train.parse import load_config
 from trueshard.train.running.launch import launcher_of, slurm_to_torch
-from trueshard.train.showing.metrics import MetricsFile, read_metrics
 
 DEMO = Path(train.__file__).parent / "demo.toml"
 

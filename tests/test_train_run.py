@@ -262,7 +262,8 @@ def test_stop_saves_and_the_same_command_resumes(tmp_path: Path, number: signal.
 
 def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """First a rank is killed, then everything at once, launcher too; the same command goes on both times."""
-    options = ("--nproc", "2", "--set", "train.steps=14", "--set", "schedule.decay=constant", "--set", "sample.tokens=0")
+    settings = ("train.steps=14", "schedule.decay=constant", "sample.tokens=0")
+    options = ("--nproc", "2", *(f"--set={each}" for each in settings))
     expected = make_project(tmp_path / "expected")
     run(expected, *options)
     folder = make_project(tmp_path / "killed")

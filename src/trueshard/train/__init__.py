@@ -1,14 +1,13 @@
-"""The trainer behind `trueshard train` and `trueshard demo`: a language model from a configuration file.
+"""`trueshard.Trainer`, and the trainer behind `trueshard train` and `trueshard demo`.
 
-One small file a concept; the way of a run through them:
+`trainer` is the loop and needs nothing of the rest. Around it, from a configuration file to a run:
 
 - `config`, `parse`: the TOML file and its overrides become checked, frozen settings;
-- `preflight`: everything that can be wrong with them is found before a process starts;
-- `launch`, `signals`: processes, ranks, and how a run is stopped;
-- `text`, `tokens`, `order`: documents, packed tokens, and which of them make a batch;
-- `model`, `optimizer`: what is trained, and by what;
-- `loop`: the steps, which are `trueshard.shard()` and plain PyTorch;
-- `checkpoints`, `metrics`, `progress`, `sample`, `report`: what a run leaves and shows.
+- `running`: processes, and everything that can be wrong is found before they start; `session` is one rank's training;
+- `recipe`: the settings become model, optimizer, data, loss and callbacks;
+- `models`, `data`, `losses`, `optimizer`, `schedules`: these parts;
+- `showing`: what is measured, written and drawn;
+- `convert`: other frameworks' configurations.
 
 Nothing here is imported by `import trueshard`.
 """
