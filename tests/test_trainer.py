@@ -257,6 +257,19 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_reaches_a_parameter(ran
         assert last == "end"
 
 
+def poisoned_after_a_checkpoint(rank: int, world_size: int, folder: str) -> list[int]:
+    kept = trueshard.Checkpoints(folder)
+    loader = Batches(rank, world_size, poisoned=(2,))
+    trainer, _ = build(rank, world_size, model=Poisonable, loader=loader, checkpoints=kept, checkpoint_every=1)
+    with pytest.raises(trueshard.NonFiniteLoss):
+        trainer.fit()
+    return kept.steps()
+
+
+def test_the_checkpoint_before_a_loss_that_is_no_number_is_whole(ranks2: Ranks, tmp_path: Path) -> None:
+    assert ranks2.run(poisoned_after_a_checkpoint, str(tmp_path)) == [[1, 2], [1, 2]]
+
+
 def test_a_loss_that_is_no_number_may_be_skipped(ranks2: Ranks) -> None:
     for skipped, found in ranks2.run(poisoned, 1):
         assert skipped == 1
@@ -314,6 +327,9 @@ def without_improvement(rank: int, world_size: int, folder: str) -> Any:
     )
     trainer.optimizer.param_groups[0]["lr"] = 5.0  # so high that it cannot go well
     done = trainer.fit()
+    again, _ = build(rank, world_size, steps=50, patience=2, checkpoints=trueshard.Checkpoints(folder))
+    assert not again.fit()
+    assert (again.step, again.stopped) == (trainer.step, trainer.stopped)
     return done, trainer.stopped, trainer.step, trainer.worse, [e for e in recorder.events if isinstance(e, str)]
 
 

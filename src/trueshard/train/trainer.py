@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,38 +27,12 @@ from trueshard.optim.clip import clip_grad_norm_
 from trueshard.runtime import runtime_of
 from trueshard.tokens import token_mean
 from trueshard.train.events import Callback
+from trueshard.train.losses.protocol import Batch, Loss, Mean
 from trueshard.train.reading import Reader
-
-Batch = Any
-"""A microbatch: tensors in mappings, lists and tuples."""
-
-
-@runtime_checkable
-class Loss(Protocol):
-    """A loss that says what it is a mean over."""
-
-    def count(self, batch: Batch) -> int:
-        """How many terms the sum over a microbatch has: its target tokens."""
-
-    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The sum of the terms of a microbatch: 0-dim, float32 or wider."""
 
 
 class NonFiniteLoss(ArithmeticError):
     """A loss or a gradient was NaN or infinite, and no more of them may be skipped."""
-
-
-class _Mean:
-    """A function (model, batch) → mean loss: every microbatch of every rank has the same weight."""
-
-    def __init__(self, function: Callable[[nn.Module, Batch], torch.Tensor]) -> None:
-        self._function = function
-
-    def count(self, batch: Batch) -> int:
-        return 1
-
-    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        return self._function(model, batch)
 
 
 COUNTERS = ("step", "batches", "tokens", "skipped", "best", "worse")
@@ -124,7 +98,7 @@ class Trainer:
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} is {value!r}; it is a whole number from 1 on")
         self.model, self.optimizer, self.loader = model, optimizer, loader
-        self.loss: Loss = loss if isinstance(loss, Loss) else _Mean(loss)
+        self.loss: Loss = loss if isinstance(loss, Loss) else Mean(loss)
         self.steps, self.accumulate, self.max_grad_norm = steps, accumulate, max_grad_norm
         self.scheduler, self.scaler = scheduler, scaler
         self.evaluation, self.evaluate_every, self.patience = evaluation, evaluate_every, patience
@@ -161,6 +135,7 @@ class Trainer:
     def fit(self) -> bool:
         """Take the steps that are left; returns whether the run is complete. Collective."""
         self.resume()
+        self._lose_patience()
         self.model.train()
         self._tell("on_start")
         try:
@@ -174,8 +149,10 @@ class Trainer:
                 best = self.patience is not None and record.get("evaluation_loss") == self.best
                 if self.checkpoints is not None and (last or best or self._due(self.checkpoint_every)):
                     self._stall = self.save(record.get("evaluation_loss"))
-            if self._saving is not None:
-                self._saving.wait()
+            self._wait_for_checkpoint()
+        except NonFiniteLoss:
+            self._wait_for_checkpoint()
+            raise
         finally:
             self._tell("on_end")
         return self.step >= self.steps
@@ -297,6 +274,9 @@ class Trainer:
             self.best, self.worse = loss, 0
             return
         self.worse += 1
+        self._lose_patience()
+
+    def _lose_patience(self) -> None:
         if self.patience is not None and self.worse >= self.patience:
             self.stop(f"no better evaluation in the last {self.worse}")
 
@@ -356,6 +336,10 @@ class Trainer:
             each.load_state_dict(state["callbacks"].get(type(each).__name__, {}))
 
     # ---- small parts
+
+    def _wait_for_checkpoint(self) -> None:
+        if self._saving is not None:
+            self._saving.wait()
 
     def _accumulate(self, last: bool) -> AbstractContextManager[None]:
         return accumulate(self.model, last=last) if self._sharded else nullcontext()
