@@ -191,7 +191,7 @@ class TrainSection(Section):
     skip_nonfinite: Annotated[int, Field(ge=0)] = 0
     """So many steps of the run whose loss or gradient is NaN or infinite are skipped; at the next one it stops."""
     on_oom: Literal["stop", "tighten"] = "stop"
-    """When memory runs out in the first steps: stop and say what would fit, or change to that and go on."""
+    """When memory runs out: stop and say what would fit, or change to that and go on."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 100
     """Steps between checkpoints. The end of the run and Ctrl-C always leave one."""
     keep: Annotated[int, Field(ge=1)] = 2

@@ -338,8 +338,9 @@ class Trainer:
     # ---- small parts
 
     def _wait_for_checkpoint(self) -> None:
-        if self._saving is not None:
+        if self._saving is not None and self.checkpoints is not None:
             self._saving.wait()
+            self.checkpoints.prune()
 
     def _accumulate(self, last: bool) -> AbstractContextManager[None]:
         return accumulate(self.model, last=last) if self._sharded else nullcontext()
