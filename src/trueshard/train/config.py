@@ -121,12 +121,13 @@ class DataSection(Section):
     """text: documents. chat: `messages` of roles and contents. preference: `prompt`, `chosen` and `rejected`, for DPO.
     vision: `messages` with `images`."""
     path: Text | None = None
-    """A folder or file of text, JSONL, JSON, CSV or Parquet, the name of a data set on the hub, or "stdlib": the
-    source of Python's own library."""
+    """A folder or file of text, JSONL, JSON, CSV or Parquet, a data set on the hub ("owner/name"), or "stdlib":
+    the source of Python's own library."""
     sources: list[SourceSection] = []
     """Several, mixed by weight."""
     include: Annotated[list[Text], Field(min_length=1)] = TEXT_FILES
-    """In a folder of text: file name patterns to read, in all subfolders. Names that start with "." are left out."""
+    """In a folder: file name patterns to read, in all subfolders; names that start with "." are left out. Left out: text
+    files or, where there are none, .jsonl and .parquet."""
     field: Text = "text"
     """With format "text", in files of records: the key that holds the text."""
     subset: Text | None = None
