@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from trueshard import train
-from trueshard.train.config import DataSection, ScheduleSection
-from trueshard.train.data.text import find
+from trueshard.train.config import ScheduleSection
 from trueshard.train.models.build import architecture
 from trueshard.train.optimizer import learning_rate
 from trueshard.train.parse import load_config
@@ -42,30 +41,6 @@ def test_learning_rate_rises_then_falls_to_its_final_part(decay: str, expected: 
 
 def test_learning_rate_without_warmup_begins_near_the_peak() -> None:
     assert learning_rate(ScheduleSection(), peak=1.0, step=1, steps=1000) == pytest.approx(1.0, abs=1e-4)
-
-
-def test_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
-    for name in ("b.txt", "a/z.md", "a.txt", "a/.hidden.txt", ".git/x.txt", "c.bin", "empty.txt"):
-        file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("" if name == "empty.txt" else name)
-    assert list(find(DataSection(path=str(tmp_path))).documents()) == ["a.txt", "a/z.md", "b.txt"]
-    assert list(find(DataSection(path=str(tmp_path), include=["*.md"])).documents()) == ["a/z.md"]
-
-
-def test_single_file_and_jsonl(tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_text("whole")
-    (tmp_path / "lines.jsonl").write_text('{"text": "one"}\n{"text": ""}\n\n{"text": "two", "more": 1}\n')
-    assert list(find(DataSection(path=str(tmp_path / "one.txt"))).documents()) == ["whole"]
-    assert list(find(DataSection(path=str(tmp_path / "lines.jsonl"))).documents()) == ["one", "two"]
-
-
-def test_standard_library_leaves_tests_and_packages_out() -> None:
-    source = find(DataSection(path="stdlib"))
-    names = {file.relative_to(source.root).as_posix() for file in source.files}
-    assert "json/decoder.py" in names
-    assert not any(part in name.split("/") for name in names for part in ("test", "site-packages", "idle_test"))
-    assert source.size() > 5e6
 
 
 def test_slurm_variables_become_those_of_torch() -> None:

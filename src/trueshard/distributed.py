@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import atexit
+import datetime
 import functools
 import os
 import time
@@ -20,8 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def ensure_process_group() -> None:
+def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
     """Initialise the default process group if the user has not.
+
+    Args:
+        timeout: how long a collective may take; None: torch's own.
 
     Raises:
         RuntimeError: the environment describes a launcher only in part; the message names the missing variables.
@@ -43,9 +47,9 @@ def ensure_process_group() -> None:
         # Both: what rests on the CPU (offload) is reduced there.
         backend = f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
     if launched:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(_close)
 
 

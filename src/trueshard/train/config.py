@@ -38,6 +38,9 @@ class RunSection(Section):
     """Folder for everything the run writes. Started again on the same folder, a run resumes."""
     restarts: Annotated[int, Field(ge=0)] = 0
     """How often the processes are started again by themselves after one was lost. Under torchrun: --max-restarts."""
+    timeout: Annotated[int, Field(ge=1)] = 600
+    """Seconds a rank waits for another before it gives the run up; the same command goes on from the newest
+    checkpoint."""
 
 
 class ModelSection(Section):
@@ -126,8 +129,8 @@ class DataSection(Section):
     sources: list[SourceSection] = []
     """Several, mixed by weight."""
     include: Annotated[list[Text], Field(min_length=1)] = TEXT_FILES
-    """In a folder: file name patterns to read, in all subfolders; names that start with "." are left out. Left out: text
-    files or, where there are none, .jsonl and .parquet."""
+    """In a folder: file name patterns to read, in all subfolders; names that start with "." are left out. Left out:
+    text files or, where there are none, .jsonl and .parquet."""
     field: Text = "text"
     """With format "text", in files of records: the key that holds the text."""
     subset: Text | None = None

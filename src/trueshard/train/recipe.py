@@ -84,15 +84,28 @@ def build_trainer(
     plan = shard(config.shard, model, optimizer)
     fill(config, model)
     torch.manual_seed((train.seed + 1 + rank) % 2**63)  # what dropout draws from: different on each rank
-    loss = choose_loss(config, settings, model, data)
-    portion = {"rank": rank, "ranks": ranks}
-    batches = {"batch_size": train.batch_size, "accumulate": train.accumulate, "seed": train.seed}
-    loader = Loader(data.train, data.collate, **batches, **portion, prefetch=config.data.prefetch, device=device)
+    loss = choose_loss(config, settings, model)
+    loader = Loader(
+        data.train,
+        data.collate,
+        batch_size=train.batch_size,
+        accumulate=train.accumulate,
+        seed=train.seed,
+        rank=rank,
+        ranks=ranks,
+        prefetch=config.data.prefetch,
+        device=device,
+    )
     evaluation = None
     if config.evaluation is not None and data.evaluation is not None:
-        micro = max(1, train.batch_size // (ranks * train.accumulate))
-        limit = config.evaluation.samples
-        evaluation = EvaluationLoader(data.evaluation, data.collate, batch_size=micro, **portion, limit=limit)
+        evaluation = EvaluationLoader(
+            data.evaluation,
+            data.collate,
+            batch_size=max(1, train.batch_size // (ranks * train.accumulate)),
+            rank=rank,
+            ranks=ranks,
+            limit=config.evaluation.samples,
+        )
     trainer = Trainer(
         model,
         optimizer,
@@ -146,18 +159,14 @@ def shown(config: Config, model: nn.Module, device: torch.device, memory_planned
     train = config.train
     computes = {"bf16": torch.bfloat16, "fp16": torch.float16, None: getattr(torch, config.model.dtype)}
     peak = operations.peak_flops(device, computes[config.shard.mixed_precision])
-    flops = (
-        None
-        if peak is None or config.model.quantize != "none"
-        else operations.flops_per_token(model, train.sequence_length)
-    )
+    countable = peak is not None and config.model.quantize == "none"  # packed weights do not tell how many they are
+    flops = operations.flops_per_token(model, train.sequence_length) if countable else None
+    full = config.data.format == "text" or (config.data.format == "chat" and config.data.packing)
     folder = folder_of(config)
     plain = config.model_dump(mode="json", by_alias=True)
     return [
         Measures(
-            tokens_per_step=train.batch_size * train.sequence_length
-            if config.data.packing and config.data.format in ("text", "chat")
-            else None,
+            tokens_per_step=train.batch_size * train.sequence_length if full else None,
             flops_per_token=flops,
             peak_flops=peak,
             memory_planned=memory_planned,

@@ -5,17 +5,18 @@
 - Started by `torchrun` or `srun`, it is a worker at once. Slurm's variables are translated to torch's.
 - Workers are sessions of their own. A Ctrl-C in a terminal reaches the launcher alone; the agent passes it on and
   waits for the workers to save (`STOP_GRACE` seconds; torch 2.11 has 30, fixed).
-- A rank that fails takes the others down: the agent ends them, and kills what does not end within 30 seconds.
+- A rank that fails takes the others down: the agent ends them, and kills what does not end within 30 seconds. Whether
+  they are started again is the launcher's choice (`trueshard.train.running.start`), by how they ended; the agent's own
+  restarts would also repeat a wrong input. Under `torchrun --max-restarts` it is the agent's, see `Ranks.ends_agent`.
 """
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
-import re
 import signal
 import sys
-import tempfile
 import uuid
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
@@ -25,7 +26,8 @@ import torch
 
 from trueshard.distributed import ensure_process_group
 from trueshard.errors import UserError
-from trueshard.train.running.signals import STOPPED
+from trueshard.train.running import slurm
+from trueshard.train.running.signals import SIGNALS, STOPPED
 
 STOP_GRACE = 600
 """Seconds the workers have to save after a stop was asked for."""
@@ -39,8 +41,14 @@ sys.exit(main())
 """
 """What a worker runs: the command line, found where the launcher found it, and ended quietly by a Ctrl-C while it
 imports."""
+FAILED = 1
+"""Exit code after any other failure."""
 USER_ERROR = 2
 """Exit code after a `UserError`."""
+OUT_OF_MEMORY = 4
+"""Exit code of a worker that ran out of memory and has left a record of it for the launcher."""
+OWN = "trueshard-"
+"""What the run identifiers of this launcher begin with: how a worker knows it."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +60,30 @@ class Ranks:
     local_rank: int
     local_world: int
     device: torch.device
+    is_ours: bool = False
+    """Started by our own launcher, which says what a worker leaves to it."""
+    ends_agent: bool = False
+    """Started by a torchrun that would start it again after any failure."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the workers ended."""
+
+    code: int
+    why: str = ""
+    """What a worker could not say itself."""
 
 
 def launcher_of(environment: Mapping[str, str]) -> str | None:
     """The program that started this process as a worker, or None if it was started by hand."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "a launcher that set RANK and WORLD_SIZE"
-    if "SLURM_PROCID" in environment and _slurm_tasks(environment) > 1:
-        return "srun"
-    return None
+    return "srun" if slurm.is_task(environment) else None
 
 
-def launch(arguments: Sequence[str], nproc: int) -> int:
-    """Run the command line `arguments` as `nproc` workers on this machine; returns the exit code of the run."""
+def launch(arguments: Sequence[str], nproc: int) -> Ended:
+    """Run the command line `arguments` once as `nproc` workers on this machine."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -72,38 +91,43 @@ def launch(arguments: Sequence[str], nproc: int) -> int:
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False  # its account of each signal is not for users; failures are told below
-    with tempfile.TemporaryDirectory(prefix="trueshard-") as logs:
-        options: dict[str, Any] = {"shutdown_timeout": STOP_GRACE}
-        known = {field.name for field in fields(LaunchConfig)}
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",  # a free port
-            local_addr="localhost",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
-            **{key: value for key, value in options.items() if key in known},
-        )
-        try:
-            worker = WORKER.format(path=sys.path, stopped=STOPPED)
-            elastic_launch(config, sys.executable)("-c", worker, *arguments)
-        except SignalException:
-            return STOPPED
-        except ChildFailedError as error:
-            return _outcome({rank: failure.exitcode for rank, failure in error.failures.items()})
-    return 0
+    options: dict[str, Any] = {"shutdown_timeout": STOP_GRACE}
+    known = {field.name for field in fields(LaunchConfig)}
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=OWN + uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # a free port
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # to the terminal alone: no folder that could be left over
+        **{key: value for key, value in options.items() if key in known},
+    )
+    try:
+        worker = WORKER.format(path=sys.path, stopped=STOPPED)
+        elastic_launch(config, sys.executable)("-c", worker, *arguments)
+    except SignalException:
+        return Ended(STOPPED)
+    except ChildFailedError as error:
+        return _ended({rank: failure.exitcode for rank, failure in error.failures.items()})
+    finally:
+        for number in SIGNALS:  # the agent's handlers raise wherever the process is
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    return Ended(0)
 
 
-def join(environment: MutableMapping[str, str]) -> Ranks:
+def join(environment: MutableMapping[str, str], timeout: float) -> Ranks:
     """Take this worker's rank from the environment and join the process group of the run.
 
     On the CPU, the cores of the machine are shared out among its workers.
+
+    Args:
+        timeout: seconds that a collective may take.
     """
     if "RANK" not in environment:
-        environment.update(slurm_to_torch(environment))
+        environment.update(slurm.torch_variables(environment))
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     local_rank = int(environment.get("LOCAL_RANK", rank))
     local_world = int(environment.get("LOCAL_WORLD_SIZE", world))
@@ -117,8 +141,10 @@ def join(environment: MutableMapping[str, str]) -> Ranks:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(max(1, cpu_cores() // local_world))
-    ensure_process_group()
-    return Ranks(rank, world, local_rank, local_world, device)
+    ensure_process_group(datetime.timedelta(seconds=timeout))
+    most, count = (int(environment.get(f"TORCHELASTIC_{key}", "0")) for key in ("MAX_RESTARTS", "RESTART_COUNT"))
+    is_ours = environment.get("TORCHELASTIC_RUN_ID", "").startswith(OWN)
+    return Ranks(rank, world, local_rank, local_world, device, is_ours, ends_agent=count < most)
 
 
 def cpu_cores() -> int:
@@ -126,53 +152,17 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _outcome(exit_codes: Mapping[int, int]) -> int:
-    """The exit code of a run some of whose workers failed, and a line for what they could not say themselves."""
-    if USER_ERROR in exit_codes.values():
-        return USER_ERROR
-    if STOPPED in exit_codes.values():
-        return STOPPED
-    killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}
-    for rank, number in killed.items():
-        name = signal.Signals(number).name
-        hint = " (the machine may have run out of memory)" if number == signal.SIGKILL else ""
-        print(f"trueshard: rank {rank} was ended by {name}{hint}", file=sys.stderr)
-    return 1
-
-
-def _slurm_tasks(environment: Mapping[str, str]) -> int:
-    return int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))
-
-
-def slurm_to_torch(environment: Mapping[str, str]) -> dict[str, str]:
-    """torch's variables of a worker, from those that srun sets for each task."""
-    tasks, nodes = _slurm_tasks(environment), int(environment.get("SLURM_NNODES", "1"))
-    node_list = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
-    address = _first_node(node_list) if nodes > 1 and node_list else "127.0.0.1"
-    port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
-    return {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": str(tasks),
-        "LOCAL_RANK": environment.get("SLURM_LOCALID", environment["SLURM_PROCID"]),
-        "LOCAL_WORLD_SIZE": _tasks_here(environment, tasks),
-        "MASTER_ADDR": environment.get("MASTER_ADDR", address),
-        "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
-    }
-
-
-def _first_node(node_list: str) -> str:
-    """The first host of a Slurm list: "gpu[03-04,7],cpu1" is gpu03 first."""
-    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", node_list)
-    if match is None:
-        raise UserError(f"SLURM_JOB_NODELIST: {node_list!r} cannot be read; set MASTER_ADDR to the first node")
-    return "".join(part or "" for part in match.groups())
-
-
-def _tasks_here(environment: Mapping[str, str], tasks: int) -> str:
-    """Tasks on this node: SLURM_STEP_TASKS_PER_NODE reads "2(x3),1" for 2, 2, 2, 1."""
-    counts: list[str] = []
-    text = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", str(tasks)))
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [count] * int(times or 1)
-    node = int(environment.get("SLURM_NODEID", "0"))
-    return counts[node] if node < len(counts) else str(tasks)
+def _ended(exit_codes: Mapping[int, int]) -> Ended:
+    """What the exit codes of the ranks that ended first mean for the run."""
+    for code in (USER_ERROR, OUT_OF_MEMORY, STOPPED):
+        if code in exit_codes.values():
+            return Ended(code)
+    killed = {rank: signal.Signals(-code) for rank, code in exit_codes.items() if code < 0}
+    if any(code != -signal.SIGTERM for code in exit_codes.values()):  # else it is the agent's own, for what was left
+        killed = {rank: number for rank, number in killed.items() if number != signal.SIGTERM}
+    whys = [
+        f"rank {rank} was ended by {number.name}"
+        + (" (the machine may have run out of memory)" if number == signal.SIGKILL else "")
+        for rank, number in killed.items()
+    ]
+    return Ended(FAILED, "; ".join(whys))

@@ -1,7 +1,7 @@
 """Everything that can be wrong with a run is found here: before a process starts, before a file is written.
 
 The launcher calls `check` for the whole run. Workers call it again, rank 0 first: under `torchrun` and `srun` there is
-no launcher, and after one all of it is ready.
+no launcher, and after one all of it is ready. `check_settings` is the part of it that reads no data.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import torch
 
 from trueshard.errors import UserError
 from trueshard.train.config import Config
-from trueshard.train.data import text
-from trueshard.train.data.tokens import TokenData, load_tokenizer, prepare
+from trueshard.train.data.prepared import Prepared, prepare
+from trueshard.train.data.tokenizer import load_processor, load_tokenizer
 from trueshard.train.models.build import architecture, plain_settings, quiet_transformers
-from trueshard.train.optimizer import build_optimizer
-from trueshard.train.running import resuming as checkpoints
+from trueshard.train.optimizer import check_optimizer
+from trueshard.train.recipe import checkpoints_of, folder_of, steps_of
+from trueshard.train.running import resuming
 from trueshard.train.running.launch import cpu_cores
+from trueshard.train.schedules import check_schedule
+from trueshard.train.showing.trackers import trackers
 
 PROCESSES_A_CORE = 4
 """CPU processes that may share a core: more are surely a slip, and each holds its own copy of the libraries."""
@@ -31,33 +34,56 @@ class Ready:
 
     architecture: Any
     """The transformers configuration of the model."""
-    data: TokenData
+    data: Prepared
     step: int
     """The step of the checkpoint to go on from, or 0."""
+    steps: int
+    """Of the whole run."""
+    changes: list[resuming.Change]
+    """What is not as it was when the run was last started."""
+    memory_planned: int | None = None
+    """Bytes of a rank, where a forecast was made."""
 
 
-def check(config: Config, ranks: int, make: bool = True) -> Ready:
-    """Hold `config` against the machine and the run's folder, and make the run's tokens where they are missing.
+def check(config: Config, ranks: int, make: bool = True, override: bool = False) -> Ready:
+    """Hold `config` against the machine and the run's folder, and make the run's data where it is missing.
 
-    `ranks`: processes of the whole run. `make`: False on ranks that only read what another has made.
-    Raises `UserError`, and then leaves nothing on disk.
+    Args:
+        ranks: processes of the whole run.
+        make: False on ranks that only read what another has made.
+        override: go on from checkpoints although settings differ that decide what their steps mean.
+
+    Raises:
+        UserError: and then nothing was left on disk.
+    """
+    settings = check_settings(config, ranks)
+    saved = checkpoints_of(config).steps()
+    changes = resuming.check_resumable(config, plain_settings(settings), override) if saved else []
+    if make:
+        check_writable(config)
+    processor = load_processor(config) if config.data.format == "vision" else None
+    data = prepare(config, frozen=bool(saved) or not make, make=make, processor=processor)
+    return Ready(settings, data, saved[-1] if saved else 0, steps_of(config, data), changes)
+
+
+def check_settings(config: Config, ranks: int) -> Any:
+    """The transformers configuration of the model, once all settings are found to go together.
+
+    Raises:
+        UserError: they do not.
     """
     quiet_transformers()
     _check_batch(config, ranks)
-    build_optimizer(config.optimizer, [torch.nn.Parameter(torch.zeros(2, 2))])
-    source = text.find(config.data)
+    check_optimizer(config.optimizer)
+    check_schedule(config.schedule)
+    trackers(config.log.to)
     tokenizer = load_tokenizer(config)
     vocab_size = len(tokenizer) if tokenizer is not None else config.tokenizer.vocab_size
     assert vocab_size is not None
-    settings = architecture(config, vocab_size)
+    processor = load_processor(config) if config.data.format == "vision" else None
+    settings = architecture(config, vocab_size, getattr(processor, "image_token_id", None))
     _check_length(config, settings)
-    steps = checkpoints.of(config).steps()
-    if steps:
-        checkpoints.check_resumable(config, plain_settings(settings))
-    if make:
-        _check_writable(config)
-    data = prepare(config, source, tokenizer, frozen=bool(steps) or not make, make=make)
-    return Ready(settings, data, steps[-1] if steps else 0)
+    return settings
 
 
 def default_nproc(on_cpu: int) -> int:
@@ -94,9 +120,9 @@ def _check_length(config: Config, settings: Any) -> None:
         )
 
 
-def _check_writable(config: Config) -> None:
+def check_writable(config: Config) -> None:
     """Raise `UserError` unless the run's folder, or the nearest parent that exists, takes new files."""
-    folder = checkpoints.folder(config)
+    folder = folder_of(config)
     place = folder
     try:
         while not place.exists():

@@ -1,39 +1,85 @@
-"""`metrics.jsonl`: one JSON object a step, numbered 1, 2, 3, … without gaps or repeats, also after a resume."""
+"""`metrics.jsonl`: one JSON object a step, numbered 1, 2, 3, … without gaps or repeats, also after a resume.
+
+- The file is the truth about a run's figures: a resume drops the lines of steps that are taken again, by writing the
+  others beside and renaming.
+- Each line reaches the operating system before the next step begins: a killed process loses none.
+- It is JSON as every language reads it: what is not finite is null, and is read back as NaN.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+from trueshard.errors import UserError
+from trueshard.train.events import Callback
+
+if TYPE_CHECKING:
+    from trueshard.train.trainer import Trainer
+
+NAME = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of the file, or none where there is no file. A line cut off by a crash ends it."""
+    """The lines of the file, in its order; none where there is no file. A last line that a crash cut off is left out.
+
+    Raises:
+        UserError: another line is damaged.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
     records: list[dict[str, Any]] = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            record["step"] = int(record["step"])
+        except (ValueError, TypeError, KeyError):
+            if number == len(lines):
                 break
+            raise UserError(
+                f"{path}, line {number}: is no JSON object with a step; delete that line, or move the file away"
+            ) from None
+        records.append({key: math.nan if value is None else value for key, value in record.items()})
     return records
 
 
-class MetricsFile:
-    """The file, open for the steps after `step`: lines beyond that step are dropped, they are taken again."""
+def line_of(record: dict[str, Any]) -> str:
+    """A record as a line of the file."""
+    plain = {key: _plain(value) for key, value in record.items()}
+    return json.dumps(plain, allow_nan=False) + "\n"
 
-    def __init__(self, path: Path, step: int) -> None:
-        kept = [record for record in read_metrics(path) if record["step"] <= step]
-        scratch = path.with_suffix(".jsonl.new")
-        scratch.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        scratch.replace(path)
-        self._file = path.open("a", encoding="utf-8")
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Append one step, at once visible to other programs."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+
+class MetricsWriter(Callback):
+    """Writes `metrics.jsonl` in a folder, on rank 0. To be given after the callbacks that add to the record."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NAME
+        self._file: TextIO | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.rank != 0:
+            return
+        kept = [record for record in read_metrics(self.path) if record["step"] <= trainer.step]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = self.path.with_suffix(".jsonl.new")
+        scratch.write_text("".join(map(line_of, kept)), encoding="utf-8")
+        scratch.replace(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(line_of(record))
+            self._file.flush()
+
+    def on_end(self, trainer: Trainer) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

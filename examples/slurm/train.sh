@@ -6,4 +6,4 @@
 #SBATCH --signal=TERM@300
 # The signal comes five minutes before the time limit: the run saves, and this job, submitted again, resumes it.
 
-srun --kill-on-bad-exit=1 trueshard train examples/own_text.toml
+srun --kill-on-bad-exit=1 trueshard train "${1:-examples/pretrain.toml}"

@@ -1,0 +1,183 @@
+"""The tokenizer of a run: the one that the configuration names, or one trained on the run's own data.
+
+- A trained one is byte-level BPE: any text round-trips, and no token is unknown.
+- For conversations the chat template is, in this order, `tokenizer.chat_template`, the tokenizer's own, ChatML; it is
+  kept with the tokenizer, so that what is exported speaks as it was taught.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trueshard.errors import UserError
+from trueshard.train.config import Config
+
+END_OF_TEXT = "<|endoftext|>"
+TURN_BEGINS, TURN_ENDS = "<|im_start|>", "<|im_end|>"
+IMAGE = "<image>"
+TRAINING_TEXT = 256 * 2**20
+"""Characters that a tokenizer is trained on at most: its vocabulary changes little beyond, its memory grows."""
+
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- set content = message['content'] %}
+{%- if content is not string %}
+{%- set parts = namespace(text='') %}
+{%- for part in content %}{% set parts.text = parts.text + ('<image>' if part['type'] == 'image' else part['text']) %}\
+{% endfor %}
+{%- set content = parts.text %}
+{%- endif %}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{- content + '<|im_end|>' }}{%- endgeneration %}
+{%- else %}
+{{- content + '<|im_end|>' }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+def load_tokenizer(config: Config) -> Any:
+    """The tokenizer that the configuration names, or None if one is to be trained on the data.
+
+    Raises `UserError` if there is none at that place, or it cannot end a document.
+    """
+    if config.tokenizer.vocab_size is not None:
+        return None
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    key, path = _place(config)
+    remedy = "set tokenizer.path, or tokenizer.vocab_size to train one on the text"
+    try:
+        if path.is_file():
+            tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=_end_token(path))
+        elif any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        else:
+            raise UserError(f"{key}: {path} holds no tokenizer; {remedy}")
+    except UserError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise whatever the damage leads to
+        detail = " ".join(str(error).split())[:200]
+        raise UserError(f"{key}: the tokenizer in {path} cannot be read ({detail}); {remedy}") from None
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{key}: the tokenizer in {path} has no end-of-text token (eos_token); {remedy}")
+    if config.data.format != "text" and not tokenizer.is_fast:
+        raise UserError(
+            f"{key}: the tokenizer in {path} does not tell where in the text a token stands, which data.format = "
+            f'"{config.data.format}" needs; convert it to a tokenizer.json'
+        )
+    return tokenizer
+
+
+def load_processor(config: Config) -> Any:
+    """The processor of images and text in the directory of the tokenizer, or of the model.
+
+    Raises `UserError` if there is none.
+    """
+    from transformers import AutoProcessor
+
+    key, path = _place(config)
+    if config.tokenizer.vocab_size is not None:
+        raise UserError(
+            "tokenizer.vocab_size: images need a processor that knows their tokens, which cannot be trained; set "
+            "tokenizer.path to a directory with a processor instead"
+        )
+    try:
+        processor = AutoProcessor.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # transformers raises whatever the damage leads to
+        detail = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{key}: no processor can be read from {path} ({detail}); give a directory of a vision-language model"
+        ) from None
+    if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
+        raise UserError(
+            f"{key}: {path} has no processor of images (preprocessor_config.json); "
+            "give a directory of a vision-language model"
+        )
+    return processor
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int, data_format: str) -> Any:
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens; for conversations with ChatML's own tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [END_OF_TEXT] if data_format == "text" else [END_OF_TEXT, TURN_BEGINS, TURN_ENDS]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_first(texts, TRAINING_TEXT), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
+
+
+def set_chat_template(config: Config, tokenizer: Any, processor: Any = None) -> None:
+    """Give the tokenizer (and the processor) the template that conversations are written with.
+
+    Raises `UserError` for a file that cannot be read, or is no template.
+    """
+    own = getattr(processor, "chat_template", None) or tokenizer.chat_template
+    # Some have several by name; the one for tools is for calls, which data brings in its own form.
+    own = own.get("default") if isinstance(own, dict) else own
+    image = getattr(processor, "image_token", IMAGE)
+    template = _template_file(config.tokenizer.chat_template) or own or CHATML.replace(IMAGE, image)
+    tokenizer.chat_template = template
+    if processor is not None:
+        processor.chat_template = template
+
+
+def fingerprint(config: Config) -> list[list[Any]]:
+    """Names, sizes and times of change of the tokenizer's files: equal means that it has not changed."""
+    files: list[Path] = []
+    if config.tokenizer.vocab_size is None:
+        _, path = _place(config)
+        patterns = ("*token*", "*.model", "vocab*", "merges*", "chat_template*")
+        files = [path] if path.is_file() else sorted({file for each in patterns for file in path.glob(each)})
+    if config.tokenizer.chat_template is not None:
+        files.append(Path(config.tokenizer.chat_template).expanduser())
+    status = [(file, file.stat()) for file in files if file.exists()]
+    return [[str(file), each.st_size, each.st_mtime_ns] for file, each in status]
+
+
+def _place(config: Config) -> tuple[str, Path]:
+    """The setting that says where the tokenizer is, and the place."""
+    key = "tokenizer.path" if config.tokenizer.path else "model.path" if config.model.path else "model.config"
+    path = Path(config.tokenizer.path or config.model.path or config.model.config or "").expanduser()
+    return key, path.parent if key != "tokenizer.path" and path.is_file() else path
+
+
+def _template_file(name: str | None) -> str | None:
+    if name is None:
+        return None
+    try:
+        template = Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError(f"tokenizer.chat_template: {name} cannot be read ({reason}); give a Jinja file") from None
+    if not template.strip():
+        raise UserError(f"tokenizer.chat_template: {name} is empty; give a Jinja file")
+    return template
+
+
+def _end_token(file: Path) -> str | None:
+    """The end-of-text token of a bare `tokenizer.json`, which does not say which of its special tokens that is."""
+    added = [token["content"] for token in json.loads(file.read_text(encoding="utf-8")).get("added_tokens", [])]
+    return next((token for token in (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>") if token in added), None)
+
+
+def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
+    for text in texts:
+        yield text
+        characters -= len(text)
+        if characters <= 0:
+            return

@@ -1,0 +1,205 @@
+"""LoRA and DoRA adapters, through PEFT.
+
+- Adapters are float32 over a base in 16 bits, as PEFT makes them.
+- On the meta device a model gets them without memory; ``initialise`` gives them their values after ``shard()``, and
+  ``settle`` those that follow from the base's (DoRA's magnitudes, copies of modules that are trained whole).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from trueshard import _torch
+from trueshard.errors import UserError
+from trueshard.names import nearest
+from trueshard.train.config import AdapterSection
+from trueshard.train.models.quantized import QuantizedLinear, dequantise
+from trueshard.train.models.rows import copy_rows, memory, seeded, whole
+
+_OWN = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "target_modules": "targets",
+    "modules_to_save": "save_modules",
+    "use_dora": "method",
+}
+"""Fields of PEFT's configuration → keys of ``[adapter]``."""
+
+_WITHOUT_VALUES = {
+    *("bias", "use_rslora", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern"),
+    *("alpha_pattern", "fan_in_fan_out", "lora_bias", "revision", "inference_mode", "init_lora_weights"),
+}
+"""Fields that mean the same on the meta device."""
+
+
+def needs_values(section: AdapterSection) -> bool:
+    """Whether the adapter's beginning is computed from the base's weights, so that it cannot be made without them."""
+    by_value = section.arguments.get("init_lora_weights", True) not in (True, False, "gaussian")
+    return by_value or bool(section.arguments.keys() - _WITHOUT_VALUES)
+
+
+def add_adapter(model: Any, section: AdapterSection, task: str | None, checking: bool = False) -> nn.Module:
+    """The PEFT model around ``model``, which is changed in place.
+
+    Args:
+        model: of transformers.
+        section: what is wanted.
+        task: PEFT's task type.
+        checking: whatever the beginning, make only shapes.
+
+    Raises:
+        UserError: PEFT is not installed, there is no such module, or PEFT refuses something.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise UserError("[adapter] needs PEFT: pip install peft") from None
+    _check(model, section, {field.name for field in dataclasses.fields(peft.LoraConfig)})
+    arguments = dict(section.arguments)
+    if checking and needs_values(section):
+        arguments["init_lora_weights"] = True
+    try:
+        config = peft.LoraConfig(
+            r=section.rank,
+            lora_alpha=section.alpha,  # type: ignore[arg-type]
+            lora_dropout=section.dropout,
+            target_modules=section.targets,
+            modules_to_save=list(section.save_modules) or None,
+            use_dora=section.method == "dora",
+            task_type=task,
+            **arguments,
+        )
+        return peft.get_peft_model(model, config)
+    except Exception as error:  # PEFT checks in several ways
+        text = " ".join(str(error).split())[:300]
+        raise UserError(f"[adapter] is refused by PEFT ({type(error).__name__}: {text}); correct it") from error
+
+
+def _check(model: nn.Module, section: AdapterSection, known: set[str]) -> None:
+    for name in section.arguments:
+        if name in _OWN:
+            raise UserError(f"adapter.arguments.{name}: this is adapter.{_OWN[name]}; set that instead")
+        if name not in known:
+            raise UserError(f"adapter.arguments.{name}: PEFT's LoraConfig has no such field.{nearest(name, known)}")
+    modules = [name for name, _ in model.named_modules() if name]
+    ends = {name.rpartition(".")[2] for name in modules}
+    wanted = [("targets", name) for name in (section.targets if isinstance(section.targets, list) else [])]
+    for key, name in [*wanted, *(("save_modules", name) for name in section.save_modules)]:
+        if not any(module == name or module.endswith(f".{name}") for module in modules):
+            raise UserError(
+                f"adapter.{key}: no module of the model is called {name!r}; correct it.{nearest(name, ends)}"
+            )
+
+
+def is_saved_whole(name: str, section: AdapterSection | None) -> bool:
+    """Whether a module of the base is, or is in, one that is trained whole beside the adapter."""
+    inside = f".{name}."
+    return section is not None and any(f".{end}." in inside for end in section.save_modules)
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, layer) of each layer that has an adapter."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module
+
+
+def _wrappers(model: nn.Module) -> Iterator[Any]:
+    """Each module that is trained whole: with its original and its copies."""
+    from peft.utils import ModulesToSaveWrapper
+
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            yield module
+
+
+def added(model: nn.Module) -> set[str]:
+    """Names of the parameters and buffers that the adapter brought."""
+    found: list[tuple[str, nn.Module]] = [
+        (f"{name}.{key}", part) for name, layer in layers(model) for key, part in _parts(layer)
+    ]
+    wrappers = set(map(id, _wrappers(model)))
+    for name, module in model.named_modules():
+        if id(module) in wrappers:
+            found.append((f"{name}.modules_to_save", module.modules_to_save))
+    return {name for prefix, part in found for name, _ in (*part.named_parameters(prefix), *part.named_buffers(prefix))}
+
+
+def _parts(layer: Any) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of what an adapter adds to a layer."""
+    for name in layer.adapter_layer_names:
+        part = getattr(layer, name, None)
+        if isinstance(part, nn.Module):
+            yield name, part
+
+
+def initialise(model: nn.Module, twin: nn.Module, seed: int, device: torch.device) -> None:
+    """Give the adapters of ``model`` memory and, but for what follows from the base, their first values.
+
+    Args:
+        model: with adapters on the meta device, sharded or not.
+        twin: the same, not sharded; its adapters are initialised one by one, and left on the meta device.
+        seed: each layer's values follow from it and the layer's name.
+        device: where shards rest.
+    """
+    twins = dict(layers(twin))
+    for name, layer in layers(model):
+        for _, part in _parts(layer):
+            part.to_empty(device=device)
+        with seeded(seed, name, device):
+            other = twins[name]
+            for _, part in _parts(other):
+                part.to_empty(device=device)
+                for module in part.modules():
+                    if callable(reset := getattr(module, "reset_parameters", None)):
+                        reset()
+            for adapter, config in _configurations(twin):
+                if config.init_lora_weights:
+                    other.reset_lora_parameters(adapter, config.init_lora_weights)
+            ours = dict(_parts(layer))
+            for key, part in _parts(other):
+                copy_rows(ours[key], part)
+                part.to_empty(device="meta")
+    for wrapper in _wrappers(model):
+        wrapper.modules_to_save.to_empty(device=device)
+
+
+def _configurations(model: Any) -> list[tuple[str, Any]]:
+    return list(model.peft_config.items())
+
+
+@torch.no_grad()
+def settle(model: nn.Module) -> None:
+    """Compute what an adapter takes over from the base. Collective where the model is sharded, a layer at a time."""
+    for wrapper in _wrappers(model):
+        for copied in wrapper.modules_to_save.values():
+            copy_rows(copied, wrapper.original_module)
+    for _, layer in layers(model):
+        for adapter, dora in getattr(layer, "lora_magnitude_vector", {}).items():
+            base = layer.get_base_layer()
+            fresh = _torch.own_class(dora)(fan_in_fan_out=dora.fan_in_fan_out)
+            stand_in = nn.Module()
+            stand_in.weight = nn.Parameter(_whole_weight(base), requires_grad=False)
+            first, second = (_factor(layer, side, adapter) for side in "AB")
+            fresh.update_layer(base_layer=stand_in, lora_A=first, lora_B=second, scaling=layer.scaling[adapter])
+            copy_rows(dora, fresh)
+
+
+def _factor(layer: Any, side: str, adapter: str) -> torch.Tensor:
+    modules = getattr(layer, f"lora_{side}")
+    found = modules[adapter].weight if adapter in modules else getattr(layer, f"lora_embedding_{side}")[adapter]
+    return whole(found)
+
+
+def _whole_weight(base: nn.Module) -> torch.Tensor:
+    if isinstance(base, QuantizedLinear):
+        return dequantise(whole(base.packed), base.kind, base.in_features, base.dtype)
+    return whole(memory(base, "weight"))

@@ -1,0 +1,84 @@
+"""A trace of some steps, as torch's profiler records it: for Perfetto, or chrome://tracing.
+
+- Every rank writes its own, gzipped, under its name only once it is complete.
+- Steps are counted from the start of the process: also a resumed run is profiled, after its own warm-up.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trueshard.train.events import Callback
+
+if TYPE_CHECKING:
+    from trueshard.train.trainer import Trainer
+
+
+class Profile(Callback):
+    """Records the steps `first` … `last` on every rank, and writes `rank-N.json.gz` of each.
+
+    Args:
+        folder: for the traces; made if it is not there.
+        first: 2 is the second step after the start or the resume; the step before is recorded as well and dropped, so
+            that the profiler's own start is not in the trace.
+        last: no less than `first`. If the run ends before, the trace has the steps that were taken.
+    """
+
+    def __init__(self, folder: Path, first: int, last: int) -> None:
+        if not 2 <= first <= last:
+            raise ValueError(f"profile: steps {first} to {last} are no range from 2 on")
+        self._folder, self._first, self._last = folder, first, last
+        self._profiler: torch.profiler.profile | None = None
+        self._taken, self._written, self._rank = 0, False, 0
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._rank = trainer.rank
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to stderr when it starts and stops
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if trainer.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(
+                wait=self._first - 2, warmup=1, active=self._last - self._first + 1, repeat=1
+            ),
+            on_trace_ready=self._write,
+            acc_events=True,
+        )
+        self._profiler.start()
+
+    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        self._taken += 1
+        if self._profiler is not None:
+            self._profiler.step()
+        if self._taken == self._last:
+            self._end()
+
+    def on_end(self, trainer: Trainer) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._profiler is None:
+            return
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        if self._rank != 0:
+            return
+        if self._written:
+            last = min(self._taken, self._last)
+            steps = f"step {last}" if last == self._first else f"steps {self._first} to {last}"
+            print(f"Profile of {steps} since the start: {self._folder}/rank-*.json.gz", flush=True)
+        else:
+            print(f"No profile: the run ended before step {self._first} since its start", flush=True)
+
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = self._folder / f"rank-{self._rank}.json.gz"
+        scratch = file.with_name(f"new-{file.name}")  # its ending says that it is to be gzipped
+        profiler.export_chrome_trace(str(scratch))
+        scratch.replace(file)
+        self._written = True

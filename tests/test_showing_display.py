@@ -1,0 +1,141 @@
+"""What is shown while training: plain lines, and on a real terminal a bar that fits its width."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from parity import Ranks
+from showing import record, trainer
+from trueshard.train.events import Callback
+from trueshard.train.showing.display import Display, bar, figures, together
+from trueshard.train.showing.measures import Measures
+from trueshard.train.trainer import Trainer
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_elsewhere_than_on_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer([Measures(), Display(4)], 10).fit()
+    found = lines(capsys)
+    assert [line.split()[1] for line in found] == ["1/10", "4/10", "8/10", "10/10"]
+    assert all(re.match(r"step \d+/10  loss \d\.\d{4}  [\d,]+ tokens/s  \d+\.\d GiB", line) for line in found)
+
+
+def test_rates_are_those_of_the_steps_since_the_line_before() -> None:
+    fast = record(1, seconds=1.0, tokens_per_second=300.0, mfu=0.3, data_wait=0.0)
+    slow = record(2, seconds=2.0, tokens_per_second=150.0, mfu=0.15, data_wait=0.6)
+    found = together([fast, slow])
+    assert found["tokens_per_second"] == pytest.approx(200)
+    assert found["mfu"] == pytest.approx(0.2)
+    assert figures(found)["waiting"] == "20% data wait"
+    assert found["loss"] == slow["loss"]
+
+
+def test_memory_is_shown_against_what_was_planned() -> None:
+    found = figures(record(1, memory_reserved=60 << 30, memory_planned=70 << 30))
+    assert found["memory"] == "60.0 of 70.0 GiB"
+    assert "MFU" not in found
+
+
+def test_an_evaluation_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(1)
+    held_out = [(torch.randn(4, 8), torch.randn(4, 1))]
+    trainer([Measures(), Display(100)], 4, evaluation=held_out, evaluate_every=2).fit()
+    found = [line for line in lines(capsys) if line.startswith("evaluation")]
+    assert re.fullmatch(r"evaluation at step 2  loss \d\.\d{4}  perplexity \d+\.\d\d  best so far", found[0])
+    assert len(found) == 2
+
+
+def test_a_step_that_was_skipped_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    class Overflow(Callback):
+        """A weight that makes the second loss infinite, and is taken back after it."""
+
+        def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+            with torch.no_grad():
+                next(trainer.model.parameters()).fill_(math.inf if record["step"] == 1 else 0.1)
+
+    trainer([Overflow(), Measures(), Display(100)], 4, skip_nonfinite=2).fit()
+    told = [line for line in lines(capsys) if "skipped" in line]
+    assert len(told) == 1
+    assert re.match(r"step 2/4  loss (nan|inf), gradient norm nan: not finite, skipped \(1 of at most 2\)", told[0])
+
+
+def printed(rank: int, ranks: int) -> str:
+    """What a rank prints in two steps."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        trainer([Measures(), Display(1)], 2).fit()
+    return out.getvalue()
+
+
+def test_one_rank_speaks(ranks2: Ranks) -> None:
+    first, second = ranks2.run(printed)
+    assert first.count("step") == 2
+    assert second == ""
+
+
+@pytest.mark.parametrize(("width", "words"), [(50, 1), (70, 2), (90, 3), (110, 4), (200, 5)])
+def test_figures_that_have_no_room_are_left_out(width: int, words: int) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, _environ={})
+    shown = bar(console)
+    step = record(700, mfu=0.5, memory_planned=70 << 30, data_wait=0.1)
+    shown.add_task("", total=1000, completed=700, record=step)
+    console.print(shown)
+    assert isinstance(console.file, io.StringIO)
+    (line,) = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", console.file.getvalue()).splitlines()
+    assert [said in line for said in figures(step).values()] == [number < words for number in range(5)]
+    assert line.count("━") > 4
+    assert len(line) == width
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {tests!r})
+from showing import trainer
+from trueshard.train.showing.display import Display
+from trueshard.train.showing.measures import Measures
+
+class Says:
+    def __getattr__(self, event):
+        return lambda trainer, record=None: record and record["step"] == 3 and print("something else")
+
+trainer([Measures(flops_per_token=6e9, peak_flops=1e15, memory_planned=1 << 34), Says(), Display(1)], 5).fit()
+"""
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+    program = PROGRAM.format(tests=str(Path(__file__).parent))
+    with subprocess.Popen([sys.executable, "-c", program], stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        written, deadline = b"", time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                written += os.read(ours, 1 << 16)
+            except OSError:  # its end is closed
+                break
+    os.close(ours)
+    assert process.returncode == 0, written.decode()
+    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", written.decode())
+    shown = re.split(r"[\r\n]+", plain)
+    last = [line for line in shown if line.startswith("step")][-1]
+    assert last.startswith("step 5/5 ━")
+    assert re.search(r"loss \d\.\d{4}  [\d,]+ tokens/s  MFU \d+\.\d%  \d\.\d of 16\.0 GiB", last)
+    assert len(last) <= 120
+    assert "something else" in shown

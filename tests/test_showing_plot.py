@@ -1,0 +1,343 @@
+"""`trueshard plot`: which runs, which points, the picture; and the page, read and tried in headless Chromium."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+import chromium
+from showing import record, write_run
+from test_planner_page import CONTRAST
+from trueshard.errors import UserError
+from trueshard.train.showing.page import page
+from trueshard.train.showing.picture import picture
+from trueshard.train.showing.plot import plot
+from trueshard.train.showing.runs import PANELS, Run, curve, half_life, read_runs, smoothed
+
+in_a_browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")
+LOSS = next(panel for panel in PANELS if panel.key == "loss")
+
+
+def evaluated(step: int) -> dict[str, float]:
+    return {"evaluation_loss": 3 + 1 / step, "evaluation_perplexity": 21.0} if step % 10 == 0 else {}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two runs of different length; the first has evaluations, MFU and a plan."""
+    root = tmp_path_factory.mktemp("runs")
+    full = [record(step, mfu=0.4, memory_planned=3 << 30, **evaluated(step)) for step in range(1, 101)]
+    return [write_run(root / "one", full), write_run(root / "two", [record(step, lr=2e-5) for step in range(1, 61)])]
+
+
+# Runs
+
+
+def test_a_run_is_its_folder_or_its_file(two: list[Path]) -> None:
+    found = read_runs([two[0], two[1] / "metrics.jsonl"])
+    assert [(run.name, len(run.records)) for run in found] == [("one", 100), ("two", 60)]
+
+
+def test_runs_of_one_name_are_told_apart_by_more_of_their_paths(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name / "run", [record(1)]) for name in ("a", "b")]
+    assert [run.name for run in read_runs(folders)] == ["a/run", "b/run"]
+
+
+def test_a_wrong_run_is_one_line_with_the_remedy(two: list[Path], tmp_path: Path) -> None:
+    parent = two[0].parent
+
+    def said(*paths: Path) -> str:
+        with pytest.raises(UserError) as error:
+            read_runs(paths)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert said(parent / "tow").startswith(f"{parent / 'tow'} does not exist. Did you mean 'two'?")
+    assert said(parent).endswith("runs in it: one, two")
+    assert "is given twice" in said(two[0], two[0] / "metrics.jsonl")
+    assert "no step yet" in said(write_run(tmp_path / "empty", []))
+    damaged = write_run(tmp_path / "damaged", [record(1), record(2)])
+    text = (damaged / "metrics.jsonl").read_text()
+    (damaged / "metrics.jsonl").write_text(text.replace('"step": 1', "step"))
+    assert "line 1: is no JSON object" in said(damaged)
+
+
+# Points
+
+
+def test_a_short_run_is_drawn_step_by_step() -> None:
+    found = curve([record(step) for step in range(1, 31)], LOSS)
+    assert found is not None
+    assert found.step.tolist() == list(range(1, 31))
+    assert found.mean.tolist() == [record(step)["loss"] for step in range(1, 31)]
+
+
+def test_a_long_run_keeps_its_mean_and_its_extremes() -> None:
+    values = np.random.default_rng(0).normal(size=10_007)
+    values[[77, 5000]] = [50.0, -50.0]
+    records = [record(step, loss=value) for step, value in enumerate(values.tolist(), start=1)]
+    found = curve(records, LOSS, stretches=100)
+    assert found is not None
+    assert len(found.step) == 100
+    assert found.step[-1] == 10_007
+    assert (found.low.min(), found.high.max()) == (-50, 50)
+    assert found.count.sum() == 10_007
+    assert (found.mean * found.count).sum() == pytest.approx(values.sum())
+
+
+def test_what_is_not_finite_is_a_gap_and_counts_nothing() -> None:
+    records = [record(step, loss=math.inf if step == 3 else 1.0) for step in range(1, 9)]
+    whole, thinned = curve(records, LOSS), curve(records, LOSS, stretches=4)
+    assert whole is not None
+    assert np.isnan(whole.mean).tolist() == [step == 3 for step in range(1, 9)]
+    assert thinned is not None
+    assert thinned.mean.tolist() == [1.0] * 4
+    assert thinned.count.tolist() == [2, 1, 2, 2]
+    assert curve([record(1, loss=math.nan)], LOSS) is None
+
+
+def test_smoothing_weighs_by_distance() -> None:
+    found = curve([record(step, loss=float(step == 1001)) for step in range(1, 1012)], LOSS)
+    assert found is not None
+    line = smoothed(found, 10)
+    assert line[1010] == pytest.approx(line[1000] / 2, rel=1e-3)
+    assert line[:1000].max() == 0
+    steep = curve([record(step, loss=1 / step) for step in range(1, 2000)], LOSS)
+    assert steep is not None
+    assert smoothed(steep, 500)[99] < 1.2 / 100  # the first steps do not hold it up
+
+
+def test_smoothing_is_a_hundredth_of_the_longest_run() -> None:
+    runs = [Run("short", [record(1)] * 10), Run("long", [record(1)] * 1000)]
+    assert half_life(runs) == 10
+
+
+# Files
+
+
+def test_one_run_s_curves_lie_in_its_folder(two: list[Path]) -> None:
+    made = plot([two[0]])
+    assert made == [two[0] / "curves.png", two[0] / "curves.html"]
+    assert sorted(file.name for file in two[0].iterdir()) == ["curves.html", "curves.png", "metrics.jsonl"]
+
+
+def test_several_runs_curves_lie_here(two: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [str(file) for file in plot(two)] == ["curves.png", "curves.html"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["curves.html", "curves.png"]
+
+
+def test_out_names_one_file_of_either_form(two: list[Path], tmp_path: Path) -> None:
+    assert plot(two, tmp_path / "a.html")[0].read_text().startswith("<!doctype html>")
+    assert plot(two, tmp_path / "a.PNG")[0].read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match=r"must end in \.png or \.html"):
+        plot(two, tmp_path / "a.svg")
+    with pytest.raises(UserError, match=r"there is no folder .*nowhere"):
+        plot(two, tmp_path / "nowhere" / "a.png")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.PNG", "a.html"]
+
+
+def test_the_picture_has_every_run_s_colour(two: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture(read_runs(two)))
+    pixels = (imread(tmp_path / "a.png")[..., :3] * 255).round().astype(int)
+    for colour in ((0x2F, 0x5F, 0xD0), (0xD9, 0x73, 0x0D)):
+        assert (abs(pixels - colour).max(-1) < 8).sum() > 500, colour
+    assert pixels.shape[1] == 1560
+
+
+def test_a_run_of_one_step_is_drawn(tmp_path: Path) -> None:
+    assert len(plot([write_run(tmp_path / "one", [record(1)])])) == 2
+
+
+# The page
+
+
+def data_of(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found
+    return json.loads(found[1], parse_constant=pytest.fail)  # type: ignore[no-any-return]
+
+
+def test_the_page_has_the_figures_and_points_nowhere(two: list[Path]) -> None:
+    text = page(read_runs(two))
+    assert {*re.findall(r"(?:https?:)?//[a-z][\w.]+\.[a-z]{2,}[\w/]*", text)} <= {"http://www.w3.org/2000/svg"}
+    assert "default-src 'none'" in text
+    data = data_of(text)
+    assert [panel["key"] for panel in data["panels"]] == [panel.key for panel in PANELS]
+    one, other = data["runs"]
+    assert one["curves"]["loss"]["mean"] == pytest.approx([record(step)["loss"] for step in range(1, 101)])
+    assert one["curves"]["evaluation_loss"]["step"] == list(range(10, 101, 10))
+    assert one["best"] == pytest.approx(3.01)
+    assert "evaluation_loss" not in other["curves"]
+    assert other["curves"]["lr"]["mean"] == [2e-5] * 60
+
+
+def test_names_are_data_and_never_markup(two: list[Path]) -> None:
+    text = page([Run("</script><script>alert(1)</script>$style", read_runs(two)[0].records)])
+    assert "<script>alert" not in text
+    assert data_of(text)["headline"] == "</script><script>alert(1)</script>$style"
+
+
+def test_a_long_run_makes_a_light_page() -> None:
+    text = page([Run("long", [record(step, **evaluated(step)) for step in range(1, 20_001)])])
+    assert len(text.encode()) < 600_000
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
+    with chromium.Page(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def file(two: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return plot(two, tmp_path_factory.mktemp("page") / "curves.html")[0]
+
+
+@pytest.fixture
+def tab(browser: chromium.Page, file: Path) -> chromium.Page:
+    browser.requests.clear()
+    browser.errors.clear()
+    browser.scheme("light")
+    browser.resize(1400, 1400)
+    browser.open(file)
+    return browser
+
+
+def at(tab: chromium.Page, chart: str, across: float, down: float = 0.5) -> tuple[float, float]:
+    """Where a chart shows that value across, in the window."""
+    x, y = tab.run(
+        f"(() => {{ const c = charts.find((each) => each.panel.key === {chart!r});"
+        "c.canvas.scrollIntoView({block: 'center'}); const b = c.canvas.getBoundingClientRect();"
+        f"return [b.left + c.xOf({across}), b.top + b.height * {down}]; }})()"
+    )
+    return x, y
+
+
+def tip(tab: chromium.Page, chart: str) -> str:
+    found = f"charts.find((each) => each.panel.key === {chart!r}).tip"
+    return str(tab.run(f"{found}.hidden ? '' : {found}.innerText"))
+
+
+def choose(tab: chromium.Page, selector: str) -> None:
+    tab.run(f"document.querySelector({selector!r}).click()")
+    tab.settle()
+
+
+@in_a_browser
+def test_the_page_draws_every_run_without_an_error_or_a_request(tab: chromium.Page, file: Path) -> None:
+    assert tab.run("document.title") == "2 runs"
+    for number, chart in ((0, "loss"), (0, "evaluation_loss"), (0, "memory"), (1, "grad_norm"), (1, "lr")):
+        red, green, blue = re.findall(r"\d+", tab.run(f"solid('var(--run-{number})')"))[:3]
+        count = tab.run(
+            f"(() => {{ const c = document.getElementById({chart!r});"
+            "const all = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; let n = 0;"
+            f"for (let i = 0; i < all.length; i += 4) n += all[i] == {red} && all[i + 1] == {green}"
+            f" && all[i + 2] == {blue}; return n; }})()"
+        )
+        assert count > 50, (number, chart)
+    assert tab.errors == []
+    assert tab.requests == [file.as_uri()]
+
+
+@in_a_browser
+def test_hovering_shows_the_figures_of_every_run_there(tab: chromium.Page) -> None:
+    tab.point(*at(tab, "loss", 40))
+    said = tip(tab, "loss")
+    assert said.startswith("step 40")
+    assert f"{record(40)['loss']:.5g}" in said
+    assert "one" in said
+    assert "two" in said
+    tab.point(*at(tab, "loss", 80))
+    assert "two" not in tip(tab, "loss")
+    tab.point(*at(tab, "evaluation_loss", 50))
+    assert tip(tab, "loss") == ""
+    assert tip(tab, "evaluation_loss").splitlines()[0].startswith("step 50")
+    assert "3.02" in tip(tab, "evaluation_loss")
+    tab.point(2, 2)
+    assert tip(tab, "evaluation_loss") == ""
+
+
+@in_a_browser
+def test_a_run_can_be_left_out(tab: chromium.Page) -> None:
+    choose(tab, "#runs tbody tr:first-child input")
+    tab.point(*at(tab, "loss", 40))
+    assert "two" in tip(tab, "loss")
+    assert "one" not in tip(tab, "loss")
+    assert tab.run("view.to") == 60
+    choose(tab, "#runs tbody tr:first-child input")
+    assert tab.run("view.to") == 100
+
+
+@in_a_browser
+def test_across_may_be_tokens_and_the_loss_may_be_logarithmic(tab: chromium.Page) -> None:
+    choose(tab, "input[value=tokens]")
+    assert tab.run("[view.from, view.to]") == [4096, 409600]
+    tab.point(*at(tab, "loss", 4096 * 40))
+    assert tip(tab, "loss").startswith("step 40 · 163.8k tokens")
+    choose(tab, "input[value=log]")
+    height = tab.run("(() => { const c = charts[0]; return c.yOf(4) - c.yOf(8) - (c.yOf(2) - c.yOf(4)); })()")
+    assert height == pytest.approx(0, abs=1e-6)
+
+
+@in_a_browser
+def test_smoothing_is_what_the_picture_s_is(tab: chromium.Page, two: list[Path]) -> None:
+    found = curve(read_runs(two)[0].records, LOSS)
+    assert found is not None
+    assert tab.run("view.half") == 1
+    tab.run("(() => { const h = $('half-life'); h.value = 4; h.dispatchEvent(new Event('input')); })()")
+    assert tab.run("$('half-life-words').textContent") == "half-life 10 steps"
+    assert tab.run("[...charts[0].smoothed(data.runs[0].curves.loss)]") == pytest.approx(smoothed(found, 10), rel=1e-6)
+    tab.run("(() => { const h = $('half-life'); h.value = 0; h.dispatchEvent(new Event('input')); })()")
+    assert tab.run("$('half-life-words').textContent") == "none"
+    assert tab.run("charts[0].smoothed(data.runs[0].curves.loss) === data.runs[0].curves.loss.mean")
+
+
+@in_a_browser
+def test_dragging_zooms_all_diagrams_and_a_double_click_shows_the_whole(tab: chromium.Page) -> None:
+    for kind, across in (("mousePressed", 20), ("mouseMoved", 40), ("mouseReleased", 40)):
+        tab.point(*at(tab, "lr", across), kind, button="left", buttons=1, clickCount=1)
+    assert tab.run("[view.from, view.to]") == pytest.approx([20, 40], abs=0.5)
+    assert tab.run("$('zoom-all').disabled") is False
+    where = at(tab, "loss", 30)
+    for count in (1, 2):
+        tab.point(*where, "mousePressed", button="left", clickCount=count)
+        tab.point(*where, "mouseReleased", button="left", clickCount=count)
+    tab.settle()
+    assert tab.run("[view.from, view.to]") == [1, 100]
+
+
+@in_a_browser
+def test_the_keyboard_reaches_the_figures(tab: chromium.Page) -> None:
+    tab.run("document.getElementById('loss').focus()")
+    tab.press("ArrowRight")
+    said = tab.run("$('say').textContent")
+    assert said.startswith("step 5")
+    tab.press("ArrowRight")
+    assert tab.run("$('say').textContent") != said
+    tab.press("+")
+    assert tab.run("view.to - view.from") == pytest.approx(49.5)
+    tab.press("0")
+    tab.press("Escape")
+    assert tab.run("[view.from, view.to, view.cursor]") == [1, 100, None]
+
+
+@in_a_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 700, 380])
+def test_it_can_be_read_in_light_and_dark_wide_and_narrow(tab: chromium.Page, scheme: str, width: int) -> None:
+    tab.scheme(scheme)
+    tab.resize(width, 1000)
+    tab.settle()
+    assert tab.run(CONTRAST) == []
+    assert tab.run("document.documentElement.scrollWidth <= innerWidth")
+    assert tab.run("charts.every((chart) => chart.canvas.width === chart.plot.clientWidth)")
+    assert tab.errors == []

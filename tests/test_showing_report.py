@@ -1,0 +1,54 @@
+"""What is said and left at the end of a run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from matplotlib.image import imread
+
+from showing import record
+from trueshard.train.showing.report import draw_loss, file_list, final_line, final_loss
+
+
+def test_the_final_loss_is_the_mean_of_the_last_steps() -> None:
+    records = [record(step, loss=float(step)) for step in range(1, 41)]
+    assert final_loss(records) == (30.5, 20)
+    assert final_loss(records[:3]) == (2.0, 3)
+
+
+def test_a_loss_that_was_not_finite_does_not_count() -> None:
+    assert final_loss([record(1, loss=1.0), record(2, loss=math.nan), record(3, loss=3.0)]) == (2.0, 3)
+
+
+def test_the_final_line_says_loss_evaluation_and_entropy() -> None:
+    records = [record(1, loss=2.0, evaluation_loss=1.5, evaluation_perplexity=4.48), record(2, loss=2.0)]
+    line = "Loss 2.000 nats a token (mean of the last 2 steps)"
+    assert final_line(records[1:]) == "Loss 2.000 nats a token"
+    assert final_line(records, 5.6) == (f"{line}; evaluation 1.500, perplexity 4.48; unigram entropy of the text 5.600")
+
+
+def test_the_picture_shows_loss_evaluation_and_entropy(tmp_path: Path) -> None:
+    records = [record(step, **({"evaluation_loss": 3.0} if step % 5 == 0 else {})) for step in range(1, 30)]
+    draw_loss(records, 5.6, tmp_path / "loss.png")
+    draw_loss([record(1)], None, tmp_path / "one.png")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["loss.png", "one.png"]
+    pixels = (imread(tmp_path / "loss.png")[..., :3] * 255).round().astype(int)
+    for colour in ([31, 119, 180], [255, 127, 14], [128, 128, 128]):
+        assert (abs(pixels - colour).max(-1) < 8).sum() > 50, colour
+
+
+def test_files_are_listed_with_what_they_are(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "loss.png"):
+        (tmp_path / name).touch()
+    (tmp_path / "profile").mkdir()
+    saved = tmp_path / "checkpoints" / "step-00000003"
+    saved.mkdir(parents=True)
+    lines = file_list(tmp_path, [saved]).splitlines()
+    assert [line.split()[0].removeprefix(f"{tmp_path}/") for line in lines] == [
+        "metrics.jsonl",
+        "loss.png",
+        "profile/",
+        "checkpoints/step-00000003/",
+    ]
+    assert "traces of the profiled steps" in lines[2]

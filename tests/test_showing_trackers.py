@@ -1,0 +1,183 @@
+"""TensorBoard, Weights & Biases and trackio with their own packages, offline; and what happens when one is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from showing import Lost, trainer
+from trueshard.errors import UserError
+from trueshard.train.events import Callback
+from trueshard.train.showing.measures import Measures
+from trueshard.train.showing.metrics import MetricsWriter, read_metrics
+from trueshard.train.showing.trackers import Tracker, Tracking, trackers
+
+CONFIG = {"train": {"steps": 6}}
+
+
+def interrupted_and_resumed(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Six steps, of which 3 and 4 are taken twice; their records."""
+
+    def shown() -> list[Callback]:
+        return [Measures(), MetricsWriter(folder), Tracking(trackers([name]), CONFIG, folder, "trial")]
+
+    first = trainer([*shown(), Lost(4)], 6, folder)
+    with pytest.raises(InterruptedError):
+        first.fit()
+    trainer(shown(), 6, folder).fit()
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    records = interrupted_and_resumed(tmp_path, "tensorboard")
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    points = [(point.step, point.value) for point in found.Scalars("loss")]
+    assert points == [(each["step"], pytest.approx(each["loss"])) for each in records]
+    assert [step for step, _ in points] == [1, 2, 3, 4, 5, 6]
+    assert {"grad_norm", "lr", "tokens_per_second", "memory_allocated", "data_wait"} <= set(found.Tags()["scalars"])
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from showing import Lost, trainer
+from trueshard.train.showing.measures import Measures
+from trueshard.train.showing.trackers import Tracking, trackers
+
+class Kills:
+    def __getattr__(self, event):
+        return lambda trainer, record=None: record and record["step"] == 5 and os.kill(os.getpid(), signal.SIGKILL)
+
+tracking = Tracking(trackers(["tensorboard"]), {}, Path(sys.argv[2]), "trial")
+trainer([Measures(), tracking, Kills()], 9).fit()
+"""
+
+
+def test_a_killed_process_loses_no_step_in_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    here = str(Path(__file__).parent)
+    done = subprocess.run([sys.executable, "-c", KILLED, here, str(tmp_path)], timeout=120, check=False)
+    assert done.returncode == -9
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [point.step for point in found.Scalars("loss")] == [1, 2, 3, 4, 5]
+
+
+def messages_of(file: Path) -> Iterator[bytes]:
+    """The messages of a `.wandb` file: a header of 7 bytes, and the log format of LevelDB (blocks of 32 KiB)."""
+    data, at, message = file.read_bytes(), 7, b""
+    while at < len(data):
+        if (1 << 15) - at % (1 << 15) < 7:  # no room for a head: the rest of the block is empty
+            at += (1 << 15) - at % (1 << 15)
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        message += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield message
+            message = b""
+
+
+def test_wandb_offline_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    records = interrupted_and_resumed(tmp_path, "wandb")
+    losses = {}
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    for file in files:
+        for message in messages_of(file):
+            found = wandb_internal_pb2.Record()
+            found.ParseFromString(message)
+            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in found.history.item}
+            if "loss" in row:
+                losses[found.history.step.num] = row["loss"]
+    assert losses == {each["step"]: pytest.approx(each["loss"]) for each in records}
+    assert len({file.stem for file in files}) == 1, "both parts are of one run"
+
+
+def test_trackio_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    # trackio takes its folder from the environment when it is imported
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import json; from pathlib import Path; from test_showing_trackers import interrupted_and_resumed\n"
+        "records = interrupted_and_resumed(Path(sys.argv[2]), 'trackio')\n"
+        "from trackio.sqlite_storage import SQLiteStorage\n"
+        "runs = SQLiteStorage.get_runs('trial')\n"
+        "logs = [(each['step'], each['loss']) for run in runs for each in SQLiteStorage.get_logs('trial', run)]\n"
+        "print(json.dumps([runs, sorted(logs), [(each['step'], each['loss']) for each in records]]))\n"
+    )
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
+    command = [sys.executable, "-c", program, str(Path(__file__).parent), str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    runs, logged, taken = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
+    assert len(runs) == 1
+    assert [step for step, _ in logged] == [1, 2, 3, 4, 5, 6]
+    assert logged == [[step, pytest.approx(loss)] for step, loss in taken]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=f"^log.to: the package '{name}' is not installed"):
+        trackers([name])
+
+
+def test_an_unknown_tracker_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"'tensorbord' is no tracker\. Did you mean 'tensorboard'"):
+        trackers(["tensorbord"])
+
+
+class Kept:
+    """A tracker that keeps what it is told, and fails at a step."""
+
+    def __init__(self, fails: int = 0) -> None:
+        self.fails, self.told, self.finished = fails, list[int](), False
+
+    def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
+        self.began = config, folder, project, step
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step == self.fails:
+            raise ConnectionError("nobody\nthere")
+        self.told.append(step)
+        self.values = values
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_anything_of_the_protocol_s_shape_is_a_tracker(tmp_path: Path) -> None:
+    kept: Tracker = Kept()
+    trainer([Measures(), Tracking([kept], CONFIG, tmp_path, "trial")], 3).fit()
+    assert isinstance(kept, Kept)
+    assert kept.began == (CONFIG, tmp_path, "trial", 0)
+    assert kept.told == [1, 2, 3]
+    assert kept.finished
+    assert "step" not in kept.values
+
+
+def test_a_tracker_that_fails_is_left_out_and_training_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad, good = Kept(fails=2), Kept()
+    assert trainer([Measures(), Tracking([bad, good], CONFIG, tmp_path, "trial")], 4).fit()
+    assert (bad.told, good.told) == ([1], [1, 2, 3, 4])
+    assert capsys.readouterr().out.splitlines() == [
+        "Kept failed at step 2 (nobody there) and is told no more; metrics.jsonl goes on"
+    ]
