@@ -105,14 +105,23 @@ def test_what_is_not_finite_is_a_gap_and_counts_nothing() -> None:
 
 
 def test_smoothing_weighs_by_distance() -> None:
-    found = curve([record(step, loss=float(step == 1001)) for step in range(1, 1012)], LOSS)
+    found = curve([record(step, loss=float(step == 1001)) for step in range(1, 1102)], LOSS)
     assert found is not None
     line = smoothed(found, 10)
-    assert line[1010] == pytest.approx(line[1000] / 2, rel=1e-3)
-    assert line[:1000].max() == 0
-    steep = curve([record(step, loss=1 / step) for step in range(1, 2000)], LOSS)
+    assert line[[990, 1010]] / line[1000] == pytest.approx([0.5, 0.5], rel=1e-3)
+    assert line.sum() == pytest.approx(1, rel=0.01)
+
+
+def test_smoothing_does_not_hold_a_steep_beginning_up() -> None:
+    steep = curve([record(step, loss=1 / step) for step in range(1, 1000)], LOSS)
     assert steep is not None
-    assert smoothed(steep, 500)[99] < 1.2 / 100  # the first steps do not hold it up
+    assert smoothed(steep, 500)[[9, 99, 499]] * [10, 100, 500] == pytest.approx(1, rel=0.1)
+
+
+def test_smoothing_keeps_gaps() -> None:
+    found = curve([record(step, loss=math.nan if step == 3 else 1.0) for step in range(1, 9)], LOSS)
+    assert found is not None
+    assert smoothed(found, 5).tolist() == pytest.approx([1, 1, math.nan, 1, 1, 1, 1, 1], nan_ok=True)
 
 
 def test_smoothing_is_a_hundredth_of_the_longest_run() -> None:

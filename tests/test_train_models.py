@@ -103,16 +103,13 @@ def test_first_values_are_the_same_on_any_number_of_ranks(kind: str, alone: Rank
         assert_same(found, expected)
 
 
-def test_first_values_are_distributed_as_transformers_has_them() -> None:
+def test_first_values_are_distributed_as_transformers_has_them(alone: Ranks) -> None:
     from transformers import AutoModelForCausalLM
 
     fields = {"n_embd": 64, "n_layer": 3, "n_head": 2, "n_positions": 64}  # its blocks scale some of their weights
     given = config({"architecture": "gpt2", "fields": fields})
-    settings = architecture(given, VOCABULARY)
-    model = build(given, settings)
-    fill(given, model)
-    theirs = whole(AutoModelForCausalLM.from_config(settings))
-    ours = whole(model)
+    theirs = whole(AutoModelForCausalLM.from_config(architecture(given, VOCABULARY)))
+    (ours,) = alone.run(values_case, given)
     assert list(ours) == list(theirs)
     for name, value in theirs.items():
         if value.is_floating_point() and value.std() > 0:
@@ -121,27 +118,22 @@ def test_first_values_are_distributed_as_transformers_has_them() -> None:
             assert_same(ours[name], value)
 
 
-def test_seed_decides_the_first_values_and_leaves_the_generator_alone() -> None:
+def twice_case(rank: int, world: int, given: Config) -> tuple[dict[str, torch.Tensor], bool]:
+    before = torch.get_rng_state()
+    values = whole(sharded(given)[0])
+    return values, torch.equal(before, torch.get_rng_state())
+
+
+def test_seed_decides_the_first_values_and_leaves_the_generator_alone(alone: Ranks) -> None:
     given = config(llama())
     other = given.model_copy(update={"train": given.train.model_copy(update={"seed": 8})})
-    before = torch.get_rng_state()
-    found = []
-    for each in (given, given, other):
-        model = build(each, architecture(each, VOCABULARY))
-        fill(each, model)
-        found.append(model.model.layers[0].mlp.up_proj.weight)  # type: ignore[union-attr, index]
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_blocks_of_one_shape_differ() -> None:
-    given = config(llama())
-    model: Any = build(given, architecture(given, VOCABULARY))
-    fill(given, model)
-    one, two = model.model.layers
-    assert not torch.equal(one.mlp.up_proj.weight, two.mlp.up_proj.weight)
-    assert not torch.equal(one.self_attn.q_proj.weight, one.self_attn.k_proj.weight)
+    ((one, kept),) = alone.run(twice_case, given)
+    ((two, _),) = alone.run(twice_case, other)
+    assert kept
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(one[name], two[name])
+    assert not torch.equal(one[name], one["model.layers.1.mlp.up_proj.weight"])
+    assert not torch.equal(*(one[f"model.layers.0.self_attn.{side}_proj.weight"] for side in "qk"))
 
 
 # Weights in files

@@ -1,18 +1,16 @@
-"""The small parts of the trainer: schedule, text, metrics file, Slurm's variables, the bundled configuration."""
+"""The small parts of the trainer: Slurm's variables, the bundled configuration."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from trueshard import train
-from trueshard.train.config import ScheduleSection
 from trueshard.train.models.build import architecture
-from trueshard.train.optimizer import learning_rate
 from trueshard.train.parse import load_config
-from trueshard.train.running.launch import launcher_of, slurm_to_torch
+from trueshard.train.running.launch import launcher_of
+from trueshard.train.running.slurm import torch_variables
 
 DEMO = Path(train.__file__).parent / "demo.toml"
 
@@ -29,20 +27,6 @@ def test_demo_is_a_llama_of_ten_million_parameters() -> None:
     assert 9e6 < sum(parameter.numel() for parameter in model.parameters()) < 11e6
 
 
-@pytest.mark.parametrize(
-    ("decay", "expected"),
-    [("constant", [0.5, 1.0, 1.0, 1.0]), ("linear", [0.5, 1.0, 0.55, 0.1]), ("cosine", [0.5, 1.0, 0.55, 0.1])],
-)
-def test_learning_rate_rises_then_falls_to_its_final_part(decay: str, expected: list[float]) -> None:
-    section = ScheduleSection.model_validate({"warmup_steps": 10, "decay": decay, "final": 0.1})
-    found = [learning_rate(section, peak=1.0, step=step, steps=30) for step in (5, 10, 20, 30)]
-    assert found == pytest.approx(expected)
-
-
-def test_learning_rate_without_warmup_begins_near_the_peak() -> None:
-    assert learning_rate(ScheduleSection(), peak=1.0, step=1, steps=1000) == pytest.approx(1.0, abs=1e-4)
-
-
 def test_slurm_variables_become_those_of_torch() -> None:
     task = {
         "SLURM_PROCID": "5",
@@ -54,12 +38,12 @@ def test_slurm_variables_become_those_of_torch() -> None:
         "SLURM_STEP_TASKS_PER_NODE": "2(x2),3",
         "SLURM_JOB_ID": "123456",
     }
-    found = slurm_to_torch(task)
+    found = torch_variables(task)
     assert found["MASTER_ADDR"] == "gpu03"
     assert (found["RANK"], found["WORLD_SIZE"]) == ("5", "7")
     assert (found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("1", "3")
     assert 1024 < int(found["MASTER_PORT"]) < 65536
-    assert slurm_to_torch(task | {"MASTER_PORT": "4242"})["MASTER_PORT"] == "4242"
+    assert torch_variables(task | {"MASTER_PORT": "4242"})["MASTER_PORT"] == "4242"
 
 
 def test_who_started_a_process_is_read_from_its_environment() -> None:

@@ -1,0 +1,216 @@
+"""Conversations with images: through a real processor, as a batch is made."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from PIL import Image
+from pyarrow import parquet
+
+import corpora
+from trueshard.errors import UserError
+from trueshard.train.config import Config
+from trueshard.train.data.loader import Loader
+from trueshard.train.data.prepared import Prepared
+from trueshard.train.data.samples import IGNORED
+
+IMAGE_TOKENS = 16
+"""Of a picture of 16 × 16 in patches of 4 × 4."""
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with LLaVA's processor around a tokenizer of our own."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlavaProcessor, PreTrainedTokenizerFast
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    words = ["<|endoftext|>", "<image>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {word: number for number, word in enumerate([*words, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(words)
+    folder = tmp_path_factory.mktemp("processor")
+    LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+        tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=words[0]),
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(str(folder))
+    return folder
+
+
+def picture(brightness: int) -> Image.Image:
+    return Image.fromarray(np.full((20, 24, 3), brightness, dtype=np.uint8))
+
+
+def write_pictures(root: Path, count: int = 4) -> None:
+    (root / "pictures").mkdir()
+    for number in range(count):
+        picture(60 * number).save(root / "pictures" / f"{number}.png")
+
+
+def vision(root: Path, processor: Path, records: list[Any], length: int = 256, **data: Any) -> Config:
+    file = corpora.write_lines(root / "seen.jsonl", records)
+    settings = {"format": "vision", "path": str(file), **data}
+    return corpora.config(root, settings, length=length, tokenizer={"path": str(processor)})
+
+
+def asked(question: Any = "What is it?", answer: str = "A grey square.") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def learnt(data: Prepared, targets: torch.Tensor) -> str:
+    return str(data.tokenizer().decode([token for token in targets.tolist() if token != IGNORED]))
+
+
+def brightness(pixels: torch.Tensor) -> list[int]:
+    """Of pictures, as they were before the processor normalised them: from 0 to 3."""
+    mean, std = torch.tensor([0.48145466, 0.26862954]).unbind()  # of CLIP's first colour
+    return ((pixels[:, 0].mean((1, 2)) * std + mean) * 255 / 60).round().int().tolist()
+
+
+FORMS = {
+    "images": {"messages": asked(), "images": ["pictures/2.png"]},
+    "image": {"messages": asked(), "image": "pictures/2.png"},
+    "marked": {"messages": asked("<image>What is it?"), "images": ["pictures/2.png"]},
+    "part": {
+        "messages": asked([{"type": "image", "image": "pictures/2.png"}, {"type": "text", "text": "What is it?"}])
+    },
+    "part without path": {
+        "messages": asked([{"type": "image"}, {"type": "text", "text": "What is it?"}]),
+        "images": ["pictures/2.png"],
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_are_targets_and_pictures_come_with_them(tmp_path: Path, processor: Path, form: str) -> None:
+    write_pictures(tmp_path)
+    data = corpora.made(vision(tmp_path, processor, [FORMS[form]]))
+    batch = data.collate([data.train[0]])
+    assert learnt(data, batch["targets"][0]) == "A grey square.<|im_end|>"
+    assert (batch["input_ids"] == 1).sum() == IMAGE_TOKENS
+    assert brightness(batch["pixel_values"]) == [2]
+
+
+def test_several_pictures_in_several_turns(tmp_path: Path, processor: Path) -> None:
+    write_pictures(tmp_path)
+    turns = asked("<image>Which is darker, this or <image>?", "The second.") + asked("And <image>?", "Between.")
+    pictures = [f"pictures/{number}.png" for number in (3, 1, 2)]
+    records = [{"messages": turns, "images": pictures}, {"messages": asked("Hello."), "images": []}]
+    data = corpora.made(vision(tmp_path, processor, records))
+    batch = data.collate([data.train[1], data.train[0]])
+    assert learnt(data, batch["targets"][1]) == "The second.<|im_end|>Between.<|im_end|>"
+    assert learnt(data, batch["targets"][0]) == "A grey square.<|im_end|>"
+    assert (batch["input_ids"] == 1).sum(1).tolist() == [0, 3 * IMAGE_TOKENS]
+    assert brightness(batch["pixel_values"]) == [3, 1, 2]
+
+
+def test_a_batch_goes_through_a_model(tmp_path: Path, processor: Path) -> None:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    write_pictures(tmp_path)
+    records = [{"messages": asked(), "images": [f"pictures/{number}.png"]} for number in range(4)]
+    data = corpora.made(vision(tmp_path, processor, records))
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings = LlavaConfig(
+        vision_config=CLIPVisionConfig(image_size=16, patch_size=4, **size),
+        text_config=LlamaConfig(vocab_size=300, **size),
+        image_token_index=1,
+    )
+    model = LlavaForConditionalGeneration(settings)
+    loader = Loader(data.train, data.collate, batch_size=4)
+    batch = next(loader)
+    loader.close()
+    inputs = {key: value for key, value in batch.items() if key != "targets"}
+    assert model(**inputs).logits.shape == (*batch["targets"].shape, 300)
+
+
+def test_pictures_in_the_data_are_kept_beside_them(tmp_path: Path, processor: Path) -> None:
+    def png(number: int) -> bytes:
+        picture(60 * number).save(stream := io.BytesIO(), format="png")
+        return stream.getvalue()
+
+    rows = [{"messages": asked(), "images": [{"bytes": png(number), "path": None}]} for number in (3, 1)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "seen.parquet")
+    settings = corpora.config(
+        tmp_path,
+        {"format": "vision", "path": str(tmp_path / "seen.parquet")},
+        tokenizer={"path": str(processor)},
+        length=256,
+    )
+    data = corpora.made(settings)
+    (tmp_path / "seen.parquet").unlink()
+    batch = data.collate([data.train[0], data.train[1]])
+    assert brightness(batch["pixel_values"]) == [3, 1]
+
+
+def test_streamed_pictures(tmp_path: Path, processor: Path) -> None:
+    write_pictures(tmp_path)
+    records = [{"messages": asked(), "images": [f"pictures/{number}.png"]} for number in range(4)]
+    data = corpora.made(vision(tmp_path, processor, records, streaming=True))
+    loader = Loader(data.train, data.collate, batch_size=4)
+    assert sorted(brightness(next(loader)["pixel_values"])) == [0, 1, 2, 3]
+    loader.close()
+
+
+def test_what_is_longer_is_cut_after_its_pictures(tmp_path: Path, processor: Path) -> None:
+    write_pictures(tmp_path)
+    records = [{"messages": asked(answer="grey " * 50), "images": ["pictures/1.png"]}]
+    data = corpora.made(vision(tmp_path, processor, records, length=80))
+    batch = data.collate([data.train[0]])
+    assert batch["input_ids"].shape == batch["targets"].shape == batch["attention_mask"].shape == (1, 80)
+    short = corpora.made(vision(tmp_path, processor, records, length=20))
+    with pytest.raises(UserError, match=r"seen.jsonl, line 1: its images end beyond 20 of \d+ tokens"):
+        short.collate([short.train[0]])
+
+
+@pytest.mark.parametrize(
+    ("record", "parts"),
+    [
+        ({"messages": asked(), "images": ["pictures/9.png"]}, ("pictures/9.png does not exist", "relative to")),
+        ({"messages": asked(), "images": ["seen.jsonl"]}, ("seen.jsonl cannot be read", "replace it")),
+        ({"messages": asked("<image><image>"), "images": ["pictures/1.png"]}, ("a place for an image",)),
+        (
+            {"messages": asked("<image>"), "images": ["pictures/1.png", "pictures/2.png"]},
+            ("1 of 2 images have no place",),
+        ),
+        ({"messages": asked(), "images": [3]}, ("wanted the path of an image, found a int",)),
+    ],
+)
+def test_wrong_pictures_are_named(tmp_path: Path, processor: Path, record: Any, parts: tuple[str, ...]) -> None:
+    write_pictures(tmp_path)
+    with pytest.raises(UserError) as error:
+        corpora.made(vision(tmp_path, processor, [record]))
+    assert str(error.value).startswith(f"{tmp_path / 'seen.jsonl'}, line 1: ")
+    assert [part for part in parts if part not in str(error.value)] == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_picture_that_ends_in_the_middle_is_named_by_the_loader(tmp_path: Path, processor: Path) -> None:
+    write_pictures(tmp_path)
+    file = tmp_path / "pictures" / "1.png"
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(file)
+    file.write_bytes(file.read_bytes()[:2000])
+    data = corpora.made(vision(tmp_path, processor, [{"messages": asked(), "images": ["pictures/1.png"]}]))
+    with pytest.raises(UserError, match=r"seen.jsonl, line 1: the image .*1.png cannot be read"):
+        next(Loader(data.train, data.collate, batch_size=1))
+
+
+def test_directory_without_a_processor_is_named(tmp_path: Path, processor: Path) -> None:
+    write_pictures(tmp_path)
+    plain = tmp_path / "plain"
+    shutil.copytree(processor, plain, ignore=shutil.ignore_patterns("processor_config.json"))
+    with pytest.raises(UserError, match=r"tokenizer.path: .*plain"):
+        corpora.made(vision(tmp_path, plain, [{"messages": asked(), "images": ["pictures/1.png"]}]))
