@@ -34,7 +34,7 @@ vocab_size = 400
 [data]
 path = "text"
 [train]
-steps = 60
+steps = 40
 seed = 11
 sequence_length = 32
 batch_size = 8

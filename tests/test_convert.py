@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "coming_from"
 RANKS = {"torchtitan.toml": 8, "composer.yaml": 8, "training_arguments.json": 8}
 EXAMPLE_FILES = ["accelerate.yaml", "composer.yaml", "fsdp.env", "torchtitan.toml", "training_arguments.json"]
-KNOWN = {source.name: set(source.keys) for source in SOURCES}
+KNOWN = {source.name: set(source.index) for source in SOURCES}
 PLACEHOLDERS = {
     "model.path": "model",
     "data.path": "data",
@@ -165,7 +165,7 @@ def test_every_word_of_what_is_installed_is_known() -> None:
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
 def test_no_key_is_known_twice(source: Source) -> None:
-    assert len(source.keys) == len(set(source.keys))
+    assert len(source.index) == sum(len(rule.keys) for rule in source.rules)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
@@ -211,7 +211,11 @@ VALUES += [
     "PURE",
     "op",
 ]
-VALUES += ["inductor", "no"]
+VALUES += ["inductor", "no", "NO_WRAP", "BACKWARD_PRE", 0.5, -1, "never"]
+
+
+AS_ANOTHER = {"composer": ("parallelism_config.fsdp2.", "fsdp_config.")}
+"""Sections whose keys have the same rules as those of another."""
 
 
 def told(source: Source, key: str) -> list[list[str]]:
@@ -244,8 +248,8 @@ def convert_tree(source: Source, flat: Mapping[str, Any]) -> Converted:
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
 def test_every_key_is_told_whatever_its_value(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_FOLDER", str(tmp_path))
-    for key in source.keys:
-        if key == "evaluation_strategy":  # told under its present name
+    for key in source.index:
+        if key == "evaluation_strategy" or key.startswith(AS_ANOTHER.get(source.name, ("-",))):
             continue
         answers = told(source, key)
         assert answers, f"{key}: no value is taken"
@@ -544,6 +548,27 @@ def test_ranks_of_several_machines_are_started_by_torchrun(tmp_path: Path) -> No
     assert converted.command.startswith("torchrun --nnodes 2 --nproc-per-node 2 -m trueshard train")
 
 
+@pytest.mark.parametrize("word", ["1", "yes", "True", "on"])
+def test_a_variable_is_true_in_every_way_that_accelerate_takes(word: str, tmp_path: Path) -> None:
+    assert accepted(tmp_path, convert(None, environment={"FSDP_OFFLOAD_PARAMS": word})).shard.offload == "cpu"
+
+
+def test_a_key_without_a_value_is_not_given(tmp_path: Path) -> None:
+    converted = from_accelerate(tmp_path, {"mixed_precision": None}, offload_params=None)
+    assert accepted(tmp_path, converted).shard.offload == "none"
+
+
+def test_variables_before_a_command_and_over_several_lines_are_read(tmp_path: Path) -> None:
+    text = "#!/bin/sh\necho begins\nFSDP_OFFLOAD_PARAMS=true \\\n  FSDP_VERSION=2 python train.py --lr=3\n"
+    converted = convert(written(tmp_path, "run.sh", text))
+    assert {entry.key for entry in converted.entries} == {"FSDP_OFFLOAD_PARAMS", "FSDP_VERSION"}
+
+
+def test_a_reference_to_another_key_is_followed(tmp_path: Path) -> None:
+    tree = {"variables": {"seed": 5}, "seed": "${variables.seed}", "max_duration": "1ba"}
+    assert accepted(tmp_path, from_composer(tmp_path, tree)).train.seed == 5
+
+
 # ---- what is wrong
 
 
@@ -564,6 +589,10 @@ def test_an_unknown_key_is_answered_with_the_nearest(tmp_path: Path) -> None:
 def test_an_unknown_variable_is_answered_with_the_nearest() -> None:
     message = refused(None, environment={"FSDP_TRANSFORMER_CLS_WRAP": "Block", "PATH": "/bin"})
     assert "nearest: FSDP_TRANSFORMER_CLS_TO_WRAP" in message
+
+
+def test_an_environment_without_any_of_the_variables_is_refused() -> None:
+    assert "give the path of a file" in refused(None, environment={"PATH": "/bin"})
 
 
 def test_a_wrong_word_is_answered_with_the_nearest(tmp_path: Path) -> None:
@@ -601,8 +630,8 @@ def test_keys_of_two_frameworks_are_not_guessed(tmp_path: Path) -> None:
     assert "say which with --from" in refused(written(tmp_path, "a.json", {"activation_checkpointing": True}))
 
 
-def test_our_own_configuration_is_not_converted() -> None:
-    assert "trueshard train" in refused(ROOT / "examples" / "own_text.toml")
+def test_our_own_configuration_is_not_converted(tmp_path: Path) -> None:
+    assert "trueshard train" in refused(written(tmp_path, "own.toml", '[run]\ndir = "runs/own"\n'))
 
 
 @pytest.mark.parametrize(

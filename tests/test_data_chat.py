@@ -271,6 +271,29 @@ def test_missing_template_is_named(tmp_path: Path) -> None:
         corpora.made(corpora.config(tmp_path, {"format": "chat", "path": str(file)}, tokenizer=settings))
 
 
+@pytest.mark.parametrize(
+    ("fraction", "said"),
+    [
+        (0.01, r"evaluation.fraction: 0.01 of the data is less than one sequence; raise it"),
+        (0.99, r"data.path: .*chat.jsonl leaves nothing to learn from; add records, or lower evaluation.fraction"),
+    ],
+)
+def test_an_empty_part_is_refused(tmp_path: Path, fraction: float, said: str) -> None:
+    file = corpora.write_conversations(tmp_path / "chat.jsonl", 10)
+    settings = corpora.config(tmp_path, {"format": "chat", "path": str(file)}, evaluation={"fraction": fraction})
+    with pytest.raises(UserError, match=said):
+        corpora.made(settings)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["chat.jsonl", "chat"])
+def test_no_conversations_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "chat").mkdir()
+    (tmp_path / "chat.jsonl").write_text("\n")
+    with pytest.raises(UserError, match=rf"data.path: .*{name} holds no (record with anything|file)"):
+        corpora.made(corpora.config(tmp_path, {"format": "chat", "path": str(tmp_path / name)}))
+
+
 def test_text_file_is_no_file_of_conversations(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
     with pytest.raises(UserError, match=r'data.path: .*a.txt is no file of records.*data.format = "chat"'):

@@ -266,3 +266,27 @@ def test_own_tokenizer_that_changes_makes_the_data_anew(tmp_path: Path) -> None:
     os.replace(tmp_path / "large" / "own" / "tokenizer.json", tmp_path / "small" / "own" / "tokenizer.json")
     second = corpora.made(corpora.config(tmp_path, {"path": str(folder)}, tokenizer=own))
     assert second.summary.tokens < first.summary.tokens  # type: ignore[operator]
+
+
+def test_folder_of_several_splits_must_say_which(tmp_path: Path) -> None:
+    for name in ("train-0.jsonl", "train-1.jsonl", "test-0.jsonl"):
+        corpora.write_lines(tmp_path / name, [{"text": name}])
+    with pytest.raises(UserError, match=r"more than one split: test \(test-0.jsonl\), train .*data.include"):
+        find(DataSection(path=str(tmp_path)))
+    assert texts(DataSection(path=str(tmp_path), include=["train*"])) == ["train-0.jsonl", "train-1.jsonl"]
+
+
+def test_saved_data_set_of_the_datasets_library(tmp_path: Path) -> None:
+    import datasets
+
+    saved = datasets.Dataset.from_list(RECORDS)
+    saved.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": saved, "test": saved.select([0])}).save_to_disk(tmp_path / "several")
+    assert texts(DataSection(path=str(tmp_path / "one"))) == [record["text"] for record in RECORDS]
+    assert texts(DataSection(path=str(tmp_path / "several"), split="test")) == ["one"]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "run" / ".data-left").mkdir(parents=True)
+    corpora.made(corpora.config(tmp_path, {"path": str(corpora.write_texts(tmp_path / "text"))}))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["data"]

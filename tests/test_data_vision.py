@@ -103,17 +103,26 @@ def test_answers_are_targets_and_pictures_come_with_them(tmp_path: Path, process
     assert brightness(batch["pixel_values"]) == [2]
 
 
+def test_relative_paths_are_those_of_the_file(tmp_path: Path, processor: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pictures(tmp_path)
+    corpora.write_lines(tmp_path / "seen.jsonl", [FORMS["images"]])
+    monkeypatch.chdir(tmp_path.parent)
+    settings = {"format": "vision", "path": f"{tmp_path.name}/seen.jsonl"}
+    data = corpora.made(corpora.config(tmp_path, settings, tokenizer={"path": str(processor)}, length=256))
+    assert brightness(data.collate([data.train[0]])["pixel_values"]) == [2]
+
+
 def test_several_pictures_in_several_turns(tmp_path: Path, processor: Path) -> None:
     write_pictures(tmp_path)
     turns = asked("<image>Which is darker, this or <image>?", "The second.") + asked("And <image>?", "Between.")
     pictures = [f"pictures/{number}.png" for number in (3, 1, 2)]
-    records = [{"messages": turns, "images": pictures}, {"messages": asked("Hello."), "images": []}]
+    records = [{"messages": turns, "images": pictures}, {"messages": asked("Hello."), "images": ["pictures/0.png"]}]
     data = corpora.made(vision(tmp_path, processor, records))
     batch = data.collate([data.train[1], data.train[0]])
     assert learnt(data, batch["targets"][1]) == "The second.<|im_end|>Between.<|im_end|>"
     assert learnt(data, batch["targets"][0]) == "A grey square.<|im_end|>"
-    assert (batch["input_ids"] == 1).sum(1).tolist() == [0, 3 * IMAGE_TOKENS]
-    assert brightness(batch["pixel_values"]) == [3, 1, 2]
+    assert (batch["input_ids"] == 1).sum(1).tolist() == [IMAGE_TOKENS, 3 * IMAGE_TOKENS]
+    assert brightness(batch["pixel_values"]) == [0, 3, 1, 2]
 
 
 def test_a_batch_goes_through_a_model(tmp_path: Path, processor: Path) -> None:
@@ -185,6 +194,7 @@ def test_what_is_longer_is_cut_after_its_pictures(tmp_path: Path, processor: Pat
             {"messages": asked("<image>"), "images": ["pictures/1.png", "pictures/2.png"]},
             ("1 of 2 images have no place",),
         ),
+        ({"messages": asked()}, ("has no image", "leave it out")),
         ({"messages": asked(), "images": [3]}, ("wanted the path of an image, found a int",)),
     ],
 )

@@ -53,7 +53,7 @@ def test_what_may_change_is_told_with_old_and_new(recorded: Path) -> None:
     config = configuration(recorded, "train.steps=80", "optimizer.lr=0.1", 'shard.mixed_precision="bf16"')
     changes = [str(change) for change in resuming.check_resumable(config, ARCHITECTURE)]
     assert changes == [
-        "train.steps = 60, now 80",
+        "train.steps = 40, now 80",
         "optimizer.lr = 0.01, now 0.1",
         'shard.mixed_precision = unset, now "bf16"',
     ]
@@ -81,7 +81,7 @@ def test_what_was_overridden_stays_remembered(recorded: Path) -> None:
 
 
 def test_architecture_of_changed_files_is_told(recorded: Path) -> None:
-    with pytest.raises(UserError, match="model.config: hidden_size: is 48, was 32"):
+    with pytest.raises(UserError, match=r"model\.config: hidden_size: is 48, was 32"):
         resuming.check_resumable(configuration(recorded), {**ARCHITECTURE, "hidden_size": 48})
 
 

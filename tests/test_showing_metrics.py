@@ -86,8 +86,8 @@ def test_a_damaged_file_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def test_rates_are_those_of_the_step(tmp_path: Path) -> None:
-    measures = Measures(tokens_per_step=1000, flops_per_token=6e6, peak_flops=1e12, memory_planned=5 << 30)
-    trainer([Changed(2, seconds=0.5), measures, MetricsWriter(tmp_path)], 2).fit()
+    measures = Measures(flops_per_token=6e6, peak_flops=1e12, memory_planned=5 << 30)
+    trainer([Changed(2, seconds=0.5, step_tokens=1000), measures, MetricsWriter(tmp_path)], 2).fit()
     found = read_metrics(tmp_path / "metrics.jsonl")[1]
     assert found["tokens_per_second"] == found["tokens_per_second_per_rank"] == 2000
     assert found["mfu"] == pytest.approx(2000 * 6e6 / 1e12)
@@ -117,7 +117,7 @@ def measured(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
         def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
             records.append(dict(record))
 
-    trainer([waited, Measures(tokens_per_step=100), Keep(), MetricsWriter(folder / str(rank))], 1).fit()
+    trainer([waited, Measures(), Keep(), MetricsWriter(folder / str(rank))], 1).fit()
     return records[0] | {"kept": kept.numel(), "own": psutil.Process().memory_info().rss}
 
 

@@ -15,10 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trueshard
 from parity import Ranks, assert_same
 from trueshard.errors import UserError
+from trueshard.train.config import Config
 from trueshard.train.losses import chunks
 from trueshard.train.losses.causal import CausalLoss
+from trueshard.train.losses.choose import choose_loss
 from trueshard.train.losses.packing import check_apart
 from trueshard.train.losses.preference import PreferenceLoss, without_adapter
+from trueshard.train.models.build import architecture, build, fill
 
 VOCABULARY, LENGTH, ROWS = 256, 24, 6
 SMALL: dict[str, Any] = {
@@ -77,13 +80,9 @@ def part(batch: dict[str, torch.Tensor], rank: int, world: int) -> dict[str, tor
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         name: parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-        for name, parameter in trueshard_named(model)
+        for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-
-
-def trueshard_named(model: nn.Module) -> list[tuple[str, Any]]:
-    return list(model.named_parameters())
 
 
 def causal_step(
@@ -243,6 +242,32 @@ def test_gradients_in_bfloat16_are_as_near_as_those_of_whole_logits() -> None:
         assert (near - true).norm() <= 1.05 * (plain - true).norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_without_torchs_own_function_the_result_is_the_same(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 64).to(dtype)
+    hidden, targets = torch.randn(50, 16, dtype=dtype, requires_grad=True), torch.randint(0, 64, (50,))
+    targets[7:20] = -100
+
+    def step() -> tuple[torch.Tensor, ...]:
+        loss = chunks.summed(linear, hidden, targets)
+        return loss.detach(), *torch.autograd.grad(loss, [hidden, linear.weight, linear.bias])
+
+    expected = step()
+    monkeypatch.delattr(nn, "LinearCrossEntropyOptions", raising=False)
+    assert_same(step(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_of_a_sum_is_taken_once() -> None:
+    linear = nn.Linear(16, 64).to(torch.bfloat16)
+    loss = chunks.summed(linear, torch.randn(4, 16, dtype=torch.bfloat16), torch.arange(4))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="compute the loss again"):
+        loss.backward()
+
+
 def test_loss_without_gradients_keeps_nothing() -> None:
     model = tiny("llama").to(torch.bfloat16)
     with torch.no_grad():
@@ -256,6 +281,44 @@ def test_model_with_fewer_logits_than_tokens_is_an_error() -> None:
 
     with pytest.raises(ValueError, match="one row for each input token"):
         CausalLoss(True)(LastOnly(), sequences())
+
+
+def picture_step(rank: int, world: int, whole: bool) -> tuple[float, bool, dict[str, torch.Tensor]]:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    eye = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = SMALL | {"model_type": "llama", "vocab_size": VOCABULARY}
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(
+            "llava",
+            text_config=text,
+            vision_config=eye | {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8},
+            image_token_index=9,
+        )
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("vision_tower" not in name)
+    trueshard.shard(model)
+    batch = sequences()
+    batch["input_ids"] = torch.where(batch["input_ids"] == 9, 8, batch["input_ids"])
+    batch["input_ids"][:, 2:6] = 9
+    batch["pixel_values"] = torch.randn(ROWS, 3, 16, 16)
+    loss, mine = CausalLoss(whole), part(batch, rank, world)
+    mean = trueshard.token_mean(model, loss.count(mine))
+    found = loss(model, mine)
+    mean(found).backward()
+    return mean.value(found), loss.whole_logits, gradients(model)
+
+
+def test_batches_with_images(alone: Ranks, ranks2: Ranks) -> None:
+    ((loss, _, expected),) = alone.run(picture_step, True)
+    assert any("projector" in name for name in expected)
+    assert not any("vision_tower" in name for name in expected)
+    for found, whole, grads in ranks2.run(picture_step, False):
+        assert found == pytest.approx(loss, rel=1e-6)
+        assert not whole
+        assert_same(grads, expected, rtol=1e-4, atol=1e-7)
 
 
 # Packing
@@ -284,6 +347,42 @@ def test_recurrence_and_convolution_leak_between_packed_documents(kind: str, ran
     for text in ranks2.run(packing_case, kind):
         assert "data.packing = false" in text
         assert "\n" not in text
+
+
+# The choice
+
+
+def chosen_case(rank: int, world: int, kind: str, tree: dict[str, Any]) -> str:
+    given = Config.model_validate(
+        {
+            "run": {"dir": "run"},
+            "model": {"architecture": kind, "fields": FIELDS[kind]},
+            "tokenizer": {"vocab_size": 257},
+            "train": {"steps": 1},
+        }
+        | tree
+    )
+    settings = architecture(given, 257)
+    model = build(given, settings)
+    trueshard.shard(model, reshard_after_forward="always")
+    fill(given, model)
+    try:
+        loss = choose_loss(given, settings, model)
+    except UserError as error:
+        return str(error)
+    if isinstance(loss, PreferenceLoss):
+        assert loss.reference is not None
+        return f"preference {float(loss(model, sequences(4))):.4f}"
+    return type(loss).__name__
+
+
+def test_loss_is_that_of_the_datas_format(ranks2: Ranks) -> None:
+    chat = {"path": "x.jsonl", "format": "chat"}
+    assert ranks2.run(chosen_case, "llama", {"data": chat}) == ["CausalLoss"] * 2
+    assert ranks2.run(chosen_case, "mamba", {"data": chat | {"packing": False}}) == ["CausalLoss"] * 2
+    assert all("data.packing" in text for text in ranks2.run(chosen_case, "mamba", {"data": chat}))
+    preferences = {"data": {"path": "x.jsonl", "format": "preference"}}
+    assert ranks2.run(chosen_case, "llama", preferences) == ["preference 1.3863"] * 2
 
 
 # Preferences

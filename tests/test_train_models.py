@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import trueshard
@@ -341,6 +342,46 @@ def test_checkpoint_goes_to_another_number_of_ranks(
     (expected, _) = ranks2.run(save_case, given, path)
     for found in ranks3.run(load_case, given, path):
         assert_same(found, expected)
+
+
+def test_adapter_begins_on_a_checkpoint_of_an_earlier_run(tmp_path: Path, ranks2: Ranks, ranks3: Ranks) -> None:
+    path = str(tmp_path / "step")
+    (expected, _) = ranks2.run(save_case, config(llama()), path)
+    for found in ranks3.run(values_case, config({"path": path}, ALL)):
+        base = {name.replace(".base_layer", ""): tensor for name, tensor in found.items()}
+        assert_same({name: base[f"base_model.model.{name}"] for name in expected}, expected)
+
+
+def test_adapter_of_a_quantised_base_is_saved_as_peft_saves_it(saved: Path, tmp_path: Path, ranks2: Ranks) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    path = tmp_path / "step"
+    dora = {"method": "dora", "rank": 4, "save_modules": ["lm_head"]}
+    (expected, _) = ranks2.run(save_case, config({"path": str(saved), "quantize": "int8"}, dora), str(path))
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(saved), str(path / "adapter"))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            assert_same(parameter.detach(), expected[name])
+
+
+def places_case(rank: int, world: int, given: Config) -> None:
+    expected = whole(sharded(given)[0])
+    assert_same(whole(sharded(given, offload="cpu")[0]), expected)
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    assert_same(whole(sharded(given, mesh=mesh)[0]), expected)
+
+
+@pytest.mark.parametrize("adapter", [None, {"method": "dora", "rank": 4, "save_modules": ["lm_head"]}])
+def test_values_are_the_same_wherever_shards_rest(adapter: dict[str, Any] | None, saved: Path, ranks4: Ranks) -> None:
+    model = {"path": str(saved)} if adapter is None else llama(quantize="int8")
+    ranks4.run(places_case, config(model, adapter))
+
+
+def test_quantising_little_of_a_model_is_said() -> None:
+    fields = LLAMA | {"num_local_experts": 4}
+    with pytest.warns(UserWarning, match="model.quantize reaches .*% of the weights of Mixtral"):
+        architecture(config({"architecture": "mixtral", "fields": fields, "quantize": "int8"}, ALL), VOCABULARY)
 
 
 # Frozen, adapted

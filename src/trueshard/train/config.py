@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -47,7 +48,7 @@ class ModelSection(Section):
     """What is trained: exactly one of `path`, `config` and `architecture`."""
 
     path: Text | None = None
-    """Hugging Face model directory with weights, to continue from."""
+    """Hugging Face model directory with weights, to continue from; a checkpoint is one, and "…/latest" the newest."""
     config: Text | None = None
     """A `config.json`, or a directory that has one: the same architecture, trained from scratch."""
     architecture: Text | None = None
@@ -70,6 +71,15 @@ class ModelSection(Section):
         if self.fields and self.architecture is None:
             raise ValueError(f"model.fields goes with model.architecture only; remove it, or model.{given[0]}")
         return self
+
+    def place(self) -> Path:
+        """What `path` or `config` names on this machine. Of a folder's "latest", the newest checkpoint there."""
+        import trueshard
+
+        path = Path(self.path or self.config or "").expanduser()
+        if path.name == "latest" and not path.exists():
+            return trueshard.latest(path.parent) or path
+        return path
 
 
 class AdapterSection(Section):

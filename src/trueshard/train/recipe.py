@@ -161,12 +161,10 @@ def shown(config: Config, model: nn.Module, device: torch.device, memory_planned
     peak = operations.peak_flops(device, computes[config.shard.mixed_precision])
     countable = peak is not None and config.model.quantize == "none"  # packed weights do not tell how many they are
     flops = operations.flops_per_token(model, train.sequence_length) if countable else None
-    full = config.data.format == "text" or (config.data.format == "chat" and config.data.packing)
     folder = folder_of(config)
     plain = config.model_dump(mode="json", by_alias=True)
     return [
         Measures(
-            tokens_per_step=train.batch_size * train.sequence_length if full else None,
             flops_per_token=flops,
             peak_flops=peak,
             memory_planned=memory_planned,

@@ -99,6 +99,8 @@ class Trainer:
                 raise ValueError(f"{name} is {value!r}; it is a whole number from 1 on")
         self.model, self.optimizer, self.loader = model, optimizer, loader
         self.loss: Loss = loss if isinstance(loss, Loss) else Mean(loss)
+        self._tokens_of: Callable[[Batch], int] = getattr(self.loss, "tokens", self.loss.count)
+        self._unit = getattr(self.loss, "unit", "token")
         self.steps, self.accumulate, self.max_grad_norm = steps, accumulate, max_grad_norm
         self.scheduler, self.scaler = scheduler, scaler
         self.evaluation, self.evaluate_every, self.patience = evaluation, evaluate_every, patience
@@ -117,7 +119,7 @@ class Trainer:
         self.batches = 0
         """Microbatches of this rank."""
         self.tokens = 0
-        """Targets of all ranks."""
+        """That the model has read, on all ranks."""
         self.skipped = 0
         self.best = math.inf
         """The least loss of an evaluation."""
@@ -168,6 +170,7 @@ class Trainer:
         self.batches += self.accumulate
         waited = time.perf_counter() - began
         count = sum(self.loss.count(batch) for batch in microbatches)
+        tokens = sum(self._tokens_of(batch) for batch in microbatches)
         mean = token_mean(self.model, count)
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)
         for number, batch in enumerate(microbatches, start=1):
@@ -180,12 +183,11 @@ class Trainer:
             self.scaler.unscale_(self.optimizer)
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         norm = float(clip_grad_norm_(self.model.parameters(), limit))
-        loss, stop = self._agree(float(loss_sum), mean.total)
-        self.step += 1
-        self.tokens += mean.total
+        total, read, wishes = self._sum([float(loss_sum), float(tokens), float(self.wants_stop())])
+        loss, self.step, self.tokens = total / mean.total, self.step + 1, self.tokens + int(read)
         rate = self.optimizer.param_groups[0]["lr"]
         self._update(loss, norm)
-        if stop:
+        if wishes:
             self.stop("asked to")
         stalled, self._stall = self._stall, 0.0
         return {
@@ -195,7 +197,7 @@ class Trainer:
             "lr": float(rate),
             "batches": self.batches,
             "tokens": self.tokens,
-            "step_tokens": mean.total,
+            "step_tokens": int(read),
             "seconds": time.perf_counter() - began,
             "data_wait": waited,
             "checkpoint_stall": stalled,
@@ -232,7 +234,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """The mean loss over ``evaluation``, and its perplexity. Collective; changes nothing in the training.
+        """The mean loss over ``evaluation`` and, of tokens, its perplexity. Collective; changes nothing in the training.
 
         Where a rank has fewer microbatches than others, it repeats its last one, which does not count.
         """
@@ -243,7 +245,9 @@ class Trainer:
         with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
             total, count = self._sum_of_evaluation(iter(self.evaluation))
         self.model.train(training)
-        record = {"loss": total / count, "perplexity": math.exp(min(total / count, 700.0)), "count": count}
+        record = {"loss": total / count, "count": count}
+        if self._unit == "token":
+            record["perplexity"] = math.exp(min(record["loss"], 700.0))
         self._compare(record["loss"])
         self._tell("on_evaluation", record)
         return record
@@ -344,11 +348,6 @@ class Trainer:
 
     def _accumulate(self, last: bool) -> AbstractContextManager[None]:
         return accumulate(self.model, last=last) if self._sharded else nullcontext()
-
-    def _agree(self, loss_sum: float, count: int) -> tuple[float, bool]:
-        """The mean loss over ranks, and whether any rank wants to stop."""
-        total, wishes = self._sum([loss_sum, float(self.wants_stop())])
-        return total / count, wishes > 0
 
     def _sum(self, values: list[float]) -> list[float]:
         """Each value added up over ranks."""

@@ -179,6 +179,9 @@ RULES: tuple[Rule, ...] = (
     *REST,
 )
 
+_SECTIONS = {"parallelism_config", "fsdp_config"}
+_AT_THE_TOP = {key for rule in RULES for key in rule.keys if "." not in key}
+
 SOURCE = Source(
     name="composer",
     title="Composer",
@@ -192,10 +195,9 @@ SOURCE = Source(
 
 def _under(tree: dict[str, Any]) -> dict[str, Any]:
     """`fsdp` alone, or its keys alone, belong under `parallelism_config`."""
-    known = {key for rule in RULES for key in rule.keys}
-    sections = {"parallelism_config", "fsdp_config"}
-    if set(tree) & (known | sections):
-        return {key: value for key, value in tree.items() if key not in sections or value is not None}
+    tree = {key: parts.resolved(value, tree) for key, value in tree.items()}
+    if set(tree) & (_AT_THE_TOP | _SECTIONS):
+        return {key: value for key, value in tree.items() if key not in _SECTIONS or value is not None}
     if set(tree) <= {"fsdp", "fsdp2", "tp"}:
         return {"parallelism_config": {key: value for key, value in tree.items() if value is not None}}
     return {"parallelism_config": {"fsdp": dict(tree)}}

@@ -11,6 +11,7 @@ from trueshard.train.convert.rules import Apply
 from trueshard.train.convert.sheet import Sheet, Wrong
 
 TIME = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(ba|ep|tok|sp|dur|iter|sec)", re.IGNORECASE)
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 PRECISIONS: dict[str, str | None] = {
     "fp32": None,
     "amp_fp32": None,
@@ -21,6 +22,19 @@ PRECISIONS: dict[str, str | None] = {
 }
 PRECISIONS |= {"amp_fp8": "fp8"}
 EVALUATED = ("eval_loader", "eval_dataloader", "evaluators", "icl_tasks", "icl_tasks_str")
+
+
+def resolved(value: Any, tree: dict[str, Any]) -> Any:
+    """llm-foundry's `${key}` and `${section.key}`: the value that stands there, where one does."""
+    if isinstance(value, dict):
+        return {key: resolved(each, tree) for key, each in value.items()}
+    if isinstance(value, list):
+        return [resolved(each, tree) for each in value]
+    match = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    found: Any = tree
+    for part in match[1].split(".") if match else ():
+        found = found.get(part) if isinstance(found, dict) else None
+    return value if match is None or found is None or isinstance(found, dict) else found
 
 
 def a_time(value: Any) -> tuple[float, str]:
@@ -199,14 +213,14 @@ def tokenizer(sheet: Sheet, key: str, value: Any) -> None:
 
 def clipping(sheet: Sheet, key: str, value: Any) -> None:
     """`algorithms`: of them gradient clipping by norm."""
-    given = dict(value or {})
+    given = values.table(value)
     settings = given.get("gradient_clipping")
     if isinstance(settings, dict) and settings.get("clipping_type") == "norm":
         threshold = values.number(settings.get("clipping_threshold"))
         sheet.put("train.max_grad_norm", threshold, key, given.pop("gradient_clipping"))
     if given:
         sheet.tell(key, given, "none", "methods of training of their own, made by changing the model or the batch")
-    elif value is None:
+    elif not value:
         sheet.tell(key, value, "always", "not asked for")
 
 
@@ -221,8 +235,9 @@ def keep(sheet: Sheet, key: str, value: Any) -> None:
 
 def loggers(sheet: Sheet, key: str, value: Any) -> None:
     """Those that are trackers here, by name."""
-    chosen = [each for each in value or {} if each in ("wandb", "tensorboard")]
-    rest = [each for each in value or {} if each not in chosen]
+    given = values.table(value)
+    chosen = [each for each in given if each in ("wandb", "tensorboard")]
+    rest = [each for each in given if each not in chosen]
     if chosen:
         sheet.put("log.to", chosen, key, chosen)
     if rest or not value:
@@ -242,7 +257,6 @@ def compiled(sheet: Sheet, key: str, value: Any) -> None:
     """`compile_config`: any table means to compile."""
     if value is None:
         sheet.tell(key, value, "always", "not asked for")
-    else:
-        sheet.put(
-            "shard.compile", True, key, value, "near" if value else "set", "each block, by inductor" if value else ""
-        )
+        return
+    note = "each block, by inductor" if values.table(value) else ""
+    sheet.put("shard.compile", True, key, value, "near" if note else "set", note)

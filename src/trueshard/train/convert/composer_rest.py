@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trueshard.train.convert.rules import always, command, none
+from trueshard.train.convert import values
+from trueshard.train.convert.rules import always, command, none, sets
 
 DATA = "data is a folder, files or a data set by name: set data.path, data.format and [evaluation]"
 PYTHON = "an object of Python; trueshard.Trainer takes callbacks and loaders of your own"
@@ -60,9 +61,8 @@ REST = (
         "torch.use_deterministic_algorithms decides it; the order of samples is fixed anyway",
         off=[False],
     ),
-    always(
-        "dist_timeout ddp_sync_strategy", "torch's timeout; gradients are communicated once, after the last microbatch"
-    ),
+    sets("dist_timeout", "run.timeout", values.whole, "the same"),
+    always("ddp_sync_strategy", "gradients are communicated once, after the last microbatch"),
     command("profiler", "--profile", "the command writes one trace"),
     none("batch_rampup initial_per_device_train_batch_size", "train.batch_size is the same in every step"),
     none("code_paths", PYTHON, off=["[]"]),

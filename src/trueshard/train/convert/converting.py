@@ -16,7 +16,7 @@ from trueshard.train.config import Config
 from trueshard.train.convert import accelerate, composer, environment, huggingface, torchtitan
 from trueshard.train.convert.batches import ask_the_rest, started
 from trueshard.train.convert.reading import flat, guess, read, refuse_unknown
-from trueshard.train.convert.rules import MISSING, Rule, Source
+from trueshard.train.convert.rules import MISSING, Source
 from trueshard.train.convert.sheet import Entry, Sheet, Wrong, shown
 from trueshard.train.convert.writing import ordered, write
 
@@ -100,7 +100,7 @@ def convert(
     """
     tree, kind, title = _find(path, source, environment)
     where = str(path) if path is not None else "the environment"
-    known = set(kind.keys)
+    known = set(kind.index)
     try:
         given = dict(flat(kind.prepare(tree), known))
     except Wrong as error:
@@ -131,6 +131,8 @@ def _find(
     if path is None:
         if chosen not in (None, SOURCES[-1]):
             raise UserError(f"--from {source}: which file? give its path")
+        if not SOURCES[-1].prepare(dict(environment or {})):
+            raise UserError("no variable FSDP_*, ACCELERATE_* or PARALLELISM_CONFIG_* is set; give the path of a file")
         return dict(environment or {}), SOURCES[-1], SOURCES[-1].title
     tree = read(path)
     shell = path.suffix.lower() in (".env", ".sh") or path.name == ".env"
@@ -146,11 +148,7 @@ def _name(path: Path | None, kind: Source) -> str:
 
 def _apply(kind: Source, sheet: Sheet, where: str) -> None:
     """All rules: those of keys that are given, then those that have a default, then what depends on several."""
-    present: list[tuple[str, Rule]] = []
-    for key in sheet.given:
-        rule = kind.find(key)
-        assert rule is not None, key
-        present.append((key, rule))
+    present = [(key, kind.index[key]) for key in sheet.given]
     seen = {id(rule) for _, rule in present}
     absent = [(rule.keys[0], rule) for rule in kind.rules if rule.keys[0] in sheet.defaults and id(rule) not in seen]
     key = ""

@@ -156,9 +156,7 @@ def rules(spelled: Callable[[str], str]) -> tuple[Rule, ...]:
         always(
             spelled("backward_prefetch"),
             "in backward the next unit is gathered while this one computes (BACKWARD_PRE)",
-            dict.fromkeys(
-                ["backward_post", "2", 2], "FSDP2 always gathers one unit ahead (BACKWARD_PRE): the same numbers"
-            ),
+            dict.fromkeys(["backward_post", 2], "FSDP2 always gathers one unit ahead (BACKWARD_PRE): the same numbers"),
         ),
         none(
             spelled("forward_prefetch"),

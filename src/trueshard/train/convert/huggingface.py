@@ -39,7 +39,7 @@ def _has_arguments(given: Mapping[str, Any]) -> bool:
 
 def _prepared(tree: dict[str, Any]) -> dict[str, Any]:
     """`fsdp_config` as a table; a file of such keys alone is one; its keys may have a prefix."""
-    if not any(key in _ARGUMENTS for key in tree):
+    if "fsdp_config" not in tree and not any(key in _ARGUMENTS for key in tree):
         tree = {"fsdp_config": dict(tree)}
     if "evaluation_strategy" in tree:
         tree = {"eval_strategy" if key == "evaluation_strategy" else key: value for key, value in tree.items()}

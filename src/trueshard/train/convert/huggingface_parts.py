@@ -90,10 +90,7 @@ def schedule(sheet: Sheet, key: str, value: Any) -> None:
     """`lr_scheduler_type` with `lr_scheduler_kwargs`."""
     kind = str(value).lower()
     decay, final = sheet.word(kind, DECAYS)
-    more = sheet.get("lr_scheduler_kwargs") or {}
-    if not isinstance(more, dict):
-        raise Wrong(f"lr_scheduler_kwargs: found {more!r}, wanted a table")
-    more = dict(more)
+    more = values.table(sheet.get("lr_scheduler_kwargs"))
     if kind == "reduce_lr_on_plateau":
         sheet.put("schedule.class", PLATEAU, key, value)
         if more:
@@ -193,8 +190,7 @@ def precision(sheet: Sheet, key: str, value: Any) -> None:
 
 def recompute(sheet: Sheet, key: str, value: Any) -> None:
     """`activation_checkpointing`, or `gradient_checkpointing` as it was called, with its keyword arguments."""
-    more = sheet.get(f"{key}_kwargs") or {}
-    every = values.positive(more.get("every_n_layers", 1)) if isinstance(more, dict) else 1
+    every = values.positive(values.table(sheet.get(f"{key}_kwargs")).get("every_n_layers", 1))
     if not values.boolean(value or False):
         sheet.tell(key, value, "always", "not asked for")
     elif every == 1:
@@ -202,16 +198,13 @@ def recompute(sheet: Sheet, key: str, value: Any) -> None:
     elif 10 % every == 0:
         # Blocks whose number, from 0, is a multiple of 2, 5 or 10: told by its last digit.
         glob = f"*[{''.join(str(digit) for digit in range(0, 10, every))}]"
-        sheet.put("shard.activation_checkpointing", {glob: "full"}, f"{key}_kwargs", more)
+        sheet.put("shard.activation_checkpointing", {glob: "full"}, key, value, "set", f"every {every}th block")
     else:
         sheet.put("shard.activation_checkpointing", "full", key, value, "near", f"every block, there each {every}th")
 
 
 def recompute_more(sheet: Sheet, key: str, value: Any) -> None:
-    more = value or {}
-    if not isinstance(more, dict):
-        raise Wrong(f"found {value!r}, wanted a table")
-    if more.get("offload"):
+    if values.table(value).get("offload"):
         sheet.tell(key, value, "none", 'what a recomputed block keeps stays on the device; "full" keeps the least')
     else:
         sheet.tell(key, value, "always", "recomputation is without reentrance, and keeps random states")
@@ -252,7 +245,7 @@ def norm(value: Any) -> float:
 
 
 def trackers(sheet: Sheet, key: str, value: Any) -> None:
-    named = [value] if isinstance(value, str) else list(value or [])
+    named = values.names(value or [])
     here = [each for each in named if each in ("tensorboard", "wandb", "trackio")]
     rest = [each for each in named if each not in here and each != "none"]
     if here:

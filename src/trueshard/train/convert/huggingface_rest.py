@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trueshard.train.convert.rules import always, command, none
+from trueshard.train.convert import values
+from trueshard.train.convert.rules import always, command, none, sets
 
 HUB = "nothing is uploaded; `trueshard export` writes a directory that any tool uploads"
 BEST = "[evaluation] patience keeps the best checkpoint; it is judged by the loss"
@@ -59,7 +60,7 @@ REST = (
         "push_to_hub hub_token hub_private_repo hub_model_id hub_always_push hub_revision push_to_hub_model_id "
         "push_to_hub_organization push_to_hub_token",
         HUB,
-        off=[False],
+        off=[False, "<hub_token>", "<push_to_hub_token>"],
     ),
     none("hub_strategy", HUB, off=["every_save"]),
     none("load_best_model_at_end greater_is_better", BEST, off=[False]),
@@ -97,9 +98,10 @@ REST = (
     none("group_by_length", "packing leaves no padding to save", off=[False]),
     always("length_column_name", "of effect only with grouping by length"),
     always(
-        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_timeout",
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph",
         "for DistributedDataParallel, which is not used",
     ),
+    sets("ddp_timeout", "run.timeout", values.whole, "the same"),
     command("ddp_backend", "nccl on CUDA devices, gloo on CPUs", "chosen by the device"),
     none("deepspeed", "another engine, with no equivalent; FSDP's words are in [shard]"),
     none("debug", "ranks agree on structure before anything is communicated", off=["[]"]),

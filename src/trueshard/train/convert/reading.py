@@ -20,7 +20,7 @@ else:
     import tomli as tomllib
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".env", ".sh")
-ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
+ASSIGNED = re.compile(r"\s*(?:(?:export|env)\s+)?[A-Za-z_][A-Za-z0-9_]*=")
 OURS = ("run", "shard", "data")
 
 
@@ -63,13 +63,17 @@ def _parse(content: str, kind: str) -> Any:
 
 
 def _variables(content: str) -> dict[str, str]:
-    """What a shell file assigns, `export` or not; other lines are no settings."""
+    """What a shell file assigns, by `export`, alone, or before a command; other lines are no settings."""
     found: dict[str, str] = {}
-    for line in content.splitlines():
-        match = ASSIGNMENT.fullmatch(line.strip())
-        if match:
-            words = shlex.split(match[2], comments=True)
-            found[match[1]] = words[0] if words else ""
+    for line in content.replace("\\\n", " ").splitlines():
+        if not ASSIGNED.match(line):
+            continue
+        for word in shlex.split(line, comments=True):
+            name, equals, value = word.partition("=")
+            if equals and name.isidentifier():
+                found[name] = value
+            elif word not in ("export", "env"):
+                break
     return found
 
 
@@ -78,6 +82,8 @@ def guess(tree: Mapping[str, Any], path: Path, sources: Sequence[Source]) -> Sou
     if path.suffix.lower() == ".toml" and set(OURS) & set(tree):
         raise UserError(f"{path}: this is a configuration of TrueShard; start it with `trueshard train {path}`")
     marked = [source for source in sources if set(source.marks) & set(tree)]
+    if len(marked) == 1:
+        return marked[0]
     candidates = marked or list(sources)
     hits = {source.name: _known(source, tree) for source in candidates}
     best = [source for source in candidates if hits[source.name] == max(hits.values()) > 0]
@@ -90,7 +96,7 @@ def guess(tree: Mapping[str, Any], path: Path, sources: Sequence[Source]) -> Sou
 
 def _known(source: Source, tree: Mapping[str, Any]) -> int:
     """How many keys the framework knows, less those that it does not."""
-    known = set(source.keys)
+    known = set(source.index)
     try:
         return sum(1 if key in known else -1 for key, _ in flat(source.prepare(dict(tree)), known))
     except Wrong:
@@ -99,10 +105,9 @@ def _known(source: Source, tree: Mapping[str, Any]) -> int:
 
 def flat(tree: Mapping[str, Any], known: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value): tables are gone into unless they are themselves a known key."""
-    sections = {key.rpartition(".")[0] for key in known}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        inside = any(section == key or section.startswith(f"{key}.") for section in sections)
+        inside = any(each.startswith(f"{key}.") for each in known)
         if key not in known and inside and isinstance(value, dict):
             yield from flat(value, known, f"{key}.")
         elif key in known or not (inside and value is None):
@@ -111,8 +116,8 @@ def flat(tree: Mapping[str, Any], known: set[str], prefix: str = "") -> Iterator
 
 def refuse_unknown(given: Mapping[str, Any], source: Source, where: str) -> None:
     """Raises `UserError` for the first key that the framework does not know, with the nearest one that it does."""
-    known = source.keys
+    known = list(source.index)
     for key in given:
-        if key not in known:
+        if key not in source.index:
             near = nearest(key, known) or nearest(key.rpartition(".")[2], [each.rpartition(".")[2] for each in known])
             raise UserError(f"{where}: unknown key {key} for {source.title}{near}; correct it, or remove it")

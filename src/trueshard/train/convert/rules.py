@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trueshard.train.convert import values
 from trueshard.train.convert.sheet import Sheet
 
 Apply = Callable[[Sheet, str, Any], None]
@@ -47,14 +49,10 @@ class Source:
     marks: tuple[str, ...] = ()
     """Keys at the top that only this kind has."""
 
-    def find(self, key: str) -> Rule | None:
-        """The rule of a key, if there is one."""
-        return next((rule for rule in self.rules if key in rule.keys), None)
-
-    @property
-    def keys(self) -> list[str]:
-        """All keys that are known."""
-        return [key for rule in self.rules for key in rule.keys]
+    @functools.cached_property
+    def index(self) -> dict[str, Rule]:
+        """The rule of each key that is known."""
+        return {key: rule for rule in self.rules for key in rule.keys}
 
 
 @dataclass(frozen=True)
@@ -91,6 +89,11 @@ def words(keys: str, ours: str, table: Mapping[str, Any], why: str, default: Any
     """Word by word: to a value of ours, `Near`, `Lost`, or None for "nothing to set". Case does not count."""
 
     def apply(sheet: Sheet, key: str, value: Any) -> None:
+        if value is None and "none" not in table:
+            sheet.tell(key, value, "always", "not given")
+            return
+        if set(table) == {"true", "false"}:
+            value = values.boolean(value)
         found = sheet.word(value, table)
         if found is None:
             sheet.tell(key, value, "always", "nothing to set")
@@ -111,7 +114,10 @@ def always(keys: str, why: str, unless: Mapping[Any, str] | None = None) -> Rule
         lost = (unless or {}).get(_plain(value))
         sheet.tell(key, value, "always" if lost is None else "none", why if lost is None else lost)
 
-    text = why if not unless else why + "; " + "; ".join(f"`{_shown(k)}`: {v}" for k, v in unless.items())
+    lost_by: dict[str, list[str]] = {}
+    for value, reason in (unless or {}).items():
+        lost_by.setdefault(reason, []).append(f"`{_shown(value)}`")
+    text = "; ".join([why, *(f"{', '.join(each)}: {reason}" for reason, each in lost_by.items())])
     return Rule(_split(keys), "always so", text, apply)
 
 
@@ -154,7 +160,8 @@ def _split(keys: str) -> tuple[str, ...]:
 def _plain(value: Any) -> Any:
     """A value as one that can be compared: words without case, empty containers as nothing."""
     if isinstance(value, str):
-        return {"true": True, "false": False}.get(value.strip().lower(), value.strip().lower())
+        word = value.strip().lower()
+        return int(word) if word.isdecimal() else {"true": True, "false": False}.get(word, word)
     if isinstance(value, (dict, list, tuple)):
         return None if not value else str(value)
     return value

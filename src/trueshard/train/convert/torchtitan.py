@@ -6,20 +6,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from trueshard.train.convert import fsdp, values
-from trueshard.train.convert.batches import batch
+from trueshard.train.convert.batches import batch, count
 from trueshard.train.convert.rules import Lost, Near, Source, always, by, command, later, none, part, sets, words
 from trueshard.train.convert.sheet import Sheet, Wrong, toml_value
 from trueshard.train.convert.torchtitan_rest import REST
 
+OTHER_WAYS = ("tensor", "context", "pipeline")
 HUB = {"c4": ("allenai/c4", "en", "train"), "c4_validation": ("allenai/c4", "en", "validation")}
 LAST_BLOCK = "the last block and the root are kept; there the norm and the head, and the last block is freed"
 
 
 def _data(sheet: Sheet, key: str, value: Any) -> None:
-    path, name = sheet.get("training.dataset_path"), sheet.get("training.dataset")
+    path, name = sheet.get("training.dataset_path"), values.text(sheet.get("training.dataset"))
     if key == "training.dataset_path":
         if value:
             sheet.put("data.path", values.text(value), key, value)
@@ -190,7 +192,31 @@ def _finish(sheet: Sheet) -> None:
         sheet.ask("model.config", place, f"a directory with the config.json of {flavor}; with weights: model.path")
     older = "training.batch_size" in sheet.given
     per_rank = "training.batch_size" if older else "training.local_batch_size"
+    ways = math.prod(values.positive(sheet.get(f"parallelism.{each}_parallel_degree") or 1) for each in OTHER_WAYS)
+    if ways > 1:
+        _fewer_readers(sheet, per_rank, ways)
+        return
     batch(sheet, per_rank, total="training.global_batch_size")
+
+
+def _fewer_readers(sheet: Sheet, per_rank: str, ways: int) -> None:
+    """There, `ways` ranks share what one reads. The batch of a step stays; here every rank reads its own part of it."""
+    key, each = "training.global_batch_size", values.positive(sheet.get(per_rank))
+    total = count(sheet, key)
+    if total is None and sheet.ranks is not None:
+        total = each * sheet.ranks // ways
+    if total is None or sheet.ranks is None or total % sheet.ranks:
+        readers = f"{sheet.ranks or ''} ranks / {ways}".strip()
+        sheet.ask("train.batch_size", str(total or each), f"{each} × {readers} there; a multiple of the ranks here")
+        sheet.tell(per_rank, each, "none", f"{ways} ranks share a batch there; set train.batch_size")
+        sheet.tell(key, sheet.get(key), "always", f"with {per_rank}")
+        return
+    of_rank = total // sheet.ranks
+    pieces = next(number for number in range(1, of_rank + 1) if of_rank % number == 0 and of_rank // number <= each)
+    sheet.put("train.batch_size", total, key, sheet.get(key))
+    sheet.put("train.accumulate", pieces, per_rank, each, "near", f"{ways} ranks share a batch there; the whole stays")
+    sheet.origins["train.batch_size"] = f"{total} of all ranks, as there"
+    sheet.tell(key, sheet.get(key), "set", "as there", f"train.batch_size = {total}")
 
 
 RULES = (

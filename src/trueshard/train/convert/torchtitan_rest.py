@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trueshard.train.convert.rules import always, by, command, none
+from trueshard.train.convert import values
+from trueshard.train.convert.rules import always, by, command, none, sets
 from trueshard.train.convert.sheet import Sheet
 
 EIGHT_BITS = "products in 8 bits have no equivalent"
@@ -152,13 +153,12 @@ REST = (
         _eight_bits,
     ),
     none("liger_kernel", "the loss never holds the whole logits anyway"),
+    sets("comm.train_timeout_seconds", "run.timeout", values.whole, "the same"),
+    none("comm.init_timeout_seconds", "run.timeout is for the first step too", off=[300]),
     none(
-        _all(
-            "comm",
-            "init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder save_traces_file_prefix",
-        ),
-        "torch's timeouts, and its own variables TORCH_FR_*",
-        off=[300, 100, 20000, "comm_traces", "rank_"],
+        _all("comm", "trace_buf_size save_traces_folder save_traces_file_prefix"),
+        "torch's flight recorder is set by its own environment variables",
+        off=[20000, "comm_traces", "rank_"],
     ),
     none("comm.mode", "ranks are real processes; `trueshard plan` needs none", off=["default"]),
     command(

@@ -46,6 +46,14 @@ def positive(value: Any) -> int:
     return found
 
 
+def whole(value: Any) -> int:
+    """A number above 0, rounded up."""
+    found = number(value)
+    if found <= 0:
+        raise Wrong(f"found {value!r}, wanted a number above 0")
+    return math.ceil(found)
+
+
 def names(value: Any) -> list[str]:
     """Words with commas between them, or an array of words; empty ones mean nothing."""
     listed = value.split(",") if isinstance(value, str) else value
@@ -59,3 +67,12 @@ def text(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise Wrong(f"found {value!r}, wanted a word")
     return value.strip()
+
+
+def table(value: Any) -> dict[str, Any]:
+    """Keys and values; nothing is an empty one."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise Wrong(f"found {value!r}, wanted a table")
+    return dict(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from trueshard.train.config import Config
 from trueshard.train.convert.sheet import Sheet, section_of, toml_key, toml_value
 
@@ -9,8 +11,9 @@ from trueshard.train.convert.sheet import Sheet, section_of, toml_key, toml_valu
 def write(sheet: Sheet, head: list[str]) -> str:
     """The text: `head` as comments, then the sections in our order; what is asked stands there as a comment."""
     lines = [f"# {line}".rstrip() for line in head]
+    keys = _sorted([*sheet.tree, *sheet.asked])
     for section in Config.model_fields:
-        own = [key for key in _sorted([*sheet.tree, *sheet.asked]) if key.startswith(f"{section}.")]
+        own = [key for key in keys if key.startswith(f"{section}.")]
         if own:
             lines += ["", f"[{section}]", *(_line(sheet, key) for key in own)]
     return "\n".join(lines) + "\n"
@@ -22,12 +25,19 @@ def ordered(sheet: Sheet) -> tuple[str, ...]:
 
 
 def _sorted(keys: list[str]) -> list[str]:
-    order = [
+    order = _order()
+    return sorted(keys, key=lambda key: order[".".join(key.split(".")[:2])])
+
+
+@functools.cache
+def _order() -> dict[str, int]:
+    """The place of each key in a file."""
+    keys = [
         f"{section}.{field.alias or name}"
         for section in Config.model_fields
         for name, field in section_of(section).model_fields.items()
     ]
-    return sorted(keys, key=lambda key: order.index(".".join(key.split(".")[:2])))
+    return {key: place for place, key in enumerate(keys)}
 
 
 def _line(sheet: Sheet, key: str) -> str:

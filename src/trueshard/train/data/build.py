@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from trueshard.errors import UserError
-from trueshard.train.data.formats import Format
+from trueshard.train.data.formats import Encoder, Format
 from trueshard.train.data.order import sequence_indices
 from trueshard.train.data.packing import pack
 from trueshard.train.data.records import Located, Record
@@ -78,30 +78,18 @@ def build(
     ranges: Ranges = []
     members: list[list[int]] = []
     for number, source in enumerate(sources):
-        first_token, first_unit = writer.tokens, writer.documents
-        units = []
-        with _Later() as later:
-            for group in batched(source.records(), AT_ONCE):
-                located = [source.located(record) for record in group]
-                for record, found in zip(group, encoder.encode(located), strict=True):
-                    documents = cuts.fit(found, length) if form.cut else found
-                    if fraction and form.joined and _drawn(record, fraction):
-                        later.put(documents, record)
-                        continue
-                    for document in documents:
-                        writer.add(document, number, record.file, record.line)
-                    units += [len(documents)] if documents else []
-            for document, file, line in later.all():
-                writer.add(document, number, file, line)
-        if writer.documents == first_unit:
+        first_token, first_document = writer.tokens, writer.documents
+        sizes = _read(source, number, form, encoder, writer, cuts, length=length, fraction=fraction)
+        if writer.documents == first_document:
             raise UserError(f"{source.key}: {source.name} holds no record with anything to learn; give it some")
         if form.joined:
             middle = writer.tokens - round(fraction * (writer.tokens - first_token))
             ranges.append({"train": (first_token, middle), "evaluation": (middle, writer.tokens)})
         else:
-            found_ranges, found_members = _arrange(writer, first_unit, units, form.packed, length, fraction)
-            ranges.append({part: (a + len(members), b + len(members)) for part, (a, b) in found_ranges.items()})
-            members += found_members
+            train, held = _arrange(writer, first_document, sizes, form.packed, length, fraction)
+            begin, middle, end = np.cumsum([len(members), len(train), len(held)]).tolist()
+            ranges.append({"train": (begin, middle), "evaluation": (middle, end)})
+            members += train + held
     writer.close()
     if not form.joined:
         writer.sequences(members)
@@ -119,24 +107,55 @@ def build(
     )
 
 
+def _read(
+    source: Source,
+    number: int,
+    form: Format,
+    encoder: Encoder,
+    writer: Writer,
+    cuts: Cuts,
+    *,
+    length: int,
+    fraction: float,
+) -> list[int]:
+    """Write the documents of a source; returns how many each record has."""
+    sizes = []
+    with _Later(writer.folder) as later:
+        for group in batched(source.records(), AT_ONCE):
+            located = [source.located(record) for record in group]
+            for record, found in zip(group, encoder.encode(located), strict=True):
+                documents = cuts.fit(found, length) if form.cut else found
+                if fraction and form.joined and _drawn(record, fraction):
+                    later.put(documents, record)
+                    continue
+                for document in documents:
+                    writer.add(document, number, record.file, record.line)
+                sizes += [len(documents)] if documents else []
+        for document, file, line in later.all():
+            writer.add(document, number, file, line)
+    return sizes
+
+
 def _arrange(
-    writer: Writer, first: int, units: list[int], packed: bool, length: int, fraction: float
-) -> tuple[dict[str, tuple[int, int]], list[list[int]]]:
-    """Which documents make a sequence, those of "train" first; `units`: how many documents each record has."""
-    begins = first + np.concatenate([[0], np.cumsum(units)])
-    records = [list(range(begins[number], begins[number + 1])) for number in range(len(units))]
+    writer: Writer, first: int, sizes: list[int], packed: bool, length: int, fraction: float
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Which documents make a sequence, of what is trained on and of what is held out.
+
+    `first`: the first document of the source. `sizes`: how many documents each of its records has.
+    """
+    begins = np.cumsum([first, *sizes]).tolist()
+    records = [list(range(begin, begin + size)) for begin, size in zip(begins, sizes, strict=False)]
     count = round(fraction * len(records))
-    held = set(sequence_indices(HELD_OUT_SEED, 0, len(records), len(records))[:count].tolist()) if count else set()
+    held = set(sequence_indices(HELD_OUT_SEED, 0, count, len(records)).tolist()) if count else set()
     parts = [[record for number, record in enumerate(records) if (number in held) is out] for out in (False, True)]
     if packed:
         ends = np.array(writer.places[3::4], dtype=np.int64)
-        sizes = (np.diff(ends, prepend=0) - 1).tolist()
+        inputs = (np.diff(ends, prepend=0) - 1).tolist()
         parts = [
-            [[part[each][0] for each in together] for together in pack([sizes[record[0]] for record in part], length)]
+            [[part[each][0] for each in together] for together in pack([inputs[record[0]] for record in part], length)]
             for part in parts
         ]
-    train, evaluation = parts
-    return {"train": (0, len(train)), "evaluation": (len(train), len(train) + len(evaluation))}, train + evaluation
+    return parts[0], parts[1]
 
 
 def _drawn(record: Record, fraction: float) -> bool:
@@ -146,10 +165,12 @@ def _drawn(record: Record, fraction: float) -> bool:
 
 
 class _Later:
-    """Documents put aside on disk."""
+    """Documents put aside on disk, in a file of `folder` that is gone after."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed by __exit__)
 
     def __enter__(self) -> _Later:
-        self._file = tempfile.TemporaryFile()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -150,6 +150,7 @@ class EvaluationLoader:
         batch_size: samples in a microbatch of this rank; the last may be smaller.
         rank, ranks: which part is this process's.
         limit: at most so many samples over all ranks, the first ones; None: all.
+        device: where batches will go; for a CUDA device they are made in pinned memory.
 
     Raises:
         UserError: there are fewer samples than ranks. On every rank.

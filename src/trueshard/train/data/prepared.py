@@ -115,7 +115,7 @@ def _make(config: Config, sources: list[Source], held: list[Source], processor: 
     (processor or tokenizer).save_pretrained(str(folder / "tokenizer"))
     form = format_of(config, tokenizer, processor)
     made = _read(config, sources + held)
-    vocabulary = None if form.kept else len(tokenizer)
+    vocabulary = None if form.kept else 1 + max(tokenizer.get_vocab().values())
     length = config.train.sequence_length
     common: dict[str, Any] = {"vocabulary": vocabulary, "length": length, "fingerprint": made}
     if held:
@@ -256,6 +256,8 @@ class _new_folder:
 
     def __enter__(self) -> Path:
         self.target.parent.mkdir(parents=True, exist_ok=True)
+        for left in self.target.parent.glob(".data-*"):  # of a process that was killed
+            shutil.rmtree(left)
         self.scratch = Path(tempfile.mkdtemp(prefix=".data-", dir=self.target.parent))
         return self.scratch
 

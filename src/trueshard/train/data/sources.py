@@ -26,6 +26,10 @@ from trueshard.train.data.records import READERS, Located, Record, kind, place, 
 
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
+    ("validation", "valid", "val", "dev", "eval", "evaluation"), "validation"
+)
+"""Words in the names of files that tell what their records are for."""
 LINES, WHOLE = (".jsonl", ".parquet"), (".json", ".csv")
 
 
@@ -73,13 +77,8 @@ class HubSource(Source):
     streaming: bool = False
 
     def records(self) -> Iterator[Record]:
-        import datasets
-
         try:
-            found = datasets.load_dataset(
-                self.name, self.subset, split=self.split, revision=self.revision, streaming=self.streaming
-            )
-            row = 0
+            found, row = self._load(), 0
             # As plain values: images stay the bytes that they are stored as.
             for table in found.with_format("arrow").iter(batch_size=256):
                 for fields in table.to_pylist():
@@ -94,8 +93,28 @@ class HubSource(Source):
     def fingerprint(self) -> str:
         return _hash([self.name, self.subset, self.split, self.revision])
 
+    def _load(self) -> Any:
+        import datasets
+
+        return datasets.load_dataset(
+            self.name, self.subset, split=self.split, revision=self.revision, streaming=self.streaming
+        )
+
     def _remedy(self) -> str:
         return "correct data.path, data.subset or data.split, or see that there is a network"
+
+
+class SavedSource(HubSource):
+    """A folder that `Dataset.save_to_disk` wrote; of a `DatasetDict` the split's."""
+
+    def fingerprint(self) -> str:
+        files = [file for file in sorted(Path(self.files[0]).iterdir()) if file.is_file()]
+        return _hash([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])
+
+    def _load(self) -> Any:
+        import datasets
+
+        return datasets.load_from_disk(self.files[0])
 
 
 def find(section: DataSection, path: str | None = None) -> list[Source]:
@@ -117,6 +136,9 @@ def _find(section: DataSection, name: str, key: str, weight: float) -> Source:
     if name == "stdlib":
         return Source(key, name, weight, _standard_library(key), section.field)
     path = Path(name).expanduser()
+    saved = path / section.split if (path / "dataset_dict.json").is_file() else path
+    if (saved / "dataset_info.json").is_file() and (saved / "state.json").is_file():
+        return SavedSource(key, name, weight, (str(saved),), section.field)
     if path.is_dir():
         return Source(key, name, weight, _folder(section, path, key), section.field)
     if not path.exists():
@@ -160,7 +182,23 @@ def _folder(section: DataSection, root: Path, key: str) -> tuple[str, ...]:
         raise UserError(f"{key}: {root} {state} data.include ({shown}); add {_wanted(section)} or change data.include")
     if section.format != "text" and (other := [file for file in groups[0] if kind(file) not in READERS]):
         raise UserError(f"{key}: {other[0]} is no file of records ({', '.join(READERS)}); change data.include")
+    if "include" not in section.model_fields_set and groups[0] and kind(groups[0][0]) in READERS:
+        _check_one_split(key, root, groups[0])
     return tuple(map(str, groups[0]))
+
+
+def _check_one_split(key: str, root: Path, files: Sequence[Path]) -> None:
+    """Raise `UserError` if names tell that files are for training and for testing: no run is to learn from both."""
+    found: dict[str, Path] = {}
+    for file in files:
+        for word in re.split(r"[^a-z]+", file.relative_to(root).as_posix().lower()):
+            if word in SPLITS:
+                found.setdefault(SPLITS[word], file.relative_to(root))
+    if len(found) > 1:
+        named = ", ".join(f"{split} ({file})" for split, file in found.items())
+        raise UserError(
+            f"{key}: {root} holds more than one split: {named}; choose with data.include, or name its folder"
+        )
 
 
 def _wanted(section: DataSection) -> str:

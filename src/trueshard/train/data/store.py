@@ -14,13 +14,16 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trueshard.train.data.records import place
 from trueshard.train.data.samples import Document, Ids
+
+AT_ONCE = 2**20
+"""Tokens that are counted together: to count those of a short document alone would take as long."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,9 @@ class Writer:
         """For each document: its source, file, line and end."""
         self.tokens = 0
         self._out = (folder / ("records.bin" if vocabulary is None else "tokens.bin")).open("wb")
-        self._masks = (folder / "counted.bin").open("wb")
-        self._all_count = True
+        self._masks: IO[bytes] | None = None
+        self._uncounted: list[Ids] = []
+        self._waiting = 0
 
     @property
     def documents(self) -> int:
@@ -87,25 +91,36 @@ class Writer:
 
     def add(self, document: Document, source: int, file: int, line: int) -> None:
         """Write one more; where it came from."""
-        ids = document.ids.astype(self.dtype)
-        ids.tofile(self._out)
-        document.counted.tofile(self._masks)
-        self.crc32 = zlib.crc32(ids.tobytes(), self.crc32)
-        if not document.counted.all():
-            self._all_count = False
-            self.crc32 = zlib.crc32(document.counted.tobytes(), self.crc32)
-        if self.counts is not None:
-            self.counts += np.bincount(document.ids[document.counted], minlength=len(self.counts))
-        self.tokens += len(ids)
+        ids = document.ids.astype(self.dtype).tobytes()
+        self._out.write(ids)
+        self.crc32 = zlib.crc32(ids, self.crc32)
+        if self._masks is None and not document.counted.all():
+            self._masks = (self.folder / "counted.bin").open("wb")
+            for first in range(0, self.tokens, AT_ONCE):
+                self._masks.write(b"\x01" * min(AT_ONCE, self.tokens - first))
+        if self._masks is not None:
+            mask = document.counted.tobytes()
+            self._masks.write(mask)
+            self.crc32 = zlib.crc32(mask, self.crc32)
+        self._uncounted.append(document.ids[document.counted])
+        self._waiting += len(document.ids)
+        if self._waiting >= AT_ONCE:
+            self._count()
+        self.tokens += len(document.ids)
         self.places.extend((source, file, line, self.tokens))
 
     def close(self) -> None:
         """End the files."""
+        self._count()
         self._out.close()
-        self._masks.close()
-        if self._all_count:
-            (self.folder / "counted.bin").unlink()
+        if self._masks is not None:
+            self._masks.close()
         np.save(self.folder / "documents.npy", np.array(self.places, dtype=np.int64).reshape(-1, 4))
+
+    def _count(self) -> None:
+        if self.counts is not None and self._uncounted:
+            self.counts += np.bincount(np.concatenate(self._uncounted), minlength=len(self.counts))
+        self._uncounted, self._waiting = [], 0
 
     def sequences(self, members: Sequence[Sequence[int]]) -> None:
         """Write which documents make each sequence."""

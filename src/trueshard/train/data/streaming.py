@@ -2,6 +2,7 @@
 
 - The order is that of the sources, through a buffer from which samples are drawn by seed: the same on every rank and at
   every world size. At its end a stream begins again, in another order.
+- What is longer than a sequence is cut as in data that are prepared, without a count of it.
 - Every rank reads all of it and keeps its own samples; a resume reads again up to where the run stood.
 """
 
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from trueshard.errors import UserError
-from trueshard.train.data.build import AT_ONCE, batched
+from trueshard.train.data.build import AT_ONCE, Cuts, batched
 from trueshard.train.data.formats import Format
 from trueshard.train.data.order import draws
 from trueshard.train.data.packing import pack, packed
@@ -80,16 +81,11 @@ class SourceStream:
             yield {"messages": vision_messages(record), "where": record.where}, record.where
 
     def _documents(self, located: Iterable[Located]) -> Iterator[tuple[tuple[Document, ...], str]]:
-        encoder = self._form.encoder(Path())
+        encoder, cuts = self._form.encoder(Path()), Cuts()
         for group in batched(located, AT_ONCE):
             for record, documents in zip(group, encoder.encode(group), strict=True):
-                if self._form.cut:
-                    short = [document.cut(self._length) for document in documents]
-                    documents = tuple(document for document in short if document is not None)
-                    if len(documents) < len(short):
-                        continue
-                if documents:
-                    yield documents, record.where
+                if kept := cuts.fit(documents, self._length) if self._form.cut else documents:
+                    yield kept, record.where
 
     def _cut(self, documents: Iterable[tuple[tuple[Document, ...], str]]) -> Iterator[Placed]:
         tokens, places = np.empty(0, dtype=np.int64), []

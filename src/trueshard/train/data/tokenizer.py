@@ -152,7 +152,7 @@ def fingerprint(config: Config) -> list[list[Any]]:
 def _place(config: Config) -> tuple[str, Path]:
     """The setting that says where the tokenizer is, and the place."""
     key = "tokenizer.path" if config.tokenizer.path else "model.path" if config.model.path else "model.config"
-    path = Path(config.tokenizer.path or config.model.path or config.model.config or "").expanduser()
+    path = Path(config.tokenizer.path).expanduser() if config.tokenizer.path else config.model.place()
     return key, path.parent if key != "tokenizer.path" and path.is_file() else path
 
 

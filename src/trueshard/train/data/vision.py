@@ -62,12 +62,15 @@ def vision_texts(record: Located) -> Iterator[str]:
 def vision_messages(record: Located) -> list[Message]:
     """The messages of a record with their images in place, each a path or, where the data hold it, its bytes.
 
-    Raises `UserError` for an image that is not there or cannot be opened.
+    Raises `UserError` for an image that is not there or cannot be opened, and for a record without any.
     """
     fields, where, folder = record
     images = fields.get("images", fields.get("image"))
     images = [] if images is None else images if isinstance(images, list) else [images]
     found = place_images(conversation(fields, where), images, where)
+    if not any(part["type"] == "image" for message in found for part in message["content"]):
+        # The rank with such a batch would not gather the weights that read images, and the others wait for it.
+        raise UserError(f'{where}: has no image, which every record needs with data.format = "vision"; leave it out')
     return [{**message, "content": [_located(part, where, folder) for part in message["content"]]} for message in found]
 
 
@@ -78,7 +81,7 @@ def _located(part: Message, where: str, folder: Path) -> Message:
     if isinstance(image, Mapping):  # as the `datasets` library stores it
         image = image.get("bytes") or image.get("path")
     if isinstance(image, str):
-        image = str(folder / Path(image).expanduser())
+        image = str((folder / Path(image).expanduser()).absolute())
         if not Path(image).is_file():
             raise UserError(
                 f"{where}: the image {image} does not exist; correct the path, which is relative to {folder}"
@@ -210,7 +213,7 @@ class VisionCollate:
                     with open_image(part["image"], sample["where"]) as image:
                         try:
                             loaded.append(image.convert("RGB"))
-                        except OSError as error:
+                        except (OSError, SyntaxError, ValueError) as error:  # as PIL tells damage
                             raise UserError(
                                 f"{sample['where']}: the image {part['image']!s:.200} cannot be read ({error}); "
                                 "replace it, or leave it out"

@@ -43,6 +43,10 @@ class CausalLoss:
         """The number of targets that count."""
         return int(batch["targets"].ne(IGNORED).sum())
 
+    def tokens(self, batch: Batch) -> int:
+        """The number of tokens that the model reads, without padding."""
+        return tokens_of(batch)
+
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The summed cross entropy of a microbatch: 0-dim, float32, in nats.
 
@@ -54,6 +58,11 @@ class CausalLoss:
             ValueError: the model gives no logits for each place of ``input_ids``.
         """
         return self._tokens(model, batch, _sum, lambda losses: losses.sum())
+
+
+def tokens_of(batch: Batch) -> int:
+    """Tokens in a microbatch, without padding."""
+    return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
 
 
 class TokenLosses:

@@ -46,7 +46,7 @@ def summed(linear: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) -> to
         0-dim; float32, or float64 for such an input. Its backward can be called once.
     """
     weight, bias = linear.weight, linear.bias
-    if hidden.dtype in (torch.float32, torch.float64) and hasattr(F, "linear_cross_entropy"):
+    if hidden.dtype in (torch.float32, torch.float64) and hasattr(nn, "LinearCrossEntropyOptions"):
         options = nn.LinearCrossEntropyOptions()
         return F.linear_cross_entropy(
             hidden, weight, targets, linear_bias=bias, reduction="sum", ignore_index=IGNORED, options=options

@@ -19,7 +19,7 @@ from torch import nn
 from trueshard import names
 from trueshard.train.data.samples import Batch
 from trueshard.train.losses import chunks
-from trueshard.train.losses.causal import Forward, TokenLosses
+from trueshard.train.losses.causal import Forward, TokenLosses, tokens_of
 
 
 class PreferenceLoss:
@@ -47,9 +47,15 @@ class PreferenceLoss:
         self.beta, self.label_smoothing = beta, label_smoothing
         self._policy, self._other = TokenLosses(whole_logits), TokenLosses(whole_logits)
 
+    unit = "pair"
+
     def count(self, batch: Batch) -> int:
         """The number of pairs."""
         return batch["input_ids"].shape[0] // 2
+
+    def tokens(self, batch: Batch) -> int:
+        """The number of tokens that the model reads, without padding."""
+        return tokens_of(batch)
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The summed loss of a microbatch: 0-dim, float32.

@@ -14,7 +14,11 @@ Batch = Any
 
 @runtime_checkable
 class Loss(Protocol):
-    """A loss that says what it is a mean over."""
+    """A loss that says what it is a mean over.
+
+    It may also have ``unit``, what one term is ("token" if it is left out: then an evaluation has a perplexity), and
+    ``tokens(batch)``, how many tokens the model reads of a microbatch (left out: the terms), for tokens a second.
+    """
 
     def count(self, batch: Batch) -> int:
         """How many terms the sum over a microbatch has: its target tokens."""
@@ -25,6 +29,8 @@ class Loss(Protocol):
 
 class Mean:
     """A function (model, batch) → mean loss: every microbatch of every rank has the same weight."""
+
+    unit = "microbatch"
 
     def __init__(self, function: Callable[[nn.Module, Batch], torch.Tensor]) -> None:
         self._function = function

@@ -31,6 +31,9 @@ _OWN = {
 }
 """Fields of PEFT's configuration → keys of ``[adapter]``."""
 
+_MAGNITUDES = "lora_magnitude_vector"
+"""Where DoRA keeps the norms of the weight's rows, which ``settle`` computes."""
+
 _WITHOUT_VALUES = {
     *("bias", "use_rslora", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern"),
     *("alpha_pattern", "fan_in_fan_out", "lora_bias", "revision", "inference_mode", "init_lora_weights"),
@@ -135,7 +138,7 @@ def added(model: nn.Module) -> set[str]:
 
 def _parts(layer: Any) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of what an adapter adds to a layer."""
-    for name in layer.adapter_layer_names:
+    for name in dict.fromkeys(layer.adapter_layer_names):
         part = getattr(layer, name, None)
         if isinstance(part, nn.Module):
             yield name, part
@@ -166,7 +169,8 @@ def initialise(model: nn.Module, twin: nn.Module, seed: int, device: torch.devic
                     other.reset_lora_parameters(adapter, config.init_lora_weights)
             ours = dict(_parts(layer))
             for key, part in _parts(other):
-                copy_rows(ours[key], part)
+                if key != _MAGNITUDES:
+                    copy_rows(ours[key], part)
                 part.to_empty(device="meta")
     for wrapper in _wrappers(model):
         wrapper.modules_to_save.to_empty(device=device)
@@ -183,7 +187,7 @@ def settle(model: nn.Module) -> None:
         for copied in wrapper.modules_to_save.values():
             copy_rows(copied, wrapper.original_module)
     for _, layer in layers(model):
-        for adapter, dora in getattr(layer, "lora_magnitude_vector", {}).items():
+        for adapter, dora in getattr(layer, _MAGNITUDES, {}).items():
             base = layer.get_base_layer()
             fresh = _torch.own_class(dora)(fan_in_fan_out=dora.fan_in_fan_out)
             stand_in = nn.Module()

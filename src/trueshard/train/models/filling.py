@@ -19,6 +19,8 @@ from torch import nn
 
 import trueshard
 from trueshard import _torch, names
+from trueshard.checkpoint.layout import adapted_places
+from trueshard.checkpoint.manifest import MANIFEST
 from trueshard.errors import UserError
 from trueshard.runtime import runtime_of
 from trueshard.train.config import Config
@@ -30,11 +32,11 @@ from trueshard.train.models.rows import copy_tensor, memory, resting_device
 
 
 def fill(config: Config, model: nn.Module) -> None:
-    """Give memory and values to all of ``model`` that is on the meta device. Collective where it is sharded.
+    """Give memory and values to all of ``model`` that is on the meta device. Collective.
 
     Args:
         config: that ``build`` was given.
-        model: what ``build`` or ``reference`` returned; a model that has its values is left alone.
+        model: what ``build`` or ``reference`` returned, sharded; one that has its values is left alone.
 
     Raises:
         UserError: the files do not have what the model needs; on every rank.
@@ -43,6 +45,7 @@ def fill(config: Config, model: nn.Module) -> None:
     if not any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers())):
         return
     base: Any = root
+    assert runtime_of(root) is not None, "a model is filled after shard()"
     settings = base.get_base_model().config if _is_adapted(root) else base.config
     if any(isinstance(module, QuantizedLinear) for module in root.modules()):
         _fill_quantised(config, settings, root)
@@ -62,10 +65,10 @@ def _fill_quantised(config: Config, settings: Any, root: nn.Module) -> None:
     plain = config.model_copy(update={"model": config.model.model_copy(update={"quantize": "none"})})
     twin = empty(plain, settings)
     runtime = runtime_of(root)
-    if runtime is not None:
-        with warnings.catch_warnings():  # that it is one unit, where it is: it is never gathered
-            warnings.simplefilter("ignore")
-            trueshard.shard(twin, mesh=runtime.mesh, offload=runtime.plan.offload)
+    assert runtime is not None
+    with warnings.catch_warnings():  # that it is one unit, where it is: it is never gathered
+        warnings.simplefilter("ignore")
+        trueshard.shard(twin, mesh=runtime.mesh, offload=runtime.plan.offload)
     fill(plain, twin)
     _take(root, twin)
 
@@ -80,7 +83,7 @@ def _initialise(config: Config, settings: Any, root: nn.Module) -> None:
 
 
 def _read(config: Config, settings: Any, root: nn.Module) -> None:
-    path = Path(config.model.path or "").expanduser()
+    path = config.model.place()
     adapted = _is_adapted(root)
     if not any(path.glob("*.safetensors")):
         _take(root, with_values(config, settings))
@@ -88,7 +91,7 @@ def _read(config: Config, settings: Any, root: nn.Module) -> None:
     if adapted:
         adapters.initialise(root, empty(config, settings), config.train.seed, resting_device(root))
     try:
-        found = trueshard.load(path, model=root, strict=False, convert=True, rng=False)
+        found = trueshard.load(path, model=root, strict=False, convert=True, rng=False, names=_base_names(root, path))
     except (ValueError, OSError) as error:
         text = " ".join(str(error).split())
         if "more than reading bytes" in text:  # then transformers can put it together
@@ -105,6 +108,17 @@ def _read(config: Config, settings: Any, root: nn.Module) -> None:
     if found.unexpected and (not dist.is_initialized() or dist.get_rank() == 0):
         kind, unused = _torch.own_class(root).__name__, found.unexpected
         warnings.warn(f"{path} has {len(unused)} tensors that {kind} does not use, such as {unused[0]!r}", stacklevel=2)
+
+
+def _base_names(root: nn.Module, path: Path) -> dict[str, str] | None:
+    """For an adapted model and a checkpoint of the library's own: name → name in the model before it was adapted.
+
+    In other directories ``load`` finds these by itself.
+    """
+    if not (path / MANIFEST).is_file():
+        return None
+    places = adapted_places(root, "") or {}
+    return {name: place.key for name, place in places.items() if place.stem == "model"}
 
 
 def _take(root: nn.Module, donor: nn.Module) -> None:

@@ -57,13 +57,13 @@ class QuantizedLinear(nn.Linear):
 
 
 def quantise_layers(model: nn.Module, kind: Kind, wanted: Callable[[str], bool]) -> int:
-    """Replace the linear layers of ``model`` whose names are ``wanted``, in place; returns how many."""
+    """Replace the linear layers of ``model`` whose names are ``wanted``, in place; returns how many weights they have."""
     found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear and wanted(name)]
     made = {id(module): QuantizedLinear(module, kind) for _, module in found}
     for name, module in found:
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, made[id(module)])
-    return len(found)
+    return sum(module.weight.numel() for _, module in found)
 
 
 def quantise(weight: torch.Tensor, kind: Kind) -> torch.Tensor:

@@ -17,11 +17,10 @@ from trueshard.runtime import runtime_of
 
 
 def resting_device(model: nn.Module) -> torch.device:
-    """Where the shards of ``model`` rest between uses; the CPU where it is not sharded."""
+    """Where the shards of a sharded model rest between uses."""
     runtime = runtime_of(names.unwrap(model))
-    if runtime is None or runtime.plan.offload == "cpu":
-        return torch.device("cpu")
-    return device_of(runtime.mesh)
+    assert runtime is not None
+    return torch.device("cpu") if runtime.plan.offload == "cpu" else device_of(runtime.mesh)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from trueshard.errors import UserError
@@ -121,7 +120,7 @@ def _check_fields(fields: Mapping[str, Any], default: Any, where: str, what: str
 def _from_files(section: ModelSection, kind: Kind) -> Any:
     from transformers import AutoConfig
 
-    key, path = key_of(section), Path(section.path or section.config or "").expanduser()
+    key, path = key_of(section), section.place()
     file = path / "config.json" if path.is_dir() or section.path else path
     if not path.exists():
         raise UserError(f"{key}: {path} does not exist; give a Hugging Face model directory on this machine")

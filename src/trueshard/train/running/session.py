@@ -86,9 +86,9 @@ def finish(config: Config, ready: Ready, ranks: Ranks, trainer: Trainer) -> None
     if ranks.rank != 0:
         return
     records = read_metrics(folder / "metrics.jsonl")
-    entropy = ready.data.summary.unigram_entropy
+    entropy = ready.data.summary.unigram_entropy if config.data.format == "text" else None
     report.draw_loss(records, entropy, folder / "loss.png")
-    print(f"\n{report.final_line(records, entropy)}")
+    print(f"\n{report.final_line(records, entropy, getattr(trainer.loss, 'unit', 'token'))}")
     if trainer.stopped:
         print(f"Ended after step {trainer.step}: {trainer.stopped}")
     if continuation is not None:

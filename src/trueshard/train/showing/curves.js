@@ -111,7 +111,7 @@ function listen(chart) {
 // Head, key, words, what it is.
 const COLUMNS = [
   ["Steps", "steps", number],
-  ["Tokens", "tokens", compact, "targets that the loss was a mean over"],
+  ["Tokens", "tokens", compact, "that the model has read"],
   ["Loss", "loss", (value) => number(value, 4), "mean of the last 20 steps"],
   ["Best evaluation", "best", (value) => number(value, 4)],
   ["Tokens/s", "rate", compact, "median of the steps"],
@@ -159,8 +159,8 @@ function controls() {
   smoothBy();
   for (const radio of document.getElementsByName("x")) {
     radio.addEventListener("change", () => {
-      [view.x, view.whole, view.cursor] = [radio.value, true, null];
-      redraw();
+      [view.x, view.whole] = [radio.value, true];
+      hide();
     });
   }
   for (const radio of document.getElementsByName("scale")) {

@@ -1,7 +1,7 @@
 "use strict";
 // One diagram on its canvas: axes, curves, and what lies under a point. All diagrams share what is shown: `view`.
 
-const GUTTER = 66, RIGHT = 14, HEAD = 10, FOOT = 26, FEW = 40;
+const GUTTER = 72, RIGHT = 14, HEAD = 10, FOOT = 26, FEW = 40;
 const view = { x: "step", scale: "linear", half: 0, from: 0, to: 1, whole: true, cursor: null, only: null, off: new Set(), drag: null };
 
 const trimmed = (value, digits = 6) => String(Number(value.toPrecision(digits)));
@@ -36,23 +36,25 @@ function nearestAt(across, place) {
   return low > 0 && place - across[low - 1] < across[low] - place ? low - 1 : low;
 }
 
-// The mean of all points up to each, of which one that lies half a life of steps back counts half; near the beginning
-// that is a tenth of the steps so far, so that the line keeps to a steep fall.
+// The mean of the points around each, of which one that lies half a life of steps away counts half; near the beginning
+// that is a tenth of the steps so far, so that the line keeps to a steep fall. Points that are no number stay so.
 function smooth(curve, half) {
-  const found = new Float64Array(curve.mean.length).fill(NaN);
-  let total = 0, weight = 0;
-  for (let i = 0; i < found.length; i++) {
-    const life = Math.min(half, Math.max(curve.step[i] - curve.step[0], 1) / 10);
-    const decay = i ? 0.5 ** ((curve.step[i] - curve.step[i - 1]) / life) : 1;
-    total *= decay;
-    weight *= decay;
-    if (Number.isNaN(curve.mean[i])) continue;
-    const count = curve.count ? curve.count[i] : 1;
-    total += count * curve.mean[i];
-    weight += count;
-    found[i] = total / weight;
-  }
-  return found;
+  const { step, mean, count } = curve, length = mean.length;
+  const weight = mean.map((value, i) => (Number.isNaN(value) ? 0 : count ? count[i] : 1));
+  const sum = mean.map((value, i) => (weight[i] ? value * weight[i] : 0));
+  const decay = step.map((at, i) => (i ? 0.5 ** ((at - step[i - 1]) / Math.min(half, Math.max(at - step[0], 1) / 10)) : 1));
+  const around = (values) => {
+    const found = new Float64Array(length);
+    for (let i = 0, total = 0; i < length; i++) found[i] = total = total * decay[i] + values[i];
+    for (let i = length - 2, total = values[length - 1]; i >= 0; i--) {
+      total *= decay[i + 1];
+      found[i] += total;
+      total += values[i];
+    }
+    return found;
+  };
+  const weights = around(weight);
+  return around(sum).map((value, i) => (Number.isNaN(mean[i]) ? NaN : value / weights[i]));
 }
 
 class Chart {
@@ -179,7 +181,7 @@ class Chart {
     }
     const decades = Math.log10(this.top / this.low);
     if (decades < 0.7) return ticks(this.low, this.top, count, [["", 1]], [1, 2, 2.5, 5]).values;
-    const digits = decades > 4 ? [1] : decades > 2 ? [1, 3] : [1, 2, 5];
+    const digits = decades > 4 ? [1] : decades > 2 ? [1, 3] : decades > 1.3 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 7];
     const found = [];
     for (let power = Math.floor(Math.log10(this.low)); power <= Math.log10(this.top); power++) {
       found.push(...digits.map((digit) => digit * 10 ** power).filter((value) => value >= this.low && value <= this.top));

@@ -71,8 +71,8 @@ class Display(Callback):
     def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
         if self._shown:
             best = "  best so far" if record["loss"] <= trainer.best else ""
-            loss, perplexity = record["loss"], record["perplexity"]
-            print(f"evaluation at step {trainer.step}  loss {loss:.4f}  perplexity {perplexity:,.2f}{best}", flush=True)
+            perplexity = f"  perplexity {record['perplexity']:,.2f}" if "perplexity" in record else ""
+            print(f"evaluation at step {trainer.step}  loss {record['loss']:.4f}{perplexity}{best}", flush=True)
 
     def on_end(self, trainer: Trainer) -> None:
         if self._bar is not None:

@@ -28,7 +28,6 @@ class Measures(Callback):
     - ``memory_planned``: bytes, of what was planned to be reserved.
 
     Args:
-        tokens_per_step: tokens that the model reads in a step, over all ranks; left out, the targets of the loss.
         flops_per_token: the model's floating-point operations for each of them, forward and backward.
         peak_flops: operations a second of one device.
         memory_planned: bytes of a rank.
@@ -37,12 +36,11 @@ class Measures(Callback):
     def __init__(
         self,
         *,
-        tokens_per_step: int | None = None,
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
         memory_planned: int | None = None,
     ) -> None:
-        self._tokens, self._flops, self._peak = tokens_per_step, flops_per_token, peak_flops
+        self._flops, self._peak = flops_per_token, peak_flops
         self._planned = memory_planned
 
     def on_start(self, trainer: Trainer) -> None:
@@ -50,8 +48,7 @@ class Measures(Callback):
             torch.cuda.reset_peak_memory_stats(trainer.device)
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        tokens = record["step_tokens"] if self._tokens is None else self._tokens
-        rate = tokens / max(record["seconds"], 1e-9)
+        rate = record["step_tokens"] / max(record["seconds"], 1e-9)
         record["tokens_per_second"] = rate
         record["tokens_per_second_per_rank"] = rate / trainer.ranks
         if self._flops is not None and self._peak is not None:

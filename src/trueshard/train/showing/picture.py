@@ -77,7 +77,7 @@ def dress(axes: Axes, panel: Panel, shown: Values, planned: bool) -> None:
     room = 0.06 * ((high - low) or abs(high) or 1.0)
     from_zero = panel.unit in ("bytes", "part", "rate") or panel.key == "lr"
     axes.set_ylim(0 if from_zero and low >= 0 else low - room, high + (0.06 * high or room if from_zero else room))
-    axes.yaxis.set_major_locator(MaxNLocator(6))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     if panel.unit == "part":
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
     elif panel.unit == "rate":

@@ -20,7 +20,7 @@ MEANINGS = {
     "tensorboard/": "the metrics, for TensorBoard",
     "wandb/": "the metrics, for Weights & Biases",
     "data/tokenizer/": "the tokenizer, readable by transformers",
-    "data/tokens.bin": "the text as tokens",
+    "data/tokens.bin": "the data as tokens",
     "data/data.json": "what the tokens were made from",
 }
 
@@ -68,15 +68,16 @@ def final_loss(records: Sequence[dict[str, Any]]) -> tuple[float, int]:
     return mean(last), len(last)
 
 
-def final_line(records: Sequence[dict[str, Any]], entropy: float | None = None) -> str:
+def final_line(records: Sequence[dict[str, Any]], entropy: float | None = None, unit: str = "token") -> str:
     """How the run came out: its loss, its last evaluation and, for text, the entropy of single tokens."""
     loss, count = final_loss(records)
     over = f" (mean of the last {count} steps)" if count > 1 else ""
-    said = [f"Loss {loss:.3f} nats a token{over}"]
+    said = [f"Loss {loss:.3f} nats a {unit}{over}"]
     evaluated = [record for record in records if "evaluation_loss" in record]
     if evaluated:
         last = evaluated[-1]
-        said.append(f"evaluation {last['evaluation_loss']:.3f}, perplexity {last['evaluation_perplexity']:,.2f}")
+        perplexity = f", perplexity {last['evaluation_perplexity']:,.2f}" if "evaluation_perplexity" in last else ""
+        said.append(f"evaluation {last['evaluation_loss']:.3f}{perplexity}")
     if entropy is not None:
         said.append(f"unigram entropy of the text {entropy:.3f}")
     return "; ".join(said)

@@ -166,19 +166,29 @@ def curve(records: Sequence[Record], panel: Panel, stretches: int = STRETCHES) -
 
 
 def smoothed(curve: Curve, half_life: float) -> Values:
-    """The mean of all points up to each, of which one that lies `half_life` steps back counts half; NaN stays.
+    """The mean of the points around each, of which one that lies `half_life` steps away counts half; NaN stays.
 
     Near the beginning the half-life is a tenth of the steps so far, so that the line keeps to a steep fall.
     """
-    found = np.full_like(curve.mean, np.nan)
-    total = weight = 0.0
-    before = curve.step[0]
-    for i, (step, value, count) in enumerate(zip(curve.step, curve.mean, curve.count, strict=True)):
-        decay = 0.5 ** ((step - before) / min(half_life, max(step - curve.step[0], 1) / 10))
-        total, weight, before = total * decay, weight * decay, step
-        if math.isfinite(value):
-            total, weight = total + count * value, weight + count
-            found[i] = total / weight
+    lives = np.minimum(half_life, np.maximum(curve.step - curve.step[0], 1) / 10)
+    decays = 0.5 ** (np.diff(curve.step, prepend=curve.step[0]) / lives)
+    known = np.isfinite(curve.mean)
+    weights = np.where(known, curve.count, 0.0)
+    sums = np.where(known, curve.mean, 0.0) * weights
+
+    later = np.append(decays[1:], 1.0)[::-1]
+
+    def around(values: Values) -> Values:
+        return _passed(values, decays) + _passed(values[::-1], later)[::-1] - values
+
+    return np.divide(around(sums), around(weights), out=np.full_like(sums, np.nan), where=known)
+
+
+def _passed(values: Values, decays: Values) -> Values:
+    """The sum of the values up to each, faded by the decay before each."""
+    found, total = np.empty_like(values), 0.0
+    for i, (value, decay) in enumerate(zip(values.tolist(), decays.tolist(), strict=True)):
+        found[i] = total = total * decay + value
     return found
 
 

@@ -1,0 +1,112 @@
+"""What a dry run prints, and that it is all it does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from running import project
+from trueshard.cli import main
+from trueshard.errors import UserError
+from trueshard.train.config import Config
+from trueshard.train.parse import load_config
+from trueshard.train.running.dry import dry_run, toml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def test_dry_run_prints_configuration_and_forecast_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = project(tmp_path / "dry")
+    monkeypatch.chdir(folder)
+    before = sorted(folder.rglob("*"))
+    assert main(["train", "train.toml", "--nproc", "2", "--set", "train.steps=7", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    printed = tomllib.loads(out)
+    assert printed["train"]["steps"] == 7
+    assert printed["shard"]["reshard_after_forward"] == "default"
+    assert "# llama on 2 × cpu" in out
+    assert "# sequence 32 · microbatch 4 · AdamW" in out
+    assert "tokens/s" in out
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_dry_run_on_other_hardware_takes_any_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = project(tmp_path / "dry")
+    monkeypatch.chdir(folder)
+    config = load_config(Path("train.toml"), ["train.batch_size=64"])
+    assert "# llama on 64 × h100, 8 ranks a node" in dry_run(config, 64, hardware="h100")
+
+
+def test_unknown_hardware_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = project(tmp_path / "dry")
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match=r"h10.*h100"):
+        dry_run(load_config(Path("train.toml")), 2, hardware="h10")
+
+
+def test_what_the_planner_cannot_simulate_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = project(tmp_path / "dry")
+    monkeypatch.chdir(folder)
+    config = load_config(Path("train.toml"), ["shard.units=NoSuchBlock"])
+    last = dry_run(config, 2).splitlines()[-1]
+    assert last.startswith("# No forecast of memory and speed: ")
+    assert "NoSuchBlock" in last
+
+
+EVERYTHING = """
+[run]
+dir = "run"
+[model]
+path = "base"
+[adapter]
+targets = ["q_proj"]
+[data]
+format = "chat"
+packing = false
+[[data.sources]]
+path = "a.jsonl"
+weight = 2.0
+[[data.sources]]
+path = "b.jsonl"
+[evaluation]
+[train]
+steps = 3
+[optimizer]
+class = "torch.optim.SGD"
+[[optimizer.groups]]
+parameters = ["*.bias"]
+lr = 0.5
+arguments = { momentum = 0.9 }
+[schedule]
+class = "torch.optim.lr_scheduler.StepLR"
+arguments = { step_size = 2 }
+[shard]
+reshard_after_forward = { "model.layers.*" = "always" }
+"""
+
+
+def test_printed_configuration_means_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "all.toml"
+    file.write_text(EVERYTHING)
+    config = load_config(file)
+    again = Config.model_validate(tomllib.loads(toml(config)))
+    assert again == config
+    assert again.identity() == config.identity()
+
+
+def test_printed_configuration_has_every_key(tmp_path: Path) -> None:
+    file = tmp_path / "all.toml"
+    file.write_text(EVERYTHING)
+    config = load_config(file)
+    text = toml(config)
+    for name, section in config.model_dump(mode="json", by_alias=True, exclude_none=True).items():
+        assert f"[{name}]" in text
+        for key in section:
+            assert f"{key} = " in text or f"[[{name}.{key}]]" in text
