@@ -34,6 +34,7 @@ bench: $(READY)
 tables: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/optimizer_table.py
 	$(BIN)/python tests/configuration_reference.py
+	$(BIN)/python -m trueshard.train.convert.tables docs/coming-from.md
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

@@ -438,7 +438,7 @@ def test_fields_inside_a_configuration_are_checked() -> None:
     refused(
         config({"architecture": "llava", "fields": fields}, format="vision"),
         "model.fields.vision_config.hidden_sice",
-        "'hidden_size'",
+        "nearest valid one: model.fields.vision_config.hidden_size",
     )
     refused(config(llama(), format="vision"), "'llama'", "is not a model of images and text")
 

@@ -89,7 +89,7 @@ def convert(
     """Turn another framework's configuration into one for `trueshard train`, and say what became of each key."""
     from trueshard.train.convert import convert as converted_from
 
-    converted = converted_from(file, source, environment=os.environ, ranks=ranks)
+    converted = converted_from(file, source, environment=os.environ, ranks=ranks, out=out)
     if out is None:
         print(converted.toml)
         print(converted.report(), file=sys.stderr)

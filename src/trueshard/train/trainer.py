@@ -234,7 +234,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """The mean loss over ``evaluation`` and, of tokens, its perplexity. Collective; changes nothing in the training.
+        """The mean loss over ``evaluation`` and, of tokens, its perplexity. Collective; the training stays as it is.
 
         Where a rank has fewer microbatches than others, it repeats its last one, which does not count.
         """

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from trueshard.errors import UserError
-from trueshard.names import nearest
 from trueshard.train.config import Config, ModelSection
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -103,8 +102,9 @@ def _check_fields(fields: Mapping[str, Any], default: Any, where: str, what: str
     valid = default.to_dict()
     for name, value in fields.items():
         if name not in valid:
-            hint = nearest(name, valid) or " See its transformers configuration."
-            raise UserError(f"unknown key {where}.{name} for the architecture {what!r}.{hint}")
+            near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
+            hint = f"nearest valid one: {where}.{near[0]}" if near else "see its transformers configuration"
+            raise UserError(f"unknown key {where}.{name} for the architecture {what!r}; {hint}")
         if name in ("text_config", "vision_config") and valid[name] is not None:
             if not isinstance(value, Mapping):
                 raise UserError(f"{where}.{name}: wanted a table, found {value!r}")

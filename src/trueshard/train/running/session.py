@@ -88,7 +88,8 @@ def finish(config: Config, ready: Ready, ranks: Ranks, trainer: Trainer) -> None
     records = read_metrics(folder / "metrics.jsonl")
     entropy = ready.data.summary.unigram_entropy if config.data.format == "text" else None
     report.draw_loss(records, entropy, folder / "loss.png")
-    print(f"\n{report.final_line(records, entropy, getattr(trainer.loss, 'unit', 'token'))}")
+    unit = getattr(trainer.loss, "unit", "token")
+    print(f"\n{report.final_line(records, entropy, unit)}")
     if trainer.stopped:
         print(f"Ended after step {trainer.step}: {trainer.stopped}")
     if continuation is not None:
