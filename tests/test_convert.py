@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import accelerate
 import peft
 import pytest
+import torch
 import transformers
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
@@ -33,7 +33,7 @@ from trueshard.train.convert import accelerate as ours_of_accelerate
 from trueshard.train.convert import environment as ours_of_environment
 from trueshard.train.convert.converting import SOURCES
 from trueshard.train.convert.rules import Source
-from trueshard.train.convert.sheet import Sheet, Wrong, our_default
+from trueshard.train.convert.sheet import Sheet, Wrong, our_default, section_of
 from trueshard.train.convert.tables import fill
 from trueshard.train.parse import load_config
 
@@ -168,92 +168,52 @@ def test_no_key_is_known_twice(source: Source) -> None:
     assert len(source.index) == sum(len(rule.keys) for rule in source.rules)
 
 
+def names_of(section: str) -> set[str]:
+    return {field.alias or name for name, field in section_of(section).model_fields.items()}
+
+
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
 def test_each_key_that_a_rule_names_is_one_of_ours(source: Source) -> None:
     named = {rule.becomes for rule in source.rules if re.fullmatch(r"[a-z]+\.[a-z_.]+", rule.becomes)}
-    assert named
-    for key in named:
-        section, name = key.split(".")[:2]
-        annotation = str(Config.model_fields[section].annotation)
-        our_default(key)
-        assert name in {alias for model in (Config.model_fields[section].annotation,) for alias in names_of(model)}, (
-            annotation
-        )
+    assert len(named) > 5
+    for section, name in (key.split(".")[:2] for key in named):
+        assert name in names_of(section), f"{section}.{name}"
 
 
-def names_of(annotation: Any) -> set[str]:
-    models = [annotation, *getattr(annotation, "__args__", ())]
-    fields = next(model.model_fields for model in models if hasattr(model, "model_fields"))
-    return {field.alias or name for name, field in fields.items()}
+VALUES: list[Any] = [True, 2, "2", 0.5, -1, "1ep", {}, {"min_lr_rate": 0.1}]
+VALUES += ["none", "no", "never", "full_shard", "FSDP", "NO_WRAP", "BACKWARD_PRE", "PURE", "selective", "op"]
+VALUES += ["adamw_torch", "AdamW", "linear", "steps", "float32", "amp_bf16", "inductor"]
+VALUES += [{"name": "decoupled_adamw"}, {"name": "cosine_with_warmup"}]
+AS_ANOTHER = {"composer": ("parallelism_config.fsdp2.", "fsdp_config."), "hf": ("evaluation_strategy",)}
+"""Keys with the rules of others, under whose name they are told."""
 
 
-VALUES = [
-    True,
-    "adamw_torch",
-    "steps",
-    "linear",
-    "float32",
-    2,
-    "2",
-    "1ep",
-    "AdamW",
-    "FSDP",
-    "full_shard",
-    "none",
-    "amp_bf16",
-]
-VALUES += [
-    {"name": "decoupled_adamw"},
-    {"name": "cosine_with_warmup"},
-    {"min_lr_rate": 0.1},
-    {},
-    "selective",
-    "PURE",
-    "op",
-]
-VALUES += ["inductor", "no", "NO_WRAP", "BACKWARD_PRE", 0.5, -1, "never"]
-
-
-AS_ANOTHER = {"composer": ("parallelism_config.fsdp2.", "fsdp_config.")}
-"""Sections whose keys have the same rules as those of another."""
-
-
-def told(source: Source, key: str) -> list[list[str]]:
-    """For each value that the key takes: what became of it."""
-    found = []
-    for value in VALUES:
-        try:
-            found.append(status(convert_tree(source, {key: value}), key))
-        except UserError:
-            continue
-    return found
-
-
-def convert_tree(source: Source, flat: Mapping[str, Any]) -> Converted:
-    """As `convert`, of a tree with these dotted keys."""
-    tree: dict[str, Any] = {}
-    for key, value in flat.items():
-        *parents, last = key.split(".") if source.name != "environment" else [key]
-        table = tree
-        for parent in parents:
-            table = table.setdefault(parent, {})
-        table[last] = str(value) if source.name == "environment" else value
+def of_tree(source: Source, key: str, value: Any, folder: Path) -> Converted:
+    """As `convert`, of nothing but this key."""
     if source.name == "environment":
-        return convert(None, environment=tree)
-    path = Path(os.environ["PYTEST_FOLDER"]) / "tree.json"
-    path.write_text(json.dumps(tree))
-    return convert(path, source.name, ranks=4)
+        return convert(None, environment={key: str(value)})
+    tree = value
+    for name in reversed(key.split(".")):
+        tree = {name: tree}
+    return convert(written(folder, "tree.json", tree), source.name, ranks=4)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
-def test_every_key_is_told_whatever_its_value(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTEST_FOLDER", str(tmp_path))
+def test_every_key_is_told_whatever_its_value(source: Source, tmp_path: Path) -> None:
     for key in source.index:
-        if key == "evaluation_strategy" or key.startswith(AS_ANOTHER.get(source.name, ("-",))):
+        if key.startswith(AS_ANOTHER.get(source.name, ("-",))):
             continue
-        answers = told(source, key)
-        assert answers, f"{key}: no value is taken"
-        assert all(answers), f"{key}: nothing is said of it"
+        taken = 0
+        for value in VALUES:
+            try:
+                converted = of_tree(source, key, value, tmp_path)
+            except UserError:
+                continue
+            assert status(converted, key), f"{key} = {value}: nothing is said of it"
+            taken += 1
+            if taken == 3:
+                break
+        assert taken, f"{key}: no value is taken"
 
 
 def test_the_page_has_the_present_tables() -> None:
@@ -306,7 +266,7 @@ def plan_of(rank: int, world: int, words: dict[str, Any]) -> list[tuple[str, boo
     """What `shard()` does to a tiny Llama with these words of `[shard]`."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
-    optimizer = torch_adamw(model)
+    optimizer = torch.optim.AdamW(model.parameters())
     plan = trueshard.shard(model, optimizer, **words)
     assert plan.mixed_precision is not None
     return [
@@ -316,15 +276,9 @@ def plan_of(rank: int, world: int, words: dict[str, Any]) -> list[tuple[str, boo
     ] + [("compute", True, str(plan.mixed_precision.compute))]
 
 
-def torch_adamw(model: Any) -> Any:
-    import torch
-
-    return torch.optim.AdamW(model.parameters())
-
-
 def words_of(config: Config) -> dict[str, Any]:
+    """Those of `[shard]` that `shard()` takes."""
     words = config.shard.model_dump()
-    words.pop("replicate")
     return {name: value for name, value in words.items() if name in inspect.signature(trueshard.shard).parameters}
 
 
@@ -607,9 +561,8 @@ def test_two_precisions_contradict_each_other(tmp_path: Path) -> None:
 
 
 def test_two_keys_that_set_one_of_ours_contradict_each_other(tmp_path: Path) -> None:
-    tree = {"optimizer": {"seed": 1}, "seed": 1, "global_seed": 2, "max_duration": "1ba"}
-    tree.pop("optimizer")
-    assert "train.seed" in refused(written(tmp_path, "a.yaml", tree))
+    tree = {"seed": 1, "global_seed": 2, "max_duration": "1ba"}
+    assert "both decide train.seed" in refused(written(tmp_path, "a.yaml", tree))
 
 
 def test_a_batch_that_ranks_do_not_divide_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +19,73 @@ import corpora
 from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.data.loader import Loader
+from trueshard.train.data.messages import place_images
 from trueshard.train.data.prepared import Prepared
 from trueshard.train.data.samples import IGNORED
+from trueshard.train.data.tokenizer import CHATML
+from trueshard.train.data.vision import VisionCollate
 
 IMAGE_TOKENS = 16
 """Of a picture of 16 × 16 in patches of 4 × 4."""
 
 
-@pytest.fixture(scope="module")
-def processor(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with LLaVA's processor around a tokenizer of our own."""
+def tokenizer_of(*special: str, **attributes: Any) -> Any:
+    """A tokenizer of bytes and special tokens, of which the first ends a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlavaProcessor, PreTrainedTokenizerFast
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers import PreTrainedTokenizerFast
 
-    words = ["<|endoftext|>", "<image>", "<|im_start|>", "<|im_end|>"]
-    vocabulary = {word: number for number, word in enumerate([*words, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(words)
-    folder = tmp_path_factory.mktemp("processor")
-    LlavaProcessor(
+    tokenizer.add_special_tokens(list(special))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0], **attributes)
+
+
+TURNS = ("<|endoftext|>", "<image>", "<|im_start|>", "<|im_end|>")
+
+
+def llava() -> Any:
+    """Writes as many tokens as a picture has patches."""
+    from transformers import LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    return LlavaProcessor(
         image_processor=CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
-        tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=words[0]),
+        tokenizer=tokenizer_of(*TURNS),
         patch_size=4,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
-    ).save_pretrained(str(folder))
+    )
+
+
+def idefics() -> Any:
+    """Cuts a picture into pieces, writes tokens for the place of each, and pads pieces over a batch."""
+    from transformers import Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    pieces = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
+    special = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *pieces)
+    size = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
+    return Idefics3Processor(Idefics3ImageProcessorPil(**size), tokenizer_of(*TURNS, *special), image_seq_len=4)
+
+
+def gemma() -> Any:
+    """Writes the token that begins a picture in the text, and its own tokens after it."""
+    from transformers import Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    named = {"boi_token": "<image>", "eoi_token": "<eoi>", "image_token": "<soft>"}
+    tokenizer = tokenizer_of(*TURNS, "<eoi>", "<soft>", extra_special_tokens=named)
+    tokenizer.image_token_id = tokenizer.convert_tokens_to_ids("<soft>")
+    return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), tokenizer, image_seq_length=4)
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with LLaVA's processor around a tokenizer of our own."""
+    folder = tmp_path_factory.mktemp("processor")
+    llava().save_pretrained(str(folder))
     return folder
 
 
@@ -123,6 +163,23 @@ def test_several_pictures_in_several_turns(tmp_path: Path, processor: Path) -> N
     assert learnt(data, batch["targets"][0]) == "A grey square.<|im_end|>"
     assert (batch["input_ids"] == 1).sum(1).tolist() == [IMAGE_TOKENS, 3 * IMAGE_TOKENS]
     assert brightness(batch["pixel_values"]) == [0, 3, 1, 2]
+
+
+@pytest.mark.parametrize("make", [llava, idefics, gemma])
+def test_targets_are_found_behind_the_tokens_of_any_processor(tmp_path: Path, make: Callable[[], Any]) -> None:
+    processor = make()
+    processor.tokenizer.chat_template = CHATML
+    for number in range(3):
+        picture(60 * number).resize((24 + 20 * number, 40)).save(tmp_path / f"{number}.png")
+    images = [{"type": "image", "image": str(tmp_path / f"{number}.png")} for number in range(3)]
+    text = {"type": "text", "text": "What is it?"}
+    records = [asked([images[0], text], "One."), asked([text, images[1]], "Two.") + asked([images[2], text], "Three.")]
+    batch = VisionCollate(processor, 4096, answers_only=True)(
+        [{"messages": place_images(found, [], "here"), "where": "here"} for found in records]
+    )
+    said = [processor.tokenizer.decode([t for t in row.tolist() if t != IGNORED]) for row in batch["targets"]]
+    assert said == ["One.<|im_end|>", "Two.<|im_end|>Three.<|im_end|>"]
+    assert "pixel_values" in batch
 
 
 def test_a_batch_goes_through_a_model(tmp_path: Path, processor: Path) -> None:

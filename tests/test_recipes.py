@@ -77,3 +77,28 @@ def test_a_recipe_trains_and_goes_on_bit_for_bit(name: str, ranks2: Ranks, tmp_p
     assert "Resumed after step 8" in again["said"]
     for key in ("loss", "grad_norm", "lr"):
         assert [record[key] for record in again["metrics"]] == [record[key] for record in whole["metrics"]]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("shard.replicate=2",),
+        (
+            "shard.mixed_precision=bf16",
+            "shard.activation_checkpointing=full",
+            "train.accumulate=2",
+            "shard.offload=cpu",
+        ),
+        ("shard.mixed_precision=fp16", "train.whole_logits=true"),
+        ("data.streaming=true", "evaluation.path=src/trueshard/train", "train.keep=1"),
+    ],
+    ids=["copies", "low precision", "float16", "streamed"],
+)
+def test_words_of_the_configuration_train(overrides: tuple[str, ...], ranks4: Ranks, tmp_path: Path) -> None:
+    words = (*overrides_of("pretrain"), "train.steps=4", "evaluation.samples=8", *overrides)
+    found = ranks4.run(trained, "pretrain", str(tmp_path), words, timeout=240)[0]
+    assert found["code"] == 0
+    assert [record["step"] for record in found["metrics"]] == [1, 2, 3, 4]
+    if "shard.replicate=2" in overrides:
+        alone = ranks4.run(trained, "pretrain", str(tmp_path / "alone"), words[:-1], timeout=240)[0]
+        assert losses(found) == pytest.approx(losses(alone), rel=1e-5)

@@ -453,6 +453,20 @@ def test_preference_loss_of_the_reference_itself_is_that_of_a_coin() -> None:
     assert float(loss(model, sequences(4))) == pytest.approx(2 * 0.6931472, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_preference_loss_from_whole_logits_is_the_same(kind: str) -> None:
+    torch.manual_seed(0)
+    policy, other = tiny(kind), tiny(kind)
+    with torch.no_grad():
+        policy.get_output_embeddings().weight += 0.05 * torch.randn(VOCABULARY, 32)
+    expected = float(plain_dpo(policy, other, sequences(4), 0.5, 0.1).detach())
+    for whole in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = PreferenceLoss(other, 0.5, 0.1, whole_logits=whole)(policy, sequences(4))
+        assert float(found.detach()) / 2 == pytest.approx(expected, rel=1e-5)
+
+
 def test_preference_loss_counts_pairs() -> None:
     assert PreferenceLoss().count(sequences(6)) == 3
 

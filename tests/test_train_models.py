@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import trueshard
 from parity import Ranks, assert_same
+from traffic import Traffic
 from trueshard import names
 from trueshard.errors import UserError
 from trueshard.train.config import Config
@@ -306,6 +307,20 @@ def test_quantised_base_trains_its_adapter_alike_on_any_number_of_ranks(
             assert facts["trained"] == ["lora_A", "lora_B"]
 
 
+def traffic_case(rank: int, world: int, given: Config) -> tuple[float, float]:
+    """Bytes received for a forward, and what they are if integers travel as they are stored, all else in 16 bits."""
+    model, _ = sharded(given, mixed_precision="bf16")
+    with torch.no_grad(), Traffic() as traffic:
+        model(batch()["input_ids"])
+    wanted = sum(p.numel() * (2 if p.is_floating_point() else 1) for p in model.parameters())
+    return traffic.received["all_gather"], wanted * (world - 1) / world
+
+
+def test_quantised_weights_travel_as_they_are_stored(ranks2: Ranks) -> None:
+    for found, wanted in ranks2.run(traffic_case, config(llama(quantize="nf4", dtype="bfloat16"), ALL)):
+        assert found == wanted
+
+
 def test_quantised_weights_are_those_of_the_files(saved: Path, ranks2: Ranks) -> None:
     from safetensors.torch import load_file
 
@@ -431,6 +446,11 @@ def test_arguments_of_the_adapter_are_checked() -> None:
 def test_model_without_linear_layers_cannot_be_quantised() -> None:
     fields = {"n_embd": 32, "n_layer": 1, "n_head": 2}
     refused(config({"architecture": "gpt2", "fields": fields, "quantize": "int8"}, ALL), "model.quantize", "GPT2")
+
+
+def test_quantised_base_is_not_changed_by_an_adapter() -> None:
+    pissa = ALL | {"arguments": {"init_lora_weights": "pissa"}}
+    refused(config(llama(quantize="int8"), pissa), "model.quantize", "adapter.arguments")
 
 
 def test_fields_inside_a_configuration_are_checked() -> None:

@@ -36,6 +36,8 @@ class Format:
     view: Callable[[Store, int, int], Samples]
     """The samples in a range of the store."""
     collate: Collate
+    pad: int
+    """The token that stands where there is none."""
     joined: bool = False
     """Documents follow each other without a gap, and are cut into sequences when they are looked at."""
     packed: bool = False
@@ -59,13 +61,13 @@ def format_of(config: Config, tokenizer: Any, processor: Any) -> Format:
 
     if section.format == "text":
         text = TextFormat(tokenizer, section.field)
-        return Format(lambda _: text, lambda store, a, b: Cut(store, a, b, length), stack, joined=True, cut=False)
+        return Format(lambda _: text, lambda store, a, b: Cut(store, a, b, length), stack, pad, joined=True, cut=False)
     if section.format == "chat":
         chat = ChatFormat(tokenizer, section.answers_only)
         if not section.packing:
-            return Format(lambda _: chat, Single, Pad(pad))
-        return Format(lambda _: chat, lambda store, a, b: Packed(store, a, b, length, pad), stack, packed=True)
+            return Format(lambda _: chat, Single, Pad(pad), pad)
+        return Format(lambda _: chat, lambda store, a, b: Packed(store, a, b, length, pad), stack, pad, packed=True)
     if section.format == "preference":
         preference = PreferenceFormat(tokenizer)
-        return Format(lambda _: preference, Pairs, PadPairs(pad))
-    return Format(VisionFormat, Kept, VisionCollate(processor, length, section.answers_only), cut=False, kept=True)
+        return Format(lambda _: preference, Pairs, PadPairs(pad), pad)
+    return Format(VisionFormat, Kept, VisionCollate(processor, length, section.answers_only), pad, cut=False, kept=True)

@@ -20,7 +20,7 @@ from typing import Any
 from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.data.build import build, first_texts
-from trueshard.train.data.formats import format_of, texts_of
+from trueshard.train.data.formats import Format, format_of, texts_of
 from trueshard.train.data.mixture import Mixture, StreamMixture
 from trueshard.train.data.samples import Collate, Samples, Stream
 from trueshard.train.data.sources import Source, find
@@ -142,36 +142,43 @@ def _open(config: Config, folder: Path, sources: list[Source], processor: Any) -
     if processor is not None:
         set_chat_template(config, processor.tokenizer, processor)
     form = format_of(config, tokenizer, processor)
-    length, weights = config.train.sequence_length, [each.weight for each in config.data.places()]
-
-    def look(at: Path, part: str) -> list[Samples]:
-        found = read_summary(at)
-        assert found is not None
-        store = Store(at, found)
-        return [form.view(store, *ranges[part]) for ranges in found.ranges]
-
-    train: Samples | Stream
-    if config.data.streaming:
-        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        streams = [SourceStream(source, form, length, pad) for source in sources]
-        for stream in streams:
-            stream.check()
-        train = streams[0] if len(streams) == 1 else StreamMixture(streams, weights)
-    else:
-        parts = look(folder, "train")
-        for part, place, ranges in zip(parts, config.data.places(), summary.ranges, strict=True):
-            if not len(part):
-                raise UserError(_too_little(config, place.path, ranges["train"], form.joined))
-        train = parts[0] if len(parts) == 1 else Mixture(parts, weights)
-    evaluation: Samples | None = None
-    if config.evaluation is not None:
-        own = config.evaluation.path is not None
-        found = [part for part in look(folder / "evaluation", "train") if len(part)] if own else []
-        found = found or ([] if own else [part for part in look(folder, "evaluation") if len(part)])
-        if not found:
-            raise UserError(_nothing_held_out(config))
-        evaluation = found[0] if len(found) == 1 else Mixture(found, [1.0] * len(found))
+    train = _streams(config, form, sources) if config.data.streaming else _stored(config, form, folder, summary)
+    evaluation = None if config.evaluation is None else _held_out(config, form, folder, summary)
     return Prepared(folder, summary, train, evaluation, form.collate)
+
+
+def _stored(config: Config, form: Format, folder: Path, summary: Summary) -> Samples:
+    places, parts = config.data.places(), _parts(form, folder, summary, "train")
+    for place, part, ranges in zip(places, parts, summary.ranges, strict=True):
+        if not len(part):
+            raise UserError(_too_little(config, place.path, ranges["train"], form.joined))
+    return parts[0] if len(parts) == 1 else Mixture(parts, [place.weight for place in places])
+
+
+def _streams(config: Config, form: Format, sources: list[Source]) -> Stream:
+    streams = [SourceStream(source, form, config.train.sequence_length) for source in sources]
+    for stream in streams:
+        stream.check()
+    return streams[0] if len(streams) == 1 else StreamMixture(streams, [source.weight for source in sources])
+
+
+def _held_out(config: Config, form: Format, folder: Path, summary: Summary) -> Samples:
+    if _holds_out(config):
+        found = _parts(form, folder, summary, "evaluation")
+    else:
+        own = read_summary(folder / "evaluation")
+        assert own is not None
+        found = _parts(form, folder / "evaluation", own, "train")
+    kept = [part for part in found if len(part)]
+    if not kept:
+        raise UserError(_nothing_held_out(config))
+    return kept[0] if len(kept) == 1 else Mixture(kept, [1.0] * len(kept))
+
+
+def _parts(form: Format, folder: Path, summary: Summary, part: str) -> list[Samples]:
+    """Of each source, the samples of a part."""
+    store = Store(folder, summary)
+    return [form.view(store, *ranges[part]) for ranges in summary.ranges]
 
 
 def _too_little(config: Config, path: str, found: tuple[int, int], joined: bool) -> str:

@@ -38,11 +38,10 @@ class SourceStream:
         source: where records come from.
         form: what becomes of them.
         length: inputs of a sequence.
-        pad: the token that stands where there is none.
     """
 
-    def __init__(self, source: Source, form: Format, length: int, pad: int) -> None:
-        self._source, self._form, self._length, self._pad = source, form, length, pad
+    def __init__(self, source: Source, form: Format, length: int) -> None:
+        self._source, self._form, self._length = source, form, length
 
     def begin(self, seed: int) -> Iterator[Placed]:
         """From the first sample on. Raises `UserError` for a record that cannot be read, or a source without any."""
@@ -103,7 +102,7 @@ class SourceStream:
             sizes = [len(document.ids) - 1 for (document,), _ in group]
             for members in pack(sizes, self._length):
                 chosen = [group[number][0][0] for number in members]
-                yield packed(chosen, self._length, self._pad), _span([group[number][1] for number in members])
+                yield packed(chosen, self._length, self._form.pad), _span([group[number][1] for number in members])
 
     @staticmethod
     def _single(documents: Iterable[tuple[tuple[Document, ...], str]]) -> Iterator[Placed]:

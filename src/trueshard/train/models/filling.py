@@ -28,7 +28,7 @@ from trueshard.train.models import adapters
 from trueshard.train.models.initialising import initialise
 from trueshard.train.models.making import empty, with_values
 from trueshard.train.models.quantized import QuantizedLinear, quantise
-from trueshard.train.models.rows import copy_tensor, memory, resting_device
+from trueshard.train.models.rows import copy_tensor, give_memory, memory, resting_device
 
 
 def fill(config: Config, model: nn.Module) -> None:
@@ -75,7 +75,7 @@ def _fill_quantised(config: Config, settings: Any, root: nn.Module) -> None:
 
 def _initialise(config: Config, settings: Any, root: nn.Module) -> None:
     device = resting_device(root)
-    root.to_empty(device=device)
+    give_memory(root)
     if not initialise(root, empty(config, settings), config.train.seed, device):
         _take(root, with_values(config, settings))
     elif _is_adapted(root):
@@ -123,7 +123,7 @@ def _base_names(root: nn.Module, path: Path) -> dict[str, str] | None:
 
 def _take(root: nn.Module, donor: nn.Module) -> None:
     """Copy, or quantise, what a model of the same structure has: whole, or sharded alike."""
-    root.to_empty(device=resting_device(root))
+    give_memory(root)
     donors = dict(names.named_modules(donor))
     for name, module in names.named_modules(root):
         other = donors[name]

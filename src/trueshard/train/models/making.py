@@ -11,7 +11,7 @@ from torch import nn
 
 from trueshard.errors import UserError
 from trueshard.train.config import AdapterSection, Config
-from trueshard.train.models.adapters import add_adapter, is_saved_whole
+from trueshard.train.models.adapters import add_adapter, is_saved_whole, needs_values
 from trueshard.train.models.freezing import freeze
 from trueshard.train.models.quantized import Kind as Kinds
 from trueshard.train.models.quantized import quantise_layers
@@ -68,6 +68,11 @@ def _changed(config: Config, base: Any, checking: bool = False) -> nn.Module:
 
 def _quantise(base: Any, kind: Kinds, adapter: AdapterSection | None, checking: bool) -> None:
     """Quantise the linear layers of ``base``, but for its head and what is trained whole."""
+    if adapter is not None and needs_values(adapter):
+        raise UserError(
+            "model.quantize does not go with adapter.arguments that begin with or change the base's weights; set it to "
+            '"none", or remove them'
+        )
     head, before = base.get_output_embeddings(), base.num_parameters()
     kept = {name for name, module in base.named_modules() if module is head}
     found = quantise_layers(base, kind, lambda name: name not in kept and not is_saved_whole(name, adapter))

@@ -57,7 +57,10 @@ class QuantizedLinear(nn.Linear):
 
 
 def quantise_layers(model: nn.Module, kind: Kind, wanted: Callable[[str], bool]) -> int:
-    """Replace the linear layers of ``model`` whose names are ``wanted``, in place; returns how many weights they have."""
+    """Replace the linear layers of ``model`` that are ``wanted``, by name, in place; returns their weights' number.
+
+    What is a subclass of ``nn.Linear`` is left alone.
+    """
     found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear and wanted(name)]
     made = {id(module): QuantizedLinear(module, kind) for _, module in found}
     for name, module in found:

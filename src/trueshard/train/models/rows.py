@@ -23,6 +23,19 @@ def resting_device(model: nn.Module) -> torch.device:
     return torch.device("cpu") if runtime.plan.offload == "cpu" else device_of(runtime.mesh)
 
 
+def give_memory(model: nn.Module) -> None:
+    """Undefined values to all of a sharded model: parameters where its shards rest, buffers where it computes."""
+    root = names.unwrap(model)
+    root.to_empty(device=resting_device(root))
+    runtime = runtime_of(root)
+    assert runtime is not None
+    device = device_of(runtime.mesh)
+    for module in root.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor. Collective where it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -22,11 +22,13 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import psutil
 import torch
 
 from trueshard.distributed import ensure_process_group
 from trueshard.errors import UserError
 from trueshard.train.running import slurm
+from trueshard.train.running.rendezvous import fresh_store
 from trueshard.train.running.signals import SIGNALS, STOPPED
 
 STOP_GRACE = 600
@@ -109,6 +111,8 @@ def launch(arguments: Sequence[str], nproc: int) -> Ended:
         worker = WORKER.format(path=sys.path, stopped=STOPPED)
         elastic_launch(config, sys.executable)("-c", worker, *arguments)
     except SignalException:
+        for left in psutil.Process().children():  # started in the moment of the signal, the agent does not know them
+            left.kill()
         return Ended(STOPPED)
     except ChildFailedError as error:
         return _ended({rank: failure.exitcode for rank, failure in error.failures.items()})
@@ -141,9 +145,10 @@ def join(environment: MutableMapping[str, str], timeout: float) -> Ranks:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(max(1, cpu_cores() // local_world))
-    ensure_process_group(datetime.timedelta(seconds=timeout))
-    most, count = (int(environment.get(f"TORCHELASTIC_{key}", "0")) for key in ("MAX_RESTARTS", "RESTART_COUNT"))
     is_ours = environment.get("TORCHELASTIC_RUN_ID", "").startswith(OWN)
+    store = None if is_ours else fresh_store(environment, timeout)
+    ensure_process_group(datetime.timedelta(seconds=timeout), store)
+    most, count = (int(environment.get(f"TORCHELASTIC_{key}", "0")) for key in ("MAX_RESTARTS", "RESTART_COUNT"))
     return Ranks(rank, world, local_rank, local_world, device, is_ours, ends_agent=count < most)
 
 

@@ -86,6 +86,26 @@ def check_settings(config: Config, ranks: int) -> Any:
     return settings
 
 
+def tell_if_complete(config: Config, ready: Ready, aloud: bool) -> bool:
+    """Whether there is nothing left to do in this run; says so, and what to change, if `aloud`."""
+    folder = folder_of(config)
+    if ready.step < ready.steps or not (folder / "loss.png").exists():
+        return False
+    if aloud:
+        print(
+            f"The run in {folder} is complete: {ready.step} steps. To train on, set train.steps above "
+            f"{ready.step}; to begin another run, change run.dir.",
+            flush=True,
+        )
+    return True
+
+
+def tell_changes(ready: Ready) -> None:
+    """Say which settings are not what they were when the run was last started."""
+    if ready.changes:
+        print(f"Changed since the last start: {'; '.join(map(str, ready.changes))}", flush=True)
+
+
 def default_nproc(on_cpu: int) -> int:
     """Processes on this machine when none are asked for: one a CUDA device, else `on_cpu`."""
     return torch.cuda.device_count() if torch.cuda.is_available() else on_cpu

@@ -19,7 +19,15 @@ from trueshard.train.config import Config
 from trueshard.train.recipe import checkpoints_of, folder_of
 from trueshard.train.running import lock, tighten
 from trueshard.train.running.launch import FAILED, OUT_OF_MEMORY, USER_ERROR, launch, launcher_of
-from trueshard.train.running.preflight import Ready, check, check_nproc, check_writable, default_nproc
+from trueshard.train.running.preflight import (
+    Ready,
+    check,
+    check_nproc,
+    check_writable,
+    default_nproc,
+    tell_changes,
+    tell_if_complete,
+)
 from trueshard.train.running.signals import STOPPED
 
 
@@ -70,26 +78,6 @@ def prepared(config: Config, ranks: int, override: bool) -> Ready:
     check_writable(config)
     with lock.held(folder_of(config)):
         return check(tighten.applied(config, ranks), ranks, override=override)
-
-
-def tell_if_complete(config: Config, ready: Ready, aloud: bool) -> bool:
-    """Whether there is nothing left to do in this run; says so, and what to change, if `aloud`."""
-    folder = folder_of(config)
-    if ready.step < ready.steps or not (folder / "loss.png").exists():
-        return False
-    if aloud:
-        print(
-            f"The run in {folder} is complete: {ready.step} steps. To train on, set train.steps above "
-            f"{ready.step}; to begin another run, change run.dir.",
-            flush=True,
-        )
-    return True
-
-
-def tell_changes(ready: Ready) -> None:
-    """Say which settings are not what they were when the run was last started."""
-    if ready.changes:
-        print(f"Changed since the last start: {'; '.join(map(str, ready.changes))}", flush=True)
 
 
 def _supervise(config: Config, ready: Ready, command: Sequence[str], nproc: int) -> int:

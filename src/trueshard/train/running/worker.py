@@ -29,10 +29,9 @@ from trueshard.train.config import Config
 from trueshard.train.recipe import folder_of
 from trueshard.train.running import lock, memory, planned, tighten
 from trueshard.train.running.launch import FAILED, OUT_OF_MEMORY, USER_ERROR, Ranks, join
-from trueshard.train.running.preflight import Ready, check, check_writable
+from trueshard.train.running.preflight import Ready, check, check_writable, tell_changes, tell_if_complete
 from trueshard.train.running.session import train
 from trueshard.train.running.signals import STOPPED, StopRequest
-from trueshard.train.running.start import tell_changes, tell_if_complete
 
 YIELD = 5.0
 """Seconds a rank waits before it reports a failure that is probably another's."""
