@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
+def ensure_process_group(timeout: datetime.timedelta | None = None, store: dist.Store | None = None) -> None:
     """Initialise the default process group if the user has not.
 
     Args:
         timeout: how long a collective may take; None: torch's own.
+        store: where launched ranks meet; None: the launcher's.
 
     Raises:
         RuntimeError: the environment describes a launcher only in part; the message names the missing variables.
@@ -46,7 +47,10 @@ def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         # Both: what rests on the CPU (offload) is reduced there.
         backend = f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
-    if launched:
+    if launched and store is not None:
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks)
+    elif launched:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
