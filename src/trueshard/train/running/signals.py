@@ -22,7 +22,8 @@ class StopRequest:
     """`requested` is what the loop reads."""
 
     def __init__(self) -> None:
-        self._asked = False
+        self.asked = False
+        """Whether a signal has come since `requested` was first read."""
         self._waits = False
         self._parent = os.getppid()
         for number in SIGNALS:
@@ -35,9 +36,9 @@ class StopRequest:
             self._waits = True
             for number in SIGNALS:
                 signal.signal(number, self._handle)
-        return self._asked or os.getppid() != self._parent
+        return self.asked or os.getppid() != self._parent
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
+        self.asked = True
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)

@@ -74,6 +74,8 @@ def work(config: Config, *, override: bool = False, profile: bool = False) -> No
         if end.shortage is not None:
             gc.collect()
             end = _out_of_memory(rank, end.shortage)
+    if end.wait and stop.asked:  # whoever ends the others knows why already
+        os._exit(end.code)
     _leave(rank, end)
 
 
