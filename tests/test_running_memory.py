@@ -15,7 +15,7 @@ import torch
 from running import end, metrics, project, run, start
 from trueshard.train.config import Config
 from trueshard.train.parse import load_config
-from trueshard.train.running import memory, tighten
+from trueshard.train.running import fitting, memory, tighten
 from trueshard.train.running.preflight import check_settings
 
 WIDE = ("train.batch_size=256", "train.sequence_length=256", "train.steps=2", "model.fields.hidden_size=64")
@@ -53,16 +53,16 @@ def test_tighten_goes_on_and_the_result_stays(tmp_path: Path) -> None:
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """That of a run whose rank 1 has left a record: 200 of 220 MiB were used."""
+    """That of a run whose rank 1 has left a record: 230 of 250 MiB were used."""
     folder = project(tmp_path / "project")
     monkeypatch.chdir(folder)
     (folder / "run").mkdir()
-    memory.leave(folder / "run", memory.Shortage(1, 200 << 20, 8 << 20, 220 << 20))
+    memory.leave(folder / "run", memory.Shortage(1, 230 << 20, 8 << 20, 250 << 20))
     return load_config(Path("train.toml"), WIDE)
 
 
-def settle(config: Config) -> tighten.Settled:
-    found = tighten.settle(config, check_settings(config, 2), 2, 2, torch.device("cpu"))
+def settle(config: Config) -> fitting.Settled:
+    found = fitting.settle(config, check_settings(config, 2), 2, 2, torch.device("cpu"))
     assert found is not None
     return found
 
@@ -71,12 +71,12 @@ def test_one_line_says_what_was_planned_and_used_and_what_fits(config: Config) -
     settled = settle(config)
     assert settled.words is None
     assert re.fullmatch(
-        r"rank 1 ran out of memory: 200.0 MiB of 220.0 MiB were used when 8.0 MiB more was asked for; the plan needs "
+        r"rank 1 ran out of memory: 230.0 MiB of 250.0 MiB were used when 8.0 MiB more was asked for; the plan needs "
         r"2[\d.]+ MiB a rank; train.accumulate = 2 \(planned: 1[\d.]+ MiB a rank\) would fit: set it, or "
         r'train.on_oom = "tighten" to have it done',
         settled.message,
     )
-    assert tighten.settle(config, None, 2, 2, torch.device("cpu")) is None
+    assert fitting.settle(config, None, 2, 2, torch.device("cpu")) is None
 
 
 def test_what_was_tightened_holds_for_the_same_number_of_ranks(config: Config) -> None:
@@ -88,7 +88,7 @@ def test_what_was_tightened_holds_for_the_same_number_of_ranks(config: Config) -
 
 
 def test_nothing_that_fits_is_said(config: Config) -> None:
-    memory.take(Path("run"))
+    memory.clear(Path("run"))
     memory.leave(Path("run"), memory.Shortage(0, 1 << 20, 0, 1 << 20))
     settled = settle(tighten.changed(config, {"train.on_oom": "tighten", "train.batch_size": 4}))
     assert settled.words is None
@@ -103,12 +103,13 @@ def test_what_cannot_be_planned_is_tightened_blindly(config: Config) -> None:
     assert "NoSuchBlock" in settled.message
 
 
-def test_first_record_counts_and_is_taken_once(tmp_path: Path) -> None:
+def test_first_record_counts_until_it_is_taken_away(tmp_path: Path) -> None:
     first, second = (memory.Shortage(rank, 1, 2, 3) for rank in (1, 0))
     assert memory.leave(tmp_path, first)
     assert not memory.leave(tmp_path, second)
-    assert memory.take(tmp_path) == first
-    assert memory.take(tmp_path) is None
+    assert memory.read(tmp_path) == first
+    memory.clear(tmp_path)
+    assert memory.read(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
 
 

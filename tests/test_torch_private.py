@@ -65,6 +65,7 @@ CALLED = {
     "is_held_once",
     "is_plain",
     "makes_fake_tensors",
+    "offloaded",
     "one_chunk",
     "unseen_propagation",
     "real_tensors",
@@ -436,3 +437,18 @@ def test_what_dtensor_makes_to_find_out_shapes_is_not_seen() -> None:
                 assert tensor.neg().shape == (6, 5)
     assert (6, 5) not in shapes
     assert (3, 5) in shapes
+
+
+def offloaded_parameters(rank: int, world_size: int) -> tuple[bool, bool]:
+    import trueshard
+
+    with torch.device("meta"):
+        resting, computing = Stack(), Stack()
+    trueshard.shard(resting, offload="cpu")
+    trueshard.shard(computing)
+    every = {id(parameter) for parameter in resting.parameters()}
+    return _torch.offloaded(resting) == every, _torch.offloaded(computing) == set()
+
+
+def test_what_is_offloaded_is_known_of_the_meta_device_too(ranks2: Ranks) -> None:
+    assert ranks2.run(offloaded_parameters) == [(True, True)] * 2

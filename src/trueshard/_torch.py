@@ -143,6 +143,12 @@ def gathered_parameters(root: nn.Module, *, recurse: bool = True) -> Iterator[tu
                     yield parameter._param_fqn or "?", parameter.sharded_param, parameter._unsharded_param
 
 
+def offloaded(root: nn.Module) -> set[int]:
+    """The ``id`` of each sharded parameter that rests on the CPU between uses, which one on the meta device hides."""
+    groups = [group for module in fsdp_modules(root) for group in _groups(module)]
+    return {id(each.sharded_param) for group in groups for each in group.fsdp_params if each.offload_to_cpu}
+
+
 def forget_gathered(module: ShardedModule) -> None:
     """Let a unit make its gathered parameters anew if they are of another dtype than its shards by now."""
     for group in _groups(module):

@@ -45,11 +45,11 @@ def materialise(model: nn.Module, catalogue: Catalogue, key_of: Mapping[int, str
     Raises:
         ValueError: what should compute a tensor does not; the message names it.
     """
-    owners = _owners(names.unwrap(model))
+    owners, place = _owners(names.unwrap(model)), _places(model)
     left = list(_left(model, set(key_of)))
     filled = {id(tensor) for _, _, _, tensor in left}
     for tensor in {id(tensor): tensor for _, _, _, tensor in left}.values():
-        _give(tensor, None)
+        _give(tensor, None, place(tensor))
     # While all else is on the meta device, what is written to it costs nothing and leaves nothing behind.
     for module in {id(module): module for _, module, _, _ in left}.values():
         _initialise(module, _initialisers(owners, module), {id(tensor): name for name, _, _, tensor in left})
@@ -58,7 +58,7 @@ def materialise(model: nn.Module, catalogue: Catalogue, key_of: Mapping[int, str
             if tensor.is_meta:
                 key = key_of.get(id(tensor))
                 mapped = None if key is None else _mapped(catalogue, key, tensor)
-                _give(tensor, mapped)
+                _give(tensor, mapped, place(tensor))
                 if mapped is not None:
                     filled.add(id(tensor))
     return filled
@@ -71,15 +71,26 @@ def _left(model: nn.Module, loaded: set[int]) -> Iterator[tuple[str, nn.Module, 
                 yield name, module, attribute, tensor
 
 
-def _give(tensor: torch.Tensor, local: torch.Tensor | None) -> None:
+def _places(model: nn.Module) -> Callable[[torch.Tensor], torch.device]:
+    """A function that tells where a tensor belongs: a shard where it rests, all else where the model computes."""
+    offloaded, host = _torch.offloaded(names.unwrap(model)), torch.device("cpu")
+    sharded = next((tensor for tensor in model.parameters() if isinstance(tensor, DTensor)), None)
+    computing = host if sharded is None else device_of(sharded.device_mesh)
+    return lambda tensor: host if id(tensor) in offloaded else computing
+
+
+def _give(tensor: torch.Tensor, local: torch.Tensor | None, device: torch.device) -> None:
     """Replace ``tensor``'s content, not the object, by memory of the same shape, or by ``local``."""
     if isinstance(tensor, DTensor):
         shard = _torch.local(tensor)
-        device = device_of(tensor.device_mesh)
         memory = torch.empty(shard.shape, dtype=shard.dtype, device=device) if local is None else local
         new: torch.Tensor = _torch.dtensor_over(memory, tensor, tensor.shape, tensor.stride())
     else:
-        new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype) if local is None else local
+        new = (
+            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            if local is None
+            else local
+        )
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
     attributes = dict(tensor.__dict__)

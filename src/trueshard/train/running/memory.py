@@ -2,12 +2,12 @@
 
 - On a GPU the figures are the caching allocator's. On a CPU, which keeps none, they are the process's data, less what
   it held before the model was made, against the limits that the system sets a process.
-- The record, `out-of-memory.json` in the run's folder, is that of the rank that was first; who reads it takes it away.
+- The record, `out-of-memory.json` in the run's folder, is that of the rank that was first; it is taken away once what
+  would fit was found out.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -82,15 +82,17 @@ def leave(folder: Path, shortage: Shortage) -> bool:
     return True
 
 
-def take(folder: Path) -> Shortage | None:
-    """The record, which is taken away; None if there is none."""
-    file = folder / NAME
-    with contextlib.suppress(FileNotFoundError):
-        try:
-            return Shortage(**json.loads(file.read_text(encoding="utf-8")))
-        finally:
-            file.unlink()
-    return None
+def read(folder: Path) -> Shortage | None:
+    """The record, or None if there is none."""
+    try:
+        return Shortage(**json.loads((folder / NAME).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def clear(folder: Path) -> None:
+    """Take the record away."""
+    (folder / NAME).unlink(missing_ok=True)
 
 
 def is_left(folder: Path) -> bool:

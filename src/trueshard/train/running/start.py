@@ -88,7 +88,9 @@ def _supervise(config: Config, ready: Ready, command: Sequence[str], nproc: int)
         ended = launch(command, nproc)
         if ended.code == OUT_OF_MEMORY:
             used = tighten.applied(config, nproc)
-            settled = tighten.settle(used, ready.architecture, nproc, nproc, device)
+            from trueshard.train.running.fitting import settle  # the planner, which few runs need
+
+            settled = settle(used, ready.architecture, nproc, nproc, device)
             if settled is not None:
                 _say(settled.message)
                 if settled.words is not None:

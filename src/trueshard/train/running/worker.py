@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import gc
+import multiprocessing
 import os
 import signal
 import sys
 import time
 import traceback
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.recipe import folder_of
-from trueshard.train.running import lock, memory, planned, tighten
+from trueshard.train.running import lock, memory, tighten
 from trueshard.train.running.launch import FAILED, OUT_OF_MEMORY, USER_ERROR, Ranks, join
 from trueshard.train.running.preflight import Ready, check, check_writable, tell_changes, tell_if_complete
 from trueshard.train.running.session import train
@@ -72,7 +73,6 @@ def work(config: Config, *, override: bool = False, profile: bool = False) -> No
     with contextlib.ExitStack() as held:
         end = _run(rank, stop, held)
         if end.shortage is not None:
-            gc.collect()
             end = _out_of_memory(rank, end.shortage)
     if end.wait and stop.asked:  # whoever ends the others knows why already
         os._exit(end.code)
@@ -131,9 +131,11 @@ def _check(rank: _Rank, ranks: Ranks) -> tuple[Config, Ready]:
     if memory.is_left(folder_of(config)):  # of an earlier start
         settled = None
         if config.train.on_oom == "tighten":
-            settled = tighten.settle(config, ready.architecture, ranks.world, ranks.local_world, ranks.device)
+            from trueshard.train.running.fitting import settle
+
+            settled = settle(config, ready.architecture, ranks.world, ranks.local_world, ranks.device)
         else:
-            memory.take(folder_of(config))
+            memory.clear(folder_of(config))
         if settled is not None and settled.words is None:
             raise UserError(settled.message)
         if settled is not None and settled.words is not None:
@@ -146,6 +148,8 @@ def _check(rank: _Rank, ranks: Ranks) -> tuple[Config, Ready]:
 
 def _planned(config: Config, ready: Ready, ranks: Ranks) -> int | None:
     """Forecast the run, and store the plan with it; returns the bytes of a rank."""
+    from trueshard.train.running import planned
+
     device = planned.hardware_here(ranks.device, ranks.local_world)
     try:
         found = planned.study(config, ready.architecture, ranks.world, device, ranks.local_world)
@@ -182,10 +186,33 @@ def _out_of_memory(rank: _Rank, shortage: memory.Shortage) -> _End:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         while memory.is_left(folder) and time.monotonic() < deadline:
             time.sleep(0.1)
+        time.sleep(YIELD)
         return _End(FAILED)
-    settled = tighten.settle(rank.config, rank.ready.architecture, ranks.world, ranks.local_world, ranks.device)
+    settled = _settled_aside(rank.config, rank.ready.architecture, ranks.world, ranks.local_world, ranks.device)
+    return _End(FAILED, f"trueshard: {settled}", is_final=True)
+
+
+def _settled_aside(*arguments: Any) -> str:
+    """What would fit, found out by a process of its own: this one has no memory left."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_tell_what_fits, args=(theirs, arguments))
+    process.start()
+    theirs.close()
+    try:
+        return str(ours.recv())
+    except EOFError:
+        return "memory ran out, and there was too little of it to find out what would fit"
+    finally:
+        process.join()
+
+
+def _tell_what_fits(line: Connection, arguments: tuple[Any, ...]) -> None:
+    from trueshard.train.running.fitting import settle
+
+    settled = settle(*arguments)
     assert settled is not None
-    return _End(FAILED, f"trueshard: {settled.message}", is_final=True)
+    line.send(settled.message)
 
 
 def _lost_peer(error: Exception) -> bool:
