@@ -17,7 +17,8 @@ from trueshard.train.config import Config
 FILE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = """# The configuration of a training run
 
-`trueshard train CONFIG.toml` reads these tables and keys, and no others. `--set section.key=value` wins over the file,
+`trueshard train CONFIG.toml` reads these tables and keys, and no others. `--set section.key=value` wins over the file
+(and over a key there that excludes it: `--set model.path=…` is enough where the file has `model.architecture`);
 `--dry-run` prints what results. `examples/` has a short one for each recipe. This page is written by `make tables`.
 """
 

@@ -205,6 +205,21 @@ def resumed(rank: int, world_size: int, folder: str, kind: str = "own", stop_at:
     return {"whole": uninterrupted, "joined": joined}
 
 
+def stopped_between_evaluations(rank: int, world_size: int, folder: str) -> Any:
+    batch = next(iter(Batches(0, 1)))
+    kept = {"evaluation": [batch], "evaluate_every": 4, "steps": 8, "checkpoints": trueshard.Checkpoints(folder)}
+    first, told = build(rank, world_size, **kept)
+    first.wants_stop = lambda: first.step == 2
+    first.fit()
+    second, more = build(rank, world_size, **kept)
+    second.fit()
+    return [sum(event == "evaluation" for event in each.events) for each in (told, more)]
+
+
+def test_a_stop_evaluates_nothing_that_the_run_would_not_have(ranks2: Ranks, tmp_path: Path) -> None:
+    assert ranks2.run(stopped_between_evaluations, str(tmp_path)) == [[0, 2]] * 2
+
+
 def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     (ids,) = batch
     return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())

@@ -391,4 +391,5 @@ class Config(Section):
         keys["evaluation.path"] = held_out.get("path")
         keys["evaluation.fraction"] = held_out.get("fraction") if held_out and held_out["path"] is None else None
         keys.pop("data.prefetch")
+        keys["optimizer.class"] = plain["optimizer"]["class"]
         return keys | {f"train.{key}": plain["train"][key] for key in ("seed", "sequence_length")}

@@ -3,7 +3,7 @@
 - An unknown key is answered with the nearest valid one, wherever it lives.
 - A wrong value is answered with the key, what was found and what was wanted.
 - `--set a.b=c` reads c as a TOML value, and as a string where that fails, so that paths need no quotes.
-- Of keys that exclude each other, `--set` of one takes the others of the file away: `--set model.path=…` is enough.
+- Of keys that exclude each other, `--set` of one replaces the other of the file: `--set model.path=…` is enough.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,18 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-EXCLUSIVE = (
-    (("model", "path"), ("model", "config"), ("model", "architecture", "fields")),
-    (("model", "path"), ("tokenizer", "vocab_size")),
-    (("tokenizer", "path"), ("tokenizer", "vocab_size")),
-    (("data", "path"), ("data", "sources")),
-    (("train", "steps"), ("train", "epochs")),
-)
-"""Of each line, one: a section with a key, and the keys that go with it."""
+REPLACES = {
+    "model.path": ("model.config", "model.architecture", "model.fields", "tokenizer.vocab_size"),
+    "model.config": ("model.path", "model.architecture", "model.fields"),
+    "model.architecture": ("model.path", "model.config"),
+    "tokenizer.path": ("tokenizer.vocab_size",),
+    "tokenizer.vocab_size": ("tokenizer.path",),
+    "data.path": ("data.sources",),
+    "data.sources": ("data.path",),
+    "train.steps": ("train.epochs",),
+    "train.epochs": ("train.steps",),
+}
+"""A key of `--set` → what it takes the place of in the file."""
 
 WANTED = {
     "int_type": "an integer",
@@ -99,16 +103,13 @@ def _override(tree: dict[str, Any], text: str) -> None:
     table[parts[-1]] = _toml_value(value.strip())
 
 
-def _make_room(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Take what the overrides exclude out of what the file says."""
-    given = [tuple(override.partition("=")[0].strip().split(".")[:2]) for override in overrides]
-    for ways in EXCLUSIVE:
-        for section, *keys in ways:
-            if any((section, key) in given for key in keys):
-                out = [(other, key) for other, *others in ways for key in others if (other, key) not in given]
-                for other, key in out:
-                    if isinstance(tree.get(other), dict) and (other, key) not in [(section, each) for each in keys]:
-                        tree[other].pop(key, None)
+def _make_room(tree: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Take what the overrides replace out of what the file says."""
+    given = {override.partition("=")[0].strip() for override in overrides}
+    for key in given & set(REPLACES):
+        for section, name in (each.split(".") for each in REPLACES[key] if each not in given):
+            if isinstance(tree.get(section), dict):
+                tree[section].pop(name, None)
 
 
 def _toml_value(text: str) -> Any:

@@ -143,8 +143,8 @@ class Trainer:
         try:
             while self.step < self.steps and not self.stopped:
                 record = self.take_step()
-                last = self.step == self.steps or bool(self.stopped)
-                if self.evaluation is not None and (last or self._due(self.evaluate_every)):
+                # Not because it was asked to stop: the run that goes on is to be the one that never stopped.
+                if self.evaluation is not None and (self.step == self.steps or self._due(self.evaluate_every)):
                     record |= {f"evaluation_{key}": value for key, value in self.evaluate().items()}
                 self._tell("on_step", record)
                 last = self.step == self.steps or bool(self.stopped)

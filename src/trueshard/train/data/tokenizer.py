@@ -52,6 +52,8 @@ def load_tokenizer(config: Config) -> Any:
 
     key, path = _place(config)
     remedy = "set tokenizer.path, or tokenizer.vocab_size to train one on the text"
+    if not path.exists():
+        raise UserError(f"{key}: {path} does not exist; correct the path")
     try:
         if path.is_file():
             tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=_end_token(path))

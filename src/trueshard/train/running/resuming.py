@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,13 @@ def read_settings(config: Config) -> dict[str, Any]:
     return record
 
 
+FATAL = (
+    *("model.architecture", "model.fields", "model.config", "model.quantize", "model.dtype"),
+    *("adapter.", "tokenizer.", "optimizer.class"),
+)
+"""With another of these no checkpoint loads."""
+
+
 def check_resumable(config: Config, architecture: Mapping[str, Any], override: bool = False) -> list[Change]:
     """Hold `config` against the settings that the run's checkpoints were made with.
 
@@ -97,11 +104,16 @@ def check_resumable(config: Config, architecture: Mapping[str, Any], override: b
         free = list(_free_changes(config, known))
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(folder_of(config) / "config.json", f"{type(error).__name__}: {error}") from None
-    if refused and not override:
-        differ = "; ".join(f"{change.key}: is {_value(change.now)}, was {_value(change.was)}" for change in refused)
+    fatal = [change for change in refused if change.key.startswith(FATAL)]
+    if fatal and override:
         raise UserError(
-            f"{differ}; the checkpoints in {checkpoints_of(config).directory} were made with what was: set it back, "
-            "choose another run.dir, or go on all the same with --override"
+            f"{_told(fatal)}; no checkpoint in {checkpoints_of(config).directory} fits that, also with --override: set "
+            'it back, or begin another run from one, with model.path = "…/checkpoints/latest"'
+        )
+    if refused and not override:
+        raise UserError(
+            f"{_told(refused)}; the checkpoints in {checkpoints_of(config).directory} were made with what was: set it "
+            "back, choose another run.dir, or go on all the same with --override"
         )
     return refused + free
 
@@ -154,6 +166,10 @@ def _damaged(file: Path, why: object) -> UserError:
         f"{file}: cannot be read ({why}); choose another run.dir, or delete that file if the configuration is still "
         "the one its checkpoints were made with"
     )
+
+
+def _told(changes: Iterable[Change]) -> str:
+    return "; ".join(f"{change.key}: is {_value(change.now)}, was {_value(change.was)}" for change in changes)
 
 
 def _json(value: Any) -> Any:

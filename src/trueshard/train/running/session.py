@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch.distributed as dist
 
+import trueshard
 from trueshard.errors import UserError
 from trueshard.train import recipe
 from trueshard.train.config import Config
@@ -35,8 +38,9 @@ def train(
     if ranks.rank == 0:
         print(plan)
         print(f"{_size(trainer)} on {_ranks(ranks)}, {_data(config, ready)}", flush=True)
-        resuming.write_settings(config, plain_settings(ready.architecture))
     resume(config, ready, ranks, trainer, override)
+    if ranks.rank == 0:  # not before: what a run that cannot go on says of itself is of no use to the next
+        resuming.write_settings(config, plain_settings(ready.architecture), trainer.step)
     try:
         complete = trainer.fit()
     except NonFiniteLoss as error:
@@ -65,8 +69,13 @@ def resume(config: Config, ready: Ready, ranks: Ranks, trainer: Trainer, overrid
     try:
         found = trainer.resume()
     except (ValueError, KeyError, OSError) as error:
-        detail = " ".join(str(error).split())
-        raise UserError(f"{path} does not load: {detail}; delete it to go on from the one before it") from error
+        detail = " ".join(str(error).partition(" strict=False")[0].split())
+        remedy = (
+            "delete it to go on from the one before it"
+            if damaged(path)
+            else "it is whole: set the configuration back to what it was made with, or choose another run.dir"
+        )
+        raise UserError(f"{path} does not load: {detail}; {remedy}") from error
     assert found is not None
     if found["data"]["crc32"] != ready.data.summary.crc32 and not override:
         raise UserError(
@@ -75,6 +84,15 @@ def resume(config: Config, ready: Ready, ranks: Ranks, trainer: Trainer, overrid
         )
     if ranks.rank == 0:
         print(f"Resumed after step {trainer.step} from {path}", flush=True)
+
+
+def damaged(path: Path) -> bool:
+    """Whether a checkpoint does not hold what was saved."""
+    try:
+        trueshard.check(path)
+    except (ValueError, OSError):
+        return True
+    return False
 
 
 def finish(config: Config, ready: Ready, ranks: Ranks, trainer: Trainer) -> None:
