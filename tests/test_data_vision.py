@@ -264,11 +264,16 @@ def test_wrong_pictures_are_named(tmp_path: Path, processor: Path, record: Any, 
     assert not (tmp_path / "run").exists()
 
 
-def test_picture_that_ends_in_the_middle_is_named_by_the_loader(tmp_path: Path, processor: Path) -> None:
+def test_picture_that_ends_in_the_middle_is_found_before_training(tmp_path: Path, processor: Path) -> None:
     write_pictures(tmp_path)
     file = tmp_path / "pictures" / "1.png"
     noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save(file)
+    file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(UserError, match=r"seen.jsonl, line 1: the image .*1.png cannot be read"):
+        corpora.made(vision(tmp_path, processor, [{"messages": asked(), "images": ["pictures/1.png"]}]))
+    file.unlink()
+    Image.fromarray(noise).save(file, format="JPEG")  # whose damage only decoding shows
     file.write_bytes(file.read_bytes()[:2000])
     data = corpora.made(vision(tmp_path, processor, [{"messages": asked(), "images": ["pictures/1.png"]}]))
     with pytest.raises(UserError, match=r"seen.jsonl, line 1: the image .*1.png cannot be read"):

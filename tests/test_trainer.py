@@ -285,6 +285,31 @@ def test_the_checkpoint_before_a_loss_that_is_no_number_is_whole(ranks2: Ranks, 
     assert ranks2.run(poisoned_after_a_checkpoint, str(tmp_path)) == [[1, 2], [1, 2]]
 
 
+def on_a_full_disk(rank: int, world_size: int, folder: str) -> tuple[str, int]:
+    """Files may have 100 bytes."""
+    import resource
+
+    kept = trueshard.Checkpoints(folder)
+    trainer, _ = build(rank, world_size, steps=2000, checkpoints=kept, checkpoint_every=1000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        trainer.save()
+        trainer.fit()
+    except (OSError, RuntimeError) as error:
+        return str(error), trainer.step
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return "", trainer.step
+
+
+def test_a_checkpoint_that_fails_in_the_background_ends_the_run_soon(ranks2: Ranks, tmp_path: Path) -> None:
+    for message, step in ranks2.run(on_a_full_disk, str(tmp_path)):
+        assert "too large" in message
+        assert step < 1000
+    assert not trueshard.Checkpoints(tmp_path).steps()
+
+
 def test_a_loss_that_is_no_number_may_be_skipped(ranks2: Ranks) -> None:
     for skipped, found in ranks2.run(poisoned, 1):
         assert skipped == 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -21,3 +23,18 @@ def refused() -> Iterator[None]:
         yield
     except (ValueError, OSError, ImportError) as error:
         raise UserError(" ".join(str(error).split())) from error
+
+
+@contextlib.contextmanager
+def written_to(folder: Path) -> Iterator[None]:
+    """A full disk as the one line that it is."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full or "No space left on device" in str(error):
+            detail = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"run.dir: no space is left for {folder} ({detail}); free some, or choose another"
+            ) from error
+        raise

@@ -70,6 +70,7 @@ class Trainer:
 
     Raises:
         NonFiniteLoss: from ``fit()``, with the samples of the step.
+        OSError, RuntimeError: from ``fit()``, at the step after it failed to write a checkpoint.
     """
 
     def __init__(
@@ -183,7 +184,11 @@ class Trainer:
             self.scaler.unscale_(self.optimizer)
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         norm = float(clip_grad_norm_(self.model.parameters(), limit))
-        total, read, wishes = self._sum([float(loss_sum), float(tokens), float(self.wants_stop())])
+        lost = self._saving is not None and self._saving.done and self._saving.failure is not None
+        own = [float(loss_sum), float(tokens), float(self.wants_stop()), float(lost)]
+        total, read, wishes, failures = self._sum(own)
+        if failures:
+            self._wait_for_checkpoint()  # raises on every rank what went wrong on one
         loss, self.step, self.tokens = total / mean.total, self.step + 1, self.tokens + int(read)
         rate = self.optimizer.param_groups[0]["lr"]
         self._update(loss, norm)

@@ -88,17 +88,23 @@ def _located(part: Message, where: str, folder: Path) -> Message:
             )
     elif not isinstance(image, bytes):
         raise UserError(f"{where}: wanted the path of an image, found a {type(image).__name__}; correct it")
-    open_image(image, where).close()
+    open_image(image, where, verify=True).close()
     return {"type": "image", "image": image}
 
 
-def open_image(image: str | bytes, where: str) -> Any:
-    """An image of PIL, its head read and nothing more. Raises `UserError` if it is none."""
+def open_image(image: str | bytes, where: str, verify: bool = False) -> Any:
+    """An image of PIL, its head read; checked as far as that goes without decoding. Raises `UserError` if it is none.
+
+    One that was checked is of no other use.
+    """
     from PIL import Image
 
     try:
-        return Image.open(io.BytesIO(image) if isinstance(image, bytes) else image)
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        opened = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image)
+        if verify:
+            opened.verify()
+        return opened
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         name = "an image in the data" if isinstance(image, bytes) else f"the image {image}"
         detail = " ".join(str(error).split())[:200]
         raise UserError(f"{where}: {name} cannot be read ({detail}); replace it, or leave it out") from None

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trueshard.errors import UserError
+from trueshard.errors import UserError, written_to
 from trueshard.train.config import Config
 from trueshard.train.data.prepared import Prepared, prepare
 from trueshard.train.data.tokenizer import load_processor, load_tokenizer
@@ -62,7 +62,8 @@ def check(config: Config, ranks: int, make: bool = True, override: bool = False)
     if make:
         check_writable(config)
     processor = load_processor(config) if config.data.format == "vision" else None
-    data = prepare(config, frozen=bool(saved) or not make, make=make, processor=processor)
+    with written_to(folder_of(config)):
+        data = prepare(config, frozen=bool(saved) or not make, make=make, processor=processor)
     return Ready(settings, data, saved[-1] if saved else 0, steps_of(config, data), changes)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import trueshard
-from trueshard.errors import UserError
+from trueshard.errors import UserError, written_to
 from trueshard.train import recipe
 from trueshard.train.config import Config
 from trueshard.train.data.prepared import NOUNS
@@ -42,7 +42,8 @@ def train(
     if ranks.rank == 0:  # not before: what a run that cannot go on says of itself is of no use to the next
         resuming.write_settings(config, plain_settings(ready.architecture), trainer.step)
     try:
-        complete = trainer.fit()
+        with written_to(recipe.folder_of(config)):
+            complete = trainer.fit()
     except NonFiniteLoss as error:
         raise UserError(f"{error}. Lower optimizer.lr, or set train.skip_nonfinite to leave such steps out") from error
     if not complete and stopped_by_signal(trainer):
