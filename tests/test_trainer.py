@@ -176,8 +176,8 @@ def test_a_run_is_that_of_one_process(ranks2: Ranks, ranks3: Ranks, accumulate: 
             assert_same(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def resumed(rank: int, world_size: int, folder: str, kind: str = "own", stop_at: int = 3) -> dict[str, Any]:
-    """Three runs: one whole; one that stops and is gone on from; both have dropout and shuffled data."""
+def resumed(rank: int, world_size: int, folder: str, kind: str, stop_at: int = 6) -> dict[str, Any]:
+    """One run that is whole, one that stops, in its second pass, and is gone on from; with dropout."""
 
     def settings(name: str) -> dict[str, Any]:
         common: dict[str, Any] = {
@@ -189,7 +189,8 @@ def resumed(rank: int, world_size: int, folder: str, kind: str = "own", stop_at:
         if kind == "own":
             return common
         ids = torch.randint(0, VOCABULARY, (10, LENGTH), generator=torch.Generator().manual_seed(5))
-        loader = DataLoader(TensorDataset(ids), batch_size=2, shuffle=True)  # 5 batches a pass, so a step after its end
+        own = torch.Generator().manual_seed(7) if "generator" in kind else None
+        loader = DataLoader(TensorDataset(ids), batch_size=2, shuffle=True, generator=own)  # 5 batches a pass
         return common | {"loader": loader, "loss": mean_loss}
 
     uninterrupted = trained(rank, world_size, **settings("whole"))
@@ -225,7 +226,7 @@ def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-@pytest.mark.parametrize("kind", ["own", "a shuffling DataLoader"])
+@pytest.mark.parametrize("kind", ["own", "a shuffling DataLoader", "one with its own generator"])
 def test_a_resumed_run_goes_on_bit_for_bit(ranks2: Ranks, tmp_path: Path, kind: str) -> None:
     for found in ranks2.run(resumed, str(tmp_path), kind, timeout=120):
         assert found["whole"]["loss"] == found["joined"]["loss"]
@@ -404,6 +405,17 @@ def test_a_step_that_overflows_the_scaler_is_left_out_and_not_counted_as_a_bad_l
         assert not math.isfinite(found["norm"][0])
 
 
+class Counts(trueshard.Callback):
+    def __init__(self, n: int = 0) -> None:
+        self.n = n
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n = state["n"]
+
+
 def test_an_event_may_add_to_the_record_and_end_the_run() -> None:
     class Ends(trueshard.Callback):
         def on_step(self, trainer: Any, record: dict[str, Any]) -> None:
@@ -418,7 +430,10 @@ def test_an_event_may_add_to_the_record_and_end_the_run() -> None:
     assert not trainer.fit()
     assert trainer.stopped == "enough"
     assert [e["twice"] / e["loss"] for e in recorder.events if isinstance(e, dict)] == [2.0, 2.0]
-    assert trainer.state_dict()["callbacks"]["Ends"] == {"seen": 2}
+    assert trainer.state_dict()["callbacks"]["Ends"] == [{"seen": 2}]
+    twice, _ = build(0, 1, callbacks=[Counts(), Counts(5)])
+    twice.load_state_dict(twice.state_dict() | {"callbacks": {"Counts": [{"n": 7}, {"n": 8}]}})
+    assert [each.n for each in twice.callbacks[:2]] == [7, 8]
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -67,7 +67,7 @@ def demo(nproc: Nproc = None, overrides: Overrides = None) -> None:
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or their metrics.jsonl.", metavar="RUN…")],
     out: Annotated[
-        Path | None, typer.Option(help="Where to draw to, without suffix: a PNG and a page.", metavar="FILE")
+        Path | None, typer.Option(help="A .png or .html file; left out: both, with the run.", metavar="FILE")
     ] = None,
 ) -> None:
     """Draw the curves of one or more runs, as PNG and as a page."""

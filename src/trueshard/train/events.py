@@ -32,7 +32,7 @@ class Callback:
         """After the last step, or before the one that was not taken; also after an error in a step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values and tensors that a resumed run needs; saved under the class's name."""
+        """JSON values and tensors that a resumed run needs; saved by class, and of a class in their order."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

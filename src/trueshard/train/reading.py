@@ -1,8 +1,8 @@
 """Reading a loader without end, and going on where a stopped run stood.
 
 - A loader with `state_dict` and `load_state_dict` says itself where it stands.
-- Any other is read again up to there, from the random state in which its pass was begun: a `DataLoader` that shuffles
-  gives the same batches again.
+- Any other is read again up to there, from the random state in which its pass was begun (torch's own, and that of the
+  generators of a `DataLoader` and its sampler): one that shuffles gives the same batches again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Reader:
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
-        self._begun = torch.get_rng_state()
+        self._begun = self._random_states()
         self.passes = 0
         self.in_pass = 0
         """Microbatches taken since the loader was begun."""
@@ -46,7 +46,7 @@ class Reader:
             return {"loader": self._loader.state_dict()}  # type: ignore[attr-defined]
         begun = [self._begun]
         if dist.is_initialized():
-            begun = [torch.empty(0)] * dist.get_world_size()
+            begun = [[torch.empty(0)]] * dist.get_world_size()
             dist.all_gather_object(begun, self._begun)
         return {"passes": self.passes, "in_pass": self.in_pass, "begun": begun}
 
@@ -66,18 +66,31 @@ class Reader:
                 )
             return
         here = torch.get_rng_state()
-        torch.set_rng_state(state["begun"][rank].cpu())
+        own, *others = state["begun"][rank]
+        torch.set_rng_state(own.cpu())
+        for generator, begun in zip(self._generators(), others, strict=True):
+            generator.set_state(begun.cpu())
         self.passes, self.in_pass = int(state["passes"]), 0
         for _ in range(int(state["in_pass"])):
             next(self)
         torch.set_rng_state(here)
 
     def _begin(self) -> None:
-        self._begun = torch.get_rng_state()
+        self._begun = self._random_states()
         sampler = getattr(self._loader, "sampler", None)
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(self.passes)
         self._iterator = iter(self._loader)
+
+    def _generators(self) -> list[torch.Generator]:
+        """The loader's own, and its samplers'."""
+        batches = getattr(self._loader, "batch_sampler", None)
+        owners = (self._loader, getattr(self._loader, "sampler", None), batches, getattr(batches, "sampler", None))
+        found = [getattr(owner, "generator", None) for owner in owners]
+        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def _random_states(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(each.get_state() for each in self._generators())]
 
     def _resumable(self) -> bool:
         return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")

@@ -331,7 +331,7 @@ class Trainer:
         return {
             **{key: getattr(self, key) for key in COUNTERS},
             **{key: part.state_dict() for key, part in parts.items() if part is not None},
-            "callbacks": {type(each).__name__: each.state_dict() for each in self.callbacks},
+            "callbacks": {name: [each.state_dict() for each in found] for name, found in self._callbacks_by_class()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -341,10 +341,15 @@ class Trainer:
         for key, part in (("reader", self._reader), ("scheduler", self.scheduler), ("scaler", self.scaler)):
             if part is not None and key in state:
                 part.load_state_dict(state[key])
-        for each in self.callbacks:
-            each.load_state_dict(state["callbacks"].get(type(each).__name__, {}))
+        for name, found in self._callbacks_by_class():
+            for each, own in zip(found, state["callbacks"].get(name, []), strict=False):
+                each.load_state_dict(own)
 
     # ---- small parts
+
+    def _callbacks_by_class(self) -> list[tuple[str, list[Callback]]]:
+        names = dict.fromkeys(type(each).__name__ for each in self.callbacks)
+        return [(name, [each for each in self.callbacks if type(each).__name__ == name]) for name in names]
 
     def _wait_for_checkpoint(self) -> None:
         if self._saving is not None and self.checkpoints is not None:
