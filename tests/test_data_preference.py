@@ -77,6 +77,7 @@ def test_pair_without_an_answer_in_a_sequence_is_left_out(tmp_path: Path, capsys
     [
         ({"prompt": "a", "chosen": "b", "reject": "c"}, ("has no 'rejected'", "Did you mean 'reject'?")),
         ({"prompt": "a", "chosen": RIGHT, "rejected": "c"}, ("chosen list, rejected str",)),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, ("chosen and rejected are the same",)),
         ({"chosen": USER + RIGHT, "rejected": RIGHT}, ("has no 'prompt'", "begin differently")),
         ({"prompt": USER, "chosen": USER, "rejected": WRONG}, ("chosen: there is nothing that the assistant says",)),
     ],

@@ -102,3 +102,50 @@ def test_words_of_the_configuration_train(overrides: tuple[str, ...], ranks4: Ra
     if "shard.replicate=2" in overrides:
         alone = ranks4.run(trained, "pretrain", str(tmp_path / "alone"), words[:-1], timeout=240)[0]
         assert losses(found) == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_what_latest_stands_for_stays_the_same_in_a_run(ranks2: Ranks, tmp_path: Path) -> None:
+    """Else preference tuning would go on with another reference when the model it began with is trained on."""
+    from trueshard.train.parse import load_config
+    from trueshard.train.running.located import located
+    from trueshard.train.running.resuming import write_settings
+
+    begin = (*overrides_of("pretrain"), "train.steps=2")
+    ranks2.run(trained, "pretrain", str(tmp_path / "first"), begin, timeout=240)
+    given = [f"run.dir={tmp_path / 'second'}", f"model.path={tmp_path / 'first' / 'checkpoints' / 'latest'}"]
+
+    def config() -> Any:
+        return located(load_config(ROOT / "examples" / "continue.toml", given))
+
+    assert Path(config().model.path).name == "step-00000002"
+    (tmp_path / "second").mkdir()
+    write_settings(config(), {})
+    more = (*begin, "train.steps=3", "train.batch_size=8")
+    again = ranks2.run(trained, "pretrain", str(tmp_path / "first"), more, timeout=240)[0]
+    assert [record["samples"] for record in again["metrics"]] == [16, 32, 40]
+    assert Path(config().model.path).name == "step-00000002"
+
+
+def test_an_adapter_over_a_quantized_base_is_exported_and_no_model_to_begin_with(
+    ranks2: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import peft
+    from safetensors.torch import load_file
+
+    from trueshard.cli import main
+
+    words = (*overrides_of("lora"), "train.steps=2")
+    ranks2.run(trained, "lora", str(tmp_path / "run"), words, timeout=240)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert main(["export", str(checkpoint), str(tmp_path / "adapter"), "--to", "adapter"]) == 0
+    assert peft.PeftConfig.from_pretrained(str(tmp_path / "adapter")).r == 8
+    exported = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    saved = load_file(checkpoint / "adapter" / "adapter_model.safetensors")
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(exported[name], saved[name]) for name in saved)
+    capfd.readouterr()
+    assert main(["export", str(checkpoint), str(tmp_path / "merged"), "--to", "merged"]) == 2
+    assert "its base is quantized" in capfd.readouterr().err
+    config = str(ROOT / "examples" / "sft.toml")
+    assert main(["train", config, "--set", f"model.path={checkpoint}", "--set", f"run.dir={tmp_path / 'next'}"]) == 2
+    assert "--to merged" in capfd.readouterr().err

@@ -77,3 +77,14 @@ def test_what_may_change_on_resume_does_not_identify_the_run() -> None:
     assert example("sft.toml", *free).identity() == first  # type: ignore[attr-defined]
     for bound in ("train.seed=3", "data.answers_only=false", "evaluation.fraction=0.3", "model.freeze=['a']"):
         assert example("sft.toml", bound).identity() != first, bound  # type: ignore[attr-defined]
+
+
+def test_a_schedule_by_the_evaluation_needs_one(tmp_path: Path) -> None:
+    file = tmp_path / "plateau.toml"
+    text = (ROOT / "examples" / "dpo.toml").read_text()
+    assert "[evaluation]" in text
+    head, _, rest = text.partition("[evaluation]")
+    plateau = 'class = "torch.optim.lr_scheduler.ReduceLROnPlateau"'
+    file.write_text(head + rest[rest.index("[train]") :].replace("warmup_steps = 5", plateau))
+    with pytest.raises(UserError, match=r"there is no \[evaluation\]; add one"):
+        load_config(file)

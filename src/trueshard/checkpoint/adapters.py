@@ -31,6 +31,10 @@ _ADAPTER_IN_NAME = re.compile(
 )
 
 
+class OtherModel(ValueError):
+    """The model that a configuration describes is not the one that was saved."""
+
+
 def write_adapters(source: Source, directory: Path, dtype: torch.dtype | None, adapter: str | None) -> None:
     """What ``PeftModel.save_pretrained`` writes: one adapter at the top, several in a folder each but "default".
 
@@ -45,7 +49,11 @@ def write_adapters(source: Source, directory: Path, dtype: torch.dtype | None, a
     if _model_class(source) is None:
         _copy_adapters(source, directory, dtype, adapter)
         return
-    model = rebuilt(source, lambda name: _ADAPTER_IN_NAME.search(name) is not None)
+    try:
+        model = rebuilt(source, lambda name: _ADAPTER_IN_NAME.search(name) is not None)
+    except OtherModel:  # a base whose layers were replaced, as by quantized ones: the adapter is what it is
+        _copy_adapters(source, directory, dtype, adapter)
+        return
     if dtype is not None:
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point() and _ADAPTER_IN_NAME.search(name):
@@ -111,6 +119,11 @@ def write_merged(source: Source, directory: Path, dtype: torch.dtype | None, ada
             f"{source.catalogue.where} has no config.json that names a class of transformers, so the model cannot be "
             "built here; load the checkpoint into it, and call PEFT's merge_and_unload()"
         )
+    if packed := next((source.name(key) for key in source.keys if source.name(key).endswith(".packed")), None):
+        raise ValueError(
+            f"{source.catalogue.where}: its base is quantized ({packed}), and merging would round the adapter away; "
+            'to="adapter" writes the adapter alone'
+        )
     model = rebuilt(source, lambda name: True)
     chosen = [_name_in(model, adapter)] if adapter is not None else list(model.peft_config)
     if not hasattr(model, "merge_and_unload") or not hasattr(model.base_model, "merge_and_unload"):
@@ -149,7 +162,7 @@ def rebuilt(source: Source, checked: Callable[[str], bool]) -> Any:
         checked: whether the checksum of a tensor is compared, by its name.
 
     Raises:
-        ValueError: what its configurations say is not what was saved; the message names a tensor.
+        OtherModel: what its configurations say is not what was saved; the message names a tensor.
     """
     import peft
     from transformers import AutoConfig
@@ -201,7 +214,7 @@ def _fill(model: Any, source: Source, checked: Callable[[str], bool]) -> None:
     for name, each in held.items():
         key = next((key_of[known] for known in each.names if known in key_of), None)
         if key is None or catalogue.entries[key].shape != list(each.tensor.shape):
-            raise ValueError(
+            raise OtherModel(
                 f"{catalogue.where} has no {name!r} of shape {list(each.tensor.shape)}, which a model of its "
                 f"configuration has.{names.nearest(name, key_of)} Load it into the model that was saved, and use "
                 "PEFT's own functions"

@@ -369,6 +369,8 @@ class Config(Section):
             raise ValueError("model.quantize freezes the weights, and there is no [adapter] to train; add one")
         if "preference" in self.model_fields_set and self.data.format != "preference":
             raise ValueError('[preference] goes with data.format = "preference" only; remove it, or set that')
+        if (self.schedule.class_path or "").endswith("ReduceLROnPlateau") and self.evaluation is None:
+            raise ValueError("schedule.class goes by the evaluation's loss, and there is no [evaluation]; add one")
         for key in ("packing", "answers_only"):
             formats = ("chat",) if key == "packing" else ("chat", "vision")
             if key in self.data.model_fields_set and self.data.format not in formats:

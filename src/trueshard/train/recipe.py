@@ -123,7 +123,7 @@ def build_trainer(
         checkpoint_every=train.checkpoint_every,
         skip_nonfinite=train.skip_nonfinite,
         callbacks=[
-            Samples(train.batch_size),
+            Samples(loader),
             *shown(config, model, device, memory_planned),
             *([Profile(folder_of(config) / "profile", *PROFILED)] if profile else []),
         ],
@@ -178,8 +178,8 @@ def shown(config: Config, model: nn.Module, device: torch.device, memory_planned
 class Samples(Callback):
     """Adds how many samples of the data were taken."""
 
-    def __init__(self, batch_size: int) -> None:
-        self._batch_size = batch_size
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        record["samples"] = trainer.step * self._batch_size
+        record["samples"] = self._loader.state_dict()["samples"]

@@ -69,6 +69,10 @@ def pair(fields: Fields, where: str) -> tuple[Any, Any, Any]:
                 f"{where}: has no {key!r}, found keys {sorted(fields)}; correct it.{near}".removesuffix(".")
             )
     prompt, chosen, rejected = (fields.get(key) for key in KEYS)
+    if chosen == rejected:
+        raise UserError(
+            f"{where}: chosen and rejected are the same, so nothing is preferred; correct it, or leave it out"
+        )
     if all(isinstance(each, str) for each in (prompt, chosen, rejected)):
         return prompt, chosen, rejected
     if any(isinstance(each, str) for each in (prompt, chosen, rejected)):

@@ -266,6 +266,7 @@ class _new_folder:
         for left in self.target.parent.glob(".data-*"):  # of a process that was killed
             shutil.rmtree(left)
         self.scratch = Path(tempfile.mkdtemp(prefix=".data-", dir=self.target.parent))
+        self.scratch.chmod(self.target.parent.stat().st_mode & 0o777)
         return self.scratch
 
     def __exit__(self, kind: Any, *_: Any) -> None:

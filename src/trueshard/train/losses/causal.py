@@ -44,7 +44,7 @@ class CausalLoss:
         return int(batch["targets"].ne(IGNORED).sum())
 
     def tokens(self, batch: Batch) -> int:
-        """The number of tokens that the model reads, without padding."""
+        """The number of tokens that the model reads."""
         return tokens_of(batch)
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -61,7 +61,7 @@ class CausalLoss:
 
 
 def tokens_of(batch: Batch) -> int:
-    """Tokens in a microbatch, without padding."""
+    """Tokens in a microbatch, without the padding that an attention mask tells of."""
     return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
 
 

@@ -54,7 +54,7 @@ class PreferenceLoss:
         return batch["input_ids"].shape[0] // 2
 
     def tokens(self, batch: Batch) -> int:
-        """The number of tokens that the model reads, without padding."""
+        """The number of tokens that the model reads."""
         return tokens_of(batch)
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:

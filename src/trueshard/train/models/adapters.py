@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,7 +79,9 @@ def add_adapter(model: Any, section: AdapterSection, task: str | None, checking:
             task_type=task,
             **arguments,
         )
-        return peft.get_peft_model(model, config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT asks it
+            return peft.get_peft_model(model, config)
     except Exception as error:  # PEFT checks in several ways
         text = " ".join(str(error).split())[:300]
         raise UserError(f"[adapter] is refused by PEFT ({type(error).__name__}: {text}); correct it") from error

@@ -133,14 +133,21 @@ def _from_files(section: ModelSection, kind: Kind) -> Any:
             f'{key}: {file} is not a transformers configuration ({line(error)}); it needs a "model_type"'
         ) from None
     _check_known(model_type, f"{key}: {file}", kind)
+    if section.path and (path / "adapter" / "adapter_config.json").exists():
+        raise UserError(
+            f"model.path: {path} is a checkpoint of an adapter and its base; make one model of them first: "
+            f"trueshard export {path} OUT --to merged"
+        )
     if section.path and not any(found for pattern in WEIGHTS for found in path.glob(pattern)):
         raise UserError(
             f"model.path: {path} has no weights ({', '.join(WEIGHTS)}); to train from scratch use model.config instead"
         )
     try:
-        return AutoConfig.from_pretrained(str(file), local_files_only=True)
+        settings = AutoConfig.from_pretrained(str(file), local_files_only=True)
     except Exception as error:  # transformers validates in several ways
         raise UserError(f"{key}: {file} is refused by transformers ({line(error)}); correct it") from None
+    settings._name_or_path = str(file.parent.absolute()) if section.path else ""  # where PEFT says that the base is
+    return settings
 
 
 def _check_known(model_type: Any, where: str, kind: Kind) -> None:

@@ -116,7 +116,7 @@ def finish(config: Config, ready: Ready, ranks: Ranks, trainer: Trainer) -> None
         print(f"\nA sampled continuation:\n\n{continuation}")
     saved = recipe.checkpoints_of(config)
     kept = [saved.path(step) for step in saved.steps()]
-    print(f"\nFiles made:\n{report.file_list(folder, kept)}", flush=True)
+    print(f"\nFiles made:\n{report.file_list(folder, kept, saved.best())}", flush=True)
 
 
 def _size(trainer: Trainer) -> str:

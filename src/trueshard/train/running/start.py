@@ -19,6 +19,7 @@ from trueshard.train.config import Config
 from trueshard.train.recipe import checkpoints_of, folder_of
 from trueshard.train.running import lock, tighten
 from trueshard.train.running.launch import FAILED, OUT_OF_MEMORY, USER_ERROR, launch, launcher_of
+from trueshard.train.running.located import located
 from trueshard.train.running.preflight import (
     Ready,
     check,
@@ -77,7 +78,7 @@ def prepared(config: Config, ranks: int, override: bool) -> Ready:
     """What `check` finds, while no other run has the folder."""
     check_writable(config)
     with lock.held(folder_of(config)):
-        return check(tighten.applied(config, ranks), ranks, override=override)
+        return check(located(tighten.applied(config, ranks)), ranks, override=override)
 
 
 def _supervise(config: Config, ready: Ready, command: Sequence[str], nproc: int) -> int:

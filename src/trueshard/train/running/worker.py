@@ -30,6 +30,7 @@ from trueshard.train.config import Config
 from trueshard.train.recipe import folder_of
 from trueshard.train.running import lock, memory, tighten
 from trueshard.train.running.launch import FAILED, OUT_OF_MEMORY, USER_ERROR, Ranks, join
+from trueshard.train.running.located import located
 from trueshard.train.running.preflight import Ready, check, check_writable, tell_changes, tell_if_complete
 from trueshard.train.running.session import train
 from trueshard.train.running.signals import STOPPED, StopRequest
@@ -124,7 +125,7 @@ def _check_together(rank: _Rank, ranks: Ranks, held: contextlib.ExitStack) -> tu
 
 def _check(rank: _Rank, ranks: Ranks) -> tuple[Config, Ready]:
     """What the checks find, and the configuration as memory has made it. On rank 0."""
-    config = tighten.applied(rank.config, ranks.world)
+    config = located(tighten.applied(rank.config, ranks.world))
     ready = check(config, ranks.world, override=rank.override)
     if not ranks.is_ours:
         tell_changes(ready)

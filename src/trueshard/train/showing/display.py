@@ -17,6 +17,7 @@ from rich.table import Column
 from rich.text import Text
 
 from trueshard.train.events import Callback
+from trueshard.train.showing.report import figure
 
 if TYPE_CHECKING:
     from trueshard.train.trainer import Trainer
@@ -71,7 +72,7 @@ class Display(Callback):
     def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
         if self._shown:
             best = "  best so far" if record["loss"] <= trainer.best else ""
-            perplexity = f"  perplexity {record['perplexity']:,.2f}" if "perplexity" in record else ""
+            perplexity = f"  perplexity {figure(record['perplexity'])}" if "perplexity" in record else ""
             print(f"evaluation at step {trainer.step}  loss {record['loss']:.4f}{perplexity}{best}", flush=True)
 
     def on_end(self, trainer: Trainer) -> None:

@@ -68,6 +68,11 @@ def final_loss(records: Sequence[dict[str, Any]]) -> tuple[float, int]:
     return mean(last), len(last)
 
 
+def figure(value: float) -> str:
+    """With two decimals, or as a power of ten where that would be long."""
+    return f"{value:,.2f}" if value < 1e6 else f"{value:.2e}"
+
+
 def final_line(records: Sequence[dict[str, Any]], entropy: float | None = None, unit: str = "token") -> str:
     """How the run came out: its loss, its last evaluation and, for text, the entropy of single tokens."""
     loss, count = final_loss(records)
@@ -76,16 +81,17 @@ def final_line(records: Sequence[dict[str, Any]], entropy: float | None = None, 
     evaluated = [record for record in records if "evaluation_loss" in record]
     if evaluated:
         last = evaluated[-1]
-        perplexity = f", perplexity {last['evaluation_perplexity']:,.2f}" if "evaluation_perplexity" in last else ""
+        perplexity = f", perplexity {figure(last['evaluation_perplexity'])}" if "evaluation_perplexity" in last else ""
         said.append(f"evaluation {last['evaluation_loss']:.3f}{perplexity}")
     if entropy is not None:
         said.append(f"unigram entropy of the text {entropy:.3f}")
     return "; ".join(said)
 
 
-def file_list(folder: Path, checkpoints: Sequence[Path]) -> str:
+def file_list(folder: Path, checkpoints: Sequence[Path], best: Path | None = None) -> str:
     """The files of the run, one a line, each with what it is; a folder whose files belong together ends in a slash."""
-    saved = {f"checkpoints/{path.name}/": "a checkpoint: model, optimizer and progress" for path in checkpoints}
+    words = "a checkpoint: model, optimizer and progress"
+    saved = {f"checkpoints/{path.name}/": words + (", the best one" if path == best else "") for path in checkpoints}
     meanings = {f"{folder}/{name}": what for name, what in (MEANINGS | saved).items() if (folder / name).exists()}
     width = max(len(name) for name in meanings)
     return "\n".join(f"  {name:<{width}}  {meaning}" for name, meaning in meanings.items())
