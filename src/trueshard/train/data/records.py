@@ -98,8 +98,9 @@ def _lines(file: Path, _: str) -> Iterator[tuple[Fields, int]]:
             try:
                 entry = json.loads(line)
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                detail = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
                 raise UserError(
-                    f"{file}, line {number}: not valid JSON ({' '.join(str(error).split())}); correct that line"
+                    f"{file}, line {number}: not valid JSON ({' '.join(detail.split())}); correct that line"
                 ) from None
             yield _object(entry, place(str(file), number)), number
 
