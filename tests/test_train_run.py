@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 
+import trueshard
 from trueshard.train.showing.metrics import read_metrics
 
 LIMIT = 120
 """Seconds that a run may take."""
+LAYERS = ["model.layers.0", "model.layers.1"]
 CONFIG = """
 [run]
 dir = "run"
@@ -170,7 +172,9 @@ def test_run_leaves_every_file_and_names_it(finished: tuple[Path, str]) -> None:
     assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "run" / "sample.txt").read_text().startswith("def ")
     left = {path.name for path in (folder / "run").iterdir()}
-    assert left == {"metrics.jsonl", "loss.png", "sample.txt", "config.json", "data", "checkpoints"}
+    plan = json.loads((folder / "run" / "plan.json").read_text())["plan"]
+    assert [unit.name for unit in trueshard.Plan.from_json(json.dumps(plan)).units] == ["", *LAYERS]
+    assert left == {"metrics.jsonl", "loss.png", "sample.txt", "config.json", "plan.json", "data", "checkpoints"}
 
 
 def test_run_shows_steps_entropy_and_sample(finished: tuple[Path, str]) -> None:

@@ -21,6 +21,7 @@ from trueshard.planner.planning import work_out
 from trueshard.planner.showing import report
 from trueshard.planner.speed.hardware import Hardware, hardware, known
 from trueshard.planner.study import Study
+from trueshard.plans import Plan
 from trueshard.train.config import Config
 from trueshard.train.losses.causal import CausalLoss
 from trueshard.train.models.making import empty
@@ -85,9 +86,12 @@ def bytes_of(forecast: Forecast) -> int:
     return forecast.peak_live_bytes if forecast.hardware == "cpu" else forecast.peak_reserved_bytes
 
 
-def write(config: Config, found: Study | Unplanned) -> None:
-    """Store a study with the run, as `plan.json`; where there is none, why. For one rank."""
-    record = report.as_json(found) if isinstance(found, Study) else {"unplanned": str(found)}
+def write(config: Config, found: Study | Unplanned | Plan) -> None:
+    """Store a study with the run, as `plan.json`; where there is none, why, or the plan alone. For one rank."""
+    if isinstance(found, Study):
+        record = report.as_json(found)
+    else:
+        record = {"plan": dataclasses.asdict(found)} if isinstance(found, Plan) else {"unplanned": str(found)}
     file = folder_of(config) / "plan.json"
     scratch = file.with_suffix(".json.new")
     try:

@@ -12,7 +12,7 @@ from trueshard.train import recipe
 from trueshard.train.config import Config
 from trueshard.train.data.prepared import NOUNS
 from trueshard.train.models.build import plain_settings
-from trueshard.train.running import resuming
+from trueshard.train.running import planned, resuming
 from trueshard.train.running.launch import Ranks
 from trueshard.train.running.preflight import Ready
 from trueshard.train.running.signals import STOPPED, StopRequest
@@ -41,6 +41,8 @@ def train(
     resume(config, ready, ranks, trainer, override)
     if ranks.rank == 0:  # not before: what a run that cannot go on says of itself is of no use to the next
         resuming.write_settings(config, plain_settings(ready.architecture), trainer.step)
+        if ranks.device.type == "cpu":  # elsewhere it stands there with its forecast
+            planned.write(config, plan)
     try:
         with written_to(recipe.folder_of(config)):
             complete = trainer.fit()

@@ -15,7 +15,7 @@ MEANINGS = {
     "loss.png": "the loss curve",
     "sample.txt": "the sampled continuation",
     "config.json": "the settings of the run",
-    "plan.json": "the plan, with its memory and speed",
+    "plan.json": "how the model is sharded and, on GPUs, the memory and speed that were forecast",
     "profile/": "traces of the profiled steps, for Perfetto or chrome://tracing",
     "tensorboard/": "the metrics, for TensorBoard",
     "wandb/": "the metrics, for Weights & Biases",
