@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ from trueshard.train.losses.causal import CausalLoss
 from trueshard.train.models.making import empty
 from trueshard.train.optimizer import build_optimizer
 from trueshard.train.recipe import folder_of
+from trueshard.train.replacing import replace_text
 from trueshard.train.running import memory
 
 Batch = dict[str, torch.Tensor]
@@ -92,14 +92,7 @@ def write(config: Config, found: Study | Unplanned | Plan) -> None:
         record = report.as_json(found)
     else:
         record = {"plan": dataclasses.asdict(found)} if isinstance(found, Plan) else {"unplanned": str(found)}
-    file = folder_of(config) / "plan.json"
-    scratch = file.with_suffix(".json.new")
-    try:
-        scratch.write_text(json.dumps(record, indent=1), encoding="utf-8")
-        scratch.replace(file)
-    finally:
-        with contextlib.suppress(OSError):
-            scratch.unlink(missing_ok=True)
+    replace_text(folder_of(config) / "plan.json", json.dumps(record, indent=1))
 
 
 def _named(function: Callable[[], nn.Module], name: str) -> Callable[[], nn.Module]:

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.recipe import checkpoints_of, folder_of
+from trueshard.train.replacing import replace_text
 
 QUIET = ("run.dir", "run.restarts", "run.timeout", "train.keep", "train.log_every", "data.prefetch")
 """Settings whose change nobody needs to be told."""
@@ -151,14 +151,7 @@ def _differences(key: str, was: Any, now: Any) -> Iterator[Change]:
 
 
 def _write(config: Config, record: Mapping[str, Any]) -> None:
-    file = folder_of(config) / "config.json"
-    scratch = file.with_suffix(".json.new")
-    try:
-        scratch.write_text(json.dumps(record, indent=1), encoding="utf-8")
-        scratch.replace(file)
-    finally:
-        with contextlib.suppress(OSError):
-            scratch.unlink(missing_ok=True)
+    replace_text(folder_of(config) / "config.json", json.dumps(record, indent=1))
 
 
 def _damaged(file: Path, why: object) -> UserError:

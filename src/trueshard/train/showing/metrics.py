@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from trueshard.errors import UserError
 from trueshard.train.events import Callback
+from trueshard.train.replacing import replace_text
 
 if TYPE_CHECKING:
     from trueshard.train.trainer import Trainer
@@ -69,9 +70,7 @@ class MetricsWriter(Callback):
             return
         kept = [record for record in read_metrics(self.path) if record["step"] <= trainer.step]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self.path.with_suffix(".jsonl.new")
-        scratch.write_text("".join(map(line_of, kept)), encoding="utf-8")
-        scratch.replace(self.path)
+        replace_text(self.path, "".join(map(line_of, kept)))
         self._file = self.path.open("a", encoding="utf-8")
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trueshard.errors import UserError
 from trueshard.names import nearest
 from trueshard.train.events import Callback
+from trueshard.train.replacing import replace_text
 
 if TYPE_CHECKING:
     from trueshard.train.trainer import Trainer
@@ -155,9 +156,7 @@ def run_id(folder: Path) -> str:
     file = folder / "tracking-id"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(".new")
-        scratch.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")
-        scratch.replace(file)
+        replace_text(file, uuid.uuid4().hex[:8] + "\n")
     return file.read_text(encoding="utf-8").strip()
 
 
