@@ -8,20 +8,15 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
-import sysconfig
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import trueshard
+from running import end, project, start, wait_for_steps, workers_of
 from trueshard.train.showing.metrics import read_metrics
 
-LIMIT = 120
-"""Seconds that a run may take."""
 LAYERS = ["model.layers.0", "model.layers.1"]
 CONFIG = """
 [run]
@@ -56,46 +51,6 @@ tokens = 8
 """
 
 
-def environment(**more: str) -> dict[str, str]:
-    """That of a fresh terminal: no launcher's variables, one thread a process."""
-    launcher = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-    )
-    kept = {key: value for key, value in os.environ.items() if key not in launcher and not key.startswith("SLURM")}
-    return kept | {"OMP_NUM_THREADS": "1"} | more
-
-
-def start(
-    folder: Path, *options: str, python: tuple[str, ...] = ("-m", "trueshard"), **variables: str
-) -> subprocess.Popen[str]:
-    """Start `trueshard train` in `folder`, in a session of its own, as a terminal would."""
-    return subprocess.Popen(
-        [sys.executable, *python, "train", "train.toml", *options],
-        cwd=folder,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Wait for the end of a run: its exit code, stdout and stderr."""
-    try:
-        out, err = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return process.returncode, out, err
-
-
 def run(folder: Path, *options: str, **variables: str) -> str:
     """Run to a good end; returns stdout."""
     code, out, err = end(start(folder, *options, **variables))
@@ -105,11 +60,8 @@ def run(folder: Path, *options: str, **variables: str) -> str:
 
 
 def make_project(folder: Path) -> Path:
-    """A folder with a text of some hundred kilobytes and the tiny configuration."""
-    folder.mkdir(parents=True)
-    shutil.copytree(
-        Path(sysconfig.get_path("stdlib")) / "json", folder / "text", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    """A folder with a text of some ten kilobytes and this file's configuration."""
+    project(folder)
     (folder / "train.toml").write_text(CONFIG)
     return folder
 
@@ -124,21 +76,6 @@ def losses(folder: Path) -> list[float]:
 
 def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
-
-
-def workers_of(launcher: int) -> list[int]:
-    """Process ids of a launcher's workers."""
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher)], capture_output=True, text=True, check=True)
-    return [int(line) for line in found.stdout.split()]
-
-
-def wait_for_steps(folder: Path, process: subprocess.Popen[str], steps: int) -> None:
-    """Wait until a run has taken so many steps."""
-    deadline = time.monotonic() + LIMIT
-    while len(metrics(folder)) < steps:
-        assert process.poll() is None, end(process)
-        assert time.monotonic() < deadline, "no step was taken"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +210,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     folder = make_project(tmp_path / "killed")
     process = start(folder, *options, "--set", "train.steps=100000")
     wait_for_steps(folder, process, 5)
-    workers = workers_of(process.pid)
+    workers = [each.pid for each in workers_of(process.pid)]
     assert len(workers) == 2
     os.kill(max(workers), signal.SIGKILL)
     code, _, err = end(process)
@@ -281,7 +218,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert "was ended by SIGKILL" in err
     process = start(folder, *options, "--set", "train.steps=100000")
     wait_for_steps(folder, process, len(metrics(folder)) + 2)
-    everything = [process.pid, *workers_of(process.pid)]
+    everything = [process.pid, *(each.pid for each in workers_of(process.pid))]
     for each in everything:
         os.kill(each, signal.SIGKILL)
     end(process)
