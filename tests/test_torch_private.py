@@ -1,10 +1,12 @@
-"""Every private name of torch that the library touches does what ``_torch.py`` says, or this fails by name."""
+"""Every private name of torch that the library touches does what ``_torch`` says, or this fails by name."""
 
 from __future__ import annotations
 
 import copy
 import datetime
+import importlib
 import inspect
+import pkgutil
 import sys
 from typing import Any
 
@@ -77,12 +79,16 @@ CALLED = {
 
 
 def test_every_function_is_called_here() -> None:
+    below = f"{_torch.__name__}."
+    files = [importlib.import_module(each.name) for each in pkgutil.iter_modules(_torch.__path__, below)]
     functions = {
         name
-        for name, value in vars(_torch).items()
-        if inspect.isfunction(value) and value.__module__ == _torch.__name__ and not name.startswith("_")
+        for file in files
+        for name, value in vars(file).items()
+        if inspect.isfunction(value) and value.__module__ == file.__name__ and not name.startswith("_")
     }
     assert functions == CALLED
+    assert all(hasattr(_torch, name) for name in functions)
 
 
 def test_wrappers_and_compilation() -> None:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from trueshard.tokens import TokenMean, count_targets, token_mean
     from trueshard.train.events import Callback
     from trueshard.train.trainer import NonFiniteLoss, Trainer
+    from trueshard.verification.report import Verified
+    from trueshard.verification.verify import verify
 
 __version__ = "0.1.0"
 
@@ -57,6 +59,7 @@ _WHERE = {
     "TokenMean": "tokens",
     "Trainer": "train.trainer",
     "Unit": "plans",
+    "Verified": "verification.report",
     "accumulate": "engine",
     "check": "checkpoint",
     "clip_grad_norm_": "optim.clip",
@@ -71,6 +74,7 @@ _WHERE = {
     "set_reshard_after_forward": "engine",
     "shard": "api",
     "token_mean": "tokens",
+    "verify": "verification.verify",
 }
 
 __all__ = [
@@ -92,6 +96,7 @@ __all__ = [
     "TokenMean",
     "Trainer",
     "Unit",
+    "Verified",
     "accumulate",
     "check",
     "clip_grad_norm_",
@@ -106,6 +111,7 @@ __all__ = [
     "set_reshard_after_forward",
     "shard",
     "token_mean",
+    "verify",
 ]
 
 

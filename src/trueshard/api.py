@@ -12,17 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trueshard import distributed, engine
 from trueshard.plans import Plan
+from trueshard.policies import UNSAID
 from trueshard.units import UnitWords
-
-_DEFAULTS: dict[str, Any] = {
-    "units": "auto",
-    "reshard_after_forward": "default",
-    "mixed_precision": None,
-    "activation_checkpointing": "none",
-    "compile": False,
-    "offload": "none",
-    "memory": None,
-}
 
 
 def shard(
@@ -81,7 +72,7 @@ def shard(
         "offload": offload,
         "memory": memory,
     }
-    if plan is not None and (also := [name for name, default in _DEFAULTS.items() if given[name] != default]):
+    if plan is not None and (also := [name for name, word in given.items() if word != UNSAID.get(name)]):
         raise ValueError(f"plan= holds every choice: leave out {', '.join(also)}, or leave out plan")
     if plan is None and _needs_planner(given):
         from trueshard.planner.here import plan_here

@@ -6,16 +6,19 @@ imported inside the command that needs them, so that `--help` is quick.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
+from trueshard.doctor_command import doctor
 from trueshard.errors import UserError, refused
 from trueshard.plan_command import plan
 from trueshard.train.running.signals import STOPPED
 from trueshard.train_commands import convert, demo, plot, train
+from trueshard.verify_command import verify
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -30,7 +33,7 @@ def _trueshard() -> None:
     """Fully-sharded training on PyTorch FSDP2."""
 
 
-for command in (train, plan, plot, convert, demo):
+for command in (train, plan, verify, doctor, plot, convert, demo):
     app.command()(command)
 
 
@@ -89,6 +92,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = typer.main.get_command(app).main(args=given, prog_name="trueshard", standalone_mode=False)
     except UserError as error:
         return _wrong(str(error))
+    except BrokenPipeError:  # whoever read it has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except ModuleNotFoundError as error:
+        if (error.name or "trueshard").partition(".")[0] == "trueshard":
+            raise
+        return _wrong(
+            f"{error.name} is not installed; pip install 'trueshard[train]' (`trueshard doctor` shows what is missing)"
+        )
     except USAGE_ERROR as error:
         message = getattr(error, "format_message", error.__str__)()
         return _wrong(f"{' '.join(message.split()).rstrip('.')}. See `trueshard --help`.")

@@ -21,6 +21,8 @@ def refused() -> Iterator[None]:
     """What a function says of a wrong input, as the one line that it is."""
     try:
         yield
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, ImportError) as error:
         raise UserError(" ".join(str(error).split())) from error
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from trueshard.errors import UserError, refused
 
-Count = Annotated[int | None, typer.Option(metavar="N", min=1, show_default=False)]
-Dtype = Annotated[str | None, typer.Option(metavar="DTYPE", help="bf16, fp16 or fp32.", show_default=False)]
+
+def _count(what: str) -> Any:
+    return typer.Option(help=what, metavar="N", min=1, show_default=False)
+
+
+def _dtype(what: str) -> Any:
+    return typer.Option(help=f"{what}: bf16, fp16 or fp32.", metavar="DTYPE", show_default=False)
 
 
 def plan(
@@ -21,17 +26,17 @@ def plan(
     ] = "",
     hardware: Annotated[str, typer.Option(help="A device of the catalogue, or a TOML file.", metavar="NAME")] = "h100",
     ranks: Annotated[int, typer.Option(help="Processes, one a device.", metavar="N", min=1)] = 8,
-    ranks_per_node: Count = None,
-    replicate: Count = None,
-    sequence: Count = None,
-    microbatch: Count = None,
-    accumulation: Count = None,
-    global_batch: Count = None,
-    param_dtype: Dtype = None,
-    reduce_dtype: Dtype = None,
-    storage_dtype: Dtype = None,
+    ranks_per_node: Annotated[int | None, _count("Devices of a node.")] = None,
+    replicate: Annotated[int | None, _count("Whole copies of the model, each over a part of the ranks.")] = None,
+    sequence: Annotated[int | None, _count("Tokens of a sample.")] = None,
+    microbatch: Annotated[int | None, _count("Samples of a rank in one forward.")] = None,
+    accumulation: Annotated[int | None, _count("Microbatches a step.")] = None,
+    global_batch: Annotated[int | None, _count("Samples of all ranks in a step.")] = None,
+    param_dtype: Annotated[str | None, _dtype("What units compute in")] = None,
+    reduce_dtype: Annotated[str | None, _dtype("What gradients are reduced in")] = None,
+    storage_dtype: Annotated[str | None, _dtype("What parameters are stored in")] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw, sgd, muon, or a class.", metavar="NAME")] = None,
-    units: Annotated[list[str] | None, typer.Option(help="What is gathered together; repeatable.")] = None,
+    units: Annotated[list[str] | None, typer.Option(help="Gathered together; repeatable.", metavar="NAME")] = None,
     reshard_after_forward: Annotated[
         str, typer.Option(help="default, always, never, last_layer, a number of ranks, or auto.", metavar="WORD")
     ] = "auto",

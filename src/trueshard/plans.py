@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from trueshard.forecast import Forecast
+from trueshard.tables import size, table
 
 Recompute = Literal["none", "full", "selective"]
 UnitKind = Literal["root", "block", "embedding", "tied", "dtype"]
@@ -166,22 +167,15 @@ class Plan:
     def __str__(self) -> str:
         head: tuple[str, ...] = ("unit", "parameters", "bytes", "trainable", "dtype", "reshard after forward")
         head += ("activation checkpointing", "why")
-        rows: list[tuple[str, ...]] = [head]
+        rows: list[tuple[str, ...]] = []
         for unit in self.units:
             policy = unit.reshard_after_forward
             reshard = ("yes" if policy else "no") if isinstance(policy, bool) else f"to {policy} ranks"
-            numbers = (f"{unit.parameters:,}", _size(unit.bytes), f"{unit.trainable:,}")
+            numbers = (f"{unit.parameters:,}", size(unit.bytes), f"{unit.trainable:,}")
             name = unit.name or "(root)"
             rows.append((name, *numbers, unit.dtype, reshard, unit.activation_checkpointing, unit.why))
         rows += [(r.name, f"{r.parameters:,}", "", "", "", "replicated", "", r.why) for r in self.replicated]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        right = {1, 2, 3}
-        lines = [
-            "  ".join(cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(line))
-            for line in (list(zip(row, widths, strict=True)) for row in rows)
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(table(head, rows, right=(1, 2, 3)))
 
 
 def _one_of(what: str, word: Any, known: Sequence[str]) -> None:
@@ -213,11 +207,3 @@ def _build(cls: type, data: Any, where: str) -> Any:
         return cls(**data)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

@@ -13,6 +13,16 @@ from trueshard.plans import Plan, Recompute, Unit
 RESHARD_WORDS = ("default", "always", "never", "last_layer")
 RECOMPUTE_WORDS = ("none", "full", "selective")
 
+UNSAID: dict[str, Any] = {
+    "units": "auto",
+    "reshard_after_forward": "default",
+    "mixed_precision": None,
+    "activation_checkpointing": "none",
+    "compile": False,
+    "offload": "none",
+}
+"""``shard()``'s choices where nothing is said."""
+
 
 def apply_words(plan: Plan, shard_ranks: int) -> Plan:
     """``plan`` with its reshard and activation-checkpointing words turned into a value for each unit.

@@ -41,7 +41,8 @@ def check(path: str | os.PathLike[str]) -> Checked:
     """Read every byte of a checkpoint and compare it with what was saved.
 
     Args:
-        path: a checkpoint, or a Hugging Face directory, of which the structure is checked.
+        path: a checkpoint; ``…/latest`` is the newest one beside it. Or a Hugging Face directory, of which the
+            structure is checked.
 
     Returns:
         What was checked.
@@ -50,8 +51,10 @@ def check(path: str | os.PathLike[str]) -> Checked:
         DamagedCheckpoint: something is missing or differs; ``problems`` names tensors and files.
         FileNotFoundError: no checkpoint is there.
     """
+    from trueshard.checkpoint.reader import latest_in
+
     try:
-        catalogue = open_catalogue(path)
+        catalogue = open_catalogue(latest_in(path))
     except FileNotFoundError as error:
         if "incomplete" in str(error):
             raise DamagedCheckpoint(str(path), [str(error)]) from error

@@ -77,25 +77,29 @@ def export(
             'model, to="adapter" the adapter alone'
         )
     with _made(final, out) as making:
-        if to == "hf":
-            _write_hf(source, making, wanted)
-        elif to == "safetensors":
-            entries = converted(source, wanted)
-            names = {key: source.name(key) for key in entries}
-            header, slots = tensorfile.layout(
-                ((names[key], entry.dtype, tuple(entry.shape)) for key, entry in entries.items()), marked=False
-            )
-            write_file(making, header, {key: slots[names[key]].begin for key in entries}, source.catalogue, entries)
-        elif to == "dcp":
-            from trueshard.checkpoint.dcp_export import write_dcp
-
-            write_dcp(source, making, wanted)
-        else:
-            from trueshard.checkpoint import adapters
-
-            write = adapters.write_adapters if to == "adapter" else adapters.write_merged
-            write(source, making, wanted, adapter)
+        _write(to, source, making, wanted, adapter)
     return Path(out)
+
+
+def _write(to: str, source: Source, making: Path, dtype: torch.dtype | None, adapter: str | None) -> None:
+    if to == "hf":
+        _write_hf(source, making, dtype)
+    elif to == "safetensors":
+        entries = converted(source, dtype)
+        names = {key: source.name(key) for key in entries}
+        header, slots = tensorfile.layout(
+            ((names[key], entry.dtype, tuple(entry.shape)) for key, entry in entries.items()), marked=False
+        )
+        write_file(making, header, {key: slots[names[key]].begin for key in entries}, source.catalogue, entries)
+    elif to == "dcp":
+        from trueshard.checkpoint.dcp_export import write_dcp
+
+        write_dcp(source, making, dtype)
+    else:
+        from trueshard.checkpoint import adapters
+
+        write = adapters.write_adapters if to == "adapter" else adapters.write_merged
+        write(source, making, dtype, adapter)
 
 
 def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from trueshard.checkpoint import state
 from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
 from trueshard.checkpoint.manifest import Entry
+from trueshard.tables import size, table
 
 _LONGEST = 60
 """characters of a value in a table"""
@@ -360,21 +361,3 @@ def _optimizer_lines(optimizer: OptimizerFound) -> list[str]:
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
-
-
-def size(count: int) -> str:
-    """Bytes in a unit that is easy to read."""
-    value, unit = float(count), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
-
-
-def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
-    """Lines of columns; ``right``: which stand to the right."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    align: list[Callable[[str, int], str]] = [str.rjust if i in right else str.ljust for i in range(len(head))]
-    lines = ["  ".join(align[i](row[i], widths[i]) for i in range(len(head))) for row in (head, *rows)]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]

@@ -20,15 +20,13 @@ from trueshard import _torch, names
 from trueshard.checkpoint import pieces
 from trueshard.checkpoint.catalogue import Catalogue
 from trueshard.distributed import device_of
-
-_UNWRITTEN = 0xA5
-"""what the bytes of a tensor are until it is computed"""
+from trueshard.first_values import initialisers, is_unwritten, mark_unwritten
 
 
 def uncomputable(model: nn.Module, loaded: set[int]) -> list[str]:
     """Names of what is on the meta device, not among ``loaded`` (ids), and nobody computes."""
-    owners = _owners(names.unwrap(model))
-    return [name for name, module, _, _ in _left(model, loaded) if not _initialisers(owners, module)]
+    owners = initialisers(names.unwrap(model))
+    return [name for name, module, _, _ in _left(model, loaded) if not _ways(owners, module)]
 
 
 def materialise(model: nn.Module, catalogue: Catalogue, key_of: Mapping[int, str]) -> set[int]:
@@ -45,14 +43,14 @@ def materialise(model: nn.Module, catalogue: Catalogue, key_of: Mapping[int, str
     Raises:
         ValueError: what should compute a tensor does not; the message names it.
     """
-    owners, place = _owners(names.unwrap(model)), _places(model)
+    owners, place = initialisers(names.unwrap(model)), _places(model)
     left = list(_left(model, set(key_of)))
     filled = {id(tensor) for _, _, _, tensor in left}
     for tensor in {id(tensor): tensor for _, _, _, tensor in left}.values():
         _give(tensor, None, place(tensor))
     # While all else is on the meta device, what is written to it costs nothing and leaves nothing behind.
     for module in {id(module): module for _, module, _, _ in left}.values():
-        _initialise(module, _initialisers(owners, module), {id(tensor): name for name, _, _, tensor in left})
+        _initialise(module, _ways(owners, module), {id(tensor): name for name, _, _, tensor in left})
     for kind in ("parameters", "buffers"):
         for _, _, _, tensor in names.named_tensors(model, kind):
             if tensor.is_meta:
@@ -120,17 +118,7 @@ def _mapped(catalogue: Catalogue, key: str, tensor: torch.Tensor) -> torch.Tenso
     return flat.view(local.shape)
 
 
-def _owners(root: nn.Module) -> dict[int, Any]:
-    """``id`` of a module → the ``_init_weights`` of the nearest model of transformers that it is in."""
-    found: dict[int, Any] = {}
-    for owner in root.modules():  # from the outside inwards
-        own = getattr(owner, "_init_weights", None)
-        if callable(own) and isinstance(getattr(owner, "base_model_prefix", None), str):
-            found |= {id(module): own for module in owner.modules()}
-    return found
-
-
-def _initialisers(owners: Mapping[int, Any], module: nn.Module) -> list[Callable[[], Any]]:
+def _ways(owners: Mapping[int, Any], module: nn.Module) -> list[Callable[[], Any]]:
     """What may compute the tensors of ``module``, in the order in which it is tried."""
     own, reset = owners.get(id(module)), getattr(module, "reset_parameters", None)
     return ([] if own is None else [lambda: own(module)]) + ([reset] if callable(reset) else [])
@@ -143,28 +131,22 @@ def _initialise(module: nn.Module, ways: list[Callable[[], Any]], left: Mapping[
     before = [_torch.local(tensor).clone() for tensor in others]
     wanted = [t for t in held if id(t) in left and _torch.local(t).numel()]
     for tensor in wanted:
-        _bytes(tensor).fill_(_UNWRITTEN)
+        mark_unwritten(tensor)
     for run in ways:
         try:
             run()
         except RuntimeError:  # it copies from a tensor of its own, which does not go into a shard
             _initialise_whole(module, run)
-        if not any(bool((_bytes(tensor) == _UNWRITTEN).all()) for tensor in wanted):
+        if not any(map(is_unwritten, wanted)):
             break
     else:
-        name = next((left[id(t)] for t in wanted if bool((_bytes(t) == _UNWRITTEN).all())), None)
+        name = next((left[id(t)] for t in wanted if is_unwritten(t)), None)
         raise ValueError(
             f"{name!r} is in no checkpoint, and neither _init_weights nor reset_parameters of its module computes it: "
             "build the model off the meta device"
         )
     for tensor, value in zip(others, before, strict=True):
         _torch.local(tensor).copy_(value)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor that has some of its own, whatever its strides."""
-    local = _torch.local(tensor)
-    return torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage())
 
 
 def _initialise_whole(module: nn.Module, run: Callable[[], Any]) -> None:

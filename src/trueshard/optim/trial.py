@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +79,34 @@ def _piece(whole: torch.Tensor, rank: int) -> torch.Tensor:
     return whole[start : start + rows].clone()
 
 
+class _StandIn:
+    """A parameter in the place of one of the user's, whole, or the piece of it that a rank has.
+
+    Args:
+        shape: of the whole.
+        number: one of its own; values and gradients follow from it.
+        dtype: of the parameter.
+        rank: whose piece; None: the whole.
+    """
+
+    def __init__(self, shape: tuple[int, ...], number: int, dtype: torch.dtype, rank: int | None) -> None:
+        self._shape, self._number, self._rank = shape, number, rank
+        self.parameter = nn.Parameter(self._part(0.1 * _values(shape, number, 1.0) + 0.1).to(dtype))
+
+    def give_gradient(self, step: int, factor: float, has_one: bool) -> None:
+        """Set the gradient of a step, ``factor`` times as large as usual, or none."""
+        # Mostly one direction: what estimates a distance from how far it went must see progress.
+        scale = 3.0 ** (self._number % 4)
+        steady = _values(self._shape, self._number + 100, scale)
+        value = steady + 0.3 * _values(self._shape, 1000 * (step + 1) + self._number, scale)
+        if factor != 1:
+            value = value * factor
+        self.parameter.grad = self._part(value).to(self.parameter.dtype) if has_one else None
+
+    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole if self._rank is None else _piece(whole, self._rank)
+
+
 def run(
     optimizer: torch.optim.Optimizer,
     shapes: list[list[tuple[int, ...]]],
@@ -108,44 +137,26 @@ def run(
         cut: the group whose stand-ins are cut; None: none.
     """
     trial = _copy(optimizer, fresh)
-    stand_ins: list[list[nn.Parameter]] = []
-    grads: list[list[Callable[[int], torch.Tensor]]] = []
-    number = 0
-    for g, each in enumerate(shapes):
-        stand_ins.append([])
-        grads.append([])
-        for shape in each:
-            number += 1
-            whole = 0.1 * _values(shape, number, 1.0) + 0.1
-            stand_ins[g].append(nn.Parameter((_piece(whole, rank) if g == cut else whole).to(dtype)))
-
-            def grad(step: int, shape: Any = shape, number: int = number, g: int = g) -> torch.Tensor:
-                # Mostly one direction: what estimates a distance from how far it went must see progress.
-                scale = 3.0 ** (number % 4)
-                value = _values(shape, number + 100, scale) + 0.3 * _values(shape, 1000 * (step + 1) + number, scale)
-                if step >= steps:
-                    value = value * EXTREMES[step - steps]
-                return _piece(value, rank) if g == cut else value
-
-            grads[g].append(grad)
+    numbers = itertools.count(1)
+    stand_ins = [
+        [_StandIn(shape, next(numbers), dtype, rank if g == cut else None) for shape in each]
+        for g, each in enumerate(shapes)
+    ]
     for group, members in zip(trial.param_groups, stand_ins, strict=True):
-        group["params"][:] = members
+        group["params"][:] = [each.parameter for each in members]
         _make_visible(group)
     if remade:
         trial = _remake(optimizer, trial)
-    flat = [p for members in stand_ins for p in members]
+    flat = [each.parameter for members in stand_ins for each in members]
     before = [p.detach().clone() for p in flat]
     torch.manual_seed(seed)
     drawn = _drawn()
     later = []
-
-    def give(step: int) -> None:
-        for g, members in enumerate(stand_ins):
-            for i, p in enumerate(members):
-                p.grad = grads[g][i](step).to(p.dtype) if only is None or only == (g, i) else None
-
     for step in range(steps + len(EXTREMES) * extreme):
-        give(step)
+        factor = 1.0 if step < steps else EXTREMES[step - steps]
+        for g, members in enumerate(stand_ins):
+            for i, each in enumerate(members):
+                each.give_gradient(step, factor, has_one=only is None or only == (g, i))
         _step(trial)
         if step >= steps - 1:
             later.append([p.detach().clone() for p in flat])

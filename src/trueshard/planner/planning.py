@@ -21,12 +21,13 @@ from trueshard.planner.choice.search import Space, choose
 from trueshard.planner.forecasting import Cluster, study
 from trueshard.planner.inputs.workloads import workload_of
 from trueshard.planner.simulation.preflight import preflight
-from trueshard.planner.simulation.simulate import WORDS
 from trueshard.planner.speed.hardware import Hardware
 from trueshard.planner.speed.hardware import hardware as named_hardware
 from trueshard.planner.study import Study
 from trueshard.planner.workload import Job
 from trueshard.plans import Plan
+from trueshard.policies import UNSAID
+from trueshard.replacing import replace_text
 
 _UNITS = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -115,18 +116,15 @@ def work_out(
         NothingFits: no plan fits.
         ValueError: the model, the hardware or a choice is not understood.
     """
-    counts = {
-        "ranks": ranks,
-        "ranks_per_node": ranks_per_node,
-        "replicate": replicate,
-        "sequence": sequence,
-        "microbatch": microbatch,
-        "accumulation": accumulation,
-        "global_batch": global_batch,
-    }
-    for key, count in counts.items():
-        if count is not None and (type(count) is not int or count < 1):
-            raise ValueError(f"{key}={count!r} must be a whole number, 1 or more")
+    _check_counts(
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        replicate=replicate,
+        sequence=sequence,
+        microbatch=microbatch,
+        accumulation=accumulation,
+        global_batch=global_batch,
+    )
     device = hardware if isinstance(hardware, Hardware) else named_hardware(os.fspath(hardware))
     workload = workload_of(
         model if isinstance(model, (nn.Module, str, Path)) or not isinstance(model, os.PathLike) else Path(model),
@@ -176,13 +174,19 @@ def work_out(
     return dataclasses.replace(found, assumptions=(*found.assumptions, *told))
 
 
+def _check_counts(**counts: Any) -> None:
+    for key, count in counts.items():
+        if count is not None and (type(count) is not int or count < 1):
+            raise ValueError(f"{key}={count!r} must be a whole number, 1 or more")
+
+
 def _preflight(space: Space, plan: Plan | None) -> list[str]:
     """What may not be meant, one sentence each.
 
     Raises:
         ValueError: what would fail in the first step.
     """
-    words = {key: WORDS[key] if _says_auto(word) else word for key, word in space.words.items()}
+    words = {key: UNSAID[key] if _says_auto(word) else word for key, word in space.words.items()}
     mesh = space.cluster(space.replicate or 1).mesh
     problems = preflight(space.workload, ranks=mesh, microbatch=space.microbatch or 1, plan=plan, words=words)
     errors = [problem for problem in problems if problem.severity == "error"]
@@ -192,12 +196,13 @@ def _preflight(space: Space, plan: Plan | None) -> list[str]:
     return [str(problem).removeprefix("warning: ") for problem in problems]
 
 
-_UNSAID = {"units": "auto", "reshard_after_forward": "auto", "activation_checkpointing": "auto"}
+_FREE = {"units": "auto", "reshard_after_forward": "auto", "activation_checkpointing": "auto"}
+"""``plan()``'s choices where nothing is said, beside ``shard()``'s."""
 
 
 def _check_alone(words: Mapping[str, Any]) -> None:
     """``words`` say nothing: a plan says it all."""
-    if also := [key for key, word in words.items() if word and word != _UNSAID.get(key)]:
+    if also := [key for key, word in words.items() if word and word != _FREE.get(key)]:
         raise ValueError(f"plan= holds every choice: leave out {', '.join(also)}, or leave out plan")
 
 
@@ -216,7 +221,7 @@ def _of_words(space: Space) -> Study:
     """The study of the one plan that the words mean."""
     assert space.replicate is not None
     cluster = Cluster(space.hardware, space.ranks, space.ranks_per_node, space.replicate)
-    words = {key: value for key, value in space.words.items() if value != WORDS[key]}
+    words = {key: value for key, value in space.words.items() if value != UNSAID[key]}
     return study(_job(space, cluster, words=words), cluster, space.budget)
 
 
@@ -323,10 +328,4 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan as JSON; a file that is there is replaced when the new one is complete."""
-    target = Path(path)
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        aside.write_text(plan.to_json() + "\n", encoding="utf-8")
-        os.replace(aside, target)
-    finally:
-        aside.unlink(missing_ok=True)
+    replace_text(Path(path), plan.to_json() + "\n")

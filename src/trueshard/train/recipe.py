@@ -77,35 +77,14 @@ def build_trainer(
     Raises:
         UserError: what the configuration says cannot be done, on every rank.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     train, steps = config.train, steps_of(config, data)
     model = build(config, settings)
     optimizer = build_optimizer(config.optimizer, model.named_parameters())
     plan = shard(config.shard, model, optimizer)
     fill(config, model)
-    torch.manual_seed((train.seed + 1 + rank) % 2**63)  # what dropout draws from: different on each rank
+    torch.manual_seed((train.seed + 1 + dist.get_rank()) % 2**63)  # what dropout draws from: different on each rank
     loss = choose_loss(config, settings, model)
-    loader = Loader(
-        data.train,
-        data.collate,
-        batch_size=train.batch_size,
-        accumulate=train.accumulate,
-        seed=train.seed,
-        rank=rank,
-        ranks=ranks,
-        prefetch=config.data.prefetch,
-        device=device,
-    )
-    evaluation = None
-    if config.evaluation is not None and data.evaluation is not None:
-        evaluation = EvaluationLoader(
-            data.evaluation,
-            data.collate,
-            batch_size=max(1, train.batch_size // (ranks * train.accumulate)),
-            rank=rank,
-            ranks=ranks,
-            limit=config.evaluation.samples,
-        )
+    loader, evaluation = loaders(config, data, device)
     trainer = Trainer(
         model,
         optimizer,
@@ -131,6 +110,33 @@ def build_trainer(
         saved={"tokenizer": data.tokenizer(), "data": {"crc32": data.summary.crc32}},
     )
     return trainer, plan
+
+
+def loaders(config: Config, data: Prepared, device: torch.device) -> tuple[Loader, EvaluationLoader | None]:
+    """This rank's batches to train on, and those to evaluate on, if there are any."""
+    train, rank, ranks = config.train, dist.get_rank(), dist.get_world_size()
+    loader = Loader(
+        data.train,
+        data.collate,
+        batch_size=train.batch_size,
+        accumulate=train.accumulate,
+        seed=train.seed,
+        rank=rank,
+        ranks=ranks,
+        prefetch=config.data.prefetch,
+        device=device,
+    )
+    if config.evaluation is None or data.evaluation is None:
+        return loader, None
+    evaluation = EvaluationLoader(
+        data.evaluation,
+        data.collate,
+        batch_size=max(1, train.batch_size // (ranks * train.accumulate)),
+        rank=rank,
+        ranks=ranks,
+        limit=config.evaluation.samples,
+    )
+    return loader, evaluation
 
 
 def shard(section: ShardSection, model: nn.Module, *optimizers: torch.optim.Optimizer) -> trueshard.Plan:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from trueshard.checkpoint.inspecting import size
 from trueshard.planner.choice.bench import Bench
 from trueshard.planner.choice.space import Setting, Space, batches
 from trueshard.planner.speed.hardware import hardware, known
 from trueshard.planner.study import Study
 from trueshard.plans import MixedPrecision, Plan, Unit
+from trueshard.tables import size
 
 SHORTEST = 128
 """Tokens below which no shorter sequence is proposed."""

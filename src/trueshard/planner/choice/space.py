@@ -11,7 +11,6 @@ from typing import Any, Literal
 from trueshard import _torch, engine, policies
 from trueshard.planner.forecasting import Cluster
 from trueshard.planner.showing.collapsing import collapse
-from trueshard.planner.simulation.simulate import WORDS
 from trueshard.planner.speed.hardware import Hardware
 from trueshard.planner.workload import Workload
 from trueshard.plans import Plan, Recompute
@@ -56,7 +55,7 @@ class Space:
 
     def given(self, **instead: Any) -> dict[str, Any]:
         """All words of ``shard()``, ``"auto"`` nowhere: ``instead`` has what stands for it."""
-        words = {**WORDS, **self.words, "offload": "none"}
+        words = {**policies.UNSAID, **self.words, "offload": "none"}
         return words | {key: _without_auto(words[key], value) for key, value in instead.items()}
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from trueshard.checkpoint.inspecting import size
 from trueshard.planner.choice.bench import Bench, cost
 from trueshard.planner.choice.space import Point, batches, recompute_text, reshard_text
+from trueshard.tables import size
 
 Text = Callable[[Point], str]
 """One choice of a plan, in words; where the words are equal the choice is."""

@@ -22,7 +22,10 @@ from trueshard import _torch, names
 from trueshard.planner.inputs.twins import make_fake, twin
 from trueshard.planner.inputs.weightless import Touched, weightless, without_gpu
 
-_RESULT = "it must return a torch.nn.Module, (module, batch), (module, batch, loss), or an object or dict with 'model'"
+_RESULT = (
+    "it must return a torch.nn.Module, a tuple (module, optimizers, batch, loss) of which all but the module may be left "
+    "out, or an object or dict with 'model'"
+)
 
 
 @dataclass
@@ -59,9 +62,9 @@ class Factory:
         Raises:
             ValueError: the function fails, reaches for data or a GPU, or returns something else; one line that says so.
         """
-        with _explained(self.name, self.file, self.folder), weightless():
+        with explained(self.name, self.file, self.folder), weightless():
             result = self.function()
-        parts = self._parts(result)
+        parts = self.parts_of(result)
         model = parts.model
         if all(each.is_meta and not _torch.is_fake(each) for each in model.parameters()):
             originals = [*model.parameters(), *model.buffers()]  # kept, so that their ids go on naming them
@@ -74,21 +77,32 @@ class Factory:
                 group["params"] = [stand_ins.get(id(each), each) for each in group["params"]]
         return parts
 
-    def _parts(self, result: Any) -> Parts:
+    def parts_of(self, result: Any) -> Parts:
+        """What the function returned, and what its file has beside it, told apart.
+
+        Raises:
+            ValueError: there is no model in it.
+        """
         if isinstance(result, nn.Module):
             parts = Parts(result)
-        elif isinstance(result, Sequence) and 2 <= len(result) <= 3 and isinstance(result[0], nn.Module):
-            parts = Parts(*result)
+        elif isinstance(result, Sequence) and 2 <= len(result) <= 4 and isinstance(result[0], nn.Module):
+            optimizers = [each for each in result[1:] if _is_optimizers(each)]
+            rest = [each for each in result[1:] if not _is_optimizers(each)]
+            if len(optimizers) > 1 or len(rest) > 2:
+                raise ValueError(f"{self.name} returns {len(result)} things: {_RESULT}")
+            parts = Parts(result[0], *rest, **({"optimizers": optimizers[0]} if optimizers else {}))
         else:
             given = result if isinstance(result, Mapping) else getattr(result, "__dict__", {})
             given = {key: given.get(key, getattr(result, key, None)) for key in ("model", *_BESIDE)}
             if not isinstance(given["model"], nn.Module):
                 held = "" if given["model"] is None else f" whose model is a {type(given['model']).__name__}"
                 raise ValueError(f"{self.name} returns a {type(result).__name__}{held}: {_RESULT}")
-            parts = Parts(**given)
-        for key in _BESIDE:
+            parts = Parts(given["model"], given["batch"], given["loss"], _either(given))
+        for key in ("batch", "loss"):
             if getattr(parts, key) is None:
                 setattr(parts, key, self.beside.get(key))
+        if parts.optimizers is None:
+            parts.optimizers = _either(self.beside)
         if parts.loss is not None and not callable(parts.loss):
             raise ValueError(f"{self.name}: its loss must be a function (model, batch) → scalar, not {parts.loss!r}")
         return parts
@@ -114,7 +128,18 @@ class Original:
         return Parts(twin(self.module, dtype)[0])
 
 
-_BESIDE = ("batch", "loss", "optimizers")
+_BESIDE = ("batch", "loss", "optimizers", "optimizer")
+
+
+def _either(given: Mapping[str, Any]) -> Any:
+    several = given.get("optimizers")
+    return given.get("optimizer") if several is None else several
+
+
+def _is_optimizers(value: Any) -> bool:
+    several = list(value.values()) if isinstance(value, Mapping) else value
+    several = several if isinstance(several, (list, tuple)) else [several]
+    return bool(several) and all(isinstance(each, torch.optim.Optimizer) for each in several)
 
 
 def _optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
@@ -146,10 +171,14 @@ def from_callable(function: Callable[..., Any], name: str = "", beside: Mapping[
     return Factory(name, function, beside or {}, Path(code.co_filename) if code else None)
 
 
-def from_file(words: str) -> Factory | Original:
+def from_file(words: str, guarded: bool = True) -> Factory | Original:
     """The factory ``file.py:attribute``.
 
-    The file is imported with its folder on ``sys.path``, where no GPU is at hand and no weights are loaded.
+    The file is imported with its folder on ``sys.path``.
+
+    Args:
+        words: path and name.
+        guarded: import it where no GPU is at hand and no weights are loaded.
 
     Raises:
         ValueError: no such file or attribute, not callable, needs arguments, or the file cannot be imported.
@@ -163,7 +192,7 @@ def from_file(words: str) -> Factory | Original:
             file.name, [each.name for each in file.parent.glob("*.py")] if file.parent.is_dir() else []
         )
         raise ValueError(f"there is no file {path!r}.{near}")
-    module = _imported(file, words)
+    module = _imported(file, words, guarded)
     target: Any = module
     for part in attribute.split("."):
         if not hasattr(target, part):
@@ -180,10 +209,10 @@ def from_file(words: str) -> Factory | Original:
     return factory
 
 
-def _imported(file: Path, words: str) -> ModuleType:
+def _imported(file: Path, words: str, guarded: bool) -> ModuleType:
     text = file.read_text(encoding="utf-8", errors="replace")
     for word, library in (("from_pretrained", "transformers.modeling_utils"), ("safetensors", "safetensors.torch")):
-        if word in text and importlib.util.find_spec(library.partition(".")[0]) is not None:
+        if guarded and word in text and importlib.util.find_spec(library.partition(".")[0]) is not None:
             importlib.import_module(library)  # so that it is there to be guarded before the factory imports it
     name = f"_trueshard_factory_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)
@@ -192,7 +221,8 @@ def _imported(file: Path, words: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with _explained(f"importing {file.name}", file, file.parent), without_gpu(), _torch.real_tensors():
+        guard = without_gpu() if guarded else contextlib.nullcontext()
+        with explained(f"importing {file.name}", file, file.parent), guard, _torch.real_tensors():
             spec.loader.exec_module(module)
     except ValueError:
         sys.modules.pop(name, None)
@@ -201,7 +231,7 @@ def _imported(file: Path, words: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _explained(name: str, file: Path | None, folder: Path | None) -> Iterator[None]:
+def explained(name: str, file: Path | None, folder: Path | None) -> Iterator[None]:
     """What fails inside is a ``ValueError`` of one line. ``folder`` is on ``sys.path``."""
     if folder is not None:
         sys.path.insert(0, str(folder))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trueshard import _torch, names
+from trueshard.checkpoint.reader import latest_in
 from trueshard.planner.inputs.batches import Feed, Loss, example_feed, model_loss, module_feed
 from trueshard.planner.inputs.configurations import Configuration, hub_feed
 from trueshard.planner.inputs.factories import Original, Parts, from_callable, from_file
@@ -101,7 +102,7 @@ def source_of(model: str | Path | Callable[[], Any] | nn.Module) -> Source:
         return Original(model)
     if isinstance(model, (str, Path)):
         words = str(model)
-        path = Path(words).expanduser()
+        path = Path(latest_in(Path(words).expanduser()))
         if path.is_dir() or path.suffix == ".json":
             return Configuration(path)
         if ".py" in words:
@@ -167,7 +168,7 @@ def _feed(
             batch = made.batch
         if batch is not None:
             return _given(batch, own, sequence), ()
-        base = _hub_model(model)
+        base = hub_model(model)
         feed = hub_feed(type(base), base.config, sequence) if base is not None else module_feed(model, sequence)
         if loss is not None or made.parts.loss is not None:
             feed = Feed(feed.batch, own, feed.sequence, feed.assumptions)
@@ -203,7 +204,7 @@ def _given(batch: Any, loss: Loss, sequence: int | None) -> Feed:
     return example_feed(batch, loss)
 
 
-def _hub_model(model: nn.Module) -> Any:
+def hub_model(model: nn.Module) -> Any:
     """The model of transformers in ``model`` (PEFT's wrappers taken off), or None."""
     import sys
 

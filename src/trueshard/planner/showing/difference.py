@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trueshard.checkpoint.inspecting import size
 from trueshard.planner.showing.collapsing import collapse
 from trueshard.plans import Plan
+from trueshard.tables import size
 
 _NO_SETTINGS = ("units", "replicated", "resolved_for", "forecast")
 

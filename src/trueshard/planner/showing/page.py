@@ -1,29 +1,22 @@
-"""A study as one HTML file: memory over the step, its time line, alternatives, the largest tensors at the peak.
-
-The file holds everything it needs and loads nothing: its content security policy forbids every request. It is drawn by
-its own few hundred lines of script, since a charting library inlined is fifty times as large as all that it shows.
-"""
+"""A study as one HTML file: memory over the step, its time line, alternatives, the largest tensors at the peak."""
 
 from __future__ import annotations
 
-import html
-import json
 import os
-import tempfile
-from importlib import resources
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import numpy as np
 
-from trueshard.checkpoint.inspecting import size
 from trueshard.planner.events import Allocation, Kind
 from trueshard.planner.memory import ledger
 from trueshard.planner.memory.ledger import Curve, Numbers, Peak
 from trueshard.planner.showing import report, thinning
 from trueshard.planner.showing.collapsing import Collapsed, collapse
+from trueshard.planner.showing.frame import SCRIPT, SHOWING, STYLE, framed
 from trueshard.planner.study import Study
+from trueshard.replacing import replace_text
+from trueshard.tables import size
 
 STACK: tuple[Kind, ...] = (
     "parameters",
@@ -52,31 +45,18 @@ def write_page(study: Study, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: the folder does not exist or cannot be written to.
     """
-    target = Path(path)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(page(study))
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+    replace_text(Path(path), page(study))
 
 
 def page(study: Study) -> str:
     """The page as text."""
-    files = resources.files("trueshard.planner.showing")
-    scripts = ("page.js", "page_step.js", "page_draw.js", "page_tables.js")
-    data = json.dumps(_data(study), separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-    return Template(files.joinpath("page.html").read_text(encoding="utf-8")).substitute(
-        title=html.escape(report.headline(study.forecast)),
-        text=html.escape(report.text(study)),
-        style=files.joinpath("page.css").read_text(encoding="utf-8"),
-        script="\n".join(files.joinpath(name).read_text(encoding="utf-8") for name in scripts),
-        data=data,
+    return framed(
+        title=report.headline(study.forecast),
+        text=report.text(study),
+        data=_data(study),
+        main=(SHOWING, "page.html"),
+        styles=[STYLE],
+        scripts=[SCRIPT, *((SHOWING, name) for name in ("page_step.js", "page_draw.js", "page_tables.js"))],
     )
 
 

@@ -8,13 +8,13 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trueshard.checkpoint.inspecting import size, table
 from trueshard.forecast import Forecast
 from trueshard.planner.memory import ledger
 from trueshard.planner.memory.ledger import UnitUse
 from trueshard.planner.showing.collapsing import Collapsed, collapse
 from trueshard.planner.study import Study
 from trueshard.plans import Unit
+from trueshard.tables import size, table
 
 WIDTH = 118
 _NOTHING = UnitUse(0, 0, 0, 0)

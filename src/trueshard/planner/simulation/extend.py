@@ -13,14 +13,12 @@ that was not simulated.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trueshard.planner.events import Allocation, Communication, Event, Free, Kernel, Trace, Transfer
 from trueshard.planner.memory import ledger
+from trueshard.planner.simulation.labels import Label, Labelled, rows_of_labels
 from trueshard.planner.simulation.repeats import Run, with_counts
 
 KEPT = 6
@@ -37,77 +35,7 @@ class NotPeriodicError(Exception):
     """The blocks of a run do not behave alike, or what all share does not grow evenly."""
 
 
-Label = tuple[int, int] | None
-"""(run, block), or None outside of all blocks."""
-
-
-@dataclass
-class _Labelled:
-    """A trace with, for each event, to which block it belongs."""
-
-    trace: Trace
-    labels: list[Label]
-    of_storage: dict[int, tuple[Label, int]]
-    """Storage → (its block, how many storages of that block were made before it)."""
-    of_event: list[int]
-    """How many events of its block came before it."""
-
-
-def labelled(trace: Trace, label_of: Callable[[str], Label]) -> _Labelled:
-    """Sort a trace's events by block."""
-    label_of = functools.cache(label_of)
-    labels = [_own_label(event, label_of) for event in trace.events]
-    _fill_gaps(trace.events, labels)
-    of_storage: dict[int, tuple[Label, int]] = {}
-    made: Counter[Label] = Counter()
-    for each in trace.resident:
-        where = label_of(each.unit)
-        of_storage[each.storage] = where, made[where]
-        made[where] += 1
-    counts: Counter[Label] = Counter()
-    of_event = []
-    for at, event in enumerate(trace.events):
-        if isinstance(event, Allocation):
-            of_storage[event.storage] = labels[at], made[labels[at]]
-            made[labels[at]] += 1
-        elif isinstance(event, Free) and labels[at] is None:
-            labels[at] = _giver(trace.events, labels, at, of_storage[event.storage][0])
-        of_event.append(counts[labels[at]])
-        counts[labels[at]] += 1
-    return _Labelled(trace, labels, of_storage, of_event)
-
-
-def _giver(events: Sequence[Event], labels: Sequence[Label], at: int, made: Label) -> Label:
-    """Which block gives memory back outside of all: the one that ended just before, or else the one that took it."""
-    last = labels[at - 1] if at and events[at - 1].place.phase == events[at].place.phase else None
-    near = made is not None and last is not None and last[0] == made[0]
-    return last if near and events[at].place.phase in ("forward", "backward") else made
-
-
-def _own_label(event: Event, label_of: Callable[[str], Label]) -> Label:
-    """The block in which something happens or, outside of all, to which it belongs."""
-    here = label_of(event.place.unit)
-    if here is None and isinstance(event, (Allocation, Communication, Transfer)):
-        return label_of(event.unit)
-    return here
-
-
-def _fill_gaps(events: Sequence[Event], labels: list[Label]) -> None:
-    """What happens between a block and the next, forward or backward, belongs to the one before."""
-    before: int | None = None
-    for at, label in enumerate(labels):
-        if label is None:
-            continue
-        if before is not None and before < at - 1:
-            last, phase = labels[before], events[before].place.phase
-            assert last is not None
-            near = label[0] == last[0] and abs(label[1] - last[1]) <= 1 and phase in ("forward", "backward")
-            if near and all(event.place.phase == phase for event in events[before : at + 1]):
-                labels[before + 1 : at] = [last] * (at - before - 1)
-        before = at
-
-
-def extend(base: _Labelled, fewer: Sequence[_Labelled], runs: Sequence[Run]) -> Trace:
+def extend(base: Labelled, fewer: Sequence[Labelled], runs: Sequence[Run]) -> Trace:
     """The trace of the whole model.
 
     Args:
@@ -139,7 +67,7 @@ def extend(base: _Labelled, fewer: Sequence[_Labelled], runs: Sequence[Run]) -> 
 # What must hold
 
 
-def _tokens(traced: _Labelled, label: Label) -> list[tuple[Any, ...]]:
+def _tokens(traced: Labelled, label: Label) -> list[tuple[Any, ...]]:
     """The events of one block, in order, without what tells blocks apart."""
     tokens = [
         _token(e, traced, label) for e, here in zip(traced.trace.events, traced.labels, strict=True) if here == label
@@ -148,7 +76,7 @@ def _tokens(traced: _Labelled, label: Label) -> list[tuple[Any, ...]]:
     return [("held", *held), *tokens]
 
 
-def _token(event: Event, traced: _Labelled, label: Label) -> tuple[Any, ...]:
+def _token(event: Event, traced: Labelled, label: Label) -> tuple[Any, ...]:
     return (*_meaning(event), *_amounts(event), *_references(event, traced, label))
 
 
@@ -174,7 +102,7 @@ def _amounts(event: Event) -> tuple[int, ...]:
     return (event.bytes,)
 
 
-def _references(event: Event, traced: _Labelled, label: Label) -> tuple[Any, ...]:
+def _references(event: Event, traced: Labelled, label: Label) -> tuple[Any, ...]:
     """What an event refers to, as seen from its block."""
     if isinstance(event, Free):
         return (_relative(*traced.of_storage[event.storage], label),)
@@ -191,7 +119,7 @@ def _relative(where: Label, ordinal: int, seen_from: Label) -> tuple[Any, ...]:
     return where[0], "+", where[1] - seen_from[1], ordinal
 
 
-def _check_middle(base: _Labelled, r: int) -> None:
+def _check_middle(base: Labelled, r: int) -> None:
     one, two = _tokens(base, (r, COPIED)), _tokens(base, (r, COPIED + 1))
     if one != two:
         raise NotPeriodicError(f"two equal blocks behave differently: {_first_difference(one, two)}")
@@ -200,7 +128,7 @@ def _check_middle(base: _Labelled, r: int) -> None:
             raise NotPeriodicError("a block frees memory that belongs to none")
 
 
-def _grown(base: _Labelled, less: _Labelled, r: int) -> dict[int, tuple[int, ...]]:
+def _grown(base: Labelled, less: Labelled, r: int) -> dict[int, tuple[int, ...]]:
     """Position in ``base`` of events that are there once → by how much their amounts grow with a block more."""
     kept = [at for at, here in enumerate(base.labels) if here != (r, COPIED)]
     renamed = [_after_removal(base.labels[at], r) for at in kept]
@@ -217,7 +145,7 @@ def _grown(base: _Labelled, less: _Labelled, r: int) -> dict[int, tuple[int, ...
     return grown
 
 
-def _grown_resident(base: _Labelled, less: _Labelled, r: int) -> dict[int, int]:
+def _grown_resident(base: Labelled, less: Labelled, r: int) -> dict[int, int]:
     """Storage that is there from the beginning → by how many bytes it grows with a block more."""
     kept = [each for each in base.trace.resident if base.of_storage[each.storage][0] != (r, COPIED)]
     if len(kept) != len(less.trace.resident):
@@ -247,7 +175,7 @@ def _first_difference(one: Sequence[Any], two: Sequence[Any]) -> str:
 
 class _Extension:
     def __init__(
-        self, base: _Labelled, runs: Sequence[Run], growth: Mapping[int, tuple[int, ...]], held: Mapping[int, int]
+        self, base: Labelled, runs: Sequence[Run], growth: Mapping[int, tuple[int, ...]], held: Mapping[int, int]
     ) -> None:
         self.base = base
         self.runs = runs
@@ -261,7 +189,7 @@ class _Extension:
 
     def trace(self) -> Trace:
         base = self.base
-        for first, after in _groups(base.labels):
+        for first, after in rows_of_labels(base.labels):
             label = base.labels[first]
             if label is not None and label[1] == COPIED:
                 self._copies(first, after, label[0], descending=self._descends(first, label[0]))
@@ -397,17 +325,6 @@ _AMOUNTS: dict[type, tuple[str, ...]] = {
 
 def _block(label: Label) -> int:
     return -1 if label is None else label[1]
-
-
-def _groups(labels: Sequence[Label]) -> list[tuple[int, int]]:
-    """(first, after last) of each row of equal labels."""
-    groups: list[tuple[int, int]] = []
-    first = 0
-    for at in range(1, len(labels) + 1):
-        if at == len(labels) or labels[at] != labels[first]:
-            groups.append((first, at))
-            first = at
-    return groups
 
 
 def _by_ordinal(of_storage: Mapping[int, tuple[Label, int]]) -> dict[tuple[Label, int], int]:

@@ -19,10 +19,11 @@ from trueshard.planner.inputs.twins import plain_attributes
 from trueshard.planner.simulation.peers import seeing_real_tensors
 from trueshard.planner.simulation.recorder import Recorder
 from trueshard.planner.simulation.repeats import find_runs, shorten, shortened
-from trueshard.planner.simulation.simulate import WORDS, simulated_mesh
+from trueshard.planner.simulation.simulate import simulated_mesh
 from trueshard.planner.simulation.strays import Stray, Watch, here, is_data_dependent
 from trueshard.planner.workload import Workload
 from trueshard.plans import Plan
+from trueshard.policies import UNSAID
 
 #: How many blocks of a run of equal ones are run at first.
 _BLOCKS = 2
@@ -70,7 +71,7 @@ def preflight(
     world = 1
     for size in ranks:
         world *= size
-    choices = {**WORDS, **(words or {})}
+    choices = {**UNSAID, **(words or {})}
     # What is compiled runs as it is written: a compiled kernel would read the memory that fake tensors do not have.
     eagerly = torch.compiler.set_stance("force_eager")
     with quietly(), warnings.catch_warnings(), _torch.simulated_world(0, world), eagerly:
@@ -120,7 +121,7 @@ def _run(
         optimizers = list(workload.optimizers(model))
     is_sharded = False
     with _collected("shard", problems):
-        engine.shard(model, optimizers, plan, mesh, choices if plan is None else WORDS)
+        engine.shard(model, optimizers, plan, mesh, choices if plan is None else UNSAID)
         is_sharded = True
     with _collected("batch", problems):
         batch = workload.batch(microbatch, workload.sequence)

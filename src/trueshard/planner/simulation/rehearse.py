@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trueshard import _torch, engine, names
-from trueshard.checkpoint.inspecting import size, table
 from trueshard.planner.events import Communication, Trace
 from trueshard.planner.forecasting import MICROBATCHES
 from trueshard.planner.inputs.nests import mapped
@@ -38,13 +37,15 @@ from trueshard.planner.inputs.twins import plain_attributes
 from trueshard.planner.memory import ledger
 from trueshard.planner.memory.reserve import replay
 from trueshard.planner.showing.report import duration
-from trueshard.planner.simulation.simulate import WORDS, simulate, simulated_mesh, without_collection
+from trueshard.planner.simulation.simulate import simulate, simulated_mesh, without_collection
 from trueshard.planner.simulation.step import run_step
 from trueshard.planner.speed.hardware import Hardware, Mode
 from trueshard.planner.speed.timeline import schedule
 from trueshard.planner.study import Study
 from trueshard.planner.workload import Job, Workload
+from trueshard.policies import UNSAID
 from trueshard.sharding import SMALL
+from trueshard.tables import size, table
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def _ready(job: Job, mesh: DeviceMesh, device: torch.device) -> Callable[[], Non
     with torch.device("meta"):
         model = workload.model()
     optimizers = list(workload.optimizers(model))
-    engine.shard(model, optimizers, job.plan, mesh, {**WORDS, **job.words})
+    engine.shard(model, optimizers, job.plan, mesh, {**UNSAID, **job.words})
     _materialise(names.unwrap(model), device)
 
     def step() -> None:

@@ -20,9 +20,10 @@ from trueshard import _torch, engine, names
 from trueshard.planner.events import Allocation, Free, Kernel, Phase, Place, Trace
 from trueshard.planner.inputs.twins import twin
 from trueshard.planner.simulation.compiling import compiled
-from trueshard.planner.simulation.extend import KEPT, NotPeriodicError, extend, labelled
+from trueshard.planner.simulation.extend import KEPT, NotPeriodicError, extend
 from trueshard.planner.simulation.following import following
 from trueshard.planner.simulation.fused import attention_as_on_a_device
+from trueshard.planner.simulation.labels import labelled
 from trueshard.planner.simulation.offloading import offloaded
 from trueshard.planner.simulation.peers import seeing_real_tensors
 from trueshard.planner.simulation.randomness import watching_random_states
@@ -32,16 +33,7 @@ from trueshard.planner.simulation.step import run_step
 from trueshard.planner.simulation.values import Following
 from trueshard.planner.workload import Job
 from trueshard.plans import Plan
-
-WORDS: dict[str, Any] = {
-    "units": "auto",
-    "reshard_after_forward": "default",
-    "mixed_precision": None,
-    "activation_checkpointing": "none",
-    "compile": False,
-    "offload": "none",
-}
-"""``shard()``'s choices where nothing is said."""
+from trueshard.policies import UNSAID
 
 
 @dataclass
@@ -96,7 +88,7 @@ def simulated_mesh(device_type: str, ranks: tuple[int, ...]) -> DeviceMesh:
 
 def _simulated(job: Job, mesh: DeviceMesh, whole: bool) -> Simulation:
     model = job.workload.model()
-    asked = engine.resolve(model, job.plan, {**WORDS, **job.words}, job.ranks)
+    asked = engine.resolve(model, job.plan, {**UNSAID, **job.words}, job.ranks)
     plan = asked
     runs = [] if whole else find_runs(model, plan)
     try:
@@ -141,7 +133,7 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation
     recorder = Recorder(job.on_cpu)
     with Following(recorder.values):
         optimizers = list(workload.optimizers(model))
-        resolved = engine.shard(model, optimizers, dataclasses.replace(plan, compile=False), mesh, WORDS)
+        resolved = engine.shard(model, optimizers, dataclasses.replace(plan, compile=False), mesh, UNSAID)
     _adopt(recorder, model, resolved)
     recorder.adopt(_state(model, optimizers), "optimizer", "")
     traces = []

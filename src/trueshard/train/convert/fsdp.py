@@ -34,8 +34,7 @@ RESHARD: dict[str, tuple[str, str]] = {
 }
 STRATEGY_WHY = (
     "FULL_SHARD and true: `always` (the root is freed too); SHARD_GRAD_OP and false: `never`; the HYBRID ones the "
-    "same, "
-    "with shard.replicate = the number of machines; NO_SHARD: shard.replicate = the number of ranks"
+    "same, with shard.replicate = the number of machines; NO_SHARD: shard.replicate = the number of ranks"
 )
 PRECISIONS: dict[str, Any] = {
     "no": None,
@@ -53,7 +52,22 @@ RECOMPUTE = {"true": "full", "false": None}
 
 def rules(spelled: Callable[[str], str]) -> tuple[Rule, ...]:
     """The rules of all fields of Accelerate's plugin; `spelled` gives the key(s) under which a source has a field."""
-    wrap, classes = spelled("auto_wrap_policy"), spelled("transformer_cls_names_to_wrap")
+    return (
+        always(
+            spelled("fsdp_version"),
+            "the engine is FSDP2; what version 1 does otherwise is told key by key",
+        ),
+        *_of_strategy(spelled),
+        *_of_units(spelled),
+        *_of_memory(spelled),
+        *_of_state(spelled),
+        *_of_prefetching(spelled),
+        *_of_python(spelled),
+    )
+
+
+def _of_strategy(spelled: Callable[[str], str]) -> tuple[Rule, ...]:
+    """When units are freed, and how many whole copies there are."""
 
     def strategy(sheet: Sheet, key: str, value: Any) -> None:
         # Version 1 looks at the strategy, version 2 at the other; the launcher sets both, one of them by default.
@@ -65,15 +79,20 @@ def rules(spelled: Callable[[str], str]) -> tuple[Rule, ...]:
             return
         put_strategy(sheet, key, value)
 
-    def policy(sheet: Sheet, key: str, value: Any) -> None:
-        sheet.word(value, WRAP)
-        which = WRAP[str(value).upper() if value is not None else "NO_WRAP"]
-        if isinstance(which, Near):
-            sheet.put("shard.units", which.value, key, value, "near", which.why)
-        elif isinstance(which, Lost):
-            sheet.tell(key, value, "none", which.why)
-        else:
-            sheet.tell(key, value, "always", "the classes that are named, else the model's own hints")
+    return (
+        by(
+            " ".join([spelled("sharding_strategy"), spelled("reshard_after_forward")]),
+            "shard.reshard_after_forward",
+            STRATEGY_WHY,
+            strategy,
+            together=True,
+        ),
+    )
+
+
+def _of_units(spelled: Callable[[str], str]) -> tuple[Rule, ...]:
+    """What is gathered together."""
+    wrap, classes = spelled("auto_wrap_policy"), spelled("transformer_cls_names_to_wrap")
 
     def units(sheet: Sheet, key: str, value: Any) -> None:
         chosen = next((sheet.given[each] for each in wrap.split() if each in sheet.given), "TRANSFORMER_BASED_WRAP")
@@ -86,17 +105,6 @@ def rules(spelled: Callable[[str], str]) -> tuple[Rule, ...]:
             sheet.put("shard.units", named, key, value)
 
     return (
-        always(
-            spelled("fsdp_version"),
-            "the engine is FSDP2; what version 1 does otherwise is told key by key",
-        ),
-        by(
-            " ".join([spelled("sharding_strategy"), spelled("reshard_after_forward")]),
-            "shard.reshard_after_forward",
-            STRATEGY_WHY,
-            strategy,
-            together=True,
-        ),
         by(
             classes,
             "shard.units",
@@ -107,11 +115,16 @@ def rules(spelled: Callable[[str], str]) -> tuple[Rule, ...]:
             wrap,
             "shard.units",
             "TRANSFORMER_BASED_WRAP: the classes named, else `auto`, the model's own hints; NO_WRAP: `auto` (units "
-            "in place "
-            "of one whole); SIZE_BASED_WRAP has no equivalent: units are named, not weighed",
-            policy,
+            "in place of one whole); SIZE_BASED_WRAP has no equivalent: units are named, not weighed",
+            put_policy,
         ),
         none(spelled("min_num_params"), "units are named by class or glob (shard.units), not by size", off=[0]),
+    )
+
+
+def _of_memory(spelled: Callable[[str], str]) -> tuple[Rule, ...]:
+    """What rests where, what is computed again, and in which dtype."""
+    return (
         words(
             spelled("cpu_offload"),
             "shard.offload",
@@ -136,6 +149,12 @@ def rules(spelled: Callable[[str], str]) -> tuple[Rule, ...]:
             "by its param_dtype and reduce_dtype; in Python, torch's own policy as it stands",
             policy_of_dtypes,
         ),
+    )
+
+
+def _of_state(spelled: Callable[[str], str]) -> tuple[Rule, ...]:
+    """How parameters are filled, named and saved."""
+    return (
         always(
             spelled("state_dict_type"),
             "each rank writes its own bytes of one whole Hugging Face directory: sharded in the writing, full in the "
@@ -148,6 +167,12 @@ def rules(spelled: Callable[[str], str]) -> tuple[Rule, ...]:
             "parameters keep their names and the optimizer its groups",
             {False: "there are no flattened parameters; groups of the optimizer work as without sharding"},
         ),
+    )
+
+
+def _of_prefetching(spelled: Callable[[str], str]) -> tuple[Rule, ...]:
+    """How far ahead units are gathered."""
+    return (
         always(
             spelled("limit_all_gathers"),
             "FSDP2 gathers no further ahead than one unit",
@@ -164,6 +189,12 @@ def rules(spelled: Callable[[str], str]) -> tuple[Rule, ...]:
             "FSDPModule.set_modules_to_forward_prefetch",
             off=[False],
         ),
+    )
+
+
+def _of_python(spelled: Callable[[str], str]) -> tuple[Rule, ...]:
+    """What only a program can say."""
+    return (
         none(
             spelled("ignored_modules"),
             "every parameter is sharded; one that must stay whole has no words here, and is the same by numbers",
@@ -184,6 +215,18 @@ WRAP: dict[str, Any] = {
         "auto", "the whole model is one unit there; blocks as units are the same by numbers, in less memory"
     ),
 }
+
+
+def put_policy(sheet: Sheet, key: str, value: Any) -> None:
+    """The wrap policy: which modules are units."""
+    sheet.word(value, WRAP)
+    which = WRAP[str(value).upper() if value is not None else "NO_WRAP"]
+    if isinstance(which, Near):
+        sheet.put("shard.units", which.value, key, value, "near", which.why)
+    elif isinstance(which, Lost):
+        sheet.tell(key, value, "none", which.why)
+    else:
+        sheet.tell(key, value, "always", "the classes that are named, else the model's own hints")
 
 
 def put_strategy(sheet: Sheet, key: str, value: Any) -> None:

@@ -9,11 +9,9 @@ import torch
 from torch import nn
 
 from trueshard import names
+from trueshard.first_values import initialisers, is_unwritten, mark_unwritten
 from trueshard.train.models.rows import copy_tensor, seeded
 from trueshard.units import choose_units
-
-_UNWRITTEN = 0xA5
-"""What the bytes of a tensor are until it is initialised."""
 
 
 @torch.no_grad()
@@ -29,7 +27,7 @@ def initialise(model: nn.Module, twin: nn.Module, seed: int, device: torch.devic
     Returns:
         False if the model's initialisation cannot be done by blocks; then values are undefined.
     """
-    owners = _owners(twin)
+    owners = initialisers(twin)
     tensors = {
         name: tensor
         for kind in ("parameters", "buffers")
@@ -42,14 +40,14 @@ def initialise(model: nn.Module, twin: nn.Module, seed: int, device: torch.devic
         module.to_empty(device=device, recurse=below)
         own = {key: tensor for key, tensor in _tensors(name, module, below) if tensor.numel()}
         for tensor in own.values():
-            _bytes(tensor).fill_(_UNWRITTEN)
+            mark_unwritten(tensor)
         with seeded(seed, name, device):
             for each in _upwards(module) if below else [module]:
                 _run(each, owners)
         for key, tensor in own.items():
             if key in added:
                 continue
-            if bool((_bytes(tensor) == _UNWRITTEN).all()):
+            if is_unwritten(tensor):
                 return False
             copy_tensor(tensors[key], tensor)
         module.to_empty(device="meta", recurse=below)
@@ -85,19 +83,10 @@ def _upwards(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _owners(twin: nn.Module) -> dict[int, Any]:
-    """``id`` of a module → the nearest model of transformers that it is in."""
-    found: dict[int, Any] = {}
-    for owner in twin.modules():  # from the outside inwards
-        if callable(getattr(owner, "_init_weights", None)) and hasattr(owner, "base_model_prefix"):
-            found |= {id(module): owner for module in owner.modules()}
-    return found
-
-
 def _run(module: nn.Module, owners: dict[int, Any]) -> None:
-    owner = owners.get(id(module))
-    if owner is not None:
-        owner._init_weights(module)
+    own = owners.get(id(module))
+    if own is not None:
+        own(module)
 
 
 def _leaves_children(module: nn.Module, owners: dict[int, Any]) -> bool:
@@ -109,8 +98,3 @@ def _leaves_children(module: nn.Module, owners: dict[int, Any]) -> bool:
     return all(
         tensor._version == version for tensor, version in zip(tensors, before, strict=True) if id(tensor) not in own
     )
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor that has some of its own."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

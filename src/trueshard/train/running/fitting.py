@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trueshard.checkpoint.inspecting import size
+from trueshard.tables import size
 from trueshard.train.config import Config
 from trueshard.train.recipe import folder_of
 from trueshard.train.running import memory, planned

@@ -27,6 +27,7 @@ import torch
 
 from trueshard.distributed import ensure_process_group
 from trueshard.errors import UserError
+from trueshard.machine import cpu_cores
 from trueshard.train.running import slurm
 from trueshard.train.running.rendezvous import fresh_store
 from trueshard.train.running.signals import SIGNALS, STOPPED
@@ -150,11 +151,6 @@ def join(environment: MutableMapping[str, str], timeout: float) -> Ranks:
     ensure_process_group(datetime.timedelta(seconds=timeout), store)
     most, count = (int(environment.get(f"TORCHELASTIC_{key}", "0")) for key in ("MAX_RESTARTS", "RESTART_COUNT"))
     return Ranks(rank, world, local_rank, local_world, device, is_ours, ends_agent=count < most)
-
-
-def cpu_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _ended(exit_codes: Mapping[int, int]) -> Ended:

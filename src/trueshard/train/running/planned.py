@@ -21,12 +21,12 @@ from trueshard.planner.showing import report
 from trueshard.planner.speed.hardware import Hardware, hardware, known
 from trueshard.planner.study import Study
 from trueshard.plans import Plan
+from trueshard.replacing import replace_text
 from trueshard.train.config import Config
 from trueshard.train.losses.causal import CausalLoss
 from trueshard.train.models.making import empty
 from trueshard.train.optimizer import build_optimizer
 from trueshard.train.recipe import folder_of
-from trueshard.train.replacing import replace_text
 from trueshard.train.running import memory
 
 Batch = dict[str, torch.Tensor]

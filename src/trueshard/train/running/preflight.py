@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trueshard.errors import UserError, written_to
+from trueshard.machine import cpu_cores
 from trueshard.train.config import Config
 from trueshard.train.data.prepared import Prepared, prepare
 from trueshard.train.data.tokenizer import load_processor, load_tokenizer
@@ -20,7 +21,6 @@ from trueshard.train.models.build import architecture, plain_settings, quiet_tra
 from trueshard.train.optimizer import check_optimizer
 from trueshard.train.recipe import checkpoints_of, folder_of, steps_of
 from trueshard.train.running import resuming
-from trueshard.train.running.launch import cpu_cores
 from trueshard.train.schedules import check_schedule
 from trueshard.train.showing.trackers import trackers
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from trueshard.errors import UserError
+from trueshard.replacing import replace_text
 from trueshard.train.config import Config
 from trueshard.train.recipe import checkpoints_of, folder_of
-from trueshard.train.replacing import replace_text
 
 QUIET = ("run.dir", "run.restarts", "run.timeout", "train.keep", "train.log_every", "data.prefetch")
 """Settings whose change nobody needs to be told."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from trueshard.errors import UserError
+from trueshard.replacing import replace_text
 from trueshard.train.events import Callback
-from trueshard.train.replacing import replace_text
 
 if TYPE_CHECKING:
     from trueshard.train.trainer import Trainer

@@ -1,44 +1,33 @@
-"""The curves of runs as one HTML file that holds everything it needs: its security policy forbids every request.
+"""The curves of runs as one HTML file, in the frame and the style of the planner's page.
 
-- Its style and its small parts are those of the planner's page; the diagrams are its own few hundred lines of script,
-  since a charting library inlined is fifty times as large as all that it shows.
-- Smoothing, axes and zoom are the reader's: the page has each curve's points, not pictures of them.
+Smoothing, axes and zoom are the reader's: the page has each curve's points, not pictures of them.
 """
 
 from __future__ import annotations
 
 import datetime
-import html
-import json
 import math
 import statistics
 from collections.abc import Sequence
-from importlib import resources
-from string import Template
 from typing import Any
 
+from trueshard.planner.showing.frame import SCRIPT, STYLE, framed
 from trueshard.train.showing.report import final_line, final_loss
 from trueshard.train.showing.runs import PANELS, PLANNED, Curve, Run, Values, curve, half_life
 
-PLANNER = "trueshard.planner.showing"
 HERE = "trueshard.train.showing"
 
 
 def page(runs: Sequence[Run]) -> str:
     """The page as text."""
-    data = json.dumps(_data(runs), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    styles, scripts = (PLANNER, "page.css"), (PLANNER, "page.js")
-    return Template(_text(HERE, "curves.html")).substitute(
-        title=html.escape(_headline(runs)),
-        text=html.escape("\n".join(f"{run.name}: {final_line(run.records)}" for run in runs)),
-        style=_text(*styles) + _text(HERE, "curves.css"),
-        script="\n".join(_text(*each) for each in (scripts, (HERE, "curves_chart.js"), (HERE, "curves.js"))),
-        data=data.replace("<", "\\u003c"),
+    return framed(
+        title=_headline(runs),
+        text="\n".join(f"{run.name}: {final_line(run.records)}" for run in runs),
+        data=_data(runs),
+        main=(HERE, "curves.html"),
+        styles=[STYLE, (HERE, "curves.css")],
+        scripts=[SCRIPT, (HERE, "curves_chart.js"), (HERE, "curves.js")],
     )
-
-
-def _text(package: str, name: str) -> str:
-    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def _headline(runs: Sequence[Run]) -> str:

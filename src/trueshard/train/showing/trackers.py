@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trueshard.errors import UserError
 from trueshard.names import nearest
+from trueshard.replacing import replace_text
 from trueshard.train.events import Callback
-from trueshard.train.replacing import replace_text
 
 if TYPE_CHECKING:
     from trueshard.train.trainer import Trainer

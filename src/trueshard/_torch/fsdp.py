@@ -1,0 +1,258 @@
+"""What FSDP2 keeps of its units: groups of parameters, gathered ones, the state of a pass.
+
+FSDP2 shows a unit as an ``FSDPModule`` with a few setters. Whether a pass runs, which parameters are gathered and where
+the shards lie in memory is found in its parameter groups alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed import _composable_state
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
+
+from trueshard._torch.fakes import is_fake, is_plain, real_tensors
+
+if TYPE_CHECKING:
+
+    class ShardedModule(FSDPModule, nn.Module):
+        """A module on which ``fully_shard`` was called; torch's own type does not say that it is a module."""
+else:
+    ShardedModule = FSDPModule
+
+
+def _groups(module: ShardedModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # 2.12 on
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def own_class(module: nn.Module) -> type:
+    """The user's class of a module, before and after ``fully_shard``, which puts one of its own in front."""
+    cls = type(module)
+    return cls.__mro__[FSDPModule._orig_cls_mro_index] if isinstance(module, FSDPModule) else cls
+
+
+def fsdp_modules(root: nn.Module) -> list[ShardedModule]:
+    """Every module below ``root`` (itself included) on which ``fully_shard`` was called."""
+    return [module for module in root.modules() if isinstance(module, ShardedModule)]
+
+
+def forget(modules: Iterable[nn.Module]) -> None:
+    """Remove FSDP's registration of ``modules``, so that a failed ``fully_shard`` can be tried again.
+
+    The rest of what ``fully_shard`` does lies in the module's own ``__dict__`` and class; this one is a global table.
+    """
+    for module in modules:
+        _composable_state._module_state_mapping.pop(module, None)
+
+
+def initialise(root: ShardedModule) -> None:
+    """Fix ``root`` as the root of its units, now and not at the first forward.
+
+    Otherwise the first submodule called from outside ``forward`` would take the place of the root, and what FSDP2
+    checks lazily (dtypes, ties) would fail in the first step instead of in ``shard()``.
+    """
+    fake = [
+        parameter
+        for module in fsdp_modules(root)
+        for group in _groups(module)
+        for parameter in group.fsdp_params
+        if is_fake(parameter._sharded_param_data)
+    ]
+    for parameter in fake:  # FSDP2 tells by addresses that its shards are padded already, and fake ones have none
+        parameter.reset_sharded_param = lambda: None
+    try:
+        root._get_fsdp_state()._lazy_init()
+    finally:
+        for parameter in fake:
+            parameter.__dict__.pop("reset_sharded_param", None)  # one that is tied is there twice
+
+
+def is_initialised(root: ShardedModule) -> bool:
+    """Whether ``initialise`` was called, or a first forward did the same."""
+    return root._get_fsdp_state()._is_root is not None
+
+
+def refresh_dtypes(root: nn.Module) -> None:
+    """Read again which parameters are trainable: FSDP2 does so once, and a thawed unit would reduce in no dtype."""
+    for module in fsdp_modules(root):
+        for group in _groups(module):
+            group._init_mp_dtypes()
+
+
+def gathered_parameters(root: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+    """(name, sharded parameter, gathered parameter) for each parameter that has been gathered once.
+
+    The gathered parameter is a second object behind the same name; an optimizer made while it is registered holds it.
+    """
+    for module in fsdp_modules(root) if recurse else [cast(ShardedModule, root)]:
+        for group in _groups(module):
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    yield parameter._param_fqn or "?", parameter.sharded_param, parameter._unsharded_param
+
+
+def offloaded(root: nn.Module) -> set[int]:
+    """The ``id`` of each sharded parameter that rests on the CPU between uses, which one on the meta device hides."""
+    groups = [group for module in fsdp_modules(root) for group in _groups(module)]
+    return {id(each.sharded_param) for group in groups for each in group.fsdp_params if each.offload_to_cpu}
+
+
+def forget_gathered(module: ShardedModule) -> None:
+    """Let a unit make its gathered parameters anew if they are of another dtype than its shards by now."""
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            gathered = getattr(parameter, "_unsharded_param", None)
+            compute = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
+            if gathered is not None and gathered.is_floating_point() and gathered.dtype != compute:
+                del parameter._unsharded_param
+                parameter.all_gather_outputs = []
+
+
+def gathered_units(modules: Iterable[ShardedModule]) -> Callable[[], list[ShardedModule]]:
+    """A function that tells which of ``modules`` have their gathered parameters registered; no public method does.
+
+    A function, since it is asked at every pass: what leads from a module to FSDP2's record is looked up once.
+    """
+    records = [(module, group) for module in modules for group in _groups(module)]
+    return lambda: [module for module, group in records if group.is_unsharded]
+
+
+def in_pass(module: nn.Module) -> bool:
+    """Whether the unit is in a forward, or recomputes one in backward, right now."""
+    return isinstance(module, ShardedModule) and module._get_fsdp_state()._training_state in (
+        TrainingState.FORWARD,
+        TrainingState.PRE_BACKWARD,
+    )
+
+
+def interrupted(root: ShardedModule) -> bool:
+    """Whether a forward or backward of ``root`` was left by an exception. Call it outside forward and backward."""
+    context = root._get_fsdp_state()._state_ctx
+    if context.iter_forward_root is not None or context.post_backward_final_callback_queued:
+        return True
+    return any(state._training_state != TrainingState.IDLE for state in context.all_states)
+
+
+def reset_iteration(root: ShardedModule) -> None:
+    """``FSDPModule.reset_iter_state`` (2.13 on), the same for the releases before it, and gathered gradients dropped.
+
+    A backward that was cut short leaves gradients on gathered parameters, which the next one would add to its own.
+    """
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:
+        _reset_iteration_before_2_13(root)
+    for module in fsdp_modules(root):
+        for group in _groups(module):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+
+def _reset_iteration_before_2_13(root: ShardedModule) -> None:
+    state = root._get_fsdp_state()
+    context, communication = state._state_ctx, state._comm_ctx
+    communication.all_gather_state = None
+    if hasattr(communication, "reduce_scatter_state"):
+        communication.reduce_scatter_state = None
+    communication.post_forward_order.clear()
+    for each in context.all_states:
+        each._training_state = TrainingState.IDLE
+    for module in fsdp_modules(root):
+        for group in _groups(module):
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
+            group._training_state = TrainingState.IDLE
+            group._post_forward_indices.clear()
+            group._post_reduce_event = None
+            group._all_reduce_state = None
+            group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._to_sharded()
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+
+
+def set_reshard_after_forward(module: ShardedModule, policy: bool | int, meshes: dict[Any, DeviceMesh]) -> None:
+    """``FSDPModule.set_reshard_after_forward``, for one unit, that also takes a node size.
+
+    The public setter refuses integers, and ``fully_shard(reshard_after_forward=int)`` makes new process groups for
+    each unit. ``meshes`` is the caller's table of the smaller meshes, so that a size makes its groups once.
+    """
+    if isinstance(policy, bool):
+        module.set_reshard_after_forward(policy, recurse=False)
+        return
+    module._get_fsdp_state()._auto_reshard_after_forward = False
+    for group in _groups(module):
+        mesh = group.mesh_info.mesh
+        if (mesh, policy) not in meshes:
+            with real_tensors():
+                ranks = mesh.mesh.view(-1, policy)
+                meshes[mesh, policy] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
+        info = HSDPMeshInfo(meshes[mesh, policy], shard_mesh_dim=1, replicate_mesh_dim=0)
+        group.post_forward_mesh_info = info
+        for parameter in group.fsdp_params:
+            parameter.post_forward_mesh_info = info
+            whole = torch.empty(parameter._orig_size, device="meta")
+            parameter._init_sharded_post_forward_param_metadata(whole)
+
+
+def join_shards(root: nn.Module, small: int) -> None:
+    """Put shards of parameters behind one another in memory: a unit's in the order of its gradients, trainable first;
+    those of at most ``small`` bytes by themselves, over all units.
+
+    FSDP2 allocates each by itself; there is no public place to give it memory. Each keeps a version counter of its own,
+    so that a write to one is not a write to all.
+    """
+    kinds: dict[Any, list[Any]] = {}
+    for module in fsdp_modules(root):
+        for group in _groups(module):
+            for parameter in group.fsdp_params:
+                data = parameter._sharded_param_data
+                if is_plain(data) and not data.is_meta and not parameter.offload_to_cpu:
+                    unit = None if data.nbytes <= small else module
+                    key = unit, data.dtype, data.device, not parameter.sharded_param.requires_grad
+                    kinds.setdefault(key, []).append(parameter)
+    for parameters in kinds.values():
+        if len(parameters) < 2:
+            continue
+        sizes = [parameter._sharded_param_data.numel() for parameter in parameters]
+        memory = torch.cat([parameter._sharded_param_data for parameter in parameters])
+        for parameter, part in zip(parameters, memory.split(sizes), strict=True):
+            rows = parameter.sharded_param._local_tensor.size(0) if part.numel() else 0
+            data = parameter._sharded_param_data = part.data
+            padded = data.view(parameter.padded_sharded_param_size)
+            parameter.sharded_param._local_tensor = padded.narrow(0, 0, rows)
+
+
+def watch_communication(module: ShardedModule, entered: Callable[[str], None], left: Callable[[], None]) -> None:
+    """Call ``entered(what)`` and ``left()`` around what FSDP2 does for the parameters of one unit.
+
+    ``what`` is ``"unshard"`` (gathering), ``"wait_for_unshard"`` (copying out), ``"post_forward"`` (freeing),
+    ``"post_backward"`` (reducing). FSDP2 gathers the next unit while this one runs; no hook tells whose parameters a
+    collective carries.
+    """
+    for group in _groups(module):
+        for what in ("unshard", "wait_for_unshard", "post_forward", "post_backward"):
+            setattr(group, what, _between(getattr(group, what), functools.partial(entered, what), left))
+
+
+def _between(function: Any, entered: Callable[[], None], left: Callable[[], None]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        entered()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            left()
+
+    return call

@@ -1,0 +1,1 @@
+"""`trueshard doctor`: what is on this machine, and whether training works on it."""

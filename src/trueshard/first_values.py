@@ -1,0 +1,40 @@
+"""Who gives the tensors of a model their first values, and whether they have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from trueshard import _torch
+
+_UNWRITTEN = 0xA5
+"""What the bytes of a tensor are until something is written to it."""
+
+
+def initialisers(root: nn.Module) -> dict[int, Callable[[nn.Module], Any]]:
+    """``id`` of a module → the ``_init_weights`` of the nearest model of transformers that it is in."""
+    found: dict[int, Callable[[nn.Module], Any]] = {}
+    for owner in root.modules():  # from the outside inwards
+        own = getattr(owner, "_init_weights", None)
+        if callable(own) and isinstance(getattr(owner, "base_model_prefix", None), str):
+            found |= {id(module): own for module in owner.modules()}
+    return found
+
+
+def mark_unwritten(tensor: torch.Tensor) -> None:
+    """Fill the memory of a tensor, or of its local shard, with bytes that no initialisation writes throughout."""
+    _bytes(tensor).fill_(_UNWRITTEN)
+
+
+def is_unwritten(tensor: torch.Tensor) -> bool:
+    """Whether nothing was written to a tensor since ``mark_unwritten``."""
+    return bool((_bytes(tensor) == _UNWRITTEN).all())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor that has some of its own, whatever its strides."""
+    local = _torch.local(tensor)
+    return torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage())

@@ -1,0 +1,34 @@
+"""What this machine gives a process: CPU cores and memory, as far as the system and its container allow."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Where Linux shows the limits of the container that this process runs in (version 2)."""
+
+
+def cpu_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_quota() -> float | None:
+    """Cores' worth of time that the container gives, or None if it sets no such limit."""
+    quota, _, period = _limit("cpu.max").partition(" ")
+    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
+
+
+def memory_bytes() -> int:
+    """Bytes of main memory: the machine's, or the container's if that is less."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _limit("memory.max")
+    return min(physical, int(limit)) if limit.isdecimal() else physical
+
+
+def _limit(name: str) -> str:
+    try:
+        return (CGROUP / name).read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,117 @@
+"""How far two tensors are apart, and how far they may be.
+
+- Training on N ranks adds up in another order than on one process. What that does to each tensor is measured: the
+  reference runs twice, the second time with its parameters and each part's gradients changed by a rounding error.
+- A tensor may be ``FACTOR`` times as far apart as those two runs were, and in any case ``FLOORS`` of its size. Sizes
+  are root sums of squares: where an optimizer divides by what is nearly zero, single elements jump by rounding alone,
+  and how far the worst one goes is luck; together they are steady, and one wrong row still shows.
+- Parameters are held against how far they have moved, not against their size: with a small learning rate an update
+  that is wrong altogether is small beside the parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+FACTOR = 16.0
+"""Two random roundings of one sum differ from a third by as much as this, hardly ever more."""
+FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""By the dtype that was computed in: some hundred roundings of float64 and float32, one of the short ones."""
+ROUNDING_ALONE = 0.1
+"""A tensor that a rounding error changes by so much is nothing but rounding: it cannot be compared."""
+
+
+@dataclass(frozen=True)
+class Apart:
+    """What a comparison found."""
+
+    kind: str
+    """``"losses"``, ``"gradient norm"``, ``"gradients"``, ``"parameters"``, ``"buffers"`` or ``"state"``."""
+    step: int
+    name: str
+    largest: float
+    """The largest difference of an element."""
+    relative: float
+    """The root sum of squares of all differences, over that of what it is held against."""
+    tolerance: float
+    """For ``relative``."""
+    words: str = ""
+    """What is wrong where it is not a number."""
+
+    @property
+    def held(self) -> bool:
+        """Whether it is within the tolerance."""
+        return not self.words and self.relative <= self.tolerance
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor, beside: torch.Tensor | None = None) -> tuple[float, float]:
+    """The largest difference of an element, and the size of all differences over that of what is expected.
+
+    Args:
+        found, expected: of one shape. NaN equals NaN, and infinities of one sign are equal.
+        beside: the size is that of ``expected - beside``, and what ``expected``'s own dtype rounds does not count: how
+            far a parameter has moved from here. None: the size is that of ``expected``.
+
+    Returns:
+        Both 0 where all is equal; infinite where only one is NaN, or something differs that is held against zero.
+    """
+    if found.shape != expected.shape:
+        return math.inf, math.inf
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    one, two = found.to(wide), expected.to(wide)
+    same = (one == two) | (one.isnan() & two.isnan())
+    if bool(same.all()):
+        return 0.0, 0.0
+    apart = torch.where(same, 0.0, (one - two).abs())
+    largest = float(apart.max())
+    if not math.isfinite(largest):
+        return math.inf, math.inf
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return largest, math.inf
+    left, size = float(apart.norm()), _size(two if beside is None else two - beside.to(wide))
+    if beside is not None and size:
+        left = max(0.0, left - 2 * torch.finfo(expected.dtype).eps * _size(two))
+    return largest, (left / size if size else math.inf)
+
+
+def number_distance(found: float, expected: float) -> tuple[float, float]:
+    """``distance`` of two numbers."""
+    return distance(torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64))
+
+
+def _size(tensor: torch.Tensor) -> float:
+    sizes = tensor.abs()
+    return float(sizes[sizes.isfinite()].norm())
+
+
+class Tolerances:
+    """How far apart tensors may be.
+
+    Args:
+        noise: by kind, step and name, how far the two runs of the reference were apart.
+        floor: in any case.
+    """
+
+    def __init__(self, noise: dict[tuple[str, int, str], float], floor: float) -> None:
+        self._noise, self.floor = noise, floor
+        self._typical: dict[tuple[str, int], float] = {}
+        for kind, step in {key[:2] for key in noise}:
+            sizes = sorted(size for key, size in noise.items() if key[:2] == (kind, step))
+            self._typical[kind, step] = sizes[len(sizes) // 2]
+
+    def of(self, kind: str, step: int, name: str) -> float:
+        """For a tensor: by its own noise, or what is usual among its kind if that is more."""
+        own = max((self._noise.get((kind, earlier, name), 0.0) for earlier in range(1, step + 1)), default=0.0)
+        return max(self.floor, FACTOR * own, FACTOR * self._typical.get((kind, step), 0.0))
+
+    def rounding_alone(self, kind: str, step: int) -> list[str]:
+        """Names of what cannot be compared."""
+        return [name for (k, s, name), size in self._noise.items() if (k, s) == (kind, step) and size > ROUNDING_ALONE]
+
+
+def floor_of(dtypes: list[torch.dtype]) -> float:
+    """For what is computed in ``dtypes``: that of the shortest."""
+    return max((FLOORS.get(dtype, 1e-5) for dtype in dtypes), default=1e-5)

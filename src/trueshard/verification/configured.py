@@ -1,0 +1,130 @@
+"""A training configuration as what is verified: model, optimizer, loss, data and ``[shard]`` as ``train`` has them.
+
+The plain model has the values that the sharded one is filled with: random ones are made block by block, by its name.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from trueshard.errors import UserError
+from trueshard.names import unwrap
+from trueshard.train.config import Config, ShardSection
+from trueshard.train.data.loader import Loader
+from trueshard.train.losses.causal import CausalLoss
+from trueshard.train.losses.choose import choose_loss
+from trueshard.train.losses.preference import PreferenceLoss
+from trueshard.train.losses.protocol import Loss
+from trueshard.train.models.build import build, fill
+from trueshard.train.models.making import with_values
+from trueshard.train.optimizer import build_optimizer
+from trueshard.train.recipe import folder_of
+from trueshard.train.recipe import shard as shard_by
+from trueshard.train.running.preflight import check
+from trueshard.verification.job import Job
+from trueshard.verification.shrinking import shorten
+from trueshard.verification.states import whole
+from trueshard.verification.subject import Made, Refused
+
+
+class ConfiguredSubject:
+    """What a configuration describes.
+
+    Raises:
+        UserError: its settings do not go together, or its data cannot be read.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._config: Config = job.source
+        ready = check(self._config, job.ranks, make=not (folder_of(self._config) / "data").exists())
+        self._settings, self._data = ready.architecture, ready.data
+        if job.layers is not None:
+            shorten(self._settings, job.layers)
+        self.name = str(getattr(self._settings, "model_type", "model"))
+        limit = self._config.train.max_grad_norm
+        self.max_norm = math.inf if limit is None else limit
+        self.notes: list[str] = []
+        self._loaders: dict[int, tuple[Loader, int]] = {}
+
+    def plain(self) -> Made:
+        config, settings = self._config, self._settings
+        filled = build(config, settings)
+        shard_by(ShardSection(), filled)
+        fill(config, filled)
+        model = with_values(config, settings)
+        _copy(filled, model)
+        del filled
+        if torch.cuda.is_available():
+            model.cuda()
+        return self._ready(model.train(), self._loss_of(model))
+
+    def sharded(self) -> Made:
+        config, settings = self._config, self._settings
+        model = build(config, settings)
+        optimizer = build_optimizer(config.optimizer, model.named_parameters())
+        section = config.shard
+        if torch.distributed.get_world_size() % section.replicate:
+            section = section.model_copy(update={"replicate": 1})
+        try:
+            plan = shard_by(section, model, optimizer)
+        except UserError as error:
+            raise Refused(str(error)) from error
+        fill(config, model)
+        made = self._ready(model.train(), choose_loss(config, settings, model), optimizer)
+        made.plan = plan
+        return made
+
+    def microbatches(self, step: int, part: int) -> list[Any]:
+        train = self._config.train
+        loader, following = self._loaders.get(part, (self._loader(part), 1))
+        if following != step:
+            loader.load_state_dict({"samples": (step - 1) * train.batch_size})
+        self._loaders[part] = loader, step + 1
+        return [next(loader) for _ in range(train.accumulate)]
+
+    def _loader(self, part: int) -> Loader:
+        train = self._config.train
+        return Loader(
+            self._data.train,
+            self._data.collate,
+            batch_size=train.batch_size,
+            accumulate=train.accumulate,
+            seed=train.seed,
+            rank=part,
+            ranks=self._job.ranks,
+            prefetch=0,
+        )
+
+    def _ready(self, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer | None = None) -> Made:
+        config = self._config
+        if optimizer is None:
+            optimizer = build_optimizer(config.optimizer, model.named_parameters())
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        scaler = torch.amp.GradScaler(kind) if config.shard.mixed_precision == "fp16" else None
+        return Made(model, [optimizer], loss, scaler)
+
+    def _loss_of(self, model: nn.Module) -> Loss:
+        """The run's loss for a model that is not sharded."""
+        whole_logits = self._config.train.whole_logits
+        if self._config.data.format != "preference":
+            return CausalLoss(whole_logits)
+        reference = None
+        if self._config.adapter is None:
+            reference = copy.deepcopy(model).requires_grad_(False)
+        preference = self._config.preference
+        return PreferenceLoss(reference, preference.beta, preference.label_smoothing, whole_logits)
+
+
+@torch.no_grad()
+def _copy(source: nn.Module, target: nn.Module) -> None:
+    """Give ``target`` the values of ``source``, of the same names."""
+    for kind in ("named_parameters", "named_buffers"):
+        values = dict(getattr(unwrap(source), kind)())
+        for name, tensor in getattr(unwrap(target), kind)():
+            tensor.copy_(whole(values[name]))

@@ -1,0 +1,133 @@
+"""From what the three runs found to the points of the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from trueshard.verification.compare import Apart, Tolerances
+from trueshard.verification.job import Failure
+from trueshard.verification.report import Point, Verified, excess, point_of
+
+VALUES = {
+    "losses": "losses",
+    "gradients": "gradients",
+    "gradient norm": "gradient norm",
+    "parameters": "parameters",
+    "buffers": "buffers",
+    "state": "optimizer state",
+}
+"""Kinds of values, and what their points are called."""
+ASPECTS = {
+    "names": "names",
+    "dtypes": "dtypes",
+    "trainability": "trainability",
+    "ties": "ties",
+    "membership": "optimizer membership",
+}
+ROUND_TRIP, GOING_ON, UNDISTURBED = "checkpoint round trip", "training from it", "save without side effect"
+SHOWN = 20
+"""Comparisons that a report keeps."""
+
+
+def contract(
+    known: Mapping[str, Any], sharded: Any, restored: Any, setting: Mapping[str, Any], notes: Sequence[str]
+) -> Verified:
+    """The report.
+
+    Args:
+        known: what the reference left.
+        sharded, restored: what those runs left, or the ``Failure`` of one; ``restored`` is None if it was not begun.
+        setting: what was run.
+        notes: sentences.
+    """
+    ranks = setting["ranks"]
+    if isinstance(sharded, Failure):
+        broken = Point("runs", "broken", _told(sharded), step=_step(sharded))
+        rest = [*VALUES.values(), *ASPECTS.values(), ROUND_TRIP, GOING_ON, UNDISTURBED]
+        points = (broken, *(Point(name, "not reached", "") for name in rest))
+        return Verified(points, setting, tuple(notes), trace=sharded.trace)
+    runs = Point("runs", "held", f"forward, backward and step on {ranks} rank{'s' if ranks > 1 else ''}")
+    points = (
+        runs,
+        *_values(known, sharded["apart"], setting["steps"]),
+        *_aspects(known, sharded),
+        *_checkpoint(restored, setting),
+        _undisturbed(sharded["disturbed"]),
+    )
+    told = [*sharded["apart"], *([] if isinstance(restored, Failure) else restored["apart"])]
+    trace = restored.trace if isinstance(restored, Failure) else ""
+    return Verified(points, setting, tuple(notes), tuple(_closest(told)), str(sharded["plan"]), trace)
+
+
+def _values(known: Mapping[str, Any], aparts: Sequence[Apart], steps: int) -> list[Point]:
+    tolerances = Tolerances(known["noise"], known["floor"])
+    found = []
+    for kind, name in VALUES.items():
+        mine = [each for each in aparts if each.kind == kind]
+        alone = len(tolerances.rounding_alone(kind, steps))
+        found.append(point_of(name, mine, "there are none", alone))
+    return found
+
+
+def _aspects(known: Mapping[str, Any], sharded: Mapping[str, Any]) -> list[Point]:
+    structure, found = known["structure"], []
+    counts = {
+        "names": f"{len(structure.names)}, in order, after shard() and after the last step",
+        "dtypes": ", ".join(
+            sorted({each.partition(" ")[0].removeprefix("torch.") for each in structure.dtypes.values()})
+        ),
+        "trainability": f"{sum(structure.trainable.values())} of {len(structure.trainable)} trainable",
+        "ties": f"{len(structure.ties)}" + (f": {' = '.join(structure.ties[0])}" if structure.ties else ""),
+        "membership": f"{len(structure.membership)} group{'s' if len(structure.membership) != 1 else ''}",
+    }
+    for aspect, name in ASPECTS.items():
+        words = sharded["structure"].get(aspect), sharded["structure at the end"].get(aspect)
+        if words[0]:
+            found.append(Point(name, "broken", f"after shard(): {words[0]}", step=0))
+        elif words[1]:
+            found.append(Point(name, "broken", f"after the last step: {words[1]}"))
+        else:
+            found.append(Point(name, "held", counts[aspect]))
+    return found
+
+
+def _checkpoint(restored: Any, setting: Mapping[str, Any]) -> list[Point]:
+    if isinstance(restored, Failure):
+        told = _told(restored)
+        if "loading" in restored.stage or "building" in restored.stage:
+            return [Point(ROUND_TRIP, "broken", told), Point(GOING_ON, "not reached", "")]
+        return [Point(ROUND_TRIP, "not reached", ""), Point(GOING_ON, "broken", told, step=_step(restored))]
+    ranks = setting["other_ranks"]
+    where = f"on {ranks} rank{'s' if ranks > 1 else ''}"
+    point = point_of(ROUND_TRIP, restored["loaded"], "there is nothing to load")
+    if point.status == "held" and restored["structure"]:
+        point = Point(ROUND_TRIP, "broken", next(iter(restored["structure"].values())))
+    elif point.status == "held":
+        point = Point(ROUND_TRIP, "held", f"{where}: {point.detail}")
+    return [point, point_of(GOING_ON, restored["apart"], "there is nothing to compare")]
+
+
+def _undisturbed(told: Sequence[str]) -> Point:
+    if not told:
+        return Point(UNDISTURBED, "held", "before the first step and between steps, no bit differs")
+    more = f"; {len(told) - 1} more" if len(told) > 1 else ""
+    return Point(UNDISTURBED, "broken", f"{told[0]}{more}")
+
+
+def _closest(aparts: Iterable[Apart]) -> list[Apart]:
+    worst: dict[tuple[str, str], Apart] = {}
+    for each in aparts:
+        key = each.kind, each.name
+        if key not in worst or excess(each) > excess(worst[key]):
+            worst[key] = each
+    return sorted(worst.values(), key=excess, reverse=True)[:SHOWN]
+
+
+def _told(failure: Failure) -> str:
+    return f"rank {failure.rank}, {failure.stage}: {failure.words}"
+
+
+def _step(failure: Failure) -> int | None:
+    word = failure.stage.removeprefix("step ").partition(":")[0]
+    return int(word) if word.isdecimal() else None

@@ -1,0 +1,169 @@
+"""The reference: one process, without sharding, that takes the whole global batch part by part.
+
+It runs twice. The second run begins with parameters that are a rounding error away from the first's, and changes its
+gradients by as much at every step: how far it ends up is what rounding does to this model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from trueshard.verification import states
+from trueshard.verification.choosing import subject_of
+from trueshard.verification.compare import distance, floor_of, number_distance
+from trueshard.verification.job import Job, Tensors
+from trueshard.verification.structure import structure_of
+from trueshard.verification.subject import Made, Subject
+from trueshard.verification.training import Stage, train
+
+
+def run(job: Job, stage: Stage) -> dict[str, Any]:
+    """Both runs; leaves the first one's tensors in ``job.tensors("reference")``.
+
+    Raises:
+        ValueError: the factory gives the same model twice, or other values each time.
+    """
+    subject, store = subject_of(job), job.tensors("reference")
+    stage.words = "building the model"
+    made = _made(job, subject)
+    before = structure_of(made.model, made.optimizers)
+    recorder = Recorder(store)
+    recorder.begin(made)
+    everything, steps = range(job.ranks), range(1, job.steps + 1)
+    train(subject, made, everything, steps, job.seed, recorder, stage)
+    trainable = [each for each in made.model.parameters() if each.requires_grad]
+    dtypes = [each.dtype for each in trainable] or [torch.float32]
+    constant = [
+        name
+        for name in store.names("buffers", 0)
+        if torch.equal(store.read("buffers", 0, name), store.read("buffers", job.steps, name))
+    ]
+    stage.words = "building the model again"
+    again = _made(job, subject)
+    if again.model is made.model:
+        raise ValueError(f"{subject.name} gives the same model each time it is called; make a new one there")
+    del made
+    _check_same(subject.name, again, store)
+    noise = Noise(recorder)
+    noise.begin(again)
+    train(subject, again, everything, steps, job.seed, noise, stage)
+    return {
+        "name": subject.name,
+        "structure": before,
+        "losses": recorder.losses,
+        "norms": recorder.norms,
+        "noise": noise.found,
+        "floor": floor_of([*dtypes, *_computed_in(again)]),
+        "constant buffers": constant,
+        "notes": subject.notes,
+        "parameters": sum(each.numel() for each in again.model.parameters()),
+        "trainable": sum(each.numel() for each in again.model.parameters() if each.requires_grad),
+        "optimizers": [type(each).__name__ for each in again.optimizers],
+        "max norm": subject.max_norm,
+    }
+
+
+class Recorder:
+    """Keeps every tensor of every step."""
+
+    def __init__(self, store: Tensors) -> None:
+        self.store = store
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def begin(self, made: Made) -> None:
+        """Keep what the run begins with."""
+        self._keep("parameters", 0, states.parameters_of(made.model))
+        self._keep("buffers", 0, states.buffers_of(made.model))
+
+    def gradients(self, step: int, made: Made) -> None:
+        self._keep("gradients", step, states.gradients_of(made.model))
+
+    def stepped(self, step: int, made: Made, loss: float, norm: float) -> None:
+        self.losses.append(loss)
+        self.norms.append(norm)
+        self._keep("parameters", step, states.parameters_of(made.model))
+        self._keep("buffers", step, states.buffers_of(made.model))
+        self._keep("state", step, states.state_of(made.model, made.optimizers))
+
+    def _keep(self, kind: str, step: int, tensors: states.Named) -> None:
+        for name, value in states.gathered(tensors):
+            tensor = value if isinstance(value, torch.Tensor) else plain_tensor(value)
+            if tensor is not None:
+                self.store.write(kind, step, name, tensor)
+
+
+class Noise:
+    """Changes a run by rounding errors, and says how far that took it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._store = recorder, recorder.store
+        self._random = torch.Generator().manual_seed(0)
+        self.found: dict[tuple[str, int, str], float] = {}
+
+    def begin(self, made: Made) -> None:
+        """Change the parameters that are trained."""
+        for parameter in made.model.parameters():
+            if parameter.requires_grad:
+                self._shake(parameter)
+
+    def gradients(self, step: int, made: Made) -> None:
+        for parameter in made.model.parameters():
+            if parameter.grad is not None:
+                self._shake(parameter.grad)
+        self._compare("gradients", step, states.gradients_of(made.model))
+
+    def stepped(self, step: int, made: Made, loss: float, norm: float) -> None:
+        for kind, found, expected in (
+            ("losses", loss, self._recorder.losses[step - 1]),
+            ("gradient norm", norm, self._recorder.norms[step - 1]),
+        ):
+            self.found[kind, step, ""] = number_distance(found, expected)[1]
+        self._compare("parameters", step, states.parameters_of(made.model))
+        self._compare("state", step, states.state_of(made.model, made.optimizers))
+
+    def _compare(self, kind: str, step: int, tensors: states.Named) -> None:
+        known = set(self._store.names(kind, step))
+        for name, value in states.gathered(tensors):
+            if isinstance(value, torch.Tensor) and name in known:
+                expected = self._store.read(kind, step, name)
+                if expected.shape == value.shape:
+                    beside = self._store.read(kind, 0, name) if kind == "parameters" else None
+                    self.found[kind, step, name] = distance(value, expected, beside)[1]
+
+    @torch.no_grad()
+    def _shake(self, tensor: torch.Tensor) -> None:
+        local = tensor.detach()
+        local = local.to_local() if isinstance(local, DTensor) else local
+        if local.is_floating_point():
+            eps = torch.finfo(local.dtype if local.dtype == torch.float64 else torch.float32).eps
+            change = (
+                torch.rand(local.shape, generator=self._random, dtype=torch.float64).mul_(2).sub_(1).mul_(eps).add_(1)
+            )
+            local.copy_(local.double() * change.to(local.device))
+
+
+def plain_tensor(value: Any) -> torch.Tensor | None:
+    """A number in an optimizer's state as a tensor; None of what is no number."""
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, (bool, int, float)) else None
+
+
+def _made(job: Job, subject: Subject) -> Made:
+    return subject.sharded() if job.changes_arithmetic else subject.plain()
+
+
+def _check_same(name: str, made: Made, store: Tensors) -> None:
+    for key, value in states.gathered(states.parameters_of(made.model)):
+        if distance(value, store.read("parameters", 0, key))[0]:
+            raise ValueError(
+                f"{name} gives {key!r} other values each time it is called, although the random generators of Python, "
+                "numpy and torch are seeded before: make it repeatable"
+            )
+
+
+def _computed_in(made: Made) -> list[torch.dtype]:
+    precision = made.plan.mixed_precision if made.plan is not None else None
+    return [] if precision is None or precision.compute is None else [getattr(torch, precision.compute)]

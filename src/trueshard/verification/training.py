@@ -1,0 +1,120 @@
+"""The steps that every run of a verification takes, plain or sharded, by the same lines.
+
+A step: each part's forward and backward with its own random seed, gradient norm (clipped where asked for), the
+optimizers. What is seen on the way goes to a ``Watcher``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import trueshard
+from trueshard.planner.inputs.nests import mapped
+from trueshard.verification.subject import Made, Subject, seed_all
+
+
+@dataclass
+class Stage:
+    """What is going on in this process, for whoever says where it failed."""
+
+    words: str = "beginning"
+
+
+class Watcher(Protocol):
+    """Sees a run."""
+
+    def gradients(self, step: int, made: Made) -> None:
+        """All gradients of the step are there, and not clipped. Collective."""
+
+    def stepped(self, step: int, made: Made, loss: float, norm: float) -> None:
+        """The optimizers have stepped; gradients are still there. Collective."""
+
+
+def train(
+    subject: Subject, made: Made, parts: Sequence[int], steps: range, seed: int, watcher: Watcher, stage: Stage
+) -> None:
+    """Take ``steps``. Collective where the model is sharded.
+
+    Args:
+        parts: of each step's global batch, those that are this process's.
+        seed: from which the random numbers of each part's forward follow.
+    """
+    for step in steps:
+        stage.words = f"step {step}: forward and backward"
+        microbatches = [
+            (part, number, each) for part in parts for number, each in enumerate(subject.microbatches(step, part))
+        ]
+        loss = _accumulate(made, microbatches, step, seed)
+        if made.scaler is not None:
+            for optimizer in made.optimizers:
+                made.scaler.unscale_(optimizer)
+        stage.words = f"step {step}: gradients"
+        watcher.gradients(step, made)
+        norm = float(_clip(made, subject.max_norm))
+        stage.words = f"step {step}: optimizer"
+        for optimizer in made.optimizers:
+            if made.scaler is None:
+                optimizer.step()
+            else:
+                made.scaler.step(optimizer)
+        if made.scaler is not None:
+            made.scaler.update()
+        stage.words = f"step {step}: after it"
+        watcher.stepped(step, made, loss, norm)
+        for optimizer in made.optimizers:
+            optimizer.zero_grad()
+
+
+def _accumulate(made: Made, microbatches: list[tuple[int, int, Any]], step: int, seed: int) -> float:
+    """Forward and backward of all microbatches; returns the mean loss over the global batch."""
+    count = sum(made.loss.count(batch) for *_, batch in microbatches)
+    total = torch.zeros((), dtype=torch.float64)
+    mean = None if made.plan is None else trueshard.token_mean(made.model, count)
+    for place, (part, number, batch) in enumerate(microbatches, start=1):
+        last = place == len(microbatches)
+        seed_all(seed + 1_000_003 * step + 1_009 * part + number)
+        with contextlib.nullcontext() if made.plan is None else trueshard.accumulate(made.model, last=last):
+            value = made.loss(made.model, _to_device(batch))
+            scaled = value / count if mean is None else mean(value)
+            (scaled if made.scaler is None else made.scaler.scale(scaled)).backward()
+        total += value.detach().double().cpu()
+    return float(total) / count if mean is None else mean.value(total)
+
+
+def _clip(made: Made, limit: float) -> torch.Tensor:
+    if made.plan is None:
+        return _clip_plain(made.model, limit)
+    return trueshard.clip_grad_norm_(made.model.parameters(), limit)
+
+
+@torch.no_grad()
+def _clip_plain(model: nn.Module, limit: float) -> torch.Tensor:
+    """What ``torch.nn.utils.clip_grad_norm_`` computes, with its sum in float64: on a CPU its own, over a long float32
+    tensor, has lost five of seven digits."""
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    norm = (
+        torch.stack([each.double().square().sum() for each in gradients]).sum().sqrt() if gradients else torch.zeros(())
+    )
+    for each in gradients:
+        each.mul_(torch.clamp(limit / (norm + 1e-6), max=1.0).to(each.device, each.dtype))
+    return norm
+
+
+def _to_device(batch: Any) -> Any:
+    if not torch.cuda.is_available():
+        return batch
+    return mapped(lambda each: each.cuda() if isinstance(each, torch.Tensor) else each, batch)
+
+
+def parts_of_rank(parts: int) -> range:
+    """This rank's parts of a global batch, of which each rank takes as many."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    each = parts // ranks
+    return range(rank * each, (rank + 1) * each)

@@ -1,0 +1,211 @@
+"""``trueshard.verify``: the contract on the user's own model, on this machine."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from trueshard.plans import Plan
+from trueshard.units import UnitWords
+from trueshard.verification.contract import contract
+from trueshard.verification.job import Failure, Job
+from trueshard.verification.report import Verified
+from trueshard.verification.starting import start
+
+if TYPE_CHECKING:
+    from trueshard.train.config import Config
+
+COLLECTIVE = 0.5
+"""Of the time limit, what a collective may take: a rank that waits for another says so before all are ended."""
+
+
+def verify(
+    factory: Callable[..., Any] | nn.Module | str | Path,
+    *,
+    nproc: int = 2,
+    layers: int | None = None,
+    steps: int = 4,
+    seed: int = 0,
+    optimizer: str | None = None,
+    sequence: int | None = None,
+    overrides: Sequence[str] = (),
+    replicate: int = 1,
+    timeout: float = 600.0,
+    plan: Plan | None = None,
+    units: UnitWords = "auto",
+    reshard_after_forward: str | int | Mapping[str, str | int | bool] = "default",
+    mixed_precision: MixedPrecisionPolicy | str | None = None,
+    activation_checkpointing: str | Mapping[str, str] = "none",
+    compile: bool = False,
+    offload: str = "none",
+    memory: str | None = None,
+) -> Verified:
+    """Train a few steps sharded over processes of this machine, and hold everything against one process that is not.
+
+    Every loss, gradient, parameter and entry of optimizer state of each step is compared, names, dtypes, ties,
+    trainability and membership are, and a checkpoint is loaded on another number of ranks, from which training goes on.
+    With ``mixed_precision`` or ``compile``, which change the arithmetic on one device too, the one process has the
+    same plan; else its model is plain, and nothing of this library is in it.
+
+    Args:
+        factory: makes what is trained, the same at every call: a module, a tuple ``(module, optimizers, batch, loss)``
+            of which all but the module may be left out, or an object or dict with ``model``, ``optimizers``, ``batch``
+            and ``loss``. Or ``"file.py:factory"``, where the file may define ``optimizers(model)``, ``batch`` and
+            ``loss(model, batch)``; a module, which stays as it is; or the path of a training configuration, which
+            brings all of it. A batch is tensors whose first size is the number of samples, of which each rank takes
+            its part, some such batches, or a function of nothing, of the step, or of (microbatch, sequence). What is
+            left out is found: the loss that ``forward`` returns, a batch that fits, AdamW.
+        nproc: processes, on GPUs at most one for each.
+        layers: keep so many blocks of each list of blocks. A factory that has an argument ``layers`` is given it.
+        steps: optimizer steps, at least 2. Half of them come after the checkpoint.
+        seed: what everything random begins with.
+        optimizer: in the place of the factory's own: ``"adamw"``, ``"sgd"``, ``"muon"``, a class of ``torch.optim`` or
+            ``"package.module:Class"``, with settings after a colon.
+        sequence: tokens of a sample where the batch is found; None: up to 32.
+        overrides: with a configuration, settings such as ``"train.batch_size=8"``.
+        replicate: copies of the model (HSDP): a mesh (replicate, shard).
+        timeout: seconds for each of the three runs; then every process's stack is reported.
+        plan: as for ``shard()``, like those that follow. A configuration brings its own.
+        units: what is gathered together.
+        reshard_after_forward: when gathered parameters are freed.
+        mixed_precision: in which dtypes to compute and reduce.
+        activation_checkpointing: which blocks compute their activations again.
+        compile: compile every block in place.
+        offload: ``"cpu"`` keeps shards and state in host memory.
+        memory: a budget for each rank, for what is ``"auto"``.
+
+    Returns:
+        The report. ``report.held`` says whether all of the contract holds; ``print`` shows a line for each point.
+
+    Raises:
+        ValueError: an argument is wrong, the factory fails on one process, or ``shard()`` refuses; one line.
+    """
+    _check(nproc, steps, layers, replicate)
+    words = {
+        "plan": plan,
+        "units": units,
+        "reshard_after_forward": reshard_after_forward,
+        "mixed_precision": mixed_precision,
+        "activation_checkpointing": activation_checkpointing,
+        "compile": compile,
+        "offload": offload,
+        "memory": memory,
+    }
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="trueshard-verify-") as name:
+        folder, notes = Path(name), list[str]()
+        source: Any = factory
+        if isinstance(factory, (str, Path)) and ".py" not in str(factory):
+            source, notes = _configuration(Path(factory), overrides, folder, nproc, words, optimizer)
+            words = source.shard.model_dump(exclude={"replicate"})
+            replicate = source.shard.replicate
+        elif overrides:
+            raise ValueError("overrides go with a training configuration; leave them out")
+        elif isinstance(factory, (str, Path)):
+            source = str(factory)
+        elif isinstance(factory, nn.Module):
+            source = functools.partial(_itself, factory)
+        job = Job(
+            folder=folder,
+            source=source,
+            words=words,
+            replicate=replicate,
+            ranks=nproc,
+            other_ranks=nproc // 2 if nproc % 2 == 0 else 2 if nproc == 1 else 1,
+            steps=steps,
+            save_after=steps // 2,
+            seed=seed,
+            layers=layers,
+            sequence=sequence,
+            optimizer=optimizer,
+            threads=max(1, _cores() // nproc),
+            timeout=timeout * COLLECTIVE,
+        )
+        return _run(job, timeout, notes, began)
+
+
+def _run(job: Job, limit: float, notes: list[str], began: float) -> Verified:
+    import cloudpickle
+
+    (job.folder / "job.pickle").write_bytes(cloudpickle.dumps(job))
+    known = _unless_refused(start(job, "reference", 1, limit))
+    if isinstance(known, Failure):
+        raise ValueError(f"one process, without sharding, fails: {known.words}")
+    sharded = _unless_refused(start(job, "sharded", job.ranks, limit))
+    restored = None if isinstance(sharded, Failure) else start(job, "restored", job.other_ranks, limit)
+    setting = {
+        "name": known["name"],
+        "parameters": known["parameters"],
+        "trainable": known["trainable"],
+        "optimizers": known["optimizers"],
+        "ranks": job.ranks,
+        "other_ranks": job.other_ranks,
+        "steps": job.steps,
+        "save_after": job.save_after,
+        "layers": job.layers,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "reference": "one rank, the same plan" if job.changes_arithmetic else "one process, not sharded",
+        "seconds": time.monotonic() - began,
+    }
+    if job.changes_arithmetic:
+        notes = [*notes, "Mixed precision or compiling changes the arithmetic: the one process has the same plan."]
+    return contract(known, sharded, restored, setting, (*notes, *known["notes"]))
+
+
+def _unless_refused(found: Any) -> Any:
+    if isinstance(found, Failure) and found.kind in ("refused", "input"):
+        raise ValueError(f"shard() refuses: {found.words}" if found.kind == "refused" else found.words)
+    return found
+
+
+def _configuration(
+    path: Path, overrides: Sequence[str], folder: Path, nproc: int, words: Mapping[str, Any], optimizer: str | None
+) -> tuple[Config, list[str]]:
+    """A training configuration whose run lives in ``folder``, with small batches, and what was changed."""
+    from trueshard.train.parse import load_config
+    from trueshard.train.running.located import located
+
+    usual = verify.__kwdefaults__ or {}
+    given = [name for name, value in words.items() if value != usual[name]] + (["optimizer"] if optimizer else [])
+    if given:
+        raise ValueError(f"{path} says how it is trained and sharded: leave out {', '.join(given)}, or override a key")
+    config = located(load_config(path, list(overrides)))
+    train = config.train
+    accumulate = min(train.accumulate, 2)
+    samples = min(2, max(1, train.batch_size // (nproc * train.accumulate)))
+    small = train.model_copy(update={"batch_size": nproc * accumulate * samples, "accumulate": accumulate})
+    changes = {"train": small, "run": config.run.model_copy(update={"dir": str(folder / "run")})}
+    notes = [
+        f"Each rank trains on {accumulate} × {samples} sequences a step (the configuration: {train.batch_size} in all "
+        "ranks), at the learning rate without its schedule."
+    ]
+    return config.model_copy(update=changes), notes
+
+
+def _check(nproc: int, steps: int, layers: int | None, replicate: int) -> None:
+    for name, value, least in (("nproc", nproc, 1), ("steps", steps, 2), ("layers", layers, 1)):
+        if value is not None and (type(value) is not int or value < least):
+            raise ValueError(f"{name} is {value!r}; it is a whole number from {least} on")
+    if torch.cuda.is_available() and nproc > torch.cuda.device_count():
+        raise ValueError(f"nproc is {nproc}, and this machine has {torch.cuda.device_count()} CUDA devices")
+    if nproc % replicate:
+        raise ValueError(f"replicate={replicate}: {nproc} processes do not divide into so many copies")
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return copy.deepcopy(module)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
