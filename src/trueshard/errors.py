@@ -16,6 +16,16 @@ class UserError(Exception):
     """
 
 
+def one_line(error: BaseException, most: int | None = None) -> str:
+    """What an error says, in one line of at most so many characters; its class where it says nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
+def with_kind(error: BaseException) -> str:
+    """An error's class and then its line, cut to 200 characters: many libraries say a name and leave the rest to it."""
+    return f"{type(error).__name__}: {one_line(error, 200)}"
+
+
 @contextlib.contextmanager
 def refused() -> Iterator[None]:
     """What a function says of a wrong input, as the one line that it is."""
@@ -24,7 +34,7 @@ def refused() -> Iterator[None]:
     except BrokenPipeError:
         raise
     except (ValueError, OSError, ImportError) as error:
-        raise UserError(" ".join(str(error).split())) from error
+        raise UserError(one_line(error)) from error
 
 
 @contextlib.contextmanager
@@ -35,7 +45,7 @@ def written_to(folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if full or "No space left on device" in str(error):
-            detail = " ".join(str(error).split())[:200]
+            detail = one_line(error, 200)
             raise UserError(
                 f"run.dir: no space is left for {folder} ({detail}); free some, or choose another"
             ) from error

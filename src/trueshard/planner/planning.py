@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trueshard import _torch, names
 from trueshard.planner.choice.search import Space, choose
+from trueshard.planner.choice.space import is_free
 from trueshard.planner.forecasting import Cluster, study
 from trueshard.planner.inputs.workloads import workload_of
 from trueshard.planner.simulation.preflight import preflight
@@ -148,7 +149,7 @@ def work_out(
         _check_alone(words)
     batch_is_free = global_batch is not None and (microbatch is None or accumulation is None)
     chosen = words["reshard_after_forward"], words["activation_checkpointing"]
-    is_open = batch_is_free or offload == "auto" or any(map(_says_auto, chosen))
+    is_open = batch_is_free or offload == "auto" or any(map(is_free, chosen))
     words["offload"] = ("auto" if is_open else "none") if offload is None else offload
     node = min(device.ranks_per_node, ranks) if ranks_per_node is None else ranks_per_node
     space = Space(
@@ -186,7 +187,7 @@ def _preflight(space: Space, plan: Plan | None) -> list[str]:
     Raises:
         ValueError: what would fail in the first step.
     """
-    words = {key: UNSAID[key] if _says_auto(word) else word for key, word in space.words.items()}
+    words = {key: UNSAID[key] if is_free(word) else word for key, word in space.words.items()}
     mesh = space.cluster(space.replicate or 1).mesh
     problems = preflight(space.workload, ranks=mesh, microbatch=space.microbatch or 1, plan=plan, words=words)
     errors = [problem for problem in problems if problem.severity == "error"]
@@ -211,10 +212,6 @@ def _samples(batch: Any) -> int | None:
     if isinstance(batch, (tuple, list)) and len(batch) == 2 and all(type(each) is int for each in batch):
         return int(batch[0])
     return next((len(each) for each in _torch.tensors_in(batch) if each.ndim), None)
-
-
-def _says_auto(word: Any) -> bool:
-    return "auto" in word.values() if isinstance(word, Mapping) else word == "auto"
 
 
 def _of_words(space: Space) -> Study:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trueshard.errors import UserError
+from trueshard.errors import UserError, one_line
 from trueshard.train.config import OptimizerSection
 from trueshard.train.globs import matching
 
@@ -38,7 +38,7 @@ def build_optimizer(section: OptimizerSection, named: Iterable[tuple[str, nn.Par
     try:
         return kind(_groups(section, trainable, _decays(kind, arguments)), **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        detail = " ".join(str(error).split())
+        detail = one_line(error)
         raise UserError(f"[optimizer]: {section.class_path} refuses its arguments ({detail}); correct them") from None
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from trueshard.errors import UserError
+from trueshard.errors import UserError, one_line
 from trueshard.train.config import Config
 
 if sys.version_info >= (3, 11):
@@ -86,7 +86,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        detail = " ".join(str(error).split())
+        detail = one_line(error)
         raise UserError(f"{path}: not valid TOML: {detail}; correct that place") from None
 
 

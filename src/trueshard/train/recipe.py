@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import trueshard
-from trueshard.errors import UserError
+from trueshard.errors import UserError, one_line
 from trueshard.train.config import Config, ShardSection
 from trueshard.train.data.loader import EvaluationLoader, Loader
 from trueshard.train.data.prepared import Prepared
@@ -145,7 +145,7 @@ def shard(section: ShardSection, model: nn.Module, *optimizers: torch.optim.Opti
     try:
         return trueshard.shard(model, *optimizers, mesh=mesh_of(section), **words)
     except (ValueError, trueshard.NothingFits) as error:
-        raise UserError(f"[shard]: {' '.join(str(error).split())}") from error
+        raise UserError(f"[shard]: {one_line(error)}") from error
 
 
 def mesh_of(section: ShardSection) -> DeviceMesh | None:

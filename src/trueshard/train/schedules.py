@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from trueshard.errors import UserError
+from trueshard.errors import UserError, one_line
 from trueshard.train.config import ScheduleSection
 from trueshard.train.optimizer import imported_class
 
@@ -92,7 +92,7 @@ def _scheduler(path: str, arguments: dict[str, Any], optimizer: torch.optim.Opti
     try:
         return kind(optimizer=optimizer, **given)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
-        detail = " ".join(str(error).split())
+        detail = one_line(error)
         raise UserError(f"schedule.arguments: {path} refuses them ({detail}); correct them") from None
 
 

@@ -42,7 +42,7 @@ class ConfiguredSubject:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._config: Config = job.source
-        ready = check(self._config, job.ranks, make=not (folder_of(self._config) / "data").exists())
+        ready = check(self._config, job.parts, make=not (folder_of(self._config) / "data").exists())
         self._settings, self._data = ready.architecture, ready.data
         if job.layers is not None:
             shorten(self._settings, job.layers)
@@ -68,11 +68,8 @@ class ConfiguredSubject:
         config, settings = self._config, self._settings
         model = build(config, settings)
         optimizer = build_optimizer(config.optimizer, model.named_parameters())
-        section = config.shard
-        if torch.distributed.get_world_size() % section.replicate:
-            section = section.model_copy(update={"replicate": 1})
         try:
-            plan = shard_by(section, model, optimizer)
+            plan = shard_by(ShardSection(**self._job.words, replicate=self._job.replicate), model, optimizer)
         except UserError as error:
             raise Refused(str(error)) from error
         fill(config, model)
@@ -97,7 +94,7 @@ class ConfiguredSubject:
             accumulate=train.accumulate,
             seed=train.seed,
             rank=part,
-            ranks=self._job.ranks,
+            ranks=self._job.parts,
             prefetch=0,
         )
 

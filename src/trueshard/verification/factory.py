@@ -63,7 +63,10 @@ class FactorySubject:
             model.cuda()
         if self._batches is None:
             self._batches, self._loss = self._fed(parts, model)
-        return Made(model, optimizers, Mean(parts.loss or self._loss))
+        scaler = None
+        if self._job.words.get("mixed_precision") == "fp16":
+            scaler = torch.amp.GradScaler("cuda" if torch.cuda.is_available() else "cpu")
+        return Made(model, optimizers, Mean(parts.loss or self._loss), scaler)
 
     def sharded(self) -> Made:
         made = self.plain()
@@ -109,7 +112,7 @@ class FactorySubject:
         """Where batches come from, and the loss of one."""
         from trueshard.planner.inputs.batches import model_loss
 
-        given, ranks = parts.batch, self._job.ranks
+        given, count = parts.batch, self._job.parts
         if given is None:
             base = hub_model(model)
             feed = (
@@ -127,8 +130,8 @@ class FactorySubject:
             batches = list(itertools.islice(iter(given), self._job.steps))
             if not batches:
                 raise ValueError(f"{self.name}: its batches are empty; give at least one")
-            return lambda step, part: self._part(batches[(step - 1) % len(batches)], part, ranks), model_loss
-        return lambda step, part: self._part(given, part, ranks), model_loss
+            return lambda step, part: self._part(batches[(step - 1) % len(batches)], part, count), model_loss
+        return lambda step, part: self._part(given, part, count), model_loss
 
     def _part(self, batch: Any, part: int, parts: int) -> Any:
         """A rank's rows of a batch: of every tensor whose first size is that of the first tensor."""
@@ -137,7 +140,7 @@ class FactorySubject:
             raise ValueError(f"{self.name}: its batch holds no tensor with a dimension; give example tensors")
         rows = tensors[0].shape[0]
         if rows < parts:
-            self._note(f"The batch has {rows} samples for {parts} ranks, so that each trains on all of it.")
+            self._note(f"The batch has {rows} samples for {parts} parts, so that each is all of it.")
             return batch
 
         def cut(each: Any) -> Any:

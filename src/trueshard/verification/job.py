@@ -6,7 +6,7 @@ import hashlib
 import json
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ class Job:
     """Copies of the model: a 2-D mesh (replicate, shard) where it is more than one."""
     ranks: int
     other_ranks: int
-    """On which the checkpoint is loaded; divides ``ranks``."""
+    """On which the checkpoint is loaded; one of it and ``ranks`` divides the other."""
     steps: int
     save_after: int
     """The step after which a checkpoint is written, from which other ranks go on."""
@@ -52,6 +52,20 @@ class Job:
     def tensors(self, name: str) -> Tensors:
         """The tensors that were left, or are to be left, under ``name``."""
         return Tensors(self.folder / name)
+
+    @property
+    def parts(self) -> int:
+        """Of each step's global batch."""
+        return max(self.ranks, self.other_ranks)
+
+    def on_other_ranks(self) -> Job:
+        """The same for the run that loads the checkpoint: what goes by the number of ranks is as usual there."""
+        words, usual = dict(self.words), {"reshard_after_forward": "default"}
+        if words.get("plan") is not None:
+            words["plan"] = replace(words["plan"], units=(), **usual)
+        else:
+            words |= usual
+        return replace(self, words=words, replicate=1)
 
     @property
     def changes_arithmetic(self) -> bool:

@@ -32,7 +32,7 @@ def run(job: Job, stage: Stage) -> dict[str, Any]:
     before = structure_of(made.model, made.optimizers)
     recorder = Recorder(store)
     recorder.begin(made)
-    everything, steps = range(job.ranks), range(1, job.steps + 1)
+    everything, steps = range(job.parts), range(1, job.steps + 1)
     train(subject, made, everything, steps, job.seed, recorder, stage)
     trainable = [each for each in made.model.parameters() if each.requires_grad]
     dtypes = [each.dtype for each in trainable] or [torch.float32]

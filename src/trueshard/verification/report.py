@@ -82,10 +82,13 @@ def headline(setting: Mapping[str, Any]) -> str:
     trained = "" if trainable == setting["parameters"] else f" ({trainable:,} trained)"
     return (
         f"{setting['name']}: {setting['parameters']:,} parameters{trained}, {', '.join(setting['optimizers'])}\n"
-        f"{setting['ranks']} {setting['device']} ranks against one process, {setting['steps']} steps; "
-        f"the checkpoint of step {setting['save_after']} on {setting['other_ranks']} "
-        f"rank{'s' if setting['other_ranks'] > 1 else ''} ({setting['seconds']:.0f} s)"
+        f"{_ranks(setting['ranks'], setting['device'])} against one process, {setting['steps']} steps; the checkpoint "
+        f"of step {setting['save_after']} on {_ranks(setting['other_ranks'])} ({setting['seconds']:.0f} s)"
     )
+
+
+def _ranks(count: int, device: str = "") -> str:
+    return " ".join(word for word in (str(count), device, "ranks" if count > 1 else "rank") if word)
 
 
 def verdict(report: Verified) -> str:

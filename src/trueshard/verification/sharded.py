@@ -35,11 +35,11 @@ def run(job: Job, stage: Stage) -> dict[str, Any]:
         "plan": made.plan,
         "structure": differences(structure_of(*_parts(made)), known["structure"]),
     }
-    watcher = Comparing(job, known, stage)
+    watcher = Comparing(job, known, stage, saves=True)
     watcher.begin(made)
     watcher.save(made, 0)
     steps = range(1, job.steps + 1)
-    train(subject, made, parts_of_rank(job.ranks), steps, job.seed, watcher, stage)
+    train(subject, made, parts_of_rank(job.parts), steps, job.seed, watcher, stage)
     watcher.end(made)
     found["structure at the end"] = differences(structure_of(*_parts(made)), known["structure"])
     return found | {"apart": watcher.apart, "disturbed": watcher.disturbed}
@@ -62,17 +62,18 @@ def restore(job: Job, stage: Stage) -> dict[str, Any]:
     loaded, watcher.apart = watcher.apart, []
     structure = differences(structure_of(*_parts(made)), known["structure"])
     steps = range(job.save_after + 1, job.steps + 1)
-    train(subject, made, parts_of_rank(job.ranks), steps, job.seed, watcher, stage)
+    train(subject, made, parts_of_rank(job.parts), steps, job.seed, watcher, stage)
     return {"loaded": loaded, "structure": structure, "apart": watcher.apart}
 
 
 class Comparing:
     """Holds each step against the reference's. What it finds is on the first rank."""
 
-    def __init__(self, job: Job, known: dict[str, Any], stage: Stage) -> None:
+    def __init__(self, job: Job, known: dict[str, Any], stage: Stage, saves: bool = False) -> None:
         self._job, self._known, self._stage = job, known, stage
         self._store = job.tensors("reference")
         self._tolerances = Tolerances(known["noise"], known["floor"])
+        self._saves = saves
         self._is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.apart: list[Apart] = []
         self.disturbed: list[str] = []
@@ -98,7 +99,7 @@ class Comparing:
             self._told(kind, step, "", *number_distance(found, expected[step - 1]))
         self.hold("parameters", step, states.parameters_of(made.model), self._store)
         self.hold("state", step, states.state_of(made.model, made.optimizers), self._store)
-        if made.plan is not None and step == self._job.save_after and dist.get_world_size() == self._job.ranks:
+        if self._saves and step == self._job.save_after:
             self.save(made, step)
 
     def hold(

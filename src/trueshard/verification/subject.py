@@ -8,13 +8,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 import trueshard
 from trueshard.plans import Plan
@@ -58,11 +58,11 @@ class Subject(Protocol):
         """
 
     def microbatches(self, step: int, part: int) -> list[Any]:
-        """What one rank trains on in a step, on the CPU.
+        """A part of the global batch of a step, on the CPU.
 
         Args:
             step: from 1 on.
-            part: number of the rank in a group of ``Job.ranks``.
+            part: below ``Job.parts``.
         """
 
 
@@ -75,20 +75,13 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def shard(
-    job: Job, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], by: Callable[..., Plan] | None = None
-) -> Plan:
+def shard(job: Job, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Plan:
     """``trueshard.shard`` with the job's words. Raises ``Refused``."""
+    mesh = None
+    if job.replicate > 1:
+        kind, shape = "cuda" if torch.cuda.is_available() else "cpu", (job.replicate, job.ranks // job.replicate)
+        mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
     try:
-        return (by or trueshard.shard)(model, *optimizers, mesh=mesh_of(job), **job.words)
+        return trueshard.shard(model, *optimizers, mesh=mesh, **job.words)
     except (ValueError, TypeError, NotImplementedError, trueshard.NothingFits) as error:
         raise Refused(" ".join(str(error).split())) from error
-
-
-def mesh_of(job: Job) -> DeviceMesh | None:
-    """Copies × shards where copies are asked for and the ranks divide, else None: all ranks shard."""
-    ranks = torch.distributed.get_world_size()
-    if job.replicate == 1 or ranks % job.replicate:
-        return None
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return init_device_mesh(kind, (job.replicate, ranks // job.replicate), mesh_dim_names=("replicate", "shard"))

@@ -106,7 +106,7 @@ def verify(
         folder, notes = Path(name), list[str]()
         source: Any = factory
         if isinstance(factory, (str, Path)) and ".py" not in str(factory):
-            source, notes = _configuration(Path(factory), overrides, folder, nproc, words, optimizer)
+            source, notes = _configuration(Path(factory), overrides, folder, max(nproc, 2), words, optimizer)
             words = source.shard.model_dump(exclude={"replicate"})
             replicate = source.shard.replicate
         elif overrides:
@@ -170,7 +170,7 @@ def _unless_refused(found: Any) -> Any:
 
 
 def _configuration(
-    path: Path, overrides: Sequence[str], folder: Path, nproc: int, words: Mapping[str, Any], optimizer: str | None
+    path: Path, overrides: Sequence[str], folder: Path, parts: int, words: Mapping[str, Any], optimizer: str | None
 ) -> tuple[Config, list[str]]:
     """A training configuration whose run lives in ``folder``, with small batches, and what was changed."""
     from trueshard.train.parse import load_config
@@ -183,12 +183,12 @@ def _configuration(
     config = located(load_config(path, list(overrides)))
     train = config.train
     accumulate = min(train.accumulate, 2)
-    samples = min(2, max(1, train.batch_size // (nproc * train.accumulate)))
-    small = train.model_copy(update={"batch_size": nproc * accumulate * samples, "accumulate": accumulate})
+    samples = min(2, max(1, train.batch_size // (parts * train.accumulate)))
+    small = train.model_copy(update={"batch_size": parts * accumulate * samples, "accumulate": accumulate})
     changes = {"train": small, "run": config.run.model_copy(update={"dir": str(folder / "run")})}
     notes = [
-        f"Each rank trains on {accumulate} × {samples} sequences a step (the configuration: {train.batch_size} in all "
-        "ranks), at the learning rate without its schedule."
+        f"A step takes {parts * accumulate * samples} sequences (the configuration: {train.batch_size}), "
+        "at the learning rate without its schedule."
     ]
     return config.model_copy(update=changes), notes
 

@@ -40,7 +40,7 @@ def main(folder: str, role: str) -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         store = dist.FileStore(str(job.folder / f"{role}.store"), world)
         ensure_process_group(datetime.timedelta(seconds=job.timeout), store)
-        found = ROLES[role](job, stage)
+        found = ROLES[role](job.on_other_ranks() if role == "restored" else job, stage)
         if rank == 0:
             job.put(role, found)
         dist.barrier()

@@ -183,6 +183,11 @@ def _differ(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, ...]:
     return tuple(a != b for a, b in zip(one, other, strict=True))
 
 
+def is_free(word: Any) -> bool:
+    """Whether one of ``shard()``'s words leaves something to be chosen."""
+    return "auto" in word.values() if isinstance(word, Mapping) else word == "auto"
+
+
 def _without_auto(word: Any, instead: Any) -> Any:
     if isinstance(word, Mapping):
         return {key: _without_auto(value, instead) for key, value in word.items()}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from trueshard.planner.choice.bench import Bench, cost
-from trueshard.planner.choice.space import Point, batches, recompute_text, reshard_text
+from trueshard.planner.choice.space import Point, batches, is_free, recompute_text, reshard_text
 from trueshard.tables import size
 
 Text = Callable[[Point], str]
@@ -26,14 +25,10 @@ def _choices(bench: Bench) -> Iterator[Text]:
         yield lambda point: _mesh_text(bench, point)
     if len(batches(space)) > 1:
         yield _batch_text
-    if _is_free(space.words.get("reshard_after_forward")):
+    if is_free(space.words.get("reshard_after_forward")):
         yield lambda point: reshard_text(bench.groupings.plan(point), point.split)
-    if _is_free(space.words.get("activation_checkpointing")):
+    if is_free(space.words.get("activation_checkpointing")):
         yield lambda point: recompute_text(bench.groupings.plan(point))
-
-
-def _is_free(word: Any) -> bool:
-    return "auto" in word.values() if isinstance(word, Mapping) else word == "auto"
 
 
 def _mesh_text(bench: Bench, point: Point) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trueshard import _torch, names
+from trueshard.errors import one_line
 from trueshard.planner.inputs.batches import HOW, Feed, model_loss
 from trueshard.planner.inputs.factories import Parts
 from trueshard.planner.inputs.twins import make_fake
@@ -63,7 +64,7 @@ class Configuration:
         except Exception as error:  # whatever the modelling code trips over
             raise ValueError(
                 f"{self.name}: no {self.cls.__name__} can be built from it ({type(error).__name__}: "
-                f"{' '.join(str(error).split())[:200]}); correct its configuration"
+                f"{one_line(error, 200)}); correct its configuration"
             ) from error
         originals = [*model.parameters(), *model.buffers()]
         make_fake(model)
@@ -195,7 +196,7 @@ def _settings(file: Path) -> Any:
     try:
         settings = CONFIG_MAPPING[kind].from_dict(data)
     except Exception as error:  # transformers validates in several ways
-        words = " ".join(str(error).split())[:200]
+        words = one_line(error, 200)
         raise ValueError(f"{file} is refused by transformers ({type(error).__name__}: {words}); correct it") from None
     for part in {id(each): each for each in (settings, settings.get_text_config())}.values():
         if hasattr(part, "use_cache"):

@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 from trueshard import _torch, names
+from trueshard.errors import one_line
 from trueshard.planner.inputs.twins import make_fake, twin
 from trueshard.planner.inputs.weightless import Touched, weightless, without_gpu
 
 _RESULT = (
-    "it must return a torch.nn.Module, a tuple (module, optimizers, batch, loss) of which all but the module may be left "
-    "out, or an object or dict with 'model'"
+    "it must return a torch.nn.Module, a tuple (module, optimizers, batch, loss) of which all but the module may be "
+    "left out, or an object or dict with 'model'"
 )
 
 
@@ -240,7 +241,7 @@ def explained(name: str, file: Path | None, folder: Path | None) -> Iterator[Non
     except Touched as error:
         raise ValueError(f"{name}{_at(error, file)} {error}") from error
     except (Exception, SystemExit) as error:
-        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        words = f"{type(error).__name__}: {one_line(error, 300)}"
         if any(word in str(error) for word in ("CUDA", "cuda", "NVIDIA", "accelerator")):
             words += "; the planner has no GPU: build the model on the CPU, and move it where it is trained"
         raise ValueError(f"{name} fails{_at(error, file)}: {words}") from error

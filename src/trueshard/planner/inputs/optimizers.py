@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trueshard import names
+from trueshard.errors import one_line
 from trueshard.units import choose_units
 
 Make = Callable[[nn.Module], Sequence[torch.optim.Optimizer]]
@@ -73,7 +74,7 @@ def optimizers_of(words: str | Callable[[nn.Module], Any], learning_rate: float 
                 return _muon(model, parameters, settings)
             return [cls([each for _, each in parameters], **settings)]
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"optimizer {words!r}: {cls.__name__} refuses: {' '.join(str(error).split())}") from None
+            raise ValueError(f"optimizer {words!r}: {cls.__name__} refuses: {one_line(error)}") from None
 
     return make
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trueshard import _torch, intent, names
+from trueshard.errors import with_kind
 from trueshard.planner.inputs.nests import mapped
 
 
@@ -39,7 +40,7 @@ def twin(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[nn.Module,
         copied: nn.Module = copy.deepcopy(model, memo)
     except Exception as error:  # whatever an attribute raises that cannot be copied
         raise ValueError(
-            f"the {type(model).__name__} cannot be copied ({_line(error)}); give a function that makes it instead"
+            f"the {type(model).__name__} cannot be copied ({with_kind(error)}); give a function that makes it instead"
         ) from error
     _replace_plain(copied, {})
     return copied, stand_ins
@@ -112,7 +113,3 @@ def _replace_plain(model: nn.Module, stand_ins: dict[int, Any]) -> None:
         for key, value in plain_attributes(module).items():
             if any(not _torch.is_fake(each) for each in _torch.tensors_in(value)):
                 vars(module)[key] = mapped(replaced, value)
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

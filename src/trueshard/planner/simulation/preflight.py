@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch, engine, names
+from trueshard.errors import one_line
 from trueshard.optim.clip import clip_grad_norm_
 from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.inputs.twins import plain_attributes
@@ -243,14 +244,14 @@ def _collected(where: str, problems: list[Problem]) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        problems.append(Problem(where, " ".join(str(error).split()), "", "error"))
+        problems.append(Problem(where, one_line(error), "", "error"))
     except Exception as error:
         problems.append(_failure(error, where, where))
 
 
 def _failure(error: Exception, where: str, phase: str) -> Problem:
     line = f" ({place})" if (place := here(error)) else ""
-    words = " ".join(str(error).split())[:300]
+    words = one_line(error, 300)
     if is_data_dependent(error):
         what = f"{phase}: a shape or a value depends on data{line}: {words}"
         remedy = "it may train, but the planner cannot follow it: make shapes depend on shapes alone (masks, padding)"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trueshard.errors import UserError
+from trueshard.errors import UserError, one_line
 from trueshard.train.convert.rules import Source
 from trueshard.train.convert.sheet import Wrong, nearest
 
@@ -34,14 +34,14 @@ def read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; check the path") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); give a text file") from None
+        raise UserError(f"{path}: cannot be read ({one_line(error)}); give a text file") from None
     kind = path.suffix.lower() if path.name != ".env" else ".env"
     if kind not in SUFFIXES:
         raise UserError(f"{path}: a file of an unknown kind; give one that ends in {', '.join(SUFFIXES)}")
     try:
         tree = _variables(content) if kind in (".env", ".sh") else _parse(content, kind)
     except (ValueError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path}: malformed: {' '.join(str(error).split())}; correct that place") from None
+        raise UserError(f"{path}: malformed: {one_line(error)}; correct that place") from None
     if not isinstance(tree, dict) or not tree:
         raise UserError(f"{path}: no keys are in it; give the file that holds the configuration")
     return tree

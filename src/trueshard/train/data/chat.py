@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trueshard.errors import UserError
+from trueshard.errors import UserError, one_line
 from trueshard.train.data.messages import Message, conversation, texts
 from trueshard.train.data.records import Located
 from trueshard.train.data.samples import Document
@@ -112,7 +112,7 @@ class Template:
                 **self.tokenizer.special_tokens_map,
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
-            detail = " ".join(str(error).split())[:200]
+            detail = one_line(error, 200)
             raise UserError(
                 f"{where}: the chat template refuses it ({type(error).__name__}: {detail}); correct it, or set "
                 "tokenizer.chat_template"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from trueshard import names
-from trueshard.errors import UserError
+from trueshard.errors import UserError, one_line
 
 Fields = dict[str, Any]
 
@@ -68,7 +68,7 @@ def read(file: Path, text_field: str) -> Iterator[tuple[Fields, int]]:
     except EOFError:
         raise UserError(f"{file}: ends in the middle; fetch it again") from None
     except OSError as error:
-        reason = error.strerror or " ".join(str(error).split())
+        reason = error.strerror or one_line(error)
         raise UserError(f"{file}: cannot be read ({reason}); correct its permissions, or fetch it again") from None
 
 
@@ -111,7 +111,7 @@ def _array(file: Path, _: str) -> Iterator[tuple[Fields, int]]:
             entries = json.load(stream)
         except json.JSONDecodeError as error:
             raise UserError(
-                f"{file}, line {error.lineno}: not valid JSON ({' '.join(str(error).split())}); correct that line"
+                f"{file}, line {error.lineno}: not valid JSON ({one_line(error)}); correct that line"
             ) from None
     if isinstance(entries, dict) and len(arrays := [value for value in entries.values() if _is_array(value)]) == 1:
         entries = arrays[0]
@@ -155,7 +155,7 @@ def _table(file: Path, _: str) -> Iterator[tuple[Fields, int]]:
                     number += 1
                     yield row, number
     except ArrowInvalid as error:
-        detail = " ".join(str(error).split())[:200]
+        detail = one_line(error, 200)
         raise UserError(f"{file}: not a Parquet file ({detail}); fetch it again") from None
 
 

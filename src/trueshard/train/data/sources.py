@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trueshard.errors import UserError
+from trueshard.errors import UserError, with_kind
 from trueshard.train.config import TEXT_FILES, DataSection
 from trueshard.train.data.records import READERS, Located, Record, kind, place, read
 
@@ -85,7 +85,9 @@ class HubSource(Source):
                     row += 1
                     yield Record(fields, 0, row)
         except (OSError, ValueError, RuntimeError) as error:  # what `datasets` raises for names, splits and damage
-            raise UserError(f"{self.key}: {self.name!r} cannot be read ({_line(error)}); {self._remedy()}") from None
+            raise UserError(
+                f"{self.key}: {self.name!r} cannot be read ({with_kind(error)}); {self._remedy()}"
+            ) from None
 
     def size(self) -> int | None:
         return None
@@ -234,14 +236,10 @@ def _revision(name: str, key: str) -> str | None:
         return HfApi().dataset_info(name, timeout=20).sha
     except Exception as error:  # of the network, the hub and its client, each with classes of its own
         raise UserError(
-            f"{key}: {name!r} is no folder or file here, and not to be had from the hub ({_line(error)}); correct it, "
-            "or see that there is a network (HF_HUB_OFFLINE=1 reads what was fetched before)"
+            f"{key}: {name!r} is no folder or file here, and not to be had from the hub ({with_kind(error)}); correct "
+            "it, or see that there is a network (HF_HUB_OFFLINE=1 reads what was fetched before)"
         ) from None
 
 
 def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

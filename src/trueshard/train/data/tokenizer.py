@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trueshard.errors import UserError
+from trueshard.errors import UserError, one_line
 from trueshard.train.config import Config
 
 END_OF_TEXT = "<|endoftext|>"
@@ -64,7 +64,7 @@ def load_tokenizer(config: Config) -> Any:
     except UserError:
         raise
     except Exception as error:  # transformers and tokenizers raise whatever the damage leads to
-        detail = " ".join(str(error).split())[:200]
+        detail = one_line(error, 200)
         raise UserError(f"{key}: the tokenizer in {path} cannot be read ({detail}); {remedy}") from None
     if tokenizer.eos_token_id is None:
         raise UserError(f"{key}: the tokenizer in {path} has no end-of-text token (eos_token); {remedy}")
@@ -92,7 +92,7 @@ def load_processor(config: Config) -> Any:
     try:
         processor = AutoProcessor.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # transformers raises whatever the damage leads to
-        detail = " ".join(str(error).split())[:200]
+        detail = one_line(error, 200)
         raise UserError(
             f"{key}: no processor can be read from {path} ({detail}); give a directory of a vision-language model"
         ) from None

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trueshard.errors import UserError
+from trueshard.errors import UserError, one_line
 from trueshard.train.data.chat import Template
 from trueshard.train.data.messages import Message, conversation, place_images, texts
 from trueshard.train.data.records import Located
@@ -106,7 +106,7 @@ def open_image(image: str | bytes, where: str, verify: bool = False) -> Any:
         return opened
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         name = "an image in the data" if isinstance(image, bytes) else f"the image {image}"
-        detail = " ".join(str(error).split())[:200]
+        detail = one_line(error, 200)
         raise UserError(f"{where}: {name} cannot be read ({detail}); replace it, or leave it out") from None
 
 

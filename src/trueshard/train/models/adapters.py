@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trueshard import _torch
-from trueshard.errors import UserError
+from trueshard.errors import UserError, one_line
 from trueshard.names import nearest
 from trueshard.train.config import AdapterSection
 from trueshard.train.models.quantized import QuantizedLinear, dequantise
@@ -83,7 +83,7 @@ def add_adapter(model: Any, section: AdapterSection, task: str | None, checking:
             warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT asks it
             return peft.get_peft_model(model, config)
     except Exception as error:  # PEFT checks in several ways
-        text = " ".join(str(error).split())[:300]
+        text = one_line(error, 300)
         raise UserError(f"[adapter] is refused by PEFT ({type(error).__name__}: {text}); correct it") from error
 
 

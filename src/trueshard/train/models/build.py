@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import nn
 
-from trueshard.errors import UserError
+from trueshard.errors import UserError, with_kind
 from trueshard.train.config import Config
 from trueshard.train.models.adapters import needs_values
 from trueshard.train.models.filling import fill
 from trueshard.train.models.making import empty, with_values
-from trueshard.train.models.settings import key_of, line, settings_of
+from trueshard.train.models.settings import key_of, settings_of
 
 __all__ = ["architecture", "build", "fill", "plain_settings", "quiet_transformers", "reference"]
 
@@ -42,7 +42,9 @@ def architecture(config: Config, vocab_size: int, image_token: int | None = None
     except UserError:
         raise
     except Exception as error:  # whatever the modelling code trips over
-        raise UserError(f"{key}: no model can be built from it ({line(error)}); correct its configuration") from None
+        raise UserError(
+            f"{key}: no model can be built from it ({with_kind(error)}); correct its configuration"
+        ) from None
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < vocab_size:
         raise UserError(

@@ -21,7 +21,7 @@ import trueshard
 from trueshard import _torch, names
 from trueshard.checkpoint.layout import adapted_places
 from trueshard.checkpoint.manifest import MANIFEST
-from trueshard.errors import UserError
+from trueshard.errors import UserError, one_line
 from trueshard.runtime import runtime_of
 from trueshard.train.config import Config
 from trueshard.train.models import adapters
@@ -93,7 +93,7 @@ def _read(config: Config, settings: Any, root: nn.Module) -> None:
     try:
         found = trueshard.load(path, model=root, strict=False, convert=True, rng=False, names=_base_names(root, path))
     except (ValueError, OSError) as error:
-        text = " ".join(str(error).split())
+        text = one_line(error)
         if "more than reading bytes" in text:  # then transformers can put it together
             _take(root, with_values(config, settings))
             return

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trueshard.errors import UserError
+from trueshard.errors import UserError, with_kind
 from trueshard.train.config import AdapterSection, Config
 from trueshard.train.models.adapters import add_adapter, is_saved_whole, needs_values
 from trueshard.train.models.freezing import freeze
 from trueshard.train.models.quantized import Kind as Kinds
 from trueshard.train.models.quantized import quantise_layers
 from trueshard.train.models.rows import seeded
-from trueshard.train.models.settings import Kind, line
+from trueshard.train.models.settings import Kind
 
 
 def empty(config: Config, settings: Any, checking: bool = False) -> nn.Module:
@@ -50,7 +50,7 @@ def with_values(config: Config, settings: Any) -> nn.Module:
             base = auto.from_pretrained(str(path), config=settings, dtype=dtype, local_files_only=True)
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(
-                f"model.path: the weights in {path} cannot be loaded ({line(error)}); check the files"
+                f"model.path: the weights in {path} cannot be loaded ({with_kind(error)}); check the files"
             ) from error
         return _changed(config, base.train())
 

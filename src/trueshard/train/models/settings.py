@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from trueshard.errors import UserError
+from trueshard.errors import UserError, with_kind
 from trueshard.train.config import Config, ModelSection
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -66,11 +66,6 @@ def key_of(section: ModelSection) -> str:
     return next(f"model.{name}" for name in ("path", "config", "architecture") if getattr(section, name) is not None)
 
 
-def line(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
 def _from_fields(section: ModelSection, kind: Kind, vocab_size: int) -> Any:
     from transformers import AutoConfig
 
@@ -90,7 +85,9 @@ def _from_fields(section: ModelSection, kind: Kind, vocab_size: int) -> Any:
     try:
         return AutoConfig.for_model(section.architecture, **fields)
     except Exception as error:  # transformers validates in several ways
-        raise UserError(f"model.fields: {section.architecture} refuses them ({line(error)}); correct them") from None
+        raise UserError(
+            f"model.fields: {section.architecture} refuses them ({with_kind(error)}); correct them"
+        ) from None
 
 
 def _check_fields(fields: Mapping[str, Any], default: Any, where: str, what: str) -> None:
@@ -130,7 +127,7 @@ def _from_files(section: ModelSection, kind: Kind) -> Any:
         model_type = json.loads(file.read_text(encoding="utf-8"))["model_type"]
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise UserError(
-            f'{key}: {file} is not a transformers configuration ({line(error)}); it needs a "model_type"'
+            f'{key}: {file} is not a transformers configuration ({with_kind(error)}); it needs a "model_type"'
         ) from None
     _check_known(model_type, f"{key}: {file}", kind)
     if section.path and (path / "adapter" / "adapter_config.json").exists():
@@ -145,7 +142,7 @@ def _from_files(section: ModelSection, kind: Kind) -> Any:
     try:
         settings = AutoConfig.from_pretrained(str(file), local_files_only=True)
     except Exception as error:  # transformers validates in several ways
-        raise UserError(f"{key}: {file} is refused by transformers ({line(error)}); correct it") from None
+        raise UserError(f"{key}: {file} is refused by transformers ({with_kind(error)}); correct it") from None
     settings._name_or_path = str(file.parent.absolute()) if section.path else ""  # where PEFT says that the base is
     return settings
 

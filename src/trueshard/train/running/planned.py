@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trueshard.errors import one_line
 from trueshard.forecast import Forecast
 from trueshard.planner.planning import work_out
 from trueshard.planner.showing import report
@@ -67,7 +68,7 @@ def study(config: Config, settings: Any, ranks: int, device: Hardware, ranks_per
             **words,
         )
     except Exception as error:  # whatever a model or an optimizer trips over under simulation
-        raise Unplanned(" ".join(str(error).split()) or type(error).__name__) from error
+        raise Unplanned(one_line(error)) from error
     optimizer = config.optimizer.class_path.rpartition(".")[2]
     return dataclasses.replace(found, forecast=dataclasses.replace(found.forecast, optimizer=optimizer))
 

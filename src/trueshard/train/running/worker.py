@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from trueshard.errors import UserError
+from trueshard.errors import UserError, one_line
 from trueshard.train.config import Config
 from trueshard.train.recipe import folder_of
 from trueshard.train.running import lock, memory, tighten
@@ -227,7 +227,7 @@ def _lost_peer(error: Exception) -> bool:
 
 def _lost(rank: _Rank, error: Exception) -> str:
     """What a rank says that was left alone: one line."""
-    detail, seconds = " ".join(str(error).split()), rank.config.run.timeout
+    detail, seconds = one_line(error), rank.config.run.timeout
     return (
         f"trueshard: rank {rank.number} lost the others, which ended or could not be reached within {seconds} seconds "
         f"(run.timeout); the same command goes on from the newest checkpoint ({detail[:200]})"

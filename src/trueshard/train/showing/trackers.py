@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trueshard.errors import UserError
+from trueshard.errors import UserError, one_line
 from trueshard.names import nearest
 from trueshard.replacing import replace_text
 from trueshard.train.events import Callback
@@ -158,11 +158,6 @@ def run_id(folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(file, uuid.uuid4().hex[:8] + "\n")
     return file.read_text(encoding="utf-8").strip()
-
-
-def one_line(error: Exception) -> str:
-    """An error's text, or its kind, in a line."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 class Tracking(Callback):

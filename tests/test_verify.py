@@ -1,0 +1,389 @@
+"""``trueshard verify``: it holds where the contract does, and names what is wrong where it does not."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import chromium
+import trueshard
+from trueshard.planner.inputs.factories import from_callable
+from trueshard.verification.compare import Apart, Tolerances, distance
+from trueshard.verification.page import write_page
+from trueshard.verification.report import Verified, point_of
+from trueshard.verification.shrinking import keep_layers
+from trueshard.verification.structure import differences, structure_of
+from trueshard.verification.undisturbed import changed, snapshot
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+MODEL = """
+import torch
+from torch import nn
+
+def make(layers=3):
+    blocks = [nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(layers)]
+    model = nn.Sequential(nn.Embedding(50, 16), *blocks, nn.Linear(16, 50))
+    model[0].weight.requires_grad_(False)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": trained[:5], "lr": 1e-2, "tag": "a"}, {"params": trained[5:]}], lr=1e-3)
+    rows = torch.randint(0, 50, (7, 5))
+    return model, optimizer, (rows, rows)
+"""
+
+
+def run(*arguments: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trueshard", "verify", *arguments], capture_output=True, text=True, timeout=timeout
+    )
+
+
+def status(report: dict) -> dict[str, str]:
+    return {point["name"]: point["status"] for point in report["points"]}
+
+
+# ---- whole runs
+
+
+def test_a_model_with_dropout_and_uneven_parts_holds_on_three_ranks(tmp_path: Path) -> None:
+    file, page = tmp_path / "model.py", tmp_path / "page.html"
+    file.write_text(MODEL)
+    found = run(f"{file}:make", "--nproc", "3", "--layers", "2", "--json", "--html", str(page))
+    assert found.returncode == 0, found.stdout + found.stderr
+    report = json.loads(found.stdout)
+    assert report["held"]
+    assert set(status(report).values()) == {"held"}
+    assert report["setting"]["ranks"] == 3
+    assert report["setting"]["parameters"] == sum(each.numel() for each in _made(2).parameters())
+    points = {each["name"]: each["detail"] for each in report["points"]}
+    assert points["trainability"] == "26 of 27 trainable"
+    assert points["optimizer membership"] == "2 groups"
+    assert "no bit differs" in points["checkpoint round trip"]
+    assert "save without side effect" in page.read_text()
+
+
+BUGS = (
+    MODEL
+    + """
+import torch.distributed as dist
+import trueshard
+
+def broken():
+    model, optimizer, batch = make()
+    real_shard, real_save, real_load = trueshard.shard, trueshard.save, trueshard.load
+
+    def shard(model, *optimizers, **words):
+        plan = real_shard(model, *optimizers, **words)
+        model[2].linear1.bias.requires_grad_(False)
+        optimizers[0].param_groups[0]["tag"] = "b"
+        return plan
+
+    def save(path, *, model, optimizer, **more):
+        for group in optimizer.param_groups:
+            group["lr"] *= 1.5
+        return real_save(path, model=model, optimizer=optimizer, **more)
+
+    def load(path, *, model, optimizer, **more):
+        found = real_load(path, model=model, optimizer=optimizer, **more)
+        with torch.no_grad():
+            model[4].bias[3] += 0.125
+        return found
+
+    trueshard.shard, trueshard.save, trueshard.load = shard, save, load
+    return model, optimizer, batch
+
+class Unequal(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+    def forward(self, x):
+        out = self.inner(x)
+        return out * 1.001 if dist.is_initialized() and dist.get_rank() == 1 else out
+
+def unequal():
+    model, _, batch = make()
+    return {"model": Unequal(model), "batch": batch}
+
+class Failing(Unequal):
+    def forward(self, x):
+        if dist.is_initialized() and dist.get_rank() == 1:
+            raise ArithmeticError("no such luck")
+        return self.inner(x)
+
+def failing():
+    model, _, batch = make()
+    return Failing(model), batch
+
+class Waiting(Unequal):
+    def forward(self, x):
+        if dist.is_initialized() and dist.get_rank() == 1:
+            import time
+            time.sleep(60)
+        return self.inner(x)
+
+def waiting():
+    model, _, batch = make()
+    return Waiting(model), batch
+
+def random_start():
+    import os
+    model = nn.Linear(4, 4)
+    nn.init.constant_(model.weight, int.from_bytes(os.urandom(3), "little"))
+    return model, torch.randn(4, 4)
+"""
+)
+
+
+@pytest.fixture
+def bugs(tmp_path: Path) -> str:
+    file = tmp_path / "bugs.py"
+    file.write_text(BUGS)
+    return str(file)
+
+
+def test_each_thing_that_sharding_saving_and_loading_change_breaks_its_point(bugs: str) -> None:
+    found = run(f"{bugs}:broken", "--json")
+    assert found.returncode == 1, found.stdout + found.stderr
+    report = json.loads(found.stdout)
+    points = {each["name"]: each for each in report["points"]}
+    assert points["trainability"]["detail"] == "after shard(): '2.linear1.bias' is False, was True"
+    assert "'tag' is b, was a" in points["optimizer membership"]["detail"]
+    assert "saving after step 0 changed 'lr' of optimizer 0, group 0" in points["save without side effect"]["detail"]
+    trip = points["checkpoint round trip"]
+    assert (trip["status"], trip["parameter"], trip["step"]) == ("broken", "4.bias", 2)
+    assert trip["difference"] == pytest.approx(0.125, rel=1e-4)
+    assert points["gradients"]["parameter"] == "2.linear1.bias"  # which it has no more
+    assert points["losses"]["status"] == "broken"
+    assert points["names"]["status"] == points["ties"]["status"] == points["runs"]["status"] == "held"
+
+
+def test_a_rank_that_computes_something_else_is_found_at_its_first_step(bugs: str) -> None:
+    found = run(f"{bugs}:unequal", "--nproc", "2")
+    assert found.returncode == 1, found.stdout + found.stderr
+    lines = {line[8:33].strip(): line for line in found.stdout.splitlines() if line[:6] in ("held  ", "BROKEN")}
+    for point in ("losses", "gradients", "parameters", "optimizer state"):
+        assert lines[point].startswith("BROKEN")
+        assert "apart after step 1" in lines[point]
+    assert lines["names"].startswith("held")
+    assert lines["save without side effect"].startswith("held")
+
+
+def test_a_rank_that_fails_or_hangs_is_named_with_the_step(bugs: str) -> None:
+    found = run(f"{bugs}:failing", "--json")
+    report = json.loads(found.stdout)
+    assert found.returncode == 1
+    first = report["points"][0]
+    assert first["detail"] == "rank 1, step 1: forward and backward: ArithmeticError: no such luck"
+    assert set(status(report).values()) == {"broken", "not reached"}
+    assert "bugs.py" in report["trace"]
+
+    found = run(f"{bugs}:waiting", "--timeout", "25", "--json")
+    report = json.loads(found.stdout)
+    assert found.returncode == 1
+    assert report["points"][0]["status"] == "broken"
+    assert "step 1" in report["points"][0]["detail"] or "forward" in report["trace"]
+
+
+def test_what_is_wrong_without_sharding_is_one_line_and_no_report(bugs: str) -> None:
+    found = run(f"{bugs}:random_start")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert "gives 'weight' other values each time it is called" in found.stderr
+    for arguments, words in (
+        (["nothing.toml"], "there is no 'nothing.toml'"),
+        ([f"{bugs}:none"], "bugs.py has no 'none'"),
+        ([str(EXAMPLES / "dpo.toml"), "--optimizer", "sgd"], "leave out optimizer"),
+        ([f"{bugs}:make", "--set", "a=1"], "overrides go with a training configuration"),
+        ([f"{bugs}:make", "--nproc", "3", "--replicate", "2"], "do not divide"),
+    ):
+        found = run(*arguments)
+        assert found.returncode == 2, (arguments, found.stdout, found.stderr)
+        assert words in found.stderr
+        assert found.stderr.count("\n") == 1, found.stderr
+
+
+def test_a_training_configuration_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    report = trueshard.verify("examples/dpo.toml", nproc=2, layers=1, steps=2, overrides=[f"run.dir={tmp_path}/run"])
+    assert report.held, report
+    assert report.setting["name"] == "llama"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["pretrain", "sft", "lora", "frozen_vision", "dpo"])
+def test_every_recipe_holds_on_three_ranks(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    report = trueshard.verify(f"examples/{recipe}.toml", nproc=3)
+    assert report.held, report
+
+
+@pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")
+def test_the_page_shows_every_point_and_makes_no_request(tmp_path: Path) -> None:
+    setting = {"name": "<b>", "parameters": 5, "trainable": 5, "optimizers": ["SGD"], "ranks": 2, "device": "cpu"}
+    setting |= {"steps": 2, "save_after": 1, "other_ranks": 1, "seconds": 1.0}
+    aparts = (
+        Apart("parameters", 1, "a", 1.0, 0.5, 1e-5),
+        Apart("state", 1, "gone", math.inf, math.inf, 0, "is missing"),
+    )
+    points = (point_of("parameters", aparts[:1], ""), point_of("losses", (), "none"))
+    file = tmp_path / "page.html"
+    write_page(Verified(points, setting, ("a note",), aparts), file)
+    with chromium.Page(tmp_path / "profile") as tab:
+        tab.open(file)
+        text = tab.run("document.querySelector('main').innerText")
+        assert tab.requests == [file.as_uri()]
+        assert not tab.errors
+    for words in (
+        "<b>: 5 parameters, SGD",
+        "'a' is 1 apart after step 1",
+        "The contract is broken: parameters",
+        "a note",
+    ):
+        assert words in text
+    assert "is missing" in text
+
+
+# ---- parts
+
+
+def test_distances_see_one_wrong_row_and_not_what_a_dtype_rounds() -> None:
+    expected = torch.randn(500, 8)
+    start = expected - 1e-3
+    assert distance(expected, expected) == (0.0, 0.0)
+    found = expected.clone()
+    found[7] += 1e-3
+    assert distance(found, expected, start)[1] > 1e-2
+    rounded = expected * (1 + 1e-7)
+    assert distance(rounded, expected, start)[1] == 0
+    assert distance(rounded, expected)[1] > 0
+    assert distance(torch.ones(2), torch.ones(3)) == (math.inf, math.inf)
+    assert distance(torch.ones(2), torch.zeros(2)) == (1.0, math.inf)
+    nan = torch.tensor([math.nan, math.inf, 1.0])
+    assert distance(nan, nan) == (0.0, 0.0)
+    assert distance(torch.ones(3), nan) == (math.inf, math.inf)
+    assert distance(torch.tensor([1, 2]), torch.tensor([1, 4])) == (2.0, math.inf)
+
+
+def test_tolerances_follow_what_rounding_does() -> None:
+    noise = {("gradients", 1, "a"): 1e-9, ("gradients", 1, "b"): 1e-3, ("gradients", 1, "c"): 1e-8}
+    noise |= {("gradients", 2, name): 0.0 for name in "abc"}
+    tolerances = Tolerances(noise, 1e-5)
+    assert tolerances.of("gradients", 1, "a") == 1e-5
+    assert tolerances.of("gradients", 2, "b") == pytest.approx(16e-3)
+    assert tolerances.rounding_alone("gradients", 1) == []
+
+
+def test_a_broken_point_names_the_first_step_and_the_worst_of_it() -> None:
+    aparts = [
+        Apart("parameters", 2, "late", 5.0, 5.0, 1e-5),
+        Apart("parameters", 1, "less", 0.1, 0.01, 1e-5),
+        Apart("parameters", 1, "more", 0.3, 0.2, 1e-5),
+        Apart("parameters", 1, "fine", 0.0, 0.0, 1e-5),
+    ]
+    point = point_of("parameters", aparts, "")
+    assert (point.status, point.parameter, point.step, point.difference) == ("broken", "more", 1, 0.3)
+    assert "2 more are wrong" in point.detail
+    missing = point_of("gradients", [*aparts, Apart("gradients", 1, "gone", math.inf, math.inf, 0, "is missing")], "")
+    assert missing.parameter == "gone"
+    report = Verified((point, missing), {"name": "m"}, ())
+    assert not report.held
+    assert json.loads(report.to_json())["points"][1]["difference"] is None
+
+
+def _made(layers: int) -> nn.Sequential:
+    blocks = [nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(layers)]
+    return nn.Sequential(nn.Embedding(50, 16), *blocks, nn.Linear(16, 50))
+
+
+def test_structures_tell_each_aspect_apart() -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+        model[1].weight = model[0].weight
+        return model, torch.optim.SGD([{"params": [*model[0].parameters()], "lr": 0.1}], lr=0.2)
+
+    model, optimizer = made()
+    before = structure_of(model, [optimizer])
+    assert differences(structure_of(*_one(made())), before) == {}
+    model[1].weight = nn.Parameter(torch.zeros(3, 3))
+    model[1].bias.requires_grad_(False)
+    model[2].running_mean = model[2].running_mean.double()
+    optimizer.param_groups[0]["params"].reverse()
+    found = differences(structure_of(model, [optimizer]), before)
+    assert found["trainability"].startswith("new '1.weight'")
+    assert "'2.running_mean' is torch.float64 [3], was torch.float32 [3]" in found["dtypes"] or "new" in found["dtypes"]
+    assert "lost" in found["ties"]
+    assert found["membership"] == "SGD 0, group 0: '0.bias' stands where '0.weight' stood"
+
+
+def _one(made: tuple[nn.Module, torch.optim.Optimizer]) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    return made[0], [made[1]]
+
+
+def test_what_a_save_could_disturb_is_seen() -> None:
+    model = _made(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = snapshot(model, [optimizer])
+    assert changed(before, model, [optimizer]) == []
+    torch.rand(1)
+    assert changed(before, model, [optimizer]) == ["changed the random state by up to 255"] or changed(
+        before, model, [optimizer]
+    )[0].startswith("changed the random state")
+    model.eval()
+    model[1].linear1.bias.data[0] += 1
+    model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+    optimizer.step()
+    told = changed(before, model, [optimizer])
+    assert any(words.startswith("made optimizer state '0: 0.weight: exp_avg'") for words in told)
+    assert any("changed the mode of module" in words for words in told)
+    assert any(words.startswith("changed parameter '1.linear1.bias' by up to") for words in told)
+    assert any("the gradient of '0.weight'" in words for words in told)
+
+
+def test_a_few_layers_are_kept_of_every_list_and_the_optimizer_forgets_the_rest() -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=5,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    model = Qwen2ForCausalLM(config)
+    blocks = [each for name, each in model.named_parameters() if ".layers." in name]
+    rest = [each for name, each in model.named_parameters() if ".layers." not in name]
+    optimizer = torch.optim.SGD([{"params": rest}, {"params": blocks[-3:]}, {"params": blocks[:-3]}], lr=0.1)
+    assert keep_layers(model, 2, [optimizer]) == 3
+    assert model.config.num_hidden_layers == len(model.model.layers) == len(model.config.layer_types) == 2
+    kept = {id(each) for each in model.parameters()}
+    assert {id(each) for group in optimizer.param_groups for each in group["params"]} == kept
+    assert len(optimizer.param_groups) == 2
+    model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "order", ["model optimizer batch", "model batch loss", "model batch optimizer loss", "model batch"]
+)
+def test_a_factory_may_return_its_parts_in_a_tuple(order: str) -> None:
+    model = nn.Linear(2, 2)
+    given = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "batch": torch.ones(4, 2),
+        "loss": lambda model, batch: model(batch).sum(),
+    }
+    parts = from_callable(lambda: None).parts_of(tuple(given[word] for word in order.split()))
+    assert parts.model is model
+    assert parts.batch is given["batch"]
+    assert parts.loss is (given["loss"] if "loss" in order else None)
+    assert parts.optimizers is (given["optimizer"] if "optimizer" in order else None)
