@@ -7,7 +7,7 @@ TORCHAO := torchao==0.18.0
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all lint format bench tables clean
+.PHONY: demo test test-all lint format bench docs tables clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -31,10 +31,15 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
+docs: $(READY)
+	$(BIN)/mkdocs build --strict --site-dir build/site
+
 tables: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/optimizer_table.py
 	$(BIN)/python tests/configuration_reference.py
 	$(BIN)/python -m trueshard.train.convert.tables docs/coming-from.md
+	$(BIN)/python tests/documents_commands.py
+	$(BIN)/python tests/documents_pictures.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

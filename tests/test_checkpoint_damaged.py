@@ -36,6 +36,13 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
+def test_latest_is_the_newest_checkpoint(saved: Path, tmp_path: Path) -> None:
+    saved.rename(tmp_path / "step-00000001")
+    assert trueshard.check(tmp_path / "latest").where == str(tmp_path / "step-00000001")
+    with pytest.raises(FileNotFoundError, match="holds no complete checkpoint"):
+        trueshard.check(tmp_path / "elsewhere" / "latest")
+
+
 # ---- Files that were damaged.
 
 

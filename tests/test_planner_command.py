@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import trueshard
 from trueshard.cli import main
@@ -124,6 +125,12 @@ def test_the_fixed_command_line(said: Said) -> None:
     kept = sum(unit["parameters"] for unit in found["units"] if not unit["reshard_after_forward"])
     expected = 7 / 8 * (2 * (2 * parameters - kept) + 4 * parameters)
     assert found["bytes_received_per_step"] == pytest.approx(expected, rel=0.001)
+
+
+def test_latest_is_the_newest_checkpoint(said: Said, folder: Path) -> None:
+    trueshard.save(folder / "step-00000001", model=nn.Linear(2, 2))
+    (folder / "step-00000001" / "config.json").write_text(json.dumps(CONFIG))
+    assert json.loads(said("latest", *FIXED, "--json"))["model"] == "step-00000001"
 
 
 def test_a_configuration_may_be_named_itself_and_a_budget_too_small_is_no_error(said: Said) -> None:

@@ -14,18 +14,17 @@ import torch
 from torch import nn
 
 from trueshard import _torch, engine, policies
-from trueshard.checkpoint.inspecting import size
 from trueshard.forecast import Forecast
 from trueshard.planner.choice import lattice
 from trueshard.planner.choice.bench import Bench
 from trueshard.planner.choice.search import STUDIES, NothingFits, Space, choose
 from trueshard.planner.choice.space import RECOMPUTE, Offload, Setting, batches, meshes
 from trueshard.planner.forecasting import study
-from trueshard.planner.simulation.simulate import WORDS
 from trueshard.planner.speed.hardware import hardware
 from trueshard.planner.study import Study
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import MixedPrecision, Plan
+from trueshard.tables import size
 
 AUTO = {"reshard_after_forward": "auto", "activation_checkpointing": "auto", "offload": "auto"}
 MIB = 1 << 20
@@ -114,7 +113,7 @@ def space(trained: Workload, budget: int | None = None, **more: Any) -> Space:
 
 def every_plan(asked: Space, words: str) -> Iterator[tuple[float, int]]:
     """(seconds a token, reserved bytes) of every choice for every unit, in the grouping that ``words`` makes."""
-    given = {**WORDS, **asked.words, "reshard_after_forward": words, "activation_checkpointing": "none"}
+    given = {**policies.UNSAID, **asked.words, "reshard_after_forward": words, "activation_checkpointing": "none"}
     with _torch.fake_tensors():
         plan = engine.resolve(asked.workload.model(), None, {**given, "offload": "none"}, (8,))
     choices = [

@@ -145,7 +145,8 @@ def _held(aparts: Sequence[Apart], rounding_alone: int) -> str:
     if not worst.relative:
         said = "no bit differs"
     else:
-        said = f"at most {max(each.relative for each in aparts if each.tolerance < 1):.1g} of their size apart"
+        most = max(each.relative for each in aparts if each.tolerance < 1)
+        said = f"at most {most:.1g} of their size apart, as by rounding"
     alone = f"; {rounding_alone} are nothing but rounding" if rounding_alone else ""
     return f"{what}{when}, {said}{alone}"
 
