@@ -1,32 +1,170 @@
-"""The Python of the documents runs as it stands."""
+"""The documents hold: every code block runs, every link leads somewhere, every quoted message is one of the code's."""
 
 from __future__ import annotations
 
+import ast
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-#: Where a page's blocks make one program.
-PROGRAMS = ["docs/training.md"]
+import documents_commands
+import documents_pictures
+import trueshard
+from documents_blocks import FENCE, LANGUAGES, ROOT, blocks, pages
+from documents_models import make_models
+from running import environment
+from test_architecture import FLOORS
+
+#: What pages name of the repository, and find where they run.
+FOLDERS = ("examples", "src", "tests", "docs", "benchmarks")
+LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 
 
-@pytest.mark.parametrize("page", PROGRAMS)
-def test_the_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert blocks
-    program = tmp_path / "program.py"
-    program.write_text("\n".join(blocks))
-    found = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models under the names that the pages give to large ones."""
+    folder = tmp_path_factory.mktemp("models")
+    make_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, models: Path
+) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """Every page that this session tests, run in a folder of its own; two at a time."""
+    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    wanted = [each["runnable"] for each in asked if "runnable" in each]
+    with ThreadPoolExecutor(2) as pool:
+        folders = {page: tmp_path_factory.mktemp(page.replace("/", "-")) for page in wanted}
+        yield {page: pool.submit(run_page, page, folder, models) for page, folder in folders.items()}
+
+
+def run_page(page: str, folder: Path, models: Path) -> subprocess.CompletedProcess[str]:
+    for name in FOLDERS:
+        (folder / name).symlink_to(ROOT / name)
+    for model in models.iterdir():
+        (folder / model.name).symlink_to(model)
+    return subprocess.run(
+        [sys.executable, Path(__file__).with_name("documents_run.py"), page],
+        cwd=folder,
+        env=environment(HF_HUB_OFFLINE="1", NO_COLOR="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+
+
+#: The longest first, since two run at a time.
+RUNNABLE = sorted(
+    (page for page in pages() if any(block.language != "text" for block in blocks(page))),
+    key=lambda page: -sum(block.language == "bash" for block in blocks(page)),
+)
+
+
+@pytest.mark.timeout(500)  # it waits for others, on a busy machine
+@pytest.mark.parametrize("runnable", RUNNABLE)
+def test_every_block_of_a_page_runs(runnable: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]) -> None:
+    found = runs[runnable].result()
+    assert found.returncode == 0, found.stdout[-6000:]
+    printed = {line.rstrip() for line in found.stdout.splitlines()}
+    shown = [line for block in blocks(runnable) if block.title == "output" for line in block.text.splitlines() if line]
+    assert [line for line in shown if line not in printed] == []
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_block_says_what_it_is(page: str) -> None:
+    for block in blocks(page):
+        assert block.language in LANGUAGES, f"{block.place}: a block of {block.language or 'no language'}"
+    fences = re.findall(r"^ *```", (ROOT / page).read_text(), flags=re.MULTILINE)
+    assert len(fences) == 2 * len(blocks(page))
+
+
+@pytest.mark.parametrize("page", pages())
+def test_links_lead_to_files_of_the_repository(page: str) -> None:
+    for link in LINK.findall(FENCE.sub("", (ROOT / page).read_text())):
+        assert (ROOT / page).parent.joinpath(link).is_file(), link
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; a warning fails it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    variables = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    found = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
-    assert found.stdout
+    return folder
 
 
-@pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")))
-def test_links_between_pages_lead_somewhere(page: str) -> None:
-    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / page).read_text()):
-        if "://" not in link:
-            assert (ROOT / page).parent.joinpath(link).exists(), link
+def test_the_site_builds_without_a_warning_and_has_every_page(site: Path) -> None:
+    for page in pages():
+        shown = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}.get(page, page.removeprefix("docs/"))
+        assert (site / shown).with_suffix(".html").is_file(), page
+
+
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    text = "".join(file.read_text() for file in (site / "reference").glob("*.html"))
+    headings = set(re.findall(r'<h2 id="trueshard\.(\w+)"', text))
+    assert headings == set(trueshard.__all__)
+
+
+def test_the_built_pages_load_nothing_from_elsewhere(site: Path) -> None:
+    for file in [*site.rglob("*.html"), *site.rglob("*.css"), *site.rglob("*.svg")]:
+        text = file.read_text()
+        loaded = re.findall(r'<(?:script|img|iframe|source)[^>]* src="?([^" >]+)', text)
+        loaded += re.findall(r'<link[^>]* rel="?(?:stylesheet|icon|preload|preconnect)"?[^>]* href="?([^" >]+)', text)
+        loaded += re.findall(r"url\(['\"]?(https?:[^)]+)\)", text)
+        assert [each for each in loaded if "//" in each] == [], file
+
+
+def test_the_page_of_commands_is_what_the_command_line_says() -> None:
+    assert documents_commands.FILE.read_text() == documents_commands.reference(), "run `make tables`"
+
+
+@pytest.mark.parametrize("name", documents_pictures.PICTURES)
+def test_pictures_are_what_their_program_draws(name: str) -> None:
+    file = documents_pictures.FOLDER / f"{name}.svg"
+    assert file.read_text() == documents_pictures.PICTURES[name]().svg(), "run `make tables`"
+
+
+def test_the_architecture_names_every_floor() -> None:
+    tree = (ROOT / "docs" / "architecture.md").read_text()
+    files = {name for floor in FLOORS for name in floor if not name.startswith("__main__") and "_command" not in name}
+    missing = [name for name in files if not re.search(rf"^ +{name}(\.py|/) ", tree, flags=re.MULTILINE)]
+    assert missing == []
+
+
+def literals() -> Iterator[str]:
+    """Every string of the sources, with ``…`` where a value is put in."""
+    for file in (ROOT / "src" / "trueshard").rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        documentation = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if node in documentation:
+                continue
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(each.value if isinstance(each, ast.Constant) else "…" for each in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+QUOTED = re.findall(r"^#### `(.*)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+SAID = sorted(set(literals()))
+
+
+@pytest.mark.parametrize("message", QUOTED)
+def test_a_quoted_message_is_one_that_the_code_raises(message: str) -> None:
+    pattern = re.compile(".*".join(map(re.escape, message.split("…"))))
+    assert any(pattern.search(text) for text in SAID)
+
+
+def test_the_messages_are_many() -> None:
+    assert len(QUOTED) == len(set(QUOTED)) > 25
