@@ -14,11 +14,12 @@ from torch import nn
 
 import chromium
 import trueshard
-from trueshard.planner.inputs.factories import from_callable
+from trueshard.planner.inputs.factories import Factory, from_callable, from_file
 from trueshard.verification.compare import Apart, Tolerances, distance
 from trueshard.verification.page import write_page
 from trueshard.verification.report import Verified, point_of
 from trueshard.verification.shrinking import keep_layers
+from trueshard.verification.spoiling import spoil
 from trueshard.verification.structure import differences, structure_of
 from trueshard.verification.undisturbed import changed, snapshot
 
@@ -65,6 +66,7 @@ def test_a_model_with_dropout_and_uneven_parts_holds_on_three_ranks(tmp_path: Pa
     points = {each["name"]: each["detail"] for each in report["points"]}
     assert points["trainability"] == "26 of 27 trainable"
     assert points["optimizer membership"] == "2 groups"
+    assert points["checkpoint round trip"].startswith("on the same 3 and on 1: ")
     assert "no bit differs" in points["checkpoint round trip"]
     assert "save without side effect" in page.read_text()
 
@@ -387,3 +389,36 @@ def test_a_factory_may_return_its_parts_in_a_tuple(order: str) -> None:
     assert parts.batch is given["batch"]
     assert parts.loss is (given["loss"] if "loss" in order else None)
     assert parts.optimizers is (given["optimizer"] if "optimizer" in order else None)
+
+
+def test_everything_that_a_checkpoint_holds_is_spoilt_before_it_is_loaded() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[0].weight.requires_grad_(False)
+    model.register_buffer("constant", torch.zeros(2), persistent=False)
+    optimizer = torch.optim.AdamW([model[0].bias], lr=0.5)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    before = snapshot(model, [optimizer])
+    spoil(model, [optimizer])
+    told = " ".join(changed(before, model, [optimizer]))
+    for what in (
+        "parameter '0.weight'",
+        "buffer '1.running_mean'",
+        "buffer '1.num_batches_tracked'",
+        "'lr' of",
+        "'betas' of",
+    ):
+        assert f"changed {what}" in told
+    assert "changed optimizer state '0: 0.bias: exp_avg'" in told
+    assert "'constant'" not in told
+
+
+def test_a_batch_beside_the_factory_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "beside.py"
+    file.write_text("import torch\nbatch = torch.randn(8, 4)\ndef make():\n    return torch.nn.Linear(4, 4)\n")
+    found = from_file(f"{file}:make")
+    assert isinstance(found, Factory)
+    assert found.parts_of(nn.Linear(4, 4)).batch.shape == (8, 4)
+    file.write_text(file.read_text() + "optimizer = torch.optim.SGD(make().parameters(), lr=0.1)\n")
+    with pytest.raises(ValueError, match="another model's parameters"):
+        from_file(f"{file}:make").parts_of(nn.Linear(4, 4))

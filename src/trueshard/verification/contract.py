@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trueshard.verification.compare import Apart, Tolerances
@@ -52,7 +53,7 @@ def contract(
         runs,
         *_values(known, sharded["apart"], setting["steps"]),
         *_aspects(known, sharded),
-        *_checkpoint(restored, setting),
+        *_checkpoint(sharded, restored, setting),
         _undisturbed(sharded["disturbed"]),
     )
     told = [*sharded["apart"], *([] if isinstance(restored, Failure) else restored["apart"])]
@@ -92,20 +93,28 @@ def _aspects(known: Mapping[str, Any], sharded: Mapping[str, Any]) -> list[Point
     return found
 
 
-def _checkpoint(restored: Any, setting: Mapping[str, Any]) -> list[Point]:
+def _checkpoint(sharded: Mapping[str, Any], restored: Any, setting: Mapping[str, Any]) -> list[Point]:
+    where = [f"on the same {setting['ranks']}", f"on {setting['other_ranks']}"]
+    point = _loaded(sharded["loaded"], sharded["structure loaded"], sharded["disk"], where[0])
     if isinstance(restored, Failure):
         told = _told(restored)
-        if "loading" in restored.stage or "building" in restored.stage:
-            return [Point(ROUND_TRIP, "broken", told), Point(GOING_ON, "not reached", "")]
-        return [Point(ROUND_TRIP, "not reached", ""), Point(GOING_ON, "broken", told, step=_step(restored))]
-    ranks = setting["other_ranks"]
-    where = f"on {ranks} rank{'s' if ranks > 1 else ''}"
-    point = point_of(ROUND_TRIP, restored["loaded"], "there is nothing to load")
-    if point.status == "held" and restored["structure"]:
-        point = Point(ROUND_TRIP, "broken", next(iter(restored["structure"].values())))
+        if "step" not in restored.stage:
+            return [Point(ROUND_TRIP, "broken", f"{where[1]}: {told}"), Point(GOING_ON, "not reached", "")]
+        return [point, Point(GOING_ON, "broken", told, step=_step(restored))]
+    other = _loaded(restored["loaded"], restored["structure"], [], where[1])
+    if point.status == other.status == "held":
+        point = Point(ROUND_TRIP, "held", f"{where[0]} and {other.detail}")
     elif point.status == "held":
-        point = Point(ROUND_TRIP, "held", f"{where}: {point.detail}")
+        point = other
     return [point, point_of(GOING_ON, restored["apart"], "there is nothing to compare")]
+
+
+def _loaded(aparts: Sequence[Apart], structure: Mapping[str, str], disk: Sequence[str], where: str) -> Point:
+    """The point for one load of the checkpoint."""
+    point = point_of(ROUND_TRIP, aparts, "there is nothing to load")
+    if point.status == "held" and (wrong := [*disk, *(f"{where}: {words}" for words in structure.values())]):
+        return Point(ROUND_TRIP, "broken", wrong[0])
+    return replace(point, detail=f"{where}: {point.detail}")
 
 
 def _undisturbed(told: Sequence[str]) -> Point:

@@ -76,13 +76,16 @@ class FactorySubject:
     def microbatches(self, step: int, part: int) -> list[Any]:
         assert self._batches is not None
         seed_all(self._job.seed + 1_000_003 * step + part)
-        return [self._batches(step, part)]
+        batch = self._batches(step, part)
+        return [batch] * (2 - step % 2)  # every second step accumulates
 
     def _build(self) -> Parts:
         factory = self._factory
         seed_all(self._job.seed)
         if isinstance(factory, Original):
-            return Parts(copy.deepcopy(factory.module))
+            given = factory.beside
+            optimizers = given.get("optimizers", given.get("optimizer"))
+            return Parts(*copy.deepcopy((factory.module, given.get("batch"), given.get("loss"), optimizers)))
         function: Callable[..., Any] = factory.function
         if self._job.layers is not None and "layers" in inspect.signature(function).parameters:
             function = functools.partial(function, layers=self._job.layers)

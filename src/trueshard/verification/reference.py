@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from trueshard.verification import states
 from trueshard.verification.choosing import subject_of
@@ -33,7 +32,8 @@ def run(job: Job, stage: Stage) -> dict[str, Any]:
     recorder = Recorder(store)
     recorder.begin(made)
     everything, steps = range(job.parts), range(1, job.steps + 1)
-    train(subject, made, everything, steps, job.seed, recorder, stage)
+    limits: dict[int, float] = {}
+    train(subject, made, everything, steps, job.seed, limits, recorder, stage)
     trainable = [each for each in made.model.parameters() if each.requires_grad]
     dtypes = [each.dtype for each in trainable] or [torch.float32]
     constant = [
@@ -49,7 +49,7 @@ def run(job: Job, stage: Stage) -> dict[str, Any]:
     _check_same(subject.name, again, store)
     noise = Noise(recorder)
     noise.begin(again)
-    train(subject, again, everything, steps, job.seed, noise, stage)
+    train(subject, again, everything, steps, job.seed, limits, noise, stage)
     return {
         "name": subject.name,
         "structure": before,
@@ -62,7 +62,7 @@ def run(job: Job, stage: Stage) -> dict[str, Any]:
         "parameters": sum(each.numel() for each in again.model.parameters()),
         "trainable": sum(each.numel() for each in again.model.parameters() if each.requires_grad),
         "optimizers": [type(each).__name__ for each in again.optimizers],
-        "max norm": subject.max_norm,
+        "limits": limits,
     }
 
 
@@ -136,8 +136,7 @@ class Noise:
 
     @torch.no_grad()
     def _shake(self, tensor: torch.Tensor) -> None:
-        local = tensor.detach()
-        local = local.to_local() if isinstance(local, DTensor) else local
+        local = states.local(tensor)
         if local.is_floating_point():
             eps = torch.finfo(local.dtype if local.dtype == torch.float64 else torch.float32).eps
             change = (

@@ -145,7 +145,7 @@ def _held(aparts: Sequence[Apart], rounding_alone: int) -> str:
     if not worst.relative:
         said = "no bit differs"
     else:
-        most = max(each.relative for each in aparts if each.tolerance < 1)
+        most = max((each.relative for each in aparts if each.tolerance < 1), default=worst.relative)
         said = f"at most {most:.1g} of their size apart, as by rounding"
     alone = f"; {rounding_alone} are nothing but rounding" if rounding_alone else ""
     return f"{what}{when}, {said}{alone}"

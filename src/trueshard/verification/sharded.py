@@ -17,7 +17,8 @@ from trueshard.verification.choosing import subject_of
 from trueshard.verification.compare import Apart, Tolerances, distance, number_distance
 from trueshard.verification.job import Job, Tensors
 from trueshard.verification.reference import plain_tensor
-from trueshard.verification.structure import differences, structure_of
+from trueshard.verification.spoiling import spoil
+from trueshard.verification.structure import differences, differences_on_disk, structure_of
 from trueshard.verification.subject import Made
 from trueshard.verification.training import Stage, parts_of_rank, train
 from trueshard.verification.undisturbed import changed, snapshot
@@ -39,10 +40,12 @@ def run(job: Job, stage: Stage) -> dict[str, Any]:
     watcher.begin(made)
     watcher.save(made, 0)
     steps = range(1, job.steps + 1)
-    train(subject, made, parts_of_rank(job.parts), steps, job.seed, watcher, stage)
+    train(subject, made, parts_of_rank(job.parts), steps, job.seed, known["limits"], watcher, stage)
     watcher.end(made)
     found["structure at the end"] = differences(structure_of(*_parts(made)), known["structure"])
-    return found | {"apart": watcher.apart, "disturbed": watcher.disturbed}
+    apart, watcher.apart = watcher.apart, []
+    found["loaded"], found["structure loaded"] = watcher.load(made)
+    return found | {"apart": apart, "disturbed": watcher.disturbed, "disk": watcher.disk}
 
 
 def restore(job: Job, stage: Stage) -> dict[str, Any]:
@@ -51,18 +54,10 @@ def restore(job: Job, stage: Stage) -> dict[str, Any]:
     stage.words = "building the model"
     made = subject.sharded() if job.other_ranks > 1 or job.changes_arithmetic else subject.plain()
     known = job.get("reference")
-    stage.words = "loading the checkpoint"
-    more: dict[str, Any] = {} if made.scaler is None else {"scaler": made.scaler}
-    trueshard.load(job.folder / CHECKPOINT, model=made.model, optimizer=_optimizers(made), **more)
-    stage.words = "after loading the checkpoint"
     watcher = Comparing(job, known, stage)
-    saved = job.tensors("saved")
-    for kind, tensors in _everything(made).items():
-        watcher.hold(kind, job.save_after, tensors, saved, exactly=True)
-    loaded, watcher.apart = watcher.apart, []
-    structure = differences(structure_of(*_parts(made)), known["structure"])
+    loaded, structure = watcher.load(made)
     steps = range(job.save_after + 1, job.steps + 1)
-    train(subject, made, parts_of_rank(job.parts), steps, job.seed, watcher, stage)
+    train(subject, made, parts_of_rank(job.parts), steps, job.seed, known["limits"], watcher, stage)
     return {"loaded": loaded, "structure": structure, "apart": watcher.apart}
 
 
@@ -78,6 +73,8 @@ class Comparing:
         self.apart: list[Apart] = []
         self.disturbed: list[str] = []
         """What a save has changed, in words."""
+        self.disk: list[str] = []
+        """What a checkpoint's own listing says otherwise, in words."""
 
     def begin(self, made: Made) -> None:
         """Hold what the run begins with against what the reference began with: no bit may differ."""
@@ -143,6 +140,10 @@ class Comparing:
         ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(ranks, mine)
         self.disturbed += [f"{words} (rank {rank})" for rank, each in enumerate(ranks) for words in each]
+        if self._is_first:
+            listing = trueshard.inspect(str(self._job.folder / name))
+            assert isinstance(listing, trueshard.Inspected)
+            self.disk += differences_on_disk(listing, self._known["structure"])
         if step:
             saved = self._job.tensors("saved")
             for kind, tensors in _everything(made).items():
@@ -150,6 +151,22 @@ class Comparing:
                     tensor = value if isinstance(value, torch.Tensor) else plain_tensor(value)
                     if self._is_first and tensor is not None:
                         saved.write(kind, step, key, tensor)
+
+    def load(self, made: Made) -> tuple[list[Apart], dict[str, str]]:
+        """Spoil all that the checkpoint holds, load it, and hold every bit against what was saved. Collective.
+
+        Returns:
+            The comparisons, and how names, dtypes, ties, trainability and groups differ from the reference's.
+        """
+        self._stage.words = "loading the checkpoint"
+        spoil(made.model, made.optimizers)
+        more: dict[str, Any] = {} if made.scaler is None else {"scaler": made.scaler}
+        trueshard.load(self._job.folder / CHECKPOINT, model=made.model, optimizer=_optimizers(made), **more)
+        self._stage.words = "after loading the checkpoint"
+        for kind, tensors in _everything(made).items():
+            self.hold(kind, self._job.save_after, tensors, self._job.tensors("saved"), exactly=True)
+        loaded, self.apart = self.apart, []
+        return loaded, differences(structure_of(*_parts(made)), self._known["structure"])
 
     def _told(self, kind: str, step: int, name: str, largest: float, relative: float, exactly: bool = False) -> None:
         if self._is_first:

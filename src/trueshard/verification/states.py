@@ -24,6 +24,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, in its own memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def gradients_of(model: nn.Module) -> Named:
     """The gradients that are there."""
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trueshard import intent
+from trueshard.checkpoint import Inspected
 from trueshard.names import unwrap
 
 
@@ -57,6 +58,26 @@ def differences(found: Structure, expected: Structure) -> dict[str, str]:
         "membership": _of_membership(found.membership, expected.membership),
     }
     return {aspect: words for aspect, words in told.items() if words}
+
+
+def differences_on_disk(listing: Inspected, expected: Structure) -> list[str]:
+    """What a checkpoint's listing says otherwise of names, ties, dtypes and trainability, in words."""
+    words = []
+    saved = {name: each for each in listing.tensors if each.key.startswith("model/") for name in each.names}
+    for tie in expected.ties:
+        entries = {saved[name].key for name in tie if name in saved}
+        if len(entries) > 1:
+            words.append(f"the tie {' = '.join(tie)} is {len(entries)} tensors in the checkpoint")
+    for name, described in expected.dtypes.items():
+        if name in saved:
+            dtype = described.partition(" ")[0].removeprefix("torch.")
+            if saved[name].dtype.removeprefix("torch.") != dtype:
+                words.append(f"{name!r} is {dtype}, and {saved[name].dtype} in the checkpoint")
+        elif f"state_dict: {name}" in expected.names:
+            words.append(f"{name!r} is not in the checkpoint")
+        if name in saved and saved[name].trainable not in (None, expected.trainable.get(name)):
+            words.append(f"{name!r} has another requires_grad in the checkpoint")
+    return words
 
 
 def _of_lists(found: Sequence[str], expected: Sequence[str]) -> str:

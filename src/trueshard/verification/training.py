@@ -7,6 +7,7 @@ optimizers. What is seen on the way goes to a ``Watcher``.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,13 +39,22 @@ class Watcher(Protocol):
 
 
 def train(
-    subject: Subject, made: Made, parts: Sequence[int], steps: range, seed: int, watcher: Watcher, stage: Stage
+    subject: Subject,
+    made: Made,
+    parts: Sequence[int],
+    steps: range,
+    seed: int,
+    limits: dict[int, float],
+    watcher: Watcher,
+    stage: Stage,
 ) -> None:
     """Take ``steps``. Collective where the model is sharded.
 
     Args:
         parts: of each step's global batch, those that are this process's.
         seed: from which the random numbers of each part's forward follow.
+        limits: to which norm the gradients of each step are clipped; a step that is not there yet is put there: the
+            subject's own, or, where it has none, half of the norm at every second step.
     """
     for step in steps:
         stage.words = f"step {step}: forward and backward"
@@ -57,7 +67,10 @@ def train(
                 made.scaler.unscale_(optimizer)
         stage.words = f"step {step}: gradients"
         watcher.gradients(step, made)
-        norm = float(_clip(made, subject.max_norm))
+        if step not in limits:
+            clips = math.isinf(subject.max_norm) and step % 2 == 0
+            limits[step] = float(_clip(made, math.inf)) / 2 if clips else subject.max_norm
+        norm = float(_clip(made, limits[step]))
         stage.words = f"step {step}: optimizer"
         for optimizer in made.optimizers:
             if made.scaler is None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from trueshard.verification import states
 
@@ -32,13 +31,13 @@ def changed(before: Snapshot, model: nn.Module, optimizers: Sequence[torch.optim
 
 def _walk(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, Any]]:
     for name, parameter in model.named_parameters():
-        yield f"parameter {name!r}", _local(parameter)
+        yield f"parameter {name!r}", states.local(parameter)
         yield f"requires_grad of {name!r}", parameter.requires_grad
-        yield f"the gradient of {name!r}", None if parameter.grad is None else _local(parameter.grad)
+        yield f"the gradient of {name!r}", None if parameter.grad is None else states.local(parameter.grad)
     for name, buffer in model.named_buffers():
-        yield f"buffer {name!r}", _local(buffer)
+        yield f"buffer {name!r}", states.local(buffer)
     for name, value in states.state_of(model, optimizers).items():
-        yield f"optimizer state {name!r}", _local(value) if isinstance(value, torch.Tensor) else value
+        yield f"optimizer state {name!r}", states.local(value) if isinstance(value, torch.Tensor) else value
     for number, optimizer in enumerate(optimizers):
         for place, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
@@ -47,11 +46,6 @@ def _walk(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iter
     for name, module in model.named_modules():
         yield f"the mode of module {name!r}", module.training
     yield "the random state", torch.get_rng_state()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _same(one: Any, two: Any) -> bool:

@@ -10,7 +10,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,7 +48,7 @@ class Factory:
     name: str
     function: Callable[[], Any]
     beside: Mapping[str, Any]
-    """``batch``, ``loss``, ``optimizers``: functions of the same file, used where the result has none."""
+    """``batch``, ``loss``, ``optimizers`` of the same file, used where the result has none."""
     file: Path | None = None
     """Where its code stands."""
     folder: Path | None = None
@@ -104,6 +104,11 @@ class Factory:
                 setattr(parts, key, self.beside.get(key))
         if parts.optimizers is None:
             parts.optimizers = _either(self.beside)
+            if _is_optimizers(parts.optimizers):
+                raise ValueError(
+                    f"{self.name}: the optimizer beside it has another model's parameters; return it with the model, "
+                    "or make it a function optimizers(model)"
+                )
         if parts.loss is not None and not callable(parts.loss):
             raise ValueError(f"{self.name}: its loss must be a function (model, batch) → scalar, not {parts.loss!r}")
         return parts
@@ -114,6 +119,8 @@ class Original:
     """A module of the user, which stays as it is: what is built are fake twins of it."""
 
     module: nn.Module
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """``batch`` and the like of its file, as of a ``Factory``."""
 
     @property
     def name(self) -> str:
@@ -126,7 +133,10 @@ class Original:
         Raises:
             ValueError: the module is sharded, has parameters without a shape, or cannot be copied.
         """
-        return Parts(twin(self.module, dtype)[0])
+        parts = Parts(twin(self.module, dtype)[0], self.beside.get("batch"), self.beside.get("loss"))
+        made = _either(self.beside)
+        parts.optimizers = made if callable(made) else None
+        return parts
 
 
 _BESIDE = ("batch", "loss", "optimizers", "optimizer")
@@ -135,6 +145,10 @@ _BESIDE = ("batch", "loss", "optimizers", "optimizer")
 def _either(given: Mapping[str, Any]) -> Any:
     several = given.get("optimizers")
     return given.get("optimizer") if several is None else several
+
+
+def _is_part(value: Any) -> bool:
+    return value is not None and not isinstance(value, ModuleType)
 
 
 def _is_optimizers(value: Any) -> bool:
@@ -200,11 +214,11 @@ def from_file(words: str, guarded: bool = True) -> Factory | Original:
             known = [name for name, value in vars(target).items() if callable(value) and not name.startswith("_")]
             raise ValueError(f"{file.name} has no {attribute!r}.{names.nearest(attribute, known)}")
         target = getattr(target, part)
+    beside = {key: value for key in _BESIDE if _is_part(value := getattr(module, key, None)) and value is not target}
     if isinstance(target, nn.Module):
-        return Original(target)
+        return Original(target, beside)
     if not callable(target):
         raise ValueError(f"{words}: {attribute!r} is a {type(target).__name__}, not a function that makes a model")
-    beside = {key: value for key in _BESIDE if callable(value := getattr(module, key, None)) and value is not target}
     factory = from_callable(target, f"{file.name}:{attribute}", beside)
     factory.file, factory.folder = file, file.parent
     return factory
