@@ -1,11 +1,21 @@
-"""What TrueShard costs beside a hand-written ``fully_shard`` loop: ``python -m benchmarks [name …]``.
+"""What TrueShard costs beside a hand-written ``fully_shard`` loop and its peers: ``python -m benchmarks [name …]``.
 
-- ``step``: the time of a training step, as a ratio of paired steps in one run.
-- ``optimizer``: how many times faster an optimizer's step and clipping are than on DTensors.
-- ``muon``: a Muon step by owners at Llama 3.2 1B's shapes, against gathering every matrix on every rank.
-- ``shard_time``: the seconds that ``shard()`` adds to ``fully_shard``'s own, on an 8B-shaped model.
-- ``traffic``: the bytes that a rank receives in a step, over the least that the policy allows.
+Beside every peer, in the same run and by turns (``benchmarks.peers``):
 
-Each benchmark is a module with ``run(tell) -> Table``. They run real processes on the CPU: ratios carry over to other
-machines, absolute times do not, so none is reported but the one that is a promise in seconds.
+- ``peers_step``: the time of a step, of clipping and of the optimizer's step.
+- ``peers_limits``: the bytes that a step receives and the memory at its peak, over their limits.
+- ``first_step``: from a process with its imports done to the end of the first step.
+- ``compiled``: first steps, cold and warm, and later ones, with compiled blocks.
+- ``checkpoint``: loading, saving, and saving in the background.
+- ``planner_error``: predicted over measured peak memory.
+
+Beside one other way alone, and more closely:
+
+- ``step``, ``optimizer``, ``muon``, ``shard_time``, ``traffic``: a hand-written loop, torch's optimizers on DTensors, a
+  Muon that gathers, ``fully_shard`` itself, the least bytes of each policy.
+- ``planner``, ``planner_published``: what a forecast takes, and forecasts beside published runs.
+
+Each benchmark is a module with ``run(tell, quick) -> Table``. They run real processes on the CPU: ratios carry over to
+other machines, absolute times do not, so none is reported alone but what is a promise in seconds. ``--device cuda`` is
+another thing: tokens a second and memory on one GPU (``benchmarks.cuda``).
 """

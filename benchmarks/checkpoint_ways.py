@@ -5,8 +5,8 @@ documentation has it.
   part of it, since transformers and Accelerate do all of it in one.
 - The model is Llama 3.2 1B: its widths, its tied embedding, bfloat16. Its values are those of one small random block,
   again and again, so that they cost next to nothing to make.
-- On CPUs, Accelerate's plugin for FSDP quietly runs DDP; so its FSDP2 functions are called as ``prepare`` and
-  ``save_state`` call them on an accelerator.
+- Accelerate's FSDP2 functions are called as ``prepare`` and ``save_state`` call them on an accelerator: see
+  ``benchmarks.peers.accelerated``.
 """
 
 from __future__ import annotations
@@ -23,32 +23,34 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.llama import shard_by_hand
+from benchmarks.peers.accelerated import accelerators, launched
+from benchmarks.peers.fabric import fabric, parallel
 
-HUGGING_FACE, OURS, DCP = "hugging-face", "ours", "dcp"
-"""Names of the folders that are loaded from; the last two are followed by the number of ranks that saved them."""
-
-IMPORTS = (
-    "accelerate.utils.fsdp_utils",
-    "torch.distributed.checkpoint.state_dict",
-    "transformers.distributed.fsdp",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama",
-    "trueshard.engine",
-    "trueshard.checkpoint.reader",
-    "trueshard.checkpoint.writer",
-)
-"""What the ways import when they are first used."""
+HUGGING_FACE, OURS, DCP, FABRIC = "hugging-face", "ours", "dcp", "fabric"
+"""Names of the folders that are loaded from; the last three are followed by the number of ranks that saved them."""
 
 
-def config() -> Any:
-    """Llama 3.2 1B's."""
+def quietly() -> None:
+    """No progress bars in this process."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def config(*, small: bool = False) -> Any:
+    """Llama 3.2 1B's; ``small``: of two narrow blocks, to see that all runs."""
     from transformers import LlamaConfig
 
+    sizes: dict[str, Any] = {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+    }
+    if small:
+        sizes = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
+        **sizes,
         num_attention_heads=32,
         num_key_value_heads=8,
         tie_word_embeddings=True,
@@ -57,12 +59,20 @@ def config() -> Any:
     )
 
 
-def bare() -> Any:
-    """The model without memory: parameters on the meta device. What is computed, and in no file, is there."""
+def bare(folder: Path) -> Any:
+    """The model of ``folder`` without memory: parameters on the meta device. What is computed, and in no file, is
+    there.
+    """
+    from transformers import LlamaConfig
+
+    return _bare(LlamaConfig.from_pretrained(folder / HUGGING_FACE))
+
+
+def _bare(sizes: Any) -> Any:
     from transformers import LlamaForCausalLM
 
     with torch.device("meta"):
-        model: Any = LlamaForCausalLM(config())
+        model: Any = LlamaForCausalLM(sizes)
         model.to(torch.bfloat16)
     _give_buffers(model)
     return model
@@ -73,7 +83,7 @@ def _give_buffers(model: Any) -> None:
 
 
 def with_memory(model: Any) -> Any:
-    """The same model with memory that nobody has written to, its tie as it was."""
+    """The same model with memory that nobody has written to; sharded, its tie is as it was."""
     model.to_empty(device="cpu")
     _give_buffers(model)
     return model
@@ -90,15 +100,15 @@ def pages(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE]
 
 
-def write_source(folder: Path) -> None:
+def write_source(folder: Path, *, small: bool) -> None:
     """The Hugging Face directory, as ``save_pretrained`` writes it; in this process."""
-    model = with_memory(bare())
+    model = with_memory(_bare(config(small=small)))
     model.tie_weights()
     block = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16) / 50
     for local in locals_of(model):
         for part in local.view(-1).split(len(block)):
             part.copy_(block[: len(part)])
-    model.save_pretrained(folder)
+    model.save_pretrained(folder / HUGGING_FACE)
 
 
 def count_reads() -> list[int]:
@@ -119,7 +129,7 @@ def count_reads() -> list[int]:
 def _ours_bare(folder: Path) -> nn.Module:
     import trueshard
 
-    model: nn.Module = bare()
+    model: nn.Module = bare(folder)
     trueshard.shard(model)
     trueshard.load(folder / HUGGING_FACE, model=model)
     return model
@@ -128,7 +138,7 @@ def _ours_bare(folder: Path) -> nn.Module:
 def _ours_with_memory(folder: Path) -> nn.Module:
     import trueshard
 
-    model: nn.Module = bare()
+    model: nn.Module = bare(folder)
     trueshard.shard(model)
     trueshard.load(folder / HUGGING_FACE, model=with_memory(model))
     return model
@@ -137,7 +147,7 @@ def _ours_with_memory(folder: Path) -> nn.Module:
 def _ours_own(folder: Path) -> nn.Module:
     import trueshard
 
-    model: nn.Module = bare()
+    model: nn.Module = bare(folder)
     trueshard.shard(model)
     trueshard.load(folder / f"{OURS}-{dist.get_world_size()}", model=model)
     return model
@@ -156,8 +166,9 @@ def _accelerate(folder: Path) -> nn.Module:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
     from transformers import AutoModelForCausalLM
 
-    accelerator, _ = accelerators()
-    model = AutoModelForCausalLM.from_pretrained(folder / HUGGING_FACE)
+    accelerator, _ = accelerators(ram_efficient=True)
+    with launched(ram_efficient=True):  # from_pretrained looks whether only rank 0 is to load
+        model = AutoModelForCausalLM.from_pretrained(folder / HUGGING_FACE)
     prepared: nn.Module = fsdp2_prepare_model(accelerator, model)
     return prepared
 
@@ -166,10 +177,19 @@ def _dcp(folder: Path) -> nn.Module:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    model: nn.Module = bare()
+    model: nn.Module = bare(folder)
     shard_by_hand(model, dist.get_world_size())
     state = get_model_state_dict(with_memory(model))
     dcp.load(state, checkpoint_id=folder / f"{DCP}-{dist.get_world_size()}")
+    return model
+
+
+def _fabric(folder: Path) -> nn.Module:
+    made = fabric(parallel("default"))
+    whole = with_memory(bare(folder))
+    whole.tie_weights()  # lost where it is not sharded when it gets memory
+    model: nn.Module = made.setup_module(whole)
+    made.load(folder / f"{FABRIC}-{dist.get_world_size()}", {"model": model})
     return model
 
 
@@ -180,26 +200,9 @@ LOADS: dict[str, Callable[[Path], nn.Module]] = {
     "transformers": _transformers,
     "Accelerate": _accelerate,
     "torch DCP": _dcp,
+    "Lightning Fabric": _fabric,
 }
 """Each takes the folder of folders; collective."""
-
-
-def accelerators() -> tuple[Any, Any]:
-    """Accelerate's accelerator and its plugin for FSDP2, with RAM-efficient loading."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.utils import DistributedType
-
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, OMP_NUM_THREADS="1")
-    # What `accelerate launch` sets.
-    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
-    accelerator = Accelerator(cpu=True)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, cpu_ram_efficient_loading=True, auto_wrap_policy="transformer_based_wrap"
-    )
-    accelerator.state.fsdp_plugin = plugin
-    accelerator.state.distributed_type = DistributedType.FSDP
-    return accelerator, plugin
 
 
 def save_plainly(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: Path) -> None:
@@ -251,10 +254,16 @@ def save_accelerate(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
     """What ``Accelerator.save_state`` calls."""
     from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
 
-    accelerator, plugin = accelerators()
+    accelerator, plugin = accelerators(ram_efficient=True)
     save_fsdp_model(plugin, accelerator, model, str(path))
     if optimizer is not None:
         save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(path))
+
+
+def save_fabric(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: Path) -> None:
+    """``Fabric.save`` of its strategy for FSDP2."""
+    state = {"model": model} | ({} if optimizer is None else {"optimizer": optimizer})
+    fabric(parallel("default")).save(path, state)
 
 
 SAVES: dict[str, Callable[[nn.Module, torch.optim.Optimizer | None, Path], None]] = {
@@ -263,6 +272,7 @@ SAVES: dict[str, Callable[[nn.Module, torch.optim.Optimizer | None, Path], None]
     "trueshard, unverified": save_ours_unverified,
     "torch DCP": save_dcp,
     "Accelerate": save_accelerate,
+    "Lightning Fabric": save_fabric,
 }
 """Each takes a sharded model, its optimizer or None, and the path to make; collective."""
 

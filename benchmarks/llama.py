@@ -6,12 +6,13 @@ documentation, with the same policy for every unit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
@@ -60,25 +61,38 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def blocks_of(model: Any) -> Sequence[Any]:
+    """The blocks of what ``Shape.build`` returned, whether adapters stand around it or not."""
+    found: Sequence[Any] = model.get_decoder().layers
+    return found
+
+
 def shard_by_hand(
-    model: Any, ranks: int, policy: str = "default", *, bf16: bool = False, embedding_alone: bool = False
+    model: Any,
+    ranks: int,
+    policy: str = "default",
+    *,
+    bf16: bool = False,
+    embedding_alone: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> None:
     """``fully_shard`` on each block, then on the root, by the words of ``trueshard.shard``.
 
     Args:
-        model: what ``Shape.build`` returned.
+        model: what ``Shape.build`` returned, or that with adapters.
         ranks: the size of the process group.
         policy: ``"default"``, ``"always"``, ``"never"``, ``"last_layer"``, or a number of ranks.
         bf16: compute in bfloat16, reduce in float32.
         embedding_alone: shard the input embedding by itself and do not gather it for backward, as TrueShard does.
+        mesh: of ``ranks`` ranks; None: of CPUs.
     """
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (ranks,))}
+    options: dict[str, Any] = {"mesh": mesh or init_device_mesh("cpu", (ranks,))}
     if bf16:
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     middle: bool | int = int(policy) if policy.isdigit() else policy != "never"
     last: bool | int = middle if policy == "always" or policy.isdigit() else False
     root: bool | int = middle if policy not in ("default", "never") else False
-    *blocks, final = model.model.layers
+    *blocks, final = blocks_of(model)
     for block in blocks:
         fully_shard(block, reshard_after_forward=middle, **options)
     fully_shard(final, reshard_after_forward=last, **options)

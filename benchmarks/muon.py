@@ -26,7 +26,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from benchmarks import gradients, memory
 from benchmarks.llama import Shape, shard_by_hand
-from benchmarks.paired import clocked, fours, interval, median
+from benchmarks.paired import clocked, few, fours, interval, median
 from benchmarks.processes import on_ranks
 from benchmarks.table import Table, Tell
 from tests.traffic import Traffic
@@ -100,10 +100,11 @@ class Timed:
     """The largest difference between the parameters of the two ways."""
 
 
-def run(tell: Tell) -> Table:
-    """Bytes and time on ``RANKS`` processes; the owners' shares on each of ``OWNERS``."""
-    gathering, owners = (on_ranks(count, RANKS, owned) for owned in (False, True))
-    timed = on_ranks(measure, RANKS)
+def run(tell: Tell, quick: bool = False) -> Table:
+    """Bytes and time on ``RANKS`` processes; the owners' shares on each of ``OWNERS``. ``quick``: narrow blocks."""
+    shape = replace(_1B, hidden=256, intermediate=1024) if quick else _1B
+    gathering, owners = (on_ranks(count, RANKS, shape, owned) for owned in (False, True))
+    timed = on_ranks(measure, RANKS, shape, few(SAMPLES, quick))
     elements = gathering[0].elements
     limit = 2 * (RANKS - 1) / RANKS**2 * elements * 4
     rows = [
@@ -157,9 +158,9 @@ def _note(apart: float) -> str:
     )
 
 
-def count(owned: bool) -> Counted:
+def count(shape: Shape, owned: bool) -> Counted:
     """Bytes of one way on this rank, in steps without iterations."""
-    model, optimizer, elements = prepare(COUNTED, owned, ns_steps=0)
+    model, optimizer, elements = prepare(replace(shape, layers=COUNTED), owned, ns_steps=0)
     received = []
     for _ in range(2):
         with Traffic() as traffic:
@@ -170,26 +171,28 @@ def count(owned: bool) -> Counted:
     return Counted(received, found, elements)
 
 
-def measure() -> Timed:
+def measure(shape: Shape, samples: int) -> Timed:
     """Both ways on this rank."""
-    (first, gathering, _), (second, owners, _) = (prepare(TIMED, owned) for owned in (False, True))
+    (first, gathering, _), (second, owners, _) = (
+        prepare(replace(shape, layers=TIMED), owned) for owned in (False, True)
+    )
     steps = gathering.step, owners.step
-    samples = fours(lambda which: clocked(steps[which]), warm_up=1, samples=SAMPLES)
+    found = fours(lambda which: clocked(steps[which]), warm_up=1, samples=samples)
     apart = gradients.apart(matrices(first), matrices(second))
-    return Timed(samples[..., 0].tolist(), samples[..., 1].tolist(), apart)
+    return Timed(found[..., 0].tolist(), found[..., 1].tolist(), apart)
 
 
-def prepare(layers: int, owned: bool, **words: Any) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+def prepare(shape: Shape, owned: bool, **words: Any) -> tuple[nn.Module, torch.optim.Optimizer, int]:
     """A sharded model with gradients, its optimizer, and the elements in its matrices.
 
     Args:
-        layers: number of blocks.
+        shape: of the model.
         owned: by ``shard()``; otherwise by gathering.
         words: for Muon.
     """
     import trueshard
 
-    model = replace(_1B, layers=layers).build()
+    model = shape.build()
     elements = sum(parameter.numel() for parameter in matrices(model))
     if owned:
         optimizer: torch.optim.Optimizer = torch.optim.Muon(matrices(model), **words)

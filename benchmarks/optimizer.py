@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import gradients, memory
-from benchmarks.paired import clocked, fours, interval, median
+from benchmarks.paired import Ratio, clocked, few, fours, interval, median
 from benchmarks.processes import on_ranks
-from benchmarks.table import Table, Tell
+from benchmarks.table import Over, Table, Tell
 
 RANKS = 2
 MATRICES, SIDE = 288, 64
@@ -88,10 +88,11 @@ CASES = (
 )
 
 
-def run(tell: Tell) -> Table:
+def run(tell: Tell, quick: bool = False) -> Table:
     """Every case, over two gloo processes."""
-    rows, numbers = [], []
-    for case in CASES:
+    rows, numbers, over = [], [], []
+    for case in CASES[: 1 if quick else None]:
+        case = replace(case, samples=few(case.samples, quick))
         found = on_ranks(measure, RANKS, case)
         cells: list[str] = []
         for each in (found[0].wall, found[0].processor, found[0].after_backward):
@@ -99,6 +100,9 @@ def run(tell: Tell) -> Table:
             ratios = samples[:, 0] / samples[:, 1]
             low, high = interval(ratios.double())
             cells += [f"{median(ratios):.2f}", f"{low:.2f} to {high:.2f}"]
+        warm, later = (torch.tensor(each) for each in (found[0].wall, found[0].after_backward))
+        for words, each in (("", warm), (", after a backward", later)):
+            over.append(Over(f"{case.label}{words}", "by hand", Ratio.of(each[:, 1] / each[:, 0]).short()))
         distance = max(each.apart for each in found)
         by_hand, ours = (on_ranks(held, RANKS, case, sharded) for sharded in (False, True))
         more = max(b / a for a, b in zip(by_hand, ours, strict=True))
@@ -134,6 +138,7 @@ def run(tell: Tell) -> Table:
         ),
         rows=tuple(rows),
         numbers=numbers,
+        over=over,
     )
 
 

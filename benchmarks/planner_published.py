@@ -201,10 +201,10 @@ def forecast(row: Row) -> dict[str, Any]:
     return found
 
 
-def run(tell: Tell) -> Table:
-    """Every row."""
+def run(tell: Tell, quick: bool = False) -> Table:
+    """Every row; ``quick``: the first."""
     rows, numbers = [], []
-    for row in ROWS:
+    for row in ROWS[: 1 if quick else None]:
         found = forecast(row)
         setting = row.setting
         label = f"{setting.model.name}, {setting.ranks} × {row.device}, {row.mode}"

@@ -1,10 +1,14 @@
 """Runs a function on N fresh processes that form a process group, and returns what each returned.
 
-Fresh, because what is measured may happen once in a process: an import, a first call, a cache that is still empty.
+- Fresh, because what is measured may happen once in a process: a first call, a cache that is still empty, memory.
+- But imports are behind them: the processes are forks of one that did nothing else, since importing what peers need
+  takes longer than what is measured after it.
+- They find the environment that a launcher sets: some peers look there for their rank.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import tempfile
@@ -17,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from benchmarks.peers import IMPORTS
 
 TIMEOUT = timedelta(minutes=5)
 """After which a collective that waits for a dead peer gives up."""
@@ -46,8 +52,10 @@ def on_simulated_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> 
 
 
 def _start(function: Callable[..., Any], processes: int, ranks: int, args: tuple[Any, ...]) -> list[Any]:
+    multiprocessing.set_forkserver_preload(list(IMPORTS))  # heeded where the server has not begun
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_work, (Path(folder), processes, ranks, function, args), nprocs=processes)
+        given = (Path(folder), processes, ranks, function, args)
+        mp.start_processes(_work, given, nprocs=processes, start_method="forkserver")
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(processes)]
 
 
@@ -58,7 +66,11 @@ def _work(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # torch warns once a process that a barrier guesses its device; on the CPU there is nothing to guess.
     warnings.filterwarnings("ignore", message=".*barrier.*")
+    warnings.filterwarnings("ignore", category=FutureWarning)  # what peers say of one another
     if processes == ranks:
+        each, every = str(rank), str(ranks)
+        os.environ.update(RANK=each, LOCAL_RANK=each, WORLD_SIZE=every, LOCAL_WORLD_SIZE=every, GROUP_RANK="0")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # nobody connects: the group is made here
         store = dist.FileStore(str(folder / "store"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     else:

@@ -13,6 +13,7 @@ import time
 import torch
 
 from benchmarks.llama import Shape, shard_by_hand
+from benchmarks.paired import few
 from benchmarks.processes import on_simulated_ranks
 from benchmarks.table import Table, Tell
 
@@ -24,12 +25,12 @@ LIMIT = 2.0
 _8B = Shape(layers=32, hidden=4096, intermediate=14336, heads=32, key_value_heads=8, vocabulary=128256)
 
 
-def run(tell: Tell) -> Table:
+def run(tell: Tell, quick: bool = False) -> Table:
     """Both ways on every number of ranks, alternating."""
     rows, numbers = [], []
     for ranks in RANKS:
         hand, ours = [], []
-        for _ in range(RUNS):
+        for _ in range(few(RUNS, quick)):
             hand.append(on_simulated_ranks(seconds_by_hand, ranks, ranks))
             ours.append(on_simulated_ranks(seconds_of_shard, ranks))
         added = [b - a for a, b in zip(hand, ours, strict=True)]

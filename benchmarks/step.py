@@ -9,15 +9,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.llama import Shape, loss_of, shard_by_hand
-from benchmarks.paired import clocked, fours, interval, median
+from benchmarks.paired import Ratio, clocked, few, fours
 from benchmarks.processes import on_ranks
-from benchmarks.table import Table, Tell
+from benchmarks.table import Over, Table, Tell
 
 RANKS = 2
 WARM_UP = 3
@@ -53,18 +53,17 @@ CASES = (
 )
 
 
-def run(tell: Tell) -> Table:
+def run(tell: Tell, quick: bool = False) -> Table:
     """Every case, over two gloo processes."""
-    rows, numbers = [], []
-    for case in CASES:
+    rows, numbers, over = [], [], []
+    for case in CASES[: 1 if quick else None]:
+        case = replace(case, fours=few(case.fours, quick))
         found = on_ranks(measure, RANKS, case)[0]
         cells: list[str] = []
         for ratios in (found.wall, found.processor):
-            samples = torch.tensor(ratios, dtype=torch.float64)
-            low, high = interval(samples)
-            cells += [f"{median(samples):.3f}", f"{low:.3f} to {high:.3f}"]
-        tenth, ninetieth = torch.tensor(found.wall).quantile(torch.tensor([0.1, 0.9])).tolist()
-        cells.insert(2, f"{tenth:.2f} to {ninetieth:.2f}")
+            cells += Ratio.of(torch.tensor(ratios)).cells()
+        del cells[-1]  # the spread of processor time
+        over.append(Over(f"step: {case.label}", "by hand", Ratio.of(torch.tensor(found.wall)).short()))
         rows.append((case.label, *cells, str(case.fours), f"{found.losses_apart:.0e}"))
         numbers.append(asdict(case) | asdict(found))
         tell(f"{case.label}: {cells[0]}")
@@ -93,6 +92,7 @@ def run(tell: Tell) -> Table:
         ),
         rows=tuple(rows),
         numbers=numbers,
+        over=over,
     )
 
 

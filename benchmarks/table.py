@@ -14,6 +14,18 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
+class Over:
+    """A cell of the summary: TrueShard's figure over a peer's. Below one, TrueShard takes less."""
+
+    figure: str
+    """The row."""
+    peer: str
+    """The column."""
+    cell: str
+    """The ratio with its spread; or why there is none."""
+
+
+@dataclass(frozen=True)
 class Table:
     """Rows of strings to read, and the numbers behind them."""
 
@@ -27,6 +39,8 @@ class Table:
     """One cell a column; the first column is a label, the others are figures."""
     numbers: Sequence[Mapping[str, Any]]
     """For each row, every measured value, unrounded: plain JSON values."""
+    over: Sequence[Over] = ()
+    """What it adds to the summary."""
 
     def show(self, console: Console) -> None:
         """Print the table, then the note."""
@@ -43,7 +57,7 @@ class Table:
         head = ["| " + " | ".join(self.columns) + " |", "|---" + "|---:" * (len(self.columns) - 1) + "|"]
         body = ["| " + " | ".join(row) + " |" for row in self.rows]
         return "\n".join(
-            [f"## {self.title}", "", f"`python -m benchmarks {self.name}`", "", self.note, "", *head, *body]
+            [f"## {self.title}", "", f"```bash\npython -m benchmarks {self.name}\n```", "", self.note, "", *head, *body]
         )
 
     def data(self) -> dict[str, Any]:

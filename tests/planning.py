@@ -25,9 +25,10 @@ from models import CASES
 from trueshard import engine
 from trueshard.planner.events import Allocation, Free, Trace
 from trueshard.planner.inputs.factories import Factory
-from trueshard.planner.simulation.simulate import WORDS, Simulation, simulate
+from trueshard.planner.simulation.simulate import Simulation, simulate
 from trueshard.planner.simulation.step import run_step
 from trueshard.planner.workload import Job, Workload
+from trueshard.policies import UNSAID
 
 STEPS = 3
 """the first, and two of those that are to be alike"""
@@ -214,7 +215,7 @@ def _steps(setting: Setting) -> Iterator[Callable[[], None]]:
     mesh = init_device_mesh("cpu", setting.ranks, mesh_dim_names=("replicate", "shard")[-len(setting.ranks) :])
     model = workload.model()
     optimizers = list(workload.optimizers(model))
-    engine.shard(model, optimizers, None, mesh, {**WORDS, **setting.words})
+    engine.shard(model, optimizers, None, mesh, {**UNSAID, **setting.words})
 
     def step() -> None:
         batches = [workload.batch(setting.microbatch, workload.sequence) for _ in range(setting.accumulation)]

@@ -1,0 +1,118 @@
+"""What the CPU allocator takes and gives back in a step, by its own account: ``torch.profiler``'s allocation events.
+
+It knows nothing of the planner, of storages, or of operators' results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+PATIENCE = 0.0005
+"""seconds, see ``gloo_lets_go``"""
+_STEP = "measured step "
+
+
+@dataclass(frozen=True)
+class Change:
+    """Memory taken (bytes > 0) or given back."""
+
+    bytes: int
+    inside: tuple[str, ...]
+    """Names of the operators around it, outermost first."""
+
+
+@dataclass
+class Measured:
+    """What the CPU allocator took and gave back, in order."""
+
+    before: list[Change]
+    """From the beginning to the first step."""
+    steps: list[list[Change]]
+
+
+def meter(steps: Iterable[Callable[[], object]]) -> Measured:
+    """What the CPU allocator took and gave back before and in each step, but for gloo's own buffers.
+
+    Between steps, whatever makes the next one runs too, unmeasured but watched: of blocks that were made before its
+    watching began, the profiler does not tell the end.
+
+    Read from kineto's tree of events, since it alone gives the address of each block and the operators around it: gloo
+    copies what it sends and receives through buffers of its own (``c10d::`` operators, and its threads), which no
+    accelerator's library has; such a block is left out from its making to its end, wherever that is.
+    """
+    gc.collect()
+    gc.disable()
+    count = 0
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            for step in steps:
+                with record_function(f"{_STEP}{count}"):
+                    step()
+                count += 1
+    finally:
+        gc.enable()
+    found = Measured([], [[] for _ in range(count)])
+    began, of_gloo = False, set()
+    for _, size, address, inside in sorted(_allocations(profiler), key=lambda each: each[0]):
+        outside = size < 0 and address in of_gloo
+        of_gloo.discard(address)
+        if size > 0 and any(name.startswith(("c10d::", "gloo:")) for name in inside):
+            of_gloo.add(address)
+        elif not outside and inside and inside[0].startswith(_STEP):
+            began = True
+            found.steps[int(inside[0].removeprefix(_STEP))].append(Change(size, inside[1:]))
+        elif not outside and not began:
+            found.before.append(Change(size, inside))
+    return found
+
+
+@contextlib.contextmanager
+def gloo_lets_go(patience: float = PATIENCE) -> Iterator[None]:
+    """Inside, whoever waits for a collective waits until gloo's thread holds its tensors no longer.
+
+    It drops them some microseconds after it has reported the end. Where the program has dropped them by then, that
+    thread frees them, and no profiler sees it: the profiler's state is that of the threads that run operators.
+    """
+    original = dist.Work.wait
+
+    def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+        result = original(work, *args, **kwargs)
+        time.sleep(patience)
+        return result
+
+    dist.Work.wait = wait  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        dist.Work.wait = original  # type: ignore[method-assign]
+
+
+def peak_and_rest(changes: Sequence[int]) -> tuple[int, int]:
+    """Highest rise of live bytes above what they were at the beginning, and what is left of it at the end."""
+    live = highest = 0
+    for change in changes:
+        live += change
+        highest = max(highest, live)
+    return highest, live
+
+
+def _allocations(profiler: Any) -> Iterator[tuple[int, int, int, tuple[str, ...]]]:
+    """(nanoseconds, bytes, address, names of the operators around it) of each event of the allocator."""
+    waiting: list[tuple[Any, tuple[str, ...]]] = [
+        (node, ()) for node in profiler.profiler.kineto_results.experimental_event_tree()
+    ]
+    while waiting:
+        node, inside = waiting.pop()
+        if node.tag.name == "Allocation":
+            yield node.start_time_ns, node.extra_fields.alloc_size, node.extra_fields.ptr, inside
+        else:
+            inside = (*inside, node.name)
+        waiting += [(child, inside) for child in node.children]

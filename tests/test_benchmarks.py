@@ -1,0 +1,168 @@
+"""The benchmarks run, show every peer, and what they reckon is right; not how fast anything is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import cuda, page
+from benchmarks.__main__ import NAMES
+from benchmarks.llama import Shape
+from benchmarks.paired import Ratio, rounds
+from benchmarks.peers import OURS, WAYS
+from benchmarks.peers.recipe import Recipe
+from benchmarks.peers_limits import limits
+from benchmarks.processes import on_ranks
+from benchmarks.table import Over, Table
+
+ROOT = Path(__file__).parents[1]
+TINY = Shape(layers=2, hidden=32, intermediate=48, heads=2, vocabulary=64, sequences=1, tokens=8)
+PEERS = [way for way in WAYS if way != OURS]
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *words], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+
+
+def quick(tmp_path: Path, *names: str) -> dict[str, dict[str, Any]]:
+    """Their tables, by name."""
+    ran = command(*names, "--quick", "--json", str(tmp_path / "found.json"))
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads((tmp_path / "found.json").read_text())["benchmarks"]
+    return {table["name"]: table for table in found}
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return quick(tmp_path_factory.mktemp("step"), "peers_step")["peers_step"]
+
+
+def test_every_peer_is_in_the_table_of_steps(step: dict[str, Any]) -> None:
+    assert {row[2] for row in step["rows"]} == set(PEERS)
+
+
+def test_the_hand_written_loop_and_the_peers_of_fsdp2_train_the_same(step: dict[str, Any]) -> None:
+    (found, _) = step["numbers"][0]["ranks"]
+    assert {way for way, apart in found["apart"].items() if apart < 1e-5} == set(WAYS) - {"Fabric, FSDP1"}
+
+
+def test_a_peer_that_refuses_has_its_own_error_in_its_cell(step: dict[str, Any]) -> None:
+    (row,) = [row for row in step["rows"] if row[2] == "Fabric, FSDP1"]
+    assert row[3].startswith("ValueError: You selected the FSDP strategy but FSDP is only available on GPU")
+    assert {"figure": "step, 0.4M", "peer": "Fabric, FSDP1", "cell": "cannot"} in step["over"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("peers_step", "peers_limits")])
+def test_each_benchmark_runs(name: str, tmp_path: Path) -> None:
+    table = quick(tmp_path, name)[name]
+    assert table["rows"]
+    assert {len(row) for row in table["rows"]} == {len(table["columns"])}
+
+
+@pytest.mark.slow
+def test_bytes_and_memory_are_told_of_every_peer(tmp_path: Path) -> None:
+    rows = quick(tmp_path, "peers_limits")["peers_limits"]["rows"]
+    assert [row[1] for row in rows] == list(WAYS)
+    over = {row[1]: float(row[3]) for row in rows if row[2]}
+    assert over[OURS] == 1.0 < over["by hand"]
+
+
+def test_limits_are_those_of_the_formulas(tmp_path: Path) -> None:
+    found = limits(Recipe(TINY, tmp_path), 2)
+    block = 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32
+    embedding, tail = 64 * 32, 64 * 32 + 32
+    everything = 2 * block + embedding + tail
+    assert found.received == 0.5 * 4 * (everything + (everything - embedding) + everything)
+    assert found.peak == 4 * 4 * everything / 2 + 4 * block
+
+
+def test_ways_take_turns_forwards_and_backwards() -> None:
+    called: list[int] = []
+
+    def one(way: int) -> torch.Tensor:
+        called.append(way)
+        return torch.tensor([float(way)])
+
+    assert rounds(one, 3, warm_up=1, samples=2).tolist() == [[[0.0], [2.0], [4.0]]] * 2
+    assert called == [0, 1, 2] + [0, 1, 2, 2, 1, 0] * 2
+
+
+def test_a_ratio_says_its_interval_and_its_spread() -> None:
+    found = Ratio.of(torch.arange(1.0, 102.0))
+    assert (found.median, found.tenth, found.ninetieth) == (51.0, 11.0, 91.0)
+    assert 35 < found.low < 51 < found.high < 67
+
+
+def test_cuda_without_a_gpu_is_one_line() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    ran = command("--device", "cuda")
+    assert ran.returncode == 2
+    assert ran.stderr.splitlines()[-1].endswith("leave it out to measure on CPUs")
+
+
+def test_what_runs_on_a_gpu_trains_the_same_in_all_ways() -> None:
+    losses = {}
+    for way in cuda.WAYS:
+        (found,) = on_ranks(cuda.measure, 1, cuda.Case(way, TINY, device="cpu"), 1, 2)
+        assert not found.failed
+        assert found.tokens == pytest.approx(TINY.sequences * TINY.tokens / found.seconds)
+        losses[way] = found.loss
+    assert losses[OURS] == losses[cuda.BY_HAND] == pytest.approx(losses[cuda.LOOP], abs=2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+@pytest.mark.parametrize("way", cuda.WAYS)
+def test_what_runs_on_a_gpu_compiles(way: str) -> None:
+    (found,) = on_ranks(cuda.measure, 1, cuda.Case(way, TINY, compile=True, device="cpu"), 1, 1)
+    assert not found.failed
+
+
+def table(name: str, *over: Over) -> Table:
+    return Table(name, f"Of {name}", "A note.", ("what", "figure"), (("a", "1"),), [{}], over)
+
+
+def test_the_page_opens_with_ratios_over_each_peer() -> None:
+    tables = [
+        table("first", Over("step", "A", "0.90 (0.80 to 1.00)"), Over("step", "B", "cannot")),
+        table("second", Over("bytes", "B", "1.00"), Over("bytes", "C", "cannot")),
+    ]
+    text = page.page("here", ("first", "second"), tables, page.Kept())
+    assert "| figure | A | B | benchmark |" in text
+    assert "| step | 0.90 (0.80 to 1.00) | cannot | first |" in text
+    assert "| bytes |  | 1.00 | second |" in text
+    assert text.index("| bytes |") < text.index("## Of first") < text.index("python -m benchmarks second")
+
+
+def test_a_benchmark_that_is_run_anew_replaces_its_own_figures_alone(tmp_path: Path) -> None:
+    names = ("first", "second")
+    path = tmp_path / "page.md"
+    tables = [table("first", Over("step", "A", "0.90")), table("second", Over("bytes", "B", "1.00"))]
+    path.write_text(page.page("here", names, tables, page.Kept()))
+    text = page.page("here", names, [table("second", Over("bytes", "B", "0.50"))], page.kept(path, "here"))
+    assert text == path.read_text().replace("1.00", "0.50")
+
+
+def test_a_page_of_another_machine_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(page.page("here", ("first",), [table("first")], page.Kept()))
+    with pytest.raises(ValueError, match="another machine"):
+        page.kept(path, "there")
+
+
+def test_a_changed_recipe_is_another_training(tmp_path: Path) -> None:
+    recipe = Recipe(TINY, tmp_path)
+    adapted = replace(recipe, lora=True).build()
+    assert any("lora_A" in name for name, _ in adapted.named_parameters())
+    assert all(("lora_" in name) == each.requires_grad for name, each in adapted.named_parameters())
