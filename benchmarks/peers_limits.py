@@ -29,12 +29,12 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks import kernel, memory
 from benchmarks.llama import Shape, blocks_of
-from benchmarks.meter import gloo_lets_go, meter, peak_and_rest
 from benchmarks.peers import OURS, WAYS, reason
 from benchmarks.peers.recipe import Recipe
 from benchmarks.peers.training import REFERENCE, TOLERANCE, Training
 from benchmarks.processes import on_ranks
 from benchmarks.table import Over, Table, Tell
+from tests.meter import gloo_lets_go, meter, peak_and_rest
 from tests.traffic import Traffic
 
 RANKS = 2

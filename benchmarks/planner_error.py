@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import memory
-from benchmarks.meter import gloo_lets_go, meter, peak_and_rest
 from benchmarks.peers import reason
 from benchmarks.processes import on_ranks, on_simulated_ranks
 from benchmarks.table import Table, Tell
+from tests.meter import gloo_lets_go, meter, peak_and_rest
 
 RANKS = 2
 STEPS = 3

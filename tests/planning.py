@@ -1,26 +1,21 @@
 """What the planner's simulation is held against: real training over gloo, with the allocator's own record of each step.
 
-`meter` reads `torch.profiler`'s allocation events, which the CPU allocator itself reports: it knows nothing of the
-planner, of storages, or of operators' results. A `Setting` names what is trained, so that worker processes build it by
+The record is `meter.meter`'s. A `Setting` names what is trained, so that worker processes build it by
 themselves.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import ProfilerActivity, profile, record_function
 
+from meter import PATIENCE, Measured, gloo_lets_go, meter
 from models import CASES
 from trueshard import engine
 from trueshard.planner.events import Allocation, Free, Trace
@@ -32,8 +27,6 @@ from trueshard.policies import UNSAID
 
 STEPS = 3
 """the first, and two of those that are to be alike"""
-PATIENCE = 0.0005
-"""seconds, see `gloo_lets_go`"""
 
 
 @dataclass(frozen=True)
@@ -77,96 +70,7 @@ class Setting:
             torch.set_num_threads(threads)
 
 
-# The meter
-
-_STEP = "measured step "
-
-
-@dataclass(frozen=True)
-class Change:
-    """Memory taken (bytes > 0) or given back."""
-
-    bytes: int
-    inside: tuple[str, ...]
-    """names of the operators around it, outermost first"""
-
-
-@dataclass
-class Measured:
-    """What the CPU allocator took and gave back, in order."""
-
-    before: list[Change]
-    """from the beginning to the first step"""
-    steps: list[list[Change]]
-
-
-def meter(steps: Iterable[Callable[[], object]]) -> Measured:
-    """What the CPU allocator took and gave back before and in each step, but for gloo's own buffers.
-
-    Between steps, whatever makes the next one runs too, unmeasured but watched: of blocks that were made before its
-    watching began, the profiler does not tell the end.
-
-    Read from kineto's tree of events, since it alone gives the address of each block and the operators around it: gloo
-    copies what it sends and receives through buffers of its own (`c10d::` operators, and its threads), which no
-    accelerator's library has; such a block is left out from its making to its end, wherever that is.
-    """
-    gc.collect()
-    gc.disable()
-    count = 0
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            for step in steps:
-                with record_function(f"{_STEP}{count}"):
-                    step()
-                count += 1
-    finally:
-        gc.enable()
-    found = Measured([], [[] for _ in range(count)])
-    began, of_gloo = False, set()
-    for _, size, address, inside in sorted(_allocations(profiler), key=lambda each: each[0]):
-        outside = size < 0 and address in of_gloo
-        of_gloo.discard(address)
-        if size > 0 and any(name.startswith(("c10d::", "gloo:")) for name in inside):
-            of_gloo.add(address)
-        elif not outside and inside and inside[0].startswith(_STEP):
-            began = True
-            found.steps[int(inside[0].removeprefix(_STEP))].append(Change(size, inside[1:]))
-        elif not outside and not began:
-            found.before.append(Change(size, inside))
-    return found
-
-
-@contextlib.contextmanager
-def gloo_lets_go(patience: float) -> Iterator[None]:
-    """Inside, whoever waits for a collective waits until gloo's thread holds its tensors no longer.
-
-    It drops them some microseconds after it has reported the end. Where the program has dropped them by then, that
-    thread frees them, and no profiler sees it: the profiler's state is that of the threads that run operators.
-    """
-    original = dist.Work.wait
-
-    def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-        result = original(work, *args, **kwargs)
-        time.sleep(patience)
-        return result
-
-    dist.Work.wait = wait
-    try:
-        yield
-    finally:
-        dist.Work.wait = original
-
-
-def _allocations(profiler: Any) -> Iterator[tuple[int, int, int, tuple[str, ...]]]:
-    """(nanoseconds, bytes, address, names of the operators around it) of each event of the allocator."""
-    waiting = [(node, ()) for node in profiler.profiler.kineto_results.experimental_event_tree()]
-    while waiting:
-        node, inside = waiting.pop()
-        if node.tag.name == "Allocation":
-            yield node.start_time_ns, node.extra_fields.alloc_size, node.extra_fields.ptr, inside
-        else:
-            inside = (*inside, node.name)
-        waiting += [(child, inside) for child in node.children]
+# What the simulation says
 
 
 def sizes(trace: Trace) -> list[int]:
@@ -176,15 +80,6 @@ def sizes(trace: Trace) -> list[int]:
         for event in trace
         if isinstance(event, (Allocation, Free))
     ]
-
-
-def peak_and_rest(changes: Sequence[int]) -> tuple[int, int]:
-    """Highest rise of live bytes above what they were at the beginning, and what is left of it at the end."""
-    live = highest = 0
-    for change in changes:
-        live += change
-        highest = max(highest, live)
-    return highest, live
 
 
 def curve(changes: Sequence[int]) -> list[int]:
@@ -340,6 +235,7 @@ _DEEP = _LLAMA | {"num_hidden_layers": 10}
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any, int]] = {
     "llama deep": _hub("LlamaForCausalLM", "LlamaConfig", **_DEEP),
     "llama": _hub("LlamaForCausalLM", "LlamaConfig", **_LLAMA),
+    "llama large head": _hub("LlamaForCausalLM", "LlamaConfig", **{**_LLAMA, "vocab_size": 16402}),
     "llama tied": _hub("LlamaForCausalLM", "LlamaConfig", **_LLAMA, tie_word_embeddings=True),
     "llama uneven": _hub("LlamaForCausalLM", "LlamaConfig", **{**_LLAMA, "vocab_size": 97, "intermediate_size": 109}),
     "qwen3": _hub("Qwen3ForCausalLM", "Qwen3Config", **_LLAMA, head_dim=16),

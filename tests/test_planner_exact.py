@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from meter import PATIENCE, Measured, meter, peak_and_rest
 from parity import Ranks
-from planning import PATIENCE, Measured, Setting, curve, meter, peak_and_rest, sizes, train
+from planning import Setting, curve, sizes, train
 from trueshard.planner.simulation import workspaces
 from trueshard.planner.simulation.recorder import Recorder
 from trueshard.planner.simulation.simulate import Simulation
@@ -35,6 +36,8 @@ TWO: dict[str, Setting] = {
     "llama": Setting("llama"),
     "llama, tied": Setting("llama tied"),
     "llama, uneven": Setting("llama uneven"),
+    "llama, large head": Setting("llama large head"),
+    "llama, large head, always": Setting("llama large head", words=ALWAYS),
     "llama, uneven, last rank": Setting("llama uneven", rank=1),
     "qwen3": Setting("qwen3"),
     "gpt2": Setting("gpt2"),

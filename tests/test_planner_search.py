@@ -292,7 +292,7 @@ def test_words_that_are_fixed_are_kept_and_only_the_rest_is_chosen() -> None:
     }
     found = choose(space(workload(2), words=words))
     reshard = {unit.name: unit.reshard_after_forward for unit in found.plan.units}
-    assert reshard == {"": True, "embed": True, "blocks.0": True, "blocks.1": False}
+    assert reshard == {"": True, "embed": True, "blocks.0": True, "blocks.1": False, "head": True}
     assert [unit.activation_checkpointing for unit in found.plan.units if unit.kind == "block"] == ["none", "full"]
     assert found.plan.mixed_precision == MixedPrecision("bfloat16", "float32")
     assert len(found.alternatives) < 6

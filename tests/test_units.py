@@ -13,9 +13,10 @@ from torch import nn
 import trueshard
 from models.handmade import Block, ExpertsBlock, Stack, TiedBlocks
 from parity import Ranks
+from trueshard.engine import resolve
 from trueshard.groups import Grouping
 from trueshard.plans import Plan
-from trueshard.policies import apply_words
+from trueshard.policies import UNSAID, apply_words
 from trueshard.units import LARGE_LIST, choose_units
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
@@ -151,7 +152,7 @@ def test_experts_belong_to_their_block_unless_large() -> None:
 
 def planned(model: nn.Module, ranks: int = 4, **choices: Any) -> Plan:
     grouping = Grouping(model)
-    grouping.choose(choose_units(model, choices.pop("units", "auto")), split_embeddings=True)
+    grouping.choose(choose_units(model, choices.pop("units", "auto")), split_embeddings=True, split_head=False)
     plan = Plan(units=grouping.units(), replicated=grouping.replications(), ranks=(ranks,), **choices)
     return apply_words(plan, ranks)
 
@@ -179,6 +180,31 @@ def test_reshard_words(word: Any, root: Any, blocks: list[Any]) -> None:
     assert policy(planned(Stack(), reshard_after_forward=word)) == dict(
         zip(["", *BLOCKS], [root, *blocks], strict=True)
     )
+
+
+def head_of(**fields: Any) -> Plan:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    words = {name: fields.pop(name) for name in ("units", "reshard_after_forward") if name in fields}
+    sizes = {"vocab_size": 16402, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2} | fields
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    return resolve(model, None, UNSAID | words, (4,))
+
+
+def test_a_large_head_is_a_unit_that_is_not_kept_to_the_end_of_backward() -> None:
+    plan = head_of()
+    head = plan.unit("lm_head")
+    assert (head.kind, head.parameters, head.reshard_after_forward) == ("head", 16402 * 64, False)
+    assert policy(plan) == {"": False, "model.layers.0": True, "model.layers.1": False, "lm_head": False}
+    assert policy(head_of(reshard_after_forward="always"))["lm_head"] is True
+    assert policy(head_of(reshard_after_forward="last_layer")) == policy(plan) | {"": True, "model.embed_tokens": True}
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_head_stays_in_the_root_where_it_is_small_tied_or_units_were_named() -> None:
+    for words in ({"vocab_size": 16000}, {"tie_word_embeddings": True}, {"units": "LlamaDecoderLayer"}):
+        assert [unit.name for unit in head_of(**words).units] == ["", "model.layers.0", "model.layers.1"]
 
 
 def test_a_pipeline_stage_keeps_by_default() -> None:

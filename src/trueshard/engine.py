@@ -148,7 +148,9 @@ def resolve(model: nn.Module, plan: Plan | None, given: Mapping[str, Any], ranks
     compiled = root is not model or _torch.is_compiled_in_place(root)
     freed = isinstance(plan.reshard_after_forward, Mapping) or plan.reshard_after_forward not in ("default", "never")
     grouping = Grouping(root)
-    grouping.choose(choose_units(root, given["units"]), split_embeddings=freed and not compiled)
+    # Who names units means these; and the stages of a pipeline run their backward in parts.
+    heads = given["units"] == "auto" and not compiled and not plan.pipeline
+    grouping.choose(choose_units(root, given["units"]), split_embeddings=freed and not compiled, split_head=heads)
     plan = dataclasses.replace(plan, units=grouping.units(), replicated=grouping.replications(), ranks=ranks)
     return policies.apply_words(plan, ranks[-1])
 

@@ -8,6 +8,8 @@ with another unit. Where a model does not fit, the unit is split or joined here,
 - the trainable parameters of another dtype in a block become a unit of their own, by module;
 - an embedding's backward does not read its weight, so an embedding outside every block is a unit that is not gathered
   for backward;
+- a large output projection behind the last block is a unit, too: in the root its weight would lie gathered, and its
+  gradient whole, until the end of a backward that needs them at its beginning;
 - what cannot be sharded at all (0-dim, empty, a second trainable dtype inside one module) is replicated.
 """
 
@@ -22,6 +24,9 @@ from torch import nn
 from trueshard import names
 from trueshard.plans import Plan, Replicated, Unit, UnitKind
 from trueshard.units import has_forward
+
+HEAD = 4 << 20
+"""Bytes of an output projection that is a unit of its own: a smaller one frees less than one more collective costs."""
 
 
 @dataclass
@@ -72,7 +77,7 @@ class Grouping:
             raise ValueError('the plan has no root unit (name ""); take one from shard() and edit that')
         return self
 
-    def choose(self, chosen: Mapping[str, str], *, split_embeddings: bool) -> None:
+    def choose(self, chosen: Mapping[str, str], *, split_embeddings: bool, split_head: bool) -> None:
         """Make the units for the ``chosen`` modules (name → why) and what they leave over."""
         for name, why in chosen.items():
             self.groups[name] = _Group((name,), "block", why)
@@ -81,6 +86,8 @@ class Grouping:
         self._join_ties()
         if split_embeddings:
             self._split_embeddings()
+        if split_head:
+            self._split_head()
         self._split_dtypes()
 
     # What is where
@@ -162,6 +169,23 @@ class Grouping:
             plain = isinstance(module, nn.Embedding) and set(module._parameters) == {"weight"} and not module._modules
             if plain and name and name not in tied and self.home(name) == "":
                 self.groups[name] = _Group((name,), "embedding", "embedding: not gathered for backward")
+
+    def _split_head(self) -> None:
+        blocks = [name for group in self.groups.values() if group.kind == "block" for name in group.modules]
+        order = list(self.modules)
+        if not blocks:
+            return
+        sizes: dict[str, int] = {}
+        for parameter in self._by_home()[""]:
+            for owner in parameter.owners:
+                alone = len(parameter.owners) == 1 and not self.modules[owner]._modules
+                size = parameter.tensor.numel() * parameter.tensor.itemsize if alone else -(1 << 62)
+                sizes[owner] = sizes.get(owner, 0) + size
+        behind = order.index(max(blocks, key=order.index))
+        heads = [name for name, size in sizes.items() if size >= HEAD and order.index(name) > behind]
+        if heads:
+            name = max(heads, key=order.index)
+            self.groups[name] = _Group((name,), "head", "output projection: not kept to the end of backward")
 
     def _split_dtypes(self) -> None:
         for key, mine in self._by_home().items():

@@ -16,7 +16,7 @@ from trueshard.forecast import Forecast
 from trueshard.tables import size, table
 
 Recompute = Literal["none", "full", "selective"]
-UnitKind = Literal["root", "block", "embedding", "tied", "dtype"]
+UnitKind = Literal["root", "block", "embedding", "head", "tied", "dtype"]
 
 #: Dtype names that a mixed-precision choice may hold.
 DTYPES = ("float64", "float32", "bfloat16", "float16")

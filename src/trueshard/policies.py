@@ -63,7 +63,7 @@ def reshard_values(plan: Plan, policy: Any, shard_ranks: int) -> list[bool | int
     if policy in ("default", "last_layer"):
         last = next((unit.name for unit in reversed(plan.units) if unit.kind == "block"), None)
         kept = {last} if policy == "last_layer" else {last, ""}
-        return [unit.name not in kept for unit in plan.units]
+        return [unit.name not in kept and unit.kind != "head" for unit in plan.units]
     raise ValueError(_unknown("reshard_after_forward", policy, (*RESHARD_WORDS, "an integer", "{glob: word}")))
 
 

@@ -1,7 +1,7 @@
 """How far two tensors are apart, and how far they may be.
 
 - Training on N ranks adds up in another order than on one process. What that does to each tensor is measured: the
-  reference runs twice, the second time with its parameters and each part's gradients changed by a rounding error.
+  reference runs twice, the second time with its parameters and gradients changed by ``SHAKE`` rounding errors.
 - A tensor may be ``FACTOR`` times as far apart as those two runs were, and in any case ``FLOORS`` of its size. Sizes
   are root sums of squares: where an optimizer divides by what is nearly zero, single elements jump by rounding alone,
   and how far the worst one goes is luck; together they are steady, and one wrong row still shows.
@@ -16,8 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-FACTOR = 16.0
-"""Two random roundings of one sum differ from a third by as much as this, hardly ever more."""
+SHAKE = 8.0
+"""Rounding errors by which the second run is changed: so many that what jumps at a rounding (an optimizer that computes
+in bfloat16) does."""
+FACTOR = 4.0
+"""How far two runs over other orders of sums are apart, at most, over how far the shaken one is."""
 FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """By the dtype that was computed in: some hundred roundings of float64 and float32, one of the short ones."""
 ROUNDING_ALONE = 0.1
@@ -103,9 +106,13 @@ class Tolerances:
             self._typical[kind, step] = sizes[len(sizes) // 2]
 
     def of(self, kind: str, step: int, name: str) -> float:
-        """For a tensor: by its own noise, or what is usual among its kind if that is more."""
+        """For a tensor: by its own noise, or what is usual among its kind if that is more.
+
+        Of the norm of all gradients, one number that may meet by chance: by what is usual among those.
+        """
+        usual = self._typical.get(("gradients" if kind == "gradient norm" else kind, step), 0.0)
         own = max((self._noise.get((kind, earlier, name), 0.0) for earlier in range(1, step + 1)), default=0.0)
-        return max(self.floor, FACTOR * own, FACTOR * self._typical.get((kind, step), 0.0))
+        return max(self.floor, FACTOR * own, FACTOR * usual)
 
     def rounding_alone(self, kind: str, step: int) -> list[str]:
         """Names of what cannot be compared."""

@@ -26,6 +26,7 @@ from trueshard.train.optimizer import build_optimizer
 from trueshard.train.recipe import folder_of
 from trueshard.train.recipe import shard as shard_by
 from trueshard.train.running.preflight import check
+from trueshard.verification.factory import FIRST_SCALE
 from trueshard.verification.job import Job
 from trueshard.verification.shrinking import shorten
 from trueshard.verification.states import whole
@@ -103,7 +104,7 @@ class ConfiguredSubject:
         if optimizer is None:
             optimizer = build_optimizer(config.optimizer, model.named_parameters())
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-        scaler = torch.amp.GradScaler(kind) if config.shard.mixed_precision == "fp16" else None
+        scaler = torch.amp.GradScaler(kind, init_scale=FIRST_SCALE) if config.shard.mixed_precision == "fp16" else None
         return Made(model, [optimizer], loss, scaler)
 
     def _loss_of(self, model: nn.Module) -> Loss:

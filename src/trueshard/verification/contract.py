@@ -8,6 +8,7 @@ from typing import Any
 
 from trueshard.verification.compare import Apart, Tolerances
 from trueshard.verification.job import Failure
+from trueshard.verification.reference import BesidePlain
 from trueshard.verification.report import Point, Verified, excess, point_of
 
 VALUES = {
@@ -27,6 +28,10 @@ ASPECTS = {
     "membership": "optimizer membership",
 }
 ROUND_TRIP, GOING_ON, UNDISTURBED = "checkpoint round trip", "training from it", "save without side effect"
+PLAIN = "mixed precision, compiling"
+NEAR_LOSSES, NEAR_MOVED = 0.05, 0.8
+"""How far those may take losses and updates. Single updates of Adam turn with the sign of a small gradient; one that is
+left out, or twice as large, is 1 away."""
 SHOWN = 20
 """Comparisons that a report keeps."""
 
@@ -52,6 +57,7 @@ def contract(
     points = (
         runs,
         *_values(known, sharded["apart"], setting["steps"]),
+        *([] if known["plain"] is None else [_plain(known["plain"])]),
         *_aspects(known, sharded),
         *_checkpoint(sharded, restored, setting),
         _undisturbed(sharded["disturbed"]),
@@ -69,6 +75,13 @@ def _values(known: Mapping[str, Any], aparts: Sequence[Apart], steps: int) -> li
         alone = len(tolerances.rounding_alone(kind, steps))
         found.append(point_of(name, mine, "there are none", alone))
     return found
+
+
+def _plain(found: BesidePlain) -> Point:
+    """Whether what both sides of the other points compute is the training that was asked for, but for rounding."""
+    detail = f"losses {found.losses:.1g} and updates {found.moved:.1g} of their size from training without it"
+    is_near = found.losses <= NEAR_LOSSES and found.moved <= NEAR_MOVED
+    return Point(PLAIN, "held" if is_near else "broken", detail)
 
 
 def _aspects(known: Mapping[str, Any], sharded: Mapping[str, Any]) -> list[Point]:

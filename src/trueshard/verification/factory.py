@@ -33,6 +33,11 @@ SAMPLES = 2
 SEQUENCE = 32
 """Tokens of a sample, at most, where the batch is made here."""
 
+FIRST_SCALE = 1024.0
+"""Of a loss in float16: torch's own first one, 65536, leaves out steps until it has come down."""
+
+_BLIND = "a gradient that is not reduced would not show. Give other samples."
+
 Batches = Callable[[int, int], Any]
 """(step, part) → batch."""
 
@@ -65,7 +70,7 @@ class FactorySubject:
             self._batches, self._loss = self._fed(parts, model)
         scaler = None
         if self._job.words.get("mixed_precision") == "fp16":
-            scaler = torch.amp.GradScaler("cuda" if torch.cuda.is_available() else "cpu")
+            scaler = torch.amp.GradScaler("cuda" if torch.cuda.is_available() else "cpu", init_scale=FIRST_SCALE)
         return Made(model, optimizers, Mean(parts.loss or self._loss), scaler)
 
     def sharded(self) -> Made:
@@ -75,7 +80,7 @@ class FactorySubject:
 
     def microbatches(self, step: int, part: int) -> list[Any]:
         assert self._batches is not None
-        seed_all(self._job.seed + 1_000_003 * step + part)
+        seed_all(self._job.seed + 1_000_003 * step)
         batch = self._batches(step, part)
         return [batch] * (2 - step % 2)  # every second step accumulates
 
@@ -126,9 +131,10 @@ class FactorySubject:
             length = self._job.sequence or min(feed.sequence, SEQUENCE)
             for said in feed.assumptions:
                 self._note(said)
-            return lambda step, part: feed.batch(SAMPLES, length), feed.loss
+            return lambda step, part: self._part(feed.batch(SAMPLES * count, length), part, count), feed.loss
         if callable(given):
-            return _called(given, self._job.sequence or SEQUENCE, self.name), model_loss
+            call = _called(given, SAMPLES * count, self._job.sequence or SEQUENCE, self.name)
+            return lambda step, part: self._part(call(step), part, count), model_loss
         if _are_several(given):
             batches = list(itertools.islice(iter(given), self._job.steps))
             if not batches:
@@ -143,14 +149,18 @@ class FactorySubject:
             raise ValueError(f"{self.name}: its batch holds no tensor with a dimension; give example tensors")
         rows = tensors[0].shape[0]
         if rows < parts:
-            self._note(f"The batch has {rows} samples for {parts} parts, so that each is all of it.")
+            self._note(f"The batch has {rows} samples for {parts} parts, so that each is all of it: {_BLIND}")
             return batch
 
-        def cut(each: Any) -> Any:
+        def cut(each: Any, place: int) -> Any:
             is_rows = isinstance(each, torch.Tensor) and each.ndim > 0 and each.shape[0] == rows
-            return each.tensor_split(parts)[part] if is_rows else each
+            return each.tensor_split(parts)[place] if is_rows else each
 
-        return mapped(cut, batch)
+        own = mapped(lambda each: cut(each, part), batch)
+        other = mapped(lambda each: cut(each, (part + 1) % parts), batch)
+        if parts > 1 and all(torch.equal(one, two) for one, two in zip(_tensors(own), _tensors(other), strict=True)):
+            self._note(f"The batch is the same samples over again for each rank: {_BLIND}")
+        return own
 
     def _note(self, words: str) -> None:
         if words not in self.notes:
@@ -163,20 +173,16 @@ def _given(function: Callable[..., Any]) -> Factory:
     return factory
 
 
-def _called(function: Callable[..., Any], sequence: int, name: str) -> Batches:
+def _called(function: Callable[..., Any], samples: int, sequence: int, name: str) -> Callable[[int], Any]:
     """A function of the user: of nothing, of the step, or of (microbatch, sequence) as the planner calls it."""
     needed = [
         each
         for each in inspect.signature(function).parameters.values()
         if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
     ]
-    if len(needed) == 0:
-        return lambda step, part: function()
-    if len(needed) == 1:
-        return lambda step, part: function(step)
-    if len(needed) == 2:
-        return lambda step, part: function(SAMPLES, sequence)
-    raise ValueError(f"{name}: batch wants {len(needed)} arguments; it is called with (microbatch, sequence)")
+    if len(needed) > 2:
+        raise ValueError(f"{name}: batch wants {len(needed)} arguments; it is called with (microbatch, sequence)")
+    return lambda step: function(*((), (step,), (samples, sequence))[len(needed)])
 
 
 def _are_several(given: Any) -> bool:

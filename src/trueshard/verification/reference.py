@@ -6,13 +6,15 @@ gradients by as much at every step: how far it ends up is what rounding does to 
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trueshard.verification import states
 from trueshard.verification.choosing import subject_of
-from trueshard.verification.compare import distance, floor_of, number_distance
+from trueshard.verification.compare import SHAKE, distance, floor_of, number_distance
 from trueshard.verification.job import Job, Tensors
 from trueshard.verification.structure import structure_of
 from trueshard.verification.subject import Made, Subject
@@ -47,16 +49,19 @@ def run(job: Job, stage: Stage) -> dict[str, Any]:
         raise ValueError(f"{subject.name} gives the same model each time it is called; make a new one there")
     del made
     _check_same(subject.name, again, store)
-    noise = Noise(recorder)
+    computed_in = _computed_in(again)
+    noise = Noise(recorder, computed_in)
     noise.begin(again)
     train(subject, again, everything, steps, job.seed, limits, noise, stage)
+    anchor = _beside_plain(job, subject, recorder, stage) if job.changes_arithmetic else None
     return {
         "name": subject.name,
+        "plain": anchor,
         "structure": before,
         "losses": recorder.losses,
         "norms": recorder.norms,
         "noise": noise.found,
-        "floor": floor_of([*dtypes, *_computed_in(again)]),
+        "floor": floor_of(dtypes if computed_in is None else [*dtypes, computed_in]),
         "constant buffers": constant,
         "notes": subject.notes,
         "parameters": sum(each.numel() for each in again.model.parameters()),
@@ -99,21 +104,22 @@ class Recorder:
 class Noise:
     """Changes a run by rounding errors, and says how far that took it."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, computed_in: torch.dtype | None) -> None:
         self._recorder, self._store = recorder, recorder.store
         self._random = torch.Generator().manual_seed(0)
+        self._computed_in = computed_in
         self.found: dict[tuple[str, int, str], float] = {}
 
     def begin(self, made: Made) -> None:
         """Change the parameters that are trained."""
         for parameter in made.model.parameters():
             if parameter.requires_grad:
-                self._shake(parameter)
+                self._shake(parameter, torch.promote_types(parameter.dtype, torch.float32))
 
     def gradients(self, step: int, made: Made) -> None:
         for parameter in made.model.parameters():
             if parameter.grad is not None:
-                self._shake(parameter.grad)
+                self._shake(parameter.grad, self._computed_in or parameter.grad.dtype)
         self._compare("gradients", step, states.gradients_of(made.model))
 
     def stepped(self, step: int, made: Made, loss: float, norm: float) -> None:
@@ -135,19 +141,61 @@ class Noise:
                     self.found[kind, step, name] = distance(value, expected, beside)[1]
 
     @torch.no_grad()
-    def _shake(self, tensor: torch.Tensor) -> None:
+    def _shake(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Change what is not zero by rounding errors of ``dtype``, of itself and of the usual size, for sums cancel."""
         local = states.local(tensor)
-        if local.is_floating_point():
-            eps = torch.finfo(local.dtype if local.dtype == torch.float64 else torch.float32).eps
-            change = (
-                torch.rand(local.shape, generator=self._random, dtype=torch.float64).mul_(2).sub_(1).mul_(eps).add_(1)
-            )
-            local.copy_(local.double() * change.to(local.device))
+        if not local.is_floating_point():
+            return
+        wide, some = local.double(), local != 0
+        usual = wide[some].square().mean().sqrt() if bool(some.any()) else 0.0
+        change = torch.rand(local.shape, generator=self._random, dtype=torch.float64).mul_(2).sub_(1).to(local.device)
+        change *= SHAKE * torch.finfo(dtype).eps
+        local.copy_(torch.where(some, wide + change * (wide.abs() + usual), wide))
 
 
 def plain_tensor(value: Any) -> torch.Tensor | None:
     """A number in an optimizer's state as a tensor; None of what is no number."""
     return torch.tensor(value, dtype=torch.float64) if isinstance(value, (bool, int, float)) else None
+
+
+@dataclass(frozen=True)
+class BesidePlain:
+    """How far training with the plan's arithmetic is from plain training, nothing of this library in it."""
+
+    losses: float
+    """The largest relative difference of a step's losses."""
+    moved: float
+    """How far all parameters together have moved otherwise, over how far they have moved in plain training."""
+
+
+def _beside_plain(job: Job, subject: Subject, recorder: Recorder, stage: Stage) -> BesidePlain:
+    """Train the plain model too, without mixed precision and compiling."""
+    stage.words = "building the plain model"
+    made = subject.plain()
+    made.scaler = None
+    plain = Losses()
+    limits: dict[int, float] = {}
+    train(subject, made, range(job.parts), range(1, job.steps + 1), job.seed, limits, plain, stage)
+    apart = moved = 0.0
+    for name, value in states.parameters_of(made.model).items():
+        before, after = (recorder.store.read("parameters", step, name).double() for step in (0, job.steps))
+        apart += float((states.whole(value).double() - after).square().sum())
+        moved += float((states.whole(value).double() - before).square().sum())
+    losses = max(number_distance(one, two)[1] for one, two in zip(recorder.losses, plain.losses, strict=True))
+    return BesidePlain(losses, math.sqrt(apart / moved) if moved else float(apart > 0))
+
+
+class Losses:
+    """Keeps the losses."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def gradients(self, step: int, made: Made) -> None:
+        pass
+
+    def stepped(self, step: int, made: Made, loss: float, norm: float) -> None:
+        self.losses.append(loss)
 
 
 def _made(job: Job, subject: Subject) -> Made:
@@ -163,6 +211,10 @@ def _check_same(name: str, made: Made, store: Tensors) -> None:
             )
 
 
-def _computed_in(made: Made) -> list[torch.dtype]:
+def _computed_in(made: Made) -> torch.dtype | None:
+    """The dtype of mixed precision."""
     precision = made.plan.mixed_precision if made.plan is not None else None
-    return [] if precision is None or precision.compute is None else [getattr(torch, precision.compute)]
+    if precision is None or precision.compute is None:
+        return None
+    dtype: torch.dtype = getattr(torch, precision.compute)
+    return dtype
