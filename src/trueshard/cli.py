@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = getattr(error, "format_message", error.__str__)()
         return _wrong(f"{' '.join(message.split()).rstrip('.')}. See `trueshard --help`.")
     except (KeyboardInterrupt, typer.Abort):
-        print("Stopped before training began.", file=sys.stderr)
+        print("Stopped.", file=sys.stderr)
         return STOPPED
     return int(code or 0)
 

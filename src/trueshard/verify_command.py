@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -53,7 +57,7 @@ def verify(
 
     if int(os.environ.get("RANK", "0")):  # under torchrun the first process does it, with processes of its own
         return
-    with refused():
+    with refused(), _stopped():
         if html is not None:
             check_writable(html)
         report = trueshard.verify(
@@ -90,3 +94,13 @@ def _found(subject: str) -> str:
     if ".py" not in subject and not Path(subject).is_file():
         raise UserError(f"there is no {subject!r}: give a training configuration (TOML), or file.py:factory")
     return subject
+
+
+@contextlib.contextmanager
+def _stopped() -> Iterator[None]:
+    """Ctrl-C as one line."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+        raise typer.Exit(128 + signal.SIGINT) from None

@@ -297,6 +297,8 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         ValueError: not a plan; the message names file and key.
         OSError: the file cannot be read.
     """
+    if not Path(path).is_file():
+        raise ValueError(f"there is no plan {str(path)!r}; `trueshard plan --out FILE` writes one")
     text = Path(path).read_text(encoding="utf-8")
     try:
         with contextlib.suppress(json.JSONDecodeError):  # from_json says it

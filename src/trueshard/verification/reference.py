@@ -36,6 +36,7 @@ def run(job: Job, stage: Stage) -> dict[str, Any]:
     everything, steps = range(job.parts), range(1, job.steps + 1)
     limits: dict[int, float] = {}
     train(subject, made, everything, steps, job.seed, limits, recorder, stage)
+    _check_says_something(subject.name, recorder, job.steps)
     trainable = [each for each in made.model.parameters() if each.requires_grad]
     dtypes = [each.dtype for each in trainable] or [torch.float32]
     constant = [
@@ -196,6 +197,22 @@ class Losses:
 
     def stepped(self, step: int, made: Made, loss: float, norm: float) -> None:
         self.losses.append(loss)
+
+
+def _check_says_something(name: str, recorder: Recorder, steps: int) -> None:
+    for step, loss in enumerate(recorder.losses, start=1):
+        if not math.isfinite(loss):
+            raise ValueError(f"{name}: the loss of step {step} is {loss} on one process: there is nothing to compare")
+    store = recorder.store
+    if not store.names("gradients", 1):
+        raise ValueError(f"{name}: no parameter has a gradient on one process: there is nothing to compare")
+    for key in store.names("gradients", 1):
+        if not torch.equal(store.read("parameters", steps, key), store.read("parameters", 0, key)):
+            return
+    raise ValueError(
+        f"{name}: no parameter moves in {steps} steps on one process: there is nothing to compare; give the optimizer "
+        "the parameters, and a learning rate"
+    )
 
 
 def _made(job: Job, subject: Subject) -> Made:

@@ -95,6 +95,9 @@ def _accumulate(made: Made, microbatches: list[tuple[int, int, Any]], step: int,
         seed_all(seed + 1_000_003 * step + 1_009 * part + number)
         with contextlib.nullcontext() if made.plan is None else trueshard.accumulate(made.model, last=last):
             value = made.loss(made.model, _to_device(batch))
+            if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                shown = list(value.shape) if isinstance(value, torch.Tensor) else f"{value!r}"
+                raise ValueError(f"the loss is {shown}; it must be a tensor with one number")
             scaled = value / count if mean is None else mean(value)
             (scaled if made.scaler is None else made.scaler.scale(scaled)).backward()
         total += value.detach().double().cpu()

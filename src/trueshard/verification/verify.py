@@ -90,7 +90,7 @@ def verify(
     Raises:
         ValueError: an argument is wrong, the factory fails on one process, or ``shard()`` refuses; one line.
     """
-    _check(nproc, steps, layers, replicate)
+    _check(nproc, steps, layers, replicate, seed, timeout)
     words = {
         "plan": plan,
         "units": units,
@@ -140,7 +140,8 @@ def _run(job: Job, limit: float, notes: list[str], began: float) -> Verified:
     (job.folder / "job.pickle").write_bytes(cloudpickle.dumps(job))
     known = _unless_refused(start(job, "reference", 1, limit))
     if isinstance(known, Failure):
-        raise ValueError(f"one process, without sharding, fails: {known.words}")
+        last = known.trace.strip().splitlines()[-1:] or ["it said nothing"]
+        raise ValueError(f"one process, without sharding, fails: {known.words}; {last[0]}")
     sharded = _unless_refused(start(job, "sharded", job.ranks, limit))
     restored = None if isinstance(sharded, Failure) else start(job, "restored", job.other_ranks, limit)
     setting = {
@@ -193,8 +194,12 @@ def _configuration(
     return config.model_copy(update=changes), notes
 
 
-def _check(nproc: int, steps: int, layers: int | None, replicate: int) -> None:
-    for name, value, least in (("nproc", nproc, 1), ("steps", steps, 2), ("layers", layers, 1)):
+def _check(nproc: int, steps: int, layers: int | None, replicate: int, seed: int, timeout: float) -> None:
+    if not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ValueError(f"timeout is {timeout!r}; it is a number of seconds")
+    counts = {"nproc": nproc, "steps": steps, "layers": layers, "replicate": replicate, "seed": seed}
+    for name, value in counts.items():
+        least = {"steps": 2, "seed": 0}.get(name, 1)
         if value is not None and (type(value) is not int or value < least):
             raise ValueError(f"{name} is {value!r}; it is a whole number from {least} on")
     if torch.cuda.is_available() and nproc > torch.cuda.device_count():
