@@ -44,7 +44,7 @@ def units() -> Drawing:
     for row in range(4):
         for rank, kind in enumerate(RANKS):
             drawing.box(290 + rank * 52, 34 + row * 44, 44, 36, kind, f"{rank}" if row == 0 else "")
-    drawing.words(560, 22, "rank 0, as layers.1 computes")
+    drawing.words(560, 22, "rank 0, in layers.1")
     for row in range(4):
         for rank, kind in enumerate(RANKS):
             if row in (0, 2) or rank == 0:

@@ -138,6 +138,13 @@ def waiting():
     model, _, batch = make()
     return Waiting(model), batch
 
+def same_samples():
+    return {"model": nn.Linear(4, 4), "batch": torch.ones(8, 4)}
+
+def other_batch():
+    import os
+    return {"model": nn.Linear(4, 4), "batch": torch.randn(8, 4) + os.getpid()}
+
 def killed():
     import os
     if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 1:
@@ -145,7 +152,7 @@ def killed():
     return make()
 
 def no_loss():
-    return {"model": nn.Linear(4, 4), "batch": torch.ones(4, 4), "loss": lambda model, batch: None}
+    return {"model": nn.Linear(4, 4), "batch": torch.randn(4, 4), "loss": lambda model, batch: None}
 
 def dies():
     import os
@@ -237,6 +244,8 @@ def test_what_is_wrong_without_sharding_is_one_line_and_no_report(bugs: str) -> 
         ([f"{bugs}:no_loss"], "the loss is None; it must be a tensor with one number"),
         ([f"{bugs}:dies"], "the process ended with exit code 7; last words"),
         ([f"{bugs}:make", "--seed", "-1"], "seed is -1"),
+        ([f"{bugs}:same_samples"], "every rank would train on the same samples"),
+        ([f"{bugs}:other_batch"], "gives another batch in each process"),
         ([f"{bugs}:make", "--plan", "nothing.json"], "there is no plan 'nothing.json'"),
     ):
         found = run(*arguments)

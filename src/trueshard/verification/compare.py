@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +25,8 @@ FACTOR = 4.0
 FLOORS = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """By the dtype that was computed in: some hundred roundings of float32 (of float64 too, whose loss may be in float32),
 one of the short ones."""
-ROUNDING_ALONE = 0.1
-"""A tensor that a rounding error changes by so much is nothing but rounding: it cannot be compared."""
+ROUNDING_ALONE = 0.7
+"""A tensor of which rounding errors change so much is nothing but rounding: it cannot be compared."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,13 @@ class Tolerances:
     Args:
         noise: by kind, step and name, how far the two runs of the reference were apart.
         floor: in any case.
+        floors: of parameters whose optimizer computes in a short dtype, by name.
     """
 
-    def __init__(self, noise: dict[tuple[str, int, str], float], floor: float) -> None:
-        self._noise, self.floor = noise, floor
+    def __init__(
+        self, noise: dict[tuple[str, int, str], float], floor: float, floors: Mapping[str, float] | None = None
+    ) -> None:
+        self._noise, self.floor, self._floors = noise, floor, floors or {}
         self._typical: dict[tuple[str, int], float] = {}
         for kind, step in {key[:2] for key in noise}:
             sizes = sorted(size for key, size in noise.items() if key[:2] == (kind, step))
@@ -113,11 +117,21 @@ class Tolerances:
         """
         usual = self._typical.get(("gradients" if kind == "gradient norm" else kind, step), 0.0)
         own = max((self._noise.get((kind, earlier, name), 0.0) for earlier in range(1, step + 1)), default=0.0)
-        return max(self.floor, FACTOR * own, FACTOR * usual)
+        floor = max(self.floor, self._floors.get(name, 0.0) if kind == "parameters" else 0.0)
+        return max(floor, FACTOR * own, FACTOR * usual)
 
     def rounding_alone(self, kind: str, step: int) -> list[str]:
         """Names of what cannot be compared."""
         return [name for (k, s, name), size in self._noise.items() if (k, s) == (kind, step) and size > ROUNDING_ALONE]
+
+
+def floors_of(short: Mapping[int, torch.dtype], parameters: Mapping[int, Sequence[str]]) -> dict[str, float]:
+    """For parameters by name, where the optimizer of that number computes in a dtype of 16 bits.
+
+    Whether such a computation (Muon's Newton-Schulz in bfloat16) rounds one way or the other moves an update by a few
+    roundings, or not at all: a second run may miss what a third one does.
+    """
+    return {name: 3 * FLOORS[dtype] for number, dtype in short.items() for name in parameters.get(number, ())}
 
 
 def floor_of(dtypes: list[torch.dtype]) -> float:

@@ -97,7 +97,9 @@ def _aspects(known: Mapping[str, Any], sharded: Mapping[str, Any]) -> list[Point
     }
     for aspect, name in ASPECTS.items():
         words = sharded["structure"].get(aspect), sharded["structure at the end"].get(aspect)
-        if words[0]:
+        if aspect == "dtypes" and sharded["computed in"]:
+            found.append(Point(name, "broken", sharded["computed in"]))
+        elif words[0]:
             found.append(Point(name, "broken", f"after shard(): {words[0]}", step=0))
         elif words[1]:
             found.append(Point(name, "broken", f"after the last step: {words[1]}"))

@@ -36,8 +36,6 @@ SEQUENCE = 32
 FIRST_SCALE = 1024.0
 """Of a loss in float16: torch's own first one, 65536, leaves out steps until it has come down."""
 
-_BLIND = "a gradient that is not reduced would not show. Give other samples."
-
 Batches = Callable[[int, int], Any]
 """(step, part) → batch."""
 
@@ -51,6 +49,7 @@ class FactorySubject:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        seed_all(job.seed)  # a file may make its batch when it is imported
         self._factory = from_file(job.source, guarded=False) if isinstance(job.source, str) else _given(job.source)
         self.name = self._factory.name
         self.max_norm = math.inf
@@ -149,8 +148,9 @@ class FactorySubject:
             raise ValueError(f"{self.name}: its batch holds no tensor with a dimension; give example tensors")
         rows = tensors[0].shape[0]
         if rows < parts:
-            self._note(f"The batch has {rows} samples for {parts} parts, so that each is all of it: {_BLIND}")
-            return batch
+            raise ValueError(
+                f"{self.name}: its batch has {rows} samples for {parts} ranks; give one for each, or take fewer ranks"
+            )
 
         def cut(each: Any, place: int) -> Any:
             is_rows = isinstance(each, torch.Tensor) and each.ndim > 0 and each.shape[0] == rows
@@ -159,7 +159,10 @@ class FactorySubject:
         own = mapped(lambda each: cut(each, part), batch)
         other = mapped(lambda each: cut(each, (part + 1) % parts), batch)
         if parts > 1 and all(torch.equal(one, two) for one, two in zip(_tensors(own), _tensors(other), strict=True)):
-            self._note(f"The batch is the same samples over again for each rank: {_BLIND}")
+            raise ValueError(
+                f"{self.name}: every rank would train on the same samples, so that a gradient which is not reduced "
+                "would not show; give a batch of different samples"
+            )
         return own
 
     def _note(self, words: str) -> None:

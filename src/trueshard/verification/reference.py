@@ -6,19 +6,23 @@ gradients by as much at every step: how far it ends up is what rounding does to 
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from trueshard import _torch
 from trueshard.verification import states
 from trueshard.verification.choosing import subject_of
 from trueshard.verification.compare import SHAKE, distance, floor_of, number_distance
 from trueshard.verification.job import Job, Tensors
 from trueshard.verification.structure import structure_of
 from trueshard.verification.subject import Made, Subject
-from trueshard.verification.training import Stage, train
+from trueshard.verification.training import Batches, Stage, train
 
 
 def run(job: Job, stage: Stage) -> dict[str, Any]:
@@ -35,7 +39,8 @@ def run(job: Job, stage: Stage) -> dict[str, Any]:
     recorder.begin(made)
     everything, steps = range(job.parts), range(1, job.steps + 1)
     limits: dict[int, float] = {}
-    train(subject, made, everything, steps, job.seed, limits, recorder, stage)
+    batches = Batches()
+    train(subject, made, everything, steps, job.seed, limits, batches, recorder, stage)
     _check_says_something(subject.name, recorder, job.steps)
     trainable = [each for each in made.model.parameters() if each.requires_grad]
     dtypes = [each.dtype for each in trainable] or [torch.float32]
@@ -53,7 +58,7 @@ def run(job: Job, stage: Stage) -> dict[str, Any]:
     computed_in = _computed_in(again)
     noise = Noise(recorder, computed_in)
     noise.begin(again)
-    train(subject, again, everything, steps, job.seed, limits, noise, stage)
+    train(subject, again, everything, steps, job.seed, limits, batches, noise, stage)
     anchor = _beside_plain(job, subject, recorder, stage) if job.changes_arithmetic else None
     return {
         "name": subject.name,
@@ -69,16 +74,27 @@ def run(job: Job, stage: Stage) -> dict[str, Any]:
         "trainable": sum(each.numel() for each in again.model.parameters() if each.requires_grad),
         "optimizers": [type(each).__name__ for each in again.optimizers],
         "limits": limits,
+        "batches": batches,
+        "short": recorder.short,
     }
 
 
-class Recorder:
+class Steps:
+    """Sees nothing of the optimizers' steps."""
+
+    def stepping(self, number: int) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class Recorder(Steps):
     """Keeps every tensor of every step."""
 
     def __init__(self, store: Tensors) -> None:
         self.store = store
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.short: dict[int, torch.dtype] = {}
+        """Of optimizers, by number, the dtype of 16 bits in which they compute what is not stored in it."""
 
     def begin(self, made: Made) -> None:
         """Keep what the run begins with."""
@@ -87,6 +103,13 @@ class Recorder:
 
     def gradients(self, step: int, made: Made) -> None:
         self._keep("gradients", step, states.gradients_of(made.model))
+
+    @contextlib.contextmanager
+    def stepping(self, number: int) -> Iterator[None]:
+        with ShortDtypes() as seen:
+            yield
+        if seen.dtypes:
+            self.short[number] = seen.dtypes[0]
 
     def stepped(self, step: int, made: Made, loss: float, norm: float) -> None:
         self.losses.append(loss)
@@ -102,7 +125,22 @@ class Recorder:
                 self.store.write(kind, step, name, tensor)
 
 
-class Noise:
+class ShortDtypes(_torch.DispatchMode):
+    """Sees in which dtypes of 16 bits something computes that is given wider ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {each.dtype for each in _torch.tensors_in((args, kwargs)) if each.is_floating_point()}
+        made = {each.dtype for each in _torch.tensors_in(result) if each.is_floating_point()}
+        self.dtypes += [each for each in made - given if each.itemsize == 2 and given]
+        return result
+
+
+class Noise(Steps):
     """Changes a run by rounding errors, and says how far that took it."""
 
     def __init__(self, recorder: Recorder, computed_in: torch.dtype | None) -> None:
@@ -175,8 +213,7 @@ def _beside_plain(job: Job, subject: Subject, recorder: Recorder, stage: Stage) 
     made = subject.plain()
     made.scaler = None
     plain = Losses()
-    limits: dict[int, float] = {}
-    train(subject, made, range(job.parts), range(1, job.steps + 1), job.seed, limits, plain, stage)
+    train(subject, made, range(job.parts), range(1, job.steps + 1), job.seed, {}, Batches(), plain, stage)
     apart = moved = 0.0
     for name, value in states.parameters_of(made.model).items():
         before, after = (recorder.store.read("parameters", step, name).double() for step in (0, job.steps))
@@ -186,7 +223,7 @@ def _beside_plain(job: Job, subject: Subject, recorder: Recorder, stage: Stage) 
     return BesidePlain(losses, math.sqrt(apart / moved) if moved else float(apart > 0))
 
 
-class Losses:
+class Losses(Steps):
     """Keeps the losses."""
 
     def __init__(self) -> None:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 import trueshard
 from trueshard.verification import states
 from trueshard.verification.choosing import subject_of
-from trueshard.verification.compare import Apart, Tolerances, distance, number_distance
+from trueshard.verification.compare import Apart, Tolerances, distance, floors_of, number_distance
+from trueshard.verification.computing import Computing
 from trueshard.verification.job import Job, Tensors
-from trueshard.verification.reference import plain_tensor
+from trueshard.verification.reference import Steps, plain_tensor
 from trueshard.verification.spoiling import spoil
 from trueshard.verification.structure import differences, differences_on_disk, structure_of
 from trueshard.verification.subject import Made
@@ -40,7 +41,9 @@ def run(job: Job, stage: Stage) -> dict[str, Any]:
     watcher.begin(made)
     watcher.save(made, 0)
     steps = range(1, job.steps + 1)
-    train(subject, made, parts_of_rank(job.parts), steps, job.seed, known["limits"], watcher, stage)
+    computing = Computing(made)
+    train(subject, made, parts_of_rank(job.parts), steps, job.seed, known["limits"], known["batches"], watcher, stage)
+    found["computed in"] = computing.end()
     watcher.end(made)
     found["structure at the end"] = differences(structure_of(*_parts(made)), known["structure"])
     apart, watcher.apart = watcher.apart, []
@@ -57,17 +60,18 @@ def restore(job: Job, stage: Stage) -> dict[str, Any]:
     watcher = Comparing(job, known, stage)
     loaded, structure = watcher.load(made)
     steps = range(job.save_after + 1, job.steps + 1)
-    train(subject, made, parts_of_rank(job.parts), steps, job.seed, known["limits"], watcher, stage)
+    train(subject, made, parts_of_rank(job.parts), steps, job.seed, known["limits"], known["batches"], watcher, stage)
     return {"loaded": loaded, "structure": structure, "apart": watcher.apart}
 
 
-class Comparing:
+class Comparing(Steps):
     """Holds each step against the reference's. What it finds is on the first rank."""
 
     def __init__(self, job: Job, known: dict[str, Any], stage: Stage, saves: bool = False) -> None:
         self._job, self._known, self._stage = job, known, stage
         self._store = job.tensors("reference")
-        self._tolerances = Tolerances(known["noise"], known["floor"])
+        floors = floors_of(known["short"], known["structure"].members())
+        self._tolerances = Tolerances(known["noise"], known["floor"], floors)
         self._saves = saves
         self._is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.apart: list[Apart] = []
@@ -124,8 +128,12 @@ class Comparing:
                 self._wrong(kind, step, name, "is there, and not on one process")
                 continue
             expected.discard(name)
+            known = store.read(kind, step, name)
+            if known.dtype != tensor.dtype:
+                self._wrong(kind, step, name, f"is {tensor.dtype}, and {known.dtype} there".replace("torch.", ""))
+                continue
             before = self._store.read(kind, 0, name) if kind == "parameters" and step and not exactly else None
-            self._told(kind, step, name, *distance(tensor, store.read(kind, step, name), before), exactly)
+            self._told(kind, step, name, *distance(tensor, known, before), exactly)
         for name in sorted(expected):
             self._wrong(kind, step, name, "is missing")
 

@@ -28,6 +28,14 @@ class Structure:
     membership: Mapping[str, Any]
     """By optimizer and group: the parameters' names in order, and every other key."""
 
+    def members(self) -> dict[int, tuple[str, ...]]:
+        """The parameters' names by number of the optimizer."""
+        found: dict[int, tuple[str, ...]] = {}
+        for key, group in self.membership.items():
+            number = int(key.partition(",")[0].rpartition(" ")[2])
+            found[number] = (*found.get(number, ()), *group["params"])
+        return found
+
 
 def structure_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Structure:
     """What ``model`` and ``optimizers`` are now."""

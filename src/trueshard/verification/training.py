@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import zlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import trueshard
+from trueshard.errors import UserError
 from trueshard.planner.inputs.nests import mapped
 from trueshard.verification.subject import Made, Subject, seed_all
 
@@ -28,11 +31,34 @@ class Stage:
     words: str = "beginning"
 
 
+class Batches(dict[tuple[int, int, int], int]):
+    """Checksums of microbatches by step, part and number: the same in every process, or nothing can be compared."""
+
+    def check(self, name: str, place: tuple[int, int, int], batch: Any) -> None:
+        """Keep the checksum of a microbatch, or raise ``UserError`` if another is known."""
+        found: list[int] = [0]
+
+        def add(each: Any) -> None:
+            if isinstance(each, torch.Tensor):
+                whole = each.detach().cpu().contiguous().flatten()
+                found[0] = zlib.crc32(whole.view(torch.uint8).numpy().tobytes(), found[0])
+
+        mapped(add, batch)
+        if self.setdefault(place, found[0]) != found[0]:
+            raise UserError(
+                f"{name} gives another batch in each process or at each call, although the random generators of "
+                "Python, numpy and torch are seeded before: make it repeatable"
+            )
+
+
 class Watcher(Protocol):
     """Sees a run."""
 
     def gradients(self, step: int, made: Made) -> None:
         """All gradients of the step are there, and not clipped. Collective."""
+
+    def stepping(self, number: int) -> AbstractContextManager[None]:
+        """Around the step of an optimizer."""
 
     def stepped(self, step: int, made: Made, loss: float, norm: float) -> None:
         """The optimizers have stepped; gradients are still there. Collective."""
@@ -45,6 +71,7 @@ def train(
     steps: range,
     seed: int,
     limits: dict[int, float],
+    batches: Batches,
     watcher: Watcher,
     stage: Stage,
 ) -> None:
@@ -53,6 +80,7 @@ def train(
     Args:
         parts: of each step's global batch, those that are this process's.
         seed: from which the random numbers of each part's forward follow.
+        batches: checksums of the microbatches, which are held against it, or kept there.
         limits: to which norm the gradients of each step are clipped; a step that is not there yet is put there: the
             subject's own, or, where it has none, half of the norm at every second step.
     """
@@ -61,6 +89,8 @@ def train(
         microbatches = [
             (part, number, each) for part in parts for number, each in enumerate(subject.microbatches(step, part))
         ]
+        for part, number, batch in microbatches:
+            batches.check(subject.name, (step, part, number), batch)
         loss = _accumulate(made, microbatches, step, seed)
         if made.scaler is not None:
             for optimizer in made.optimizers:
@@ -72,11 +102,12 @@ def train(
             limits[step] = float(_clip(made, math.inf)) / 2 if clips else subject.max_norm
         norm = float(_clip(made, limits[step]))
         stage.words = f"step {step}: optimizer"
-        for optimizer in made.optimizers:
-            if made.scaler is None:
-                optimizer.step()
-            else:
-                made.scaler.step(optimizer)
+        for number, optimizer in enumerate(made.optimizers):
+            with watcher.stepping(number):
+                if made.scaler is None:
+                    optimizer.step()
+                else:
+                    made.scaler.step(optimizer)
         if made.scaler is not None:
             made.scaler.update()
         stage.words = f"step {step}: after it"
