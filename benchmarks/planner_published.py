@@ -173,6 +173,8 @@ def simulated(setting: Setting, mode: Mode) -> Simulation:
             microbatch=setting.microbatch,
             accumulation=setting.accumulation,
             words={
+                # As those who published had them: the blocks, and all else together.
+                "units": ["LlamaDecoderLayer" if setting.model.intermediate else "_Block"],
                 "mixed_precision": "bf16",
                 "activation_checkpointing": setting.recompute,
                 "compile": mode == "compile",
