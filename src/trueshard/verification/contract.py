@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from trueshard.verification.beside_plain import BesidePlain
 from trueshard.verification.compare import Apart, Tolerances
 from trueshard.verification.job import Failure
-from trueshard.verification.reference import BesidePlain
+from trueshard.verification.reference import Reference
 from trueshard.verification.report import Point, Verified, excess, point_of
 
 VALUES = {
@@ -37,7 +38,7 @@ SHOWN = 20
 
 
 def contract(
-    known: Mapping[str, Any], sharded: Any, restored: Any, setting: Mapping[str, Any], notes: Sequence[str]
+    known: Reference, sharded: Any, restored: Any, setting: Mapping[str, Any], notes: Sequence[str]
 ) -> Verified:
     """The report.
 
@@ -57,7 +58,7 @@ def contract(
     points = (
         runs,
         *_values(known, sharded["apart"], setting["steps"]),
-        *([] if known["plain"] is None else [_plain(known["plain"])]),
+        *([] if known.plain is None else [_plain(known.plain)]),
         *_aspects(known, sharded),
         *_checkpoint(sharded, restored, setting),
         _undisturbed(sharded["disturbed"]),
@@ -67,8 +68,8 @@ def contract(
     return Verified(points, setting, tuple(notes), tuple(_closest(told)), str(sharded["plan"]), trace)
 
 
-def _values(known: Mapping[str, Any], aparts: Sequence[Apart], steps: int) -> list[Point]:
-    tolerances = Tolerances(known["noise"], known["floor"])
+def _values(known: Reference, aparts: Sequence[Apart], steps: int) -> list[Point]:
+    tolerances = Tolerances(known.noise, known.floor)
     found = []
     for kind, name in VALUES.items():
         mine = [each for each in aparts if each.kind == kind]
@@ -84,8 +85,8 @@ def _plain(found: BesidePlain) -> Point:
     return Point(PLAIN, "held" if is_near else "broken", detail)
 
 
-def _aspects(known: Mapping[str, Any], sharded: Mapping[str, Any]) -> list[Point]:
-    structure, found = known["structure"], []
+def _aspects(known: Reference, sharded: Mapping[str, Any]) -> list[Point]:
+    structure, found = known.structure, []
     counts = {
         "names": f"{len(structure.names)}, in order, after shard() and after the last step",
         "dtypes": ", ".join(

@@ -5,6 +5,7 @@ Each rank takes its part; every tensor is gathered, one at a time, and the first
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ from trueshard.verification.choosing import subject_of
 from trueshard.verification.compare import Apart, Tolerances, distance, floors_of, number_distance
 from trueshard.verification.computing import Computing
 from trueshard.verification.job import Job, Tensors
-from trueshard.verification.reference import Steps, plain_tensor
+from trueshard.verification.recording import Steps, plain_tensor
+from trueshard.verification.reference import Reference
 from trueshard.verification.spoiling import spoil
 from trueshard.verification.structure import differences, differences_on_disk, structure_of
 from trueshard.verification.subject import Made
@@ -35,19 +37,24 @@ def run(job: Job, stage: Stage) -> dict[str, Any]:
     known = job.get("reference")
     found: dict[str, Any] = {
         "plan": made.plan,
-        "structure": differences(structure_of(*_parts(made)), known["structure"]),
+        "structure": differences(structure_of(*_parts(made)), known.structure),
     }
     watcher = Comparing(job, known, stage, saves=True)
     watcher.begin(made)
     watcher.save(made, 0)
     steps = range(1, job.steps + 1)
     computing = Computing(made)
-    train(subject, made, parts_of_rank(job.parts), steps, job.seed, known["limits"], known["batches"], watcher, stage)
+    train(subject, made, parts_of_rank(job.parts), steps, job.seed, known.limits, known.batches, watcher, stage)
     found["computed in"] = computing.end()
     watcher.end(made)
-    found["structure at the end"] = differences(structure_of(*_parts(made)), known["structure"])
+    found["structure at the end"] = differences(structure_of(*_parts(made)), known.structure)
     apart, watcher.apart = watcher.apart, []
-    found["loaded"], found["structure loaded"] = watcher.load(made)
+    try:
+        found["loaded"], found["structure loaded"] = watcher.load(made)
+    except (ValueError, RuntimeError, OSError) as error:
+        words = f"cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}"
+        found["loaded"] = [Apart("checkpoint", job.save_after, CHECKPOINT, math.inf, math.inf, 0.0, words)]
+        found["structure loaded"] = {}
     return found | {"apart": apart, "disturbed": watcher.disturbed, "disk": watcher.disk}
 
 
@@ -60,18 +67,18 @@ def restore(job: Job, stage: Stage) -> dict[str, Any]:
     watcher = Comparing(job, known, stage)
     loaded, structure = watcher.load(made)
     steps = range(job.save_after + 1, job.steps + 1)
-    train(subject, made, parts_of_rank(job.parts), steps, job.seed, known["limits"], known["batches"], watcher, stage)
+    train(subject, made, parts_of_rank(job.parts), steps, job.seed, known.limits, known.batches, watcher, stage)
     return {"loaded": loaded, "structure": structure, "apart": watcher.apart}
 
 
 class Comparing(Steps):
     """Holds each step against the reference's. What it finds is on the first rank."""
 
-    def __init__(self, job: Job, known: dict[str, Any], stage: Stage, saves: bool = False) -> None:
+    def __init__(self, job: Job, known: Reference, stage: Stage, saves: bool = False) -> None:
         self._job, self._known, self._stage = job, known, stage
         self._store = job.tensors("reference")
-        floors = floors_of(known["short"], known["structure"].members())
-        self._tolerances = Tolerances(known["noise"], known["floor"], floors)
+        floors = floors_of(known.short, known.structure.members())
+        self._tolerances = Tolerances(known.noise, known.floor, floors)
         self._saves = saves
         self._is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.apart: list[Apart] = []
@@ -87,7 +94,7 @@ class Comparing(Steps):
 
     def end(self, made: Made) -> None:
         """Hold the buffers that the reference has left alone."""
-        constant = set(self._known["constant buffers"])
+        constant = set(self._known.constant_buffers)
         buffers = {name: each for name, each in states.buffers_of(made.model).items() if name in constant}
         self.hold("buffers", self._job.steps, buffers, self._store, exactly=True, only=constant)
 
@@ -95,7 +102,7 @@ class Comparing(Steps):
         self.hold("gradients", step, states.gradients_of(made.model), self._store)
 
     def stepped(self, step: int, made: Made, loss: float, norm: float) -> None:
-        known = (("losses", loss, self._known["losses"]), ("gradient norm", norm, self._known["norms"]))
+        known = (("losses", loss, self._known.losses), ("gradient norm", norm, self._known.norms))
         for kind, found, expected in known:
             self._told(kind, step, "", *number_distance(found, expected[step - 1]))
         self.hold("parameters", step, states.parameters_of(made.model), self._store)
@@ -151,7 +158,7 @@ class Comparing(Steps):
         if self._is_first:
             listing = trueshard.inspect(str(self._job.folder / name))
             assert isinstance(listing, trueshard.Inspected)
-            self.disk += differences_on_disk(listing, self._known["structure"])
+            self.disk += differences_on_disk(listing, self._known.structure)
         if step:
             saved = self._job.tensors("saved")
             for kind, tensors in _everything(made).items():
@@ -174,7 +181,7 @@ class Comparing(Steps):
         for kind, tensors in _everything(made).items():
             self.hold(kind, self._job.save_after, tensors, self._job.tensors("saved"), exactly=True)
         loaded, self.apart = self.apart, []
-        return loaded, differences(structure_of(*_parts(made)), self._known["structure"])
+        return loaded, differences(structure_of(*_parts(made)), self._known.structure)
 
     def _told(self, kind: str, step: int, name: str, largest: float, relative: float, exactly: bool = False) -> None:
         if self._is_first:
@@ -182,7 +189,7 @@ class Comparing(Steps):
             self.apart.append(Apart(kind, step, name, largest, relative, tolerance))
 
     def _wrong(self, kind: str, step: int, name: str, words: str) -> None:
-        self.apart.append(Apart(kind, step, name, float("inf"), float("inf"), 0.0, words))
+        self.apart.append(Apart(kind, step, name, math.inf, math.inf, 0.0, words))
 
 
 def _everything(made: Made) -> dict[str, states.Named]:

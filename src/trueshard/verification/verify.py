@@ -145,10 +145,10 @@ def _run(job: Job, limit: float, notes: list[str], began: float) -> Verified:
     sharded = _unless_refused(start(job, "sharded", job.ranks, limit))
     restored = None if isinstance(sharded, Failure) else start(job, "restored", job.other_ranks, limit)
     setting = {
-        "name": known["name"],
-        "parameters": known["parameters"],
-        "trainable": known["trainable"],
-        "optimizers": known["optimizers"],
+        "name": known.name,
+        "parameters": known.parameters,
+        "trainable": known.trainable,
+        "optimizers": known.optimizers,
         "ranks": job.ranks,
         "other_ranks": job.other_ranks,
         "steps": job.steps,
@@ -161,7 +161,7 @@ def _run(job: Job, limit: float, notes: list[str], began: float) -> Verified:
     }
     if job.changes_arithmetic:
         notes = [*notes, "Mixed precision or compiling changes the arithmetic: the one process has the same plan."]
-    return contract(known, sharded, restored, setting, (*notes, *known["notes"]))
+    return contract(known, sharded, restored, setting, (*notes, *known.notes))
 
 
 def _unless_refused(found: Any) -> Any:
