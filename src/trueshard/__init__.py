@@ -9,119 +9,73 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trueshard.api import shard
-    from trueshard.checkpoint import (
-        Checked,
-        Checkpoints,
-        Compared,
-        DamagedCheckpoint,
-        Found,
-        Inspected,
-        Saving,
-        check,
-        export,
-        inspect,
-        latest,
-        load,
-        save,
-    )
-    from trueshard.engine import accumulate, set_reshard_after_forward
-    from trueshard.forecast import Forecast
-    from trueshard.optim.clip import clip_grad_norm_
-    from trueshard.optim.norms import MeasuredNorms, Norms, measure_norms
-    from trueshard.planner.choice.remedies import NothingFits
-    from trueshard.planner.planning import plan
-    from trueshard.plans import MixedPrecision, Plan, Unit
-    from trueshard.tokens import TokenMean, count_targets, token_mean
-    from trueshard.train.events import Callback
-    from trueshard.train.trainer import NonFiniteLoss, Trainer
-    from trueshard.verification.report import Verified
-    from trueshard.verification.verify import verify
+    from trueshard.api import shard as shard
+    from trueshard.checkpoint import Checked as Checked
+    from trueshard.checkpoint import Checkpoints as Checkpoints
+    from trueshard.checkpoint import Compared as Compared
+    from trueshard.checkpoint import DamagedCheckpoint as DamagedCheckpoint
+    from trueshard.checkpoint import Found as Found
+    from trueshard.checkpoint import Inspected as Inspected
+    from trueshard.checkpoint import Saving as Saving
+    from trueshard.checkpoint import check as check
+    from trueshard.checkpoint import export as export
+    from trueshard.checkpoint import inspect as inspect
+    from trueshard.checkpoint import latest as latest
+    from trueshard.checkpoint import load as load
+    from trueshard.checkpoint import save as save
+    from trueshard.optim.clip import clip_grad_norm_ as clip_grad_norm_
+    from trueshard.optim.norms import MeasuredNorms as MeasuredNorms
+    from trueshard.optim.norms import Norms as Norms
+    from trueshard.optim.norms import measure_norms as measure_norms
+    from trueshard.planner.planning import plan as plan
+    from trueshard.planner.search.reasons import NothingFits as NothingFits
+    from trueshard.plans import Forecast as Forecast
+    from trueshard.plans import MixedPrecision as MixedPrecision
+    from trueshard.plans import Plan as Plan
+    from trueshard.plans import Unit as Unit
+    from trueshard.runtime.engine import accumulate as accumulate
+    from trueshard.runtime.engine import set_reshard_after_forward as set_reshard_after_forward
+    from trueshard.runtime.tokens import TokenMean as TokenMean
+    from trueshard.runtime.tokens import count_targets as count_targets
+    from trueshard.runtime.tokens import token_mean as token_mean
+    from trueshard.train.trainer import Callback as Callback
+    from trueshard.train.trainer import NonFiniteLoss as NonFiniteLoss
+    from trueshard.train.trainer import Trainer as Trainer
+    from trueshard.verification.report import Verified as Verified
+    from trueshard.verification.verify import verify as verify
 
 __version__ = "0.1.0"
 
-_WHERE = {
-    "Callback": "train.events",
-    "Checked": "checkpoint",
-    "Checkpoints": "checkpoint",
-    "Compared": "checkpoint",
-    "DamagedCheckpoint": "checkpoint",
-    "Forecast": "forecast",
-    "Found": "checkpoint",
-    "Inspected": "checkpoint",
-    "MeasuredNorms": "optim.norms",
-    "MixedPrecision": "plans",
-    "NonFiniteLoss": "train.trainer",
-    "Norms": "optim.norms",
-    "NothingFits": "planner.choice.remedies",
-    "Plan": "plans",
-    "Saving": "checkpoint",
-    "TokenMean": "tokens",
-    "Trainer": "train.trainer",
-    "Unit": "plans",
-    "Verified": "verification.report",
-    "accumulate": "engine",
-    "check": "checkpoint",
-    "clip_grad_norm_": "optim.clip",
-    "count_targets": "tokens",
-    "export": "checkpoint",
-    "inspect": "checkpoint",
-    "latest": "checkpoint",
-    "load": "checkpoint",
-    "measure_norms": "optim.norms",
-    "plan": "planner.planning",
-    "save": "checkpoint",
-    "set_reshard_after_forward": "engine",
-    "shard": "api",
-    "token_mean": "tokens",
-    "verify": "verification.verify",
+_MODULES = {
+    "api": "shard",
+    "checkpoint": "Checked Checkpoints Compared DamagedCheckpoint Found Inspected Saving "
+    "check export inspect latest load save",
+    "optim.clip": "clip_grad_norm_",
+    "optim.norms": "MeasuredNorms Norms measure_norms",
+    "planner.planning": "plan",
+    "planner.search.reasons": "NothingFits",
+    "plans": "Forecast MixedPrecision Plan Unit",
+    "runtime.engine": "accumulate set_reshard_after_forward",
+    "runtime.tokens": "TokenMean count_targets token_mean",
+    "train.trainer": "Callback NonFiniteLoss Trainer",
+    "verification.report": "Verified",
+    "verification.verify": "verify",
 }
+_WHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
 
-__all__ = [
-    "Callback",
-    "Checked",
-    "Checkpoints",
-    "Compared",
-    "DamagedCheckpoint",
-    "Forecast",
-    "Found",
-    "Inspected",
-    "MeasuredNorms",
-    "MixedPrecision",
-    "NonFiniteLoss",
-    "Norms",
-    "NothingFits",
-    "Plan",
-    "Saving",
-    "TokenMean",
-    "Trainer",
-    "Unit",
-    "Verified",
-    "accumulate",
-    "check",
-    "clip_grad_norm_",
-    "count_targets",
-    "export",
-    "inspect",
-    "latest",
-    "load",
-    "measure_norms",
-    "plan",
-    "save",
-    "set_reshard_after_forward",
-    "shard",
-    "token_mean",
-    "verify",
-]
+__all__ = sorted(_WHERE)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'trueshard' has no attribute {name!r}")
-    value = getattr(import_module(f"trueshard.{_WHERE[name]}"), name)
+    from trueshard.errors import with_extra
+
+    with with_extra():
+        value = getattr(import_module(f"trueshard.{_WHERE[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__

@@ -1,4 +1,4 @@
-"""Process group and mesh: taken as the user set them up, made when there is none.
+"""Process group and mesh: the user's, or made where there is none.
 
 - With a launcher's environment (``torchrun``) the group it describes is joined; without one, a group of one rank is
   made, so that the same script runs in a notebook. A group made here is closed at exit.
@@ -73,7 +73,7 @@ def _settle_at_exit() -> None:
 
 
 def ensure_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """``mesh`` itself after a check, or a 1-D mesh over all ranks.
+    """Return ``mesh`` itself after a check, or a 1-D mesh over all ranks.
 
     Raises:
         TypeError: not a DeviceMesh.
@@ -92,6 +92,12 @@ def ensure_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     return mesh
 
 
+def replicated_mesh(copies: int) -> DeviceMesh:
+    """Return a 2-D mesh (replicate, shard) over all ranks, which ``copies`` divides. Collective."""
+    shape = (copies, dist.get_world_size() // copies)
+    return init_device_mesh(_device_type(), shape, mesh_dim_names=("replicate", "shard"))
+
+
 def _device_type() -> str:
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
@@ -104,19 +110,19 @@ def _device_type() -> str:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device on which this rank computes."""
+    """Return the device on which this rank computes."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """The groups of more than one rank, one a dimension. Asked for when needed: who holds a group keeps it alive."""
+    """Return the groups of more than one rank, one a dimension. Do not keep them: a reference keeps a group alive."""
     return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
 
 
 def rows_of(total: int, rank: int, ranks: int) -> tuple[int, int]:
-    """(first row, rows) of ``total`` rows on ``rank``: torch.chunk's rule, which FSDP2 follows.
+    """Return (first row, rows) of ``total`` rows on ``rank`` by torch.chunk's rule, which FSDP2 follows.
 
     Equal pieces of ceil(total / ranks), the last ones shorter or empty.
     """
@@ -126,12 +132,12 @@ def rows_of(total: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def is_simulated(mesh: DeviceMesh) -> bool:
-    """Whether the mesh's groups are torch's ``fake`` ones: one process stands for many, and nothing can be compared."""
+    """True if the mesh's groups are torch's ``fake`` ones: one process simulates many, and nothing can be compared."""
     return dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "fake"
 
 
 def gather_objects(value: Any, mesh: DeviceMesh) -> list[Any]:
-    """``value`` of every rank of the mesh, in mesh order. Collective; picklable values only."""
+    """Return ``value`` of every rank of the mesh, in mesh order. Collective; picklable values only."""
     values = [value]
     for dim in reversed(range(mesh.ndim)):
         group = mesh.get_group(dim)

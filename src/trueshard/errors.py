@@ -1,4 +1,4 @@
-"""The one exception that stands for 'what was asked for cannot be done'."""
+"""The exception for wrong inputs, its one-line text, and the extra that installs a missing package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """A wrong input: its text is one line that names the key, path or option, and the remedy.
+    """Raised for a wrong input; its text is one line that names the key, path or option, and the remedy.
 
     The command line prints that line on stderr and exits with code 2. Everything else that is raised is
     a failure of the program and keeps its traceback.
@@ -17,18 +17,45 @@ class UserError(Exception):
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:
-    """What an error says, in one line of at most so many characters; its class where it says nothing."""
+    """Return an error's text in one line of at most ``most`` characters; its class if it has no text."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 def with_kind(error: BaseException) -> str:
-    """An error's class and then its line, cut to 200 characters: many libraries say a name and leave the rest to it."""
+    """Return an error's class and its line, cut to 200 characters: many libraries say a name only."""
     return f"{type(error).__name__}: {one_line(error, 200)}"
+
+
+_EXTRA_OF = {
+    **dict.fromkeys(("typer", "rich", "packaging"), "cli"),
+    **dict.fromkeys(("cloudpickle", "networkx", "pydantic", "pydantic_core", "tomli"), "plan"),
+    **dict.fromkeys(("wandb", "trackio"), "trackers"),
+    "peft": "peft",
+}
+"""Package → the extra of TrueShard that installs it; every other one comes with ``train``."""
+
+
+def extra_line(error: ModuleNotFoundError) -> str | None:
+    """Return which extra installs a missing package, in one line; None if the module is TrueShard's own."""
+    package = (error.name or "trueshard").partition(".")[0]
+    extra = _EXTRA_OF.get(package, "train")
+    return None if package == "trueshard" else f"{package} is not installed; pip install 'trueshard[{extra}]'"
+
+
+@contextlib.contextmanager
+def with_extra() -> Iterator[None]:
+    """Say which extra installs a package that is missing inside; the error is a ModuleNotFoundError still."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (line := extra_line(error)) is None or str(error) == line:
+            raise
+        raise ModuleNotFoundError(line, name=error.name, path=error.path) from error
 
 
 @contextlib.contextmanager
 def refused() -> Iterator[None]:
-    """What a function says of a wrong input, as the one line that it is."""
+    """Turn ValueError, OSError and ImportError inside into a ``UserError`` of one line."""
     try:
         yield
     except BrokenPipeError:
@@ -39,7 +66,7 @@ def refused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_to(folder: Path) -> Iterator[None]:
-    """A full disk as the one line that it is."""
+    """Turn the errors of a full disk inside into a ``UserError`` of one line."""
     try:
         yield
     except (OSError, RuntimeError) as error:

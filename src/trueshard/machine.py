@@ -1,9 +1,13 @@
-"""What this machine gives a process: CPU cores and memory, as far as the system and its container allow."""
+"""CPU cores and memory that this machine and its container give a process; the releases of torch that are tested."""
 
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
+
+TESTED_TORCH = "2.11", "2.13"
+"""The oldest and the newest release of torch on which TrueShard is tested."""
 
 CGROUP = Path("/sys/fs/cgroup")
 """Where Linux shows the limits of the container that this process runs in (version 2)."""
@@ -25,6 +29,12 @@ def memory_bytes() -> int:
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _limit("memory.max")
     return min(physical, int(limit)) if limit.isdecimal() else physical
+
+
+def memory_of_process(processes: int) -> int:
+    """Return the bytes that one of ``processes`` may have: its part of the main memory, or its resource limit."""
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
+    return min([memory_bytes() // processes, *(each for each in limits if each != resource.RLIM_INFINITY)])
 
 
 def _limit(name: str) -> str:

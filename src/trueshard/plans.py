@@ -1,4 +1,4 @@
-"""The Plan: every choice that sharding makes, as frozen data.
+"""The Plan, every choice that sharding makes, and its Forecast, as frozen data.
 
 - A plan holds names and numbers only, never a module or a tensor: it can be printed, written as JSON, edited, compared.
 - ``Plan()`` with no units is a set of choices still to be resolved on a model; ``shard()`` returns one with its units.
@@ -12,19 +12,78 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from trueshard.forecast import Forecast
-from trueshard.tables import size, table
+from trueshard.text import nearest, size, table
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Memory, traffic and speed of one step of one rank. Bytes, seconds and counts; nothing is rounded."""
+
+    model: str
+    hardware: str
+    """Key of the catalogue, for example ``"h100"``."""
+    ranks: int
+    ranks_per_node: int
+    sequence: int
+    microbatch: int
+    """Samples a rank in one forward."""
+    accumulation: int
+    """Microbatches a step."""
+    optimizer: str
+    fits: bool
+    budget_bytes: int
+    """The limit for ``peak_reserved_bytes``: ``memory=``, or the device's memory less ``overhead_bytes``."""
+    peak_live_bytes: int
+    """Peak of the memory that tensors take."""
+    peak_reserved_bytes: int
+    """As ``torch.cuda.max_memory_reserved()`` counts it."""
+    overhead_bytes: int
+    """Taken outside of torch's allocator: the device's context and the communicators' buffers."""
+    peak_phase: str
+    peak_unit: str
+    peak_by_kind: Mapping[str, int]
+    """Live bytes at the peak by kind; their sum is ``peak_live_bytes``."""
+    bytes_received_per_step: int
+    received_by_collective: Mapping[str, int]
+    flops_per_step: int
+    """This rank's, recomputation included."""
+    model_flops_per_step: int
+    """This rank's without recomputation, as MFU counts."""
+    step_seconds: float
+    compute_seconds: float
+    exposed_communication_seconds: float
+    """Time in which the device waits for communication."""
+    tokens_per_second_per_rank: float
+    mfu: float
+    """Model operations a second over the device's peak in the compute dtype, between 0 and 1."""
+
 
 Recompute = Literal["none", "full", "selective"]
 UnitKind = Literal["root", "block", "embedding", "head", "tied", "dtype"]
 
+Offload = Literal["none", "cpu"]
+
 #: Dtype names that a mixed-precision choice may hold.
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def dtype_name(option: str, word: str) -> str:
+    """Return ``"bfloat16"`` for ``"bf16"`` or ``"bfloat16"``, and so on.
+
+    Raises:
+        ValueError: no floating-point dtype; names ``option``.
+    """
+    name = SHORT_DTYPES.get(word, word)
+    if name not in DTYPES:
+        known = [*SHORT_DTYPES, *DTYPES]
+        raise ValueError(f"{option}={word!r} is no dtype; use one of {', '.join(known)}.{nearest(word, known)}")
+    return name
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """In which dtypes a unit computes and reduces; the storage dtype is not part of it and never changes."""
+    """Dtypes in which a unit computes and reduces; the storage dtype never changes."""
 
     compute: str | None = None
     """Dtype of the gathered parameters and of the forward inputs; None: as stored."""
@@ -33,7 +92,7 @@ class MixedPrecision:
     output: str | None = None
     """Dtype to which a unit's floating-point outputs are cast; None: as computed."""
     cast_inputs: bool = True
-    """Whether floating-point forward inputs are cast to the compute dtype."""
+    """Cast floating-point forward inputs to the compute dtype."""
 
     def __post_init__(self) -> None:
         for name in ("compute", "reduce", "output"):
@@ -74,7 +133,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Replicated:
-    """A parameter that FSDP2 cannot shard; every rank holds it whole and its gradient is averaged over ranks."""
+    """A parameter that FSDP2 cannot shard: every rank holds it whole, and its gradient is averaged over ranks."""
 
     name: str
     parameters: int
@@ -83,7 +142,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which modules are gathered together, when they are freed, in which dtypes they compute, where they rest.
+    """Units, when they are freed and what they recompute, dtypes, and where shards rest.
 
     ``Plan(...)`` without ``units`` is resolved by ``shard(model, plan=...)``; the plan that it returns has them.
     """
@@ -94,19 +153,19 @@ class Plan:
     activation_checkpointing: str | Mapping[str, str] = "none"
     mixed_precision: MixedPrecision | None = None
     compile: bool = False
-    offload: Literal["none", "cpu"] = "none"
+    offload: Offload = "none"
     pipeline: bool = False
     """The model is one stage of a pipeline: a stage runs many microbatches in a row, so ``default`` means ``never``."""
     ranks: tuple[int, ...] = ()
     """Mesh shape: (shard,) or (replicate, shard); empty before the plan is resolved."""
     resolved_for: str = ""
-    """The two policies for which the units have their values; when others are put in, they are worked out again."""
+    """The two policies that the units' values were resolved for; with other policies they are resolved again."""
     forecast: Forecast | None = dataclasses.field(default=None, compare=False)
-    """What the planner expects it to cost; applying a plan does not look at it."""
+    """The planner's; not read when the plan is applied."""
     version: int = 1
 
     def __post_init__(self) -> None:
-        _one_of("offload", self.offload, ("none", "cpu"))
+        _one_of("offload", self.offload, get_args(Offload))
         _a_bool("compile", self.compile)
         _a_bool("pipeline", self.pipeline)
         if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):
@@ -117,12 +176,12 @@ class Plan:
 
     @property
     def policies(self) -> str:
-        """The words for resharding and activation checkpointing, as text that can be compared."""
+        """The policies of resharding and activation checkpointing, as text to compare."""
         words = [self.reshard_after_forward, self.activation_checkpointing]
         return json.dumps([dict(word) if isinstance(word, Mapping) else word for word in words])
 
     def unit(self, name: str) -> Unit:
-        """The unit called ``name``, or one of whose modules is.
+        """Return the unit called ``name``, or the one with a module of that name.
 
         Raises:
             KeyError: no unit has that name.
@@ -133,12 +192,12 @@ class Plan:
         raise KeyError(f"no unit is called {name!r}; units: {', '.join(repr(unit.name) for unit in self.units)}")
 
     def to_json(self) -> str:
-        """The plan as JSON text that ``from_json`` reads back to an equal plan."""
+        """Return the plan as JSON text, which ``from_json`` reads back to an equal plan."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """A plan from ``to_json``'s text.
+        """Read a plan from ``to_json``'s text.
 
         Raises:
             ValueError: not JSON, an unknown key, a missing key or a newer version; the message names it.

@@ -1,4 +1,4 @@
-"""What FSDP2 keeps of its units: groups of parameters, gathered ones, the state of a pass.
+"""FSDP2's own records of its units: groups of parameters, gathered ones, the state of a pass.
 
 FSDP2 shows a unit as an ``FSDPModule`` with a few setters. Whether a pass runs, which parameters are gathered and where
 the shards lie in memory is found in its parameter groups alone.
@@ -17,12 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 
-from trueshard._torch.fakes import is_fake, is_plain, real_tensors
+from trueshard._torch.capabilities import missing_for_speed
+from trueshard._torch.simulating import is_fake, is_plain, real_tensors
 
 if TYPE_CHECKING:
 
     class ShardedModule(FSDPModule, nn.Module):
-        """A module on which ``fully_shard`` was called; torch's own type does not say that it is a module."""
+        """A module on which ``fully_shard`` was called; torch's own type is no ``nn.Module``."""
 else:
     ShardedModule = FSDPModule
 
@@ -35,13 +36,13 @@ def _groups(module: ShardedModule) -> list[Any]:
 
 
 def own_class(module: nn.Module) -> type:
-    """The user's class of a module, before and after ``fully_shard``, which puts one of its own in front."""
+    """Return the user's class of a module, also after ``fully_shard``, which puts one of its own in front."""
     cls = type(module)
     return cls.__mro__[FSDPModule._orig_cls_mro_index] if isinstance(module, FSDPModule) else cls
 
 
 def fsdp_modules(root: nn.Module) -> list[ShardedModule]:
-    """Every module below ``root`` (itself included) on which ``fully_shard`` was called."""
+    """Return every module at and below ``root`` on which ``fully_shard`` was called."""
     return [module for module in root.modules() if isinstance(module, ShardedModule)]
 
 
@@ -77,7 +78,7 @@ def initialise(root: ShardedModule) -> None:
 
 
 def is_initialised(root: ShardedModule) -> bool:
-    """Whether ``initialise`` was called, or a first forward did the same."""
+    """True if ``initialise`` was called, or a first forward did the same."""
     return root._get_fsdp_state()._is_root is not None
 
 
@@ -89,7 +90,7 @@ def refresh_dtypes(root: nn.Module) -> None:
 
 
 def gathered_parameters(root: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
-    """(name, sharded parameter, gathered parameter) for each parameter that has been gathered once.
+    """Yield (name, sharded parameter, gathered parameter) for each parameter that has been gathered once.
 
     The gathered parameter is a second object behind the same name; an optimizer made while it is registered holds it.
     """
@@ -101,7 +102,7 @@ def gathered_parameters(root: nn.Module, *, recurse: bool = True) -> Iterator[tu
 
 
 def offloaded(root: nn.Module) -> set[int]:
-    """The ``id`` of each sharded parameter that rests on the CPU between uses, which one on the meta device hides."""
+    """Return the ``id`` of each sharded parameter that rests on the CPU between uses; the meta device hides it."""
     groups = [group for module in fsdp_modules(root) for group in _groups(module)]
     return {id(each.sharded_param) for group in groups for each in group.fsdp_params if each.offload_to_cpu}
 
@@ -118,16 +119,16 @@ def forget_gathered(module: ShardedModule) -> None:
 
 
 def gathered_units(modules: Iterable[ShardedModule]) -> Callable[[], list[ShardedModule]]:
-    """A function that tells which of ``modules`` have their gathered parameters registered; no public method does.
+    """Return a function that lists which of ``modules`` have their gathered parameters registered; no public one does.
 
-    A function, since it is asked at every pass: what leads from a module to FSDP2's record is looked up once.
+    It is called at every pass, so FSDP2's record of each module is looked up once.
     """
     records = [(module, group) for module in modules for group in _groups(module)]
     return lambda: [module for module, group in records if group.is_unsharded]
 
 
 def in_pass(module: nn.Module) -> bool:
-    """Whether the unit is in a forward, or recomputes one in backward, right now."""
+    """True if the unit is in a forward, or recomputes one in backward."""
     return isinstance(module, ShardedModule) and module._get_fsdp_state()._training_state in (
         TrainingState.FORWARD,
         TrainingState.PRE_BACKWARD,
@@ -135,7 +136,7 @@ def in_pass(module: nn.Module) -> bool:
 
 
 def interrupted(root: ShardedModule) -> bool:
-    """Whether a forward or backward of ``root`` was left by an exception. Call it outside forward and backward."""
+    """True if an exception left a forward or backward of ``root``. Call it outside both."""
     context = root._get_fsdp_state()._state_ctx
     if context.iter_forward_root is not None or context.post_backward_final_callback_queued:
         return True
@@ -214,6 +215,8 @@ def join_shards(root: nn.Module, small: int) -> None:
     FSDP2 allocates each by itself; there is no public place to give it memory. Each keeps a version counter of its own,
     so that a write to one is not a write to all.
     """
+    if any(name.startswith("FSDPParam.") for name in missing_for_speed()):
+        return
     kinds: dict[Any, list[Any]] = {}
     for module in fsdp_modules(root):
         for group in _groups(module):

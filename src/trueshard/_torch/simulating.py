@@ -1,21 +1,120 @@
-"""What torch does otherwise while one process stands for a rank of many: worlds, and parts that are replaced."""
+"""For simulation: operators under a dispatch mode, fake tensors, simulated groups, and parts that are replaced."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+
+from trueshard._torch.tensors import storage_identity
+
+#: What sees every operator that runs inside it; it has no public name.
+DispatchMode = TorchDispatchMode
+
+
+def running_node() -> str:
+    """Name of the autograd node whose backward runs in this thread, for example ``"MulBackward0"``; else ``""``."""
+    node = torch._C._current_autograd_node()
+    return "" if node is None else str(node.name())
+
+
+def schema_of(func: Any) -> Any:
+    """Return the schema of an operator that a dispatch mode sees: its name and its arguments."""
+    return func._schema
+
+
+def packet_of(func: Any) -> Any:
+    """Return the operator without its overload, as ``torch.ops.aten.add`` is."""
+    return func._overloadpacket
+
+
+def called_by_mode(frame: Any) -> bool:
+    """True if the operator that ``frame`` (a dispatch mode's) sees was called by another mode's method."""
+    caller, between = frame.f_back, ("torch/_ops.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")
+    while caller is not None and caller.f_code.co_filename.endswith(between):
+        caller = caller.f_back
+    return caller is not None and caller.f_code.co_name == "__torch_dispatch__"
+
+
+def engine_calls(frame: Any) -> bool:
+    """True if the autograd engine itself called the function of ``frame`` (a dispatch mode's caller)."""
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return False
+    while frame is not None and frame.f_code.co_filename.endswith(("torch/_compile.py", "torch/_dynamo/eval_frame.py")):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+HELD = 4, 2
+"""Uses of a tensor and of its storage that the call of a dispatch mode itself makes up for."""
+
+
+def is_held_once(tensor: torch.Tensor) -> bool:
+    """True if only the arguments of the operator that a dispatch mode sees hold ``tensor`` and its storage."""
+    dense = tensor.is_contiguous() or torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
+    uses = int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return dense and int(cast(Any, tensor)._use_count()) <= HELD[0] and uses <= HELD[1]
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Inside, make tensors with a shape, a dtype, a device and a storage of their size, and no memory.
+
+    ``FakeTensorMode`` is what ``torch.compile`` traces with; it has no public name.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def makes_fake_tensors() -> bool:
+    """True inside ``fake_tensors`` (and not inside ``real_tensors`` in it)."""
+    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Inside, make real tensors in the middle of ``fake_tensors``."""
+    with unset_fake_temporarily():
+        yield
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """True if ``tensor`` was made inside ``fake_tensors``."""
+    return isinstance(tensor, FakeTensor)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True if ``tensor`` is a plain tensor, or a fake one, which stands for a plain one."""
+    return type(tensor) is torch.Tensor or type(tensor) is FakeTensor
+
+
+def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the address of each tensor's memory; fake tensors get addresses far apart from storage to storage."""
+    tensors = list(tensors)
+    if not tensors or type(tensors[0]) is not FakeTensor:  # asked of hundreds in every step: never a mixture
+        return list(map(torch.Tensor.data_ptr, tensors))
+    order: dict[int, int] = {}
+    starts = [order.setdefault(storage_identity(each), len(order) + 1) << 48 for each in tensors]
+    return [start + int(each.storage_offset()) * each.itemsize for start, each in zip(starts, tensors, strict=True)]
+
+
+def begins_where(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """True if the memory of both begins at one address."""
+    if type(two) is FakeTensor:
+        return storage_identity(one) == storage_identity(two) and one.storage_offset() == two.storage_offset()
+    return one.data_ptr() == two.data_ptr()
 
 
 @contextlib.contextmanager
 def simulated_world(rank: int, ranks: int) -> Iterator[None]:
-    """One process stands for rank ``rank`` of ``ranks``: collectives do nothing. The process's own groups come back.
+    """Inside, this process simulates ``rank`` of ``ranks``: collectives do nothing. At the end its own groups are back.
 
     torch's ``fake`` backend is registered by a module for its tests; and there can be one default group at a time, so
     the one that the user made is set aside, with the counter by which ranks agree on names of groups.
@@ -53,7 +152,7 @@ def simulated_world(rank: int, ranks: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watching_resizes(resized: Callable[[Any, int], None]) -> Iterator[None]:
-    """Inside, ``resized(storage, bytes before)`` is called after each ``UntypedStorage.resize_``.
+    """Inside, call ``resized(storage, bytes before)`` after each ``UntypedStorage.resize_``.
 
     FSDP2 frees and takes the memory of gathered parameters this way, which no operator shows.
     """
@@ -73,7 +172,7 @@ def watching_resizes(resized: Callable[[Any, int], None]) -> Iterator[None]:
 
 
 class _Chunks(Sequence[torch.Tensor]):
-    """``torch.chunk``, of which each is made when it is asked for; empty ones behind the last."""
+    """``torch.chunk`` that makes each chunk when it is read; empty ones behind the last."""
 
     def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
         self.tensor, self.chunks, self.dim = tensor, count, dim
@@ -92,7 +191,7 @@ class _Chunks(Sequence[torch.Tensor]):
 
 @contextlib.contextmanager
 def one_chunk() -> Iterator[None]:
-    """Inside, FSDP2 cuts a parameter into the one chunk that it keeps, and not into one for each of 4,096 ranks first.
+    """Inside, FSDP2 makes the one chunk of a parameter that it keeps, and not one for each of 4,096 ranks.
 
     On fake tensors, where a chunk costs as much as any operation, that would be most of what ``fully_shard`` takes.
     """
@@ -106,7 +205,7 @@ def one_chunk() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unseen_propagation() -> Iterator[None]:
-    """Inside, what DTensor makes to find out shapes, at the first operator of a kind, is seen by no dispatch mode.
+    """Inside, hide from dispatch modes the tensors that DTensor makes, at the first operator of a kind, to find shapes.
 
     It makes fake tensors for that. In training they take no memory; where all tensors are fake they look like any
     other, and only until DTensor remembers the answer.

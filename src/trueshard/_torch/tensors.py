@@ -1,25 +1,161 @@
-"""Plain tensors: which share memory, and which stand in nested containers."""
+"""Tensors: shared memory and nested containers; DTensors without their dispatch; operators that DTensor gets wrong."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
+
+from trueshard._torch.capabilities import missing_for_speed
 
 #: What torch itself keeps in a parameter's ``__dict__``: ``nn.Parameter``'s mark, and ``fully_shard``'s (2.13 on).
 PARAMETER_ATTRIBUTES = frozenset({"_is_param", "_fsdp_orig_uid"})
+
+HAS_SPECS = "DTensor._spec" not in missing_for_speed()
 
 #: What knows every registered container of tensors has no public name.
 leaves_of = _pytree.tree_leaves
 map_only = _pytree.tree_map_only
 
 
+def _mul_each(tensors: Sequence[torch.Tensor], factor: Any) -> None:
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def _norm_each(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+
+
+#: The operators over lists of tensors, of which torch's own optimizers and clipping are made, have no public name.
+foreach_mul_: Any = getattr(torch, "_foreach_mul_", None) or _mul_each
+foreach_norm: Any = getattr(torch, "_foreach_norm", None) or _norm_each
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in nested containers; ``torch.utils._pytree`` is what knows the registered ones."""
+    """Return every tensor in nested containers, the ones registered with ``torch.utils._pytree`` too."""
     return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
 def storage_identity(tensor: torch.Tensor) -> int:
-    """A number that two tensors share exactly if they share memory; addresses do not tell (meta tensors' are all 0)."""
-    return int(tensor.untyped_storage()._cdata)
+    """Return a number that two tensors share exactly if they share memory; every meta tensor's address is 0."""
+    return storage_number(tensor.untyped_storage())
+
+
+def storage_number(storage: Any) -> int:
+    """Return the identity of a storage while it lives."""
+    return int(storage._cdata)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local shard, without ``to_local()``'s autograd node and view: version and storage are its own."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def shards_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return ``local`` of each."""
+    return [each._local_tensor if isinstance(each, DTensor) else each for each in parameters]
+
+
+def dtensor_over(local: torch.Tensor, like: DTensor, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+    """Do ``DTensor.from_local`` for a shard that may lie anywhere in its storage.
+
+    Made from such a shard, the wrapper takes over its offset, and can then be neither copied nor pickled.
+    """
+    first = local.as_strided(local.shape, local.stride(), 0) if local.storage_offset() else local
+    made = DTensor.from_local(first, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    if first is not local:
+        made._local_tensor = local
+    return made
+
+
+def shards_placed_alike(tensors: Sequence[Any]) -> list[torch.Tensor] | None:
+    """Return the local shards if all are DTensors of one mesh, placement, dtype and device; else None."""
+    if set(map(type, tensors)) != {DTensor} or not HAS_SPECS:
+        return None
+    specs = [tensor._spec for tensor in tensors]
+    shards = [tensor._local_tensor for tensor in tensors]
+    mesh, placements = specs[0].mesh, specs[0].placements
+    alike = (
+        all(spec.mesh is mesh and spec.placements == placements for spec in specs)
+        and len(set(map(operator.attrgetter("dtype"), shards))) == 1
+        and len(set(map(torch.Tensor.get_device, shards))) == 1
+    )
+    return shards if alike else None
+
+
+def specs_of(tensors: Iterable[Any]) -> list[Any]:
+    """Return DTensor's own records of shape, mesh and placement (or objects of which none are equal); None if plain."""
+    if not HAS_SPECS:
+        return [tensor if type(tensor) is DTensor else None for tensor in tensors]
+    return [tensor._spec if type(tensor) is DTensor else None for tensor in tensors]
+
+
+def is_placed_as(one: DTensor, two: DTensor) -> bool:
+    """True if both are placed alike. FSDP2 gives a gradient the very record of its parameter, so this is cheap."""
+    return (HAS_SPECS and one._spec is two._spec) or one.placements == two.placements
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return a number that grows when ``tensor`` is written to in place, through it or through its local shard.
+
+    torch documents the counter under its private name only. DTensor's dispatch counts on the wrapper alone.
+    """
+    return int(tensor._version) + (int(tensor._local_tensor._version) if isinstance(tensor, DTensor) else 0)
+
+
+def find_every_inf() -> None:
+    """Let a gradient scaler see the infs of every gradient in a list, on whichever ranks they are.
+
+    torch's DTensor handler of the scaler's operator reduces what each rank found as the *first* gradient of the list is
+    placed. With a replicated gradient at the head it reduces nothing, with two meshes over one of them, and ranks part:
+    some skip the step. Handlers of DTensor's operators have no public place. For a list that is placed all alike this
+    one computes the same.
+    """
+    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[operator] = _unscale
+
+
+def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    grads, found_inf, *rest = args
+    operator([local(grad) for grad in grads], found_inf, *rest, **kwargs)
+    placed = {(g.device_mesh, g.placements): None for g in grads if isinstance(g, DTensor)}
+    over = {(m, d): m.size(d) for m, placements in placed for d, p in enumerate(placements) if not p.is_replicate()}
+    # From few ranks to many: what is found among the few reaches all. Equally many: as in the list, on every rank.
+    for mesh, dim in sorted(over, key=lambda each: over[each]):
+        torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, mesh.get_group(dim))
+
+
+def average_mixed_lists() -> None:
+    """Let torch's averaging functions (EMA, SWA) take lists in which plain tensors stand beside DTensors.
+
+    ``AveragedModel(use_buffers=True)`` puts parameters and buffers into one list, which DTensor refuses. Its public
+    switch for that, ``implicit_replication``, would have to be on around the user's own call. A list that is not mixed
+    goes its usual way.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    aten = torch.ops.aten
+    for each in (aten._foreach_lerp_.Scalar, aten._foreach_sub.List, aten._foreach_addcdiv_.Scalar):
+        handlers.setdefault(each, _apart)
+
+
+def _apart(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+    """Run a list operator on the DTensors of its lists, and on the plain tensors, each by themselves."""
+    first = args[0]
+    kinds = [isinstance(tensor, DTensor) for tensor in first]
+    found: dict[int, torch.Tensor] = {}
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    del handlers[operator]  # or calling it would come here again
+    try:
+        for kind in set(kinds):
+            places = [i for i, each in enumerate(kinds) if each is kind]
+            some = [[arg[i] for i in places] if isinstance(arg, (list, tuple)) else arg for arg in args]
+            found.update(zip(places, operator(*some, **kwargs) or (), strict=False))
+    finally:
+        handlers[operator] = _apart
+    return [found[i] for i in range(len(first))] if found else None

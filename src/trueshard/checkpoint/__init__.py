@@ -1,22 +1,21 @@
-"""Checkpoints: one meaning at any world size.
+"""Checkpoints: the same content at any world size.
 
-- ``writer`` collects, agrees and lays out (``state``, ``randomness``, ``layout``, ``together``), and writes through a
-  ``target``, in the ``background`` if asked. ``reader`` loads from a ``catalogue`` of tensors in files, whoever wrote
-  them (``store``, ``tensorfile``, ``manifest``, ``naming``), into models (``materialise``, ``filling``) and
-  ``optimizers``.
-- ``dcp``, ``dcp_keys`` and ``dcp_parts`` make such a catalogue of a directory of torch.distributed.checkpoint.
-- ``checking``, ``inspecting`` and ``retention`` look at checkpoints without a model. ``exporting`` writes them in other
-  forms (``source``, ``adapters``, ``dcp_export``).
+- ``saving`` collects the content (``state``), compares it between ranks (``ranks``), assigns files (``layout``) and
+  writes them (``writing``).
+- ``loading`` reads from a ``catalogue`` of tensors in files, whoever wrote them: ``tensorfile`` and ``manifest`` are
+  the format, ``naming`` finds a model's tensors by name, ``materialise`` gives memory to models on the meta device, and
+  ``optimizers`` matches groups and state. ``dcp_keys`` makes a catalogue of a directory of torch.distributed.checkpoint
+  (``dcp``).
+- ``checking``, ``inspecting``, ``retention`` need no model. ``exporting`` writes other formats (``adapters``, ``dcp``).
 """
 
-from trueshard.checkpoint.background import Saving
+from trueshard.checkpoint.catalogue import latest
 from trueshard.checkpoint.checking import Checked, DamagedCheckpoint, check
 from trueshard.checkpoint.exporting import export
-from trueshard.checkpoint.found import Found
 from trueshard.checkpoint.inspecting import Compared, Inspected, inspect
-from trueshard.checkpoint.reader import load
-from trueshard.checkpoint.retention import Checkpoints, latest
-from trueshard.checkpoint.writer import save
+from trueshard.checkpoint.loading import Found, load
+from trueshard.checkpoint.retention import Checkpoints
+from trueshard.checkpoint.saving import Saving, save
 
 __all__ = [
     "Checked",

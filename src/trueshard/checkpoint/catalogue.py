@@ -1,49 +1,190 @@
-"""What a directory or file of tensors holds, whoever wrote it: a checkpoint of ours, a Hugging Face model, an adapter.
+"""Read tensors from files by key and byte range, whoever wrote them: a checkpoint, a Hugging Face model, an adapter.
 
-One way to read them all: by key, and by ranges of bytes, so that a rank reads what it holds and nothing else.
+- A rank reads the bytes that it holds and nothing else.
+- A local file is mapped into memory: pages that are not used are not read, and the ranks of a machine share the rest.
+- A URL of fsspec (``s3://``, ``gs://``, ``memory://``, …) is read by ranges.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from trueshard.checkpoint import format1
-from trueshard.checkpoint.checksum import BLOCK, crc32
-from trueshard.checkpoint.header import read_header
-from trueshard.checkpoint.jsontext import table_of
-from trueshard.checkpoint.manifest import MANIFEST, Entry, Manifest, Piece
-from trueshard.checkpoint.store import LocalStore, Store, is_url, open_store
-from trueshard.checkpoint.versions import manifest_of
+from trueshard import _torch
+from trueshard.checkpoint import ranks, tensorfile
+from trueshard.checkpoint.manifest import MANIFEST, Manifest, check_name, join, references
+from trueshard.checkpoint.tensorfile import Piece, TensorEntry
 
 _STEMS = ("model", "diffusion_pytorch_model", "adapter_model")
+
+
+class Directory(ABC):
+    """A directory of files to read."""
+
+    where: str
+    """For messages."""
+
+    @abstractmethod
+    def exists(self, name: str) -> bool:
+        """True if there is such a file."""
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """Return the bytes of a file, or raise ``FileNotFoundError``."""
+
+    @abstractmethod
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        """Return bytes ``begin`` to ``end`` of a file."""
+
+    def private(self, name: str) -> mmap.mmap | None:
+        """Return a map of a file whose pages are copied when written to; None if it cannot be mapped."""
+        return None
+
+    def release(self, name: str, begin: int, end: int) -> None:  # noqa: B027
+        """Drop these bytes from this process's memory."""
+
+    def header(self, file: str) -> bytes:
+        """Return the header of a safetensors file."""
+        size = self.size(file)
+        length = tensorfile.header_length(bytes(self.read(file, 0, min(8, size))), size, f"{self.where}/{file}")
+        return bytes(self.read(file, 0, length))
+
+    def tensors(self, file: str) -> dict[str, TensorEntry]:
+        """Return the tensors of a safetensors file, by key."""
+        return tensorfile.parse_header(self.header(file), self.size(file), file, f"{self.where}/{file}")
+
+
+class LocalDirectory(Directory):
+    """A directory of the file system; ``confined``: refuse files that a symbolic link leads out of it."""
+
+    def __init__(self, directory: Path, confined: bool = True) -> None:
+        self.directory, self.where = directory, str(directory)
+        self._confined = confined
+        self._paths: dict[str, Path] = {}
+        self._maps: dict[str, mmap.mmap] = {}
+        self._private: dict[str, mmap.mmap] = {}
+
+    def exists(self, name: str) -> bool:
+        return self._path(name).is_file()
+
+    def _path(self, name: str) -> Path:
+        """Return the path of a file; checked once, since a file is read in many ranges."""
+        if name not in self._paths:
+            check_name(name, self.where)
+            path = self.directory / name
+            if self._confined and not path.resolve().is_relative_to(self.directory.resolve()):
+                raise ValueError(f"{path} is a link out of the checkpoint; it was not opened")
+            self._paths[name] = path
+        return self._paths[name]
+
+    def size(self, name: str) -> int:
+        try:
+            return self._path(name).stat().st_size
+        except OSError:  # missing, below a file, a name too long
+            raise FileNotFoundError(f"{self.where} has no file {name!r}; it is incomplete") from None
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        size = self.size(name)
+        end = size if end is None else end
+        if end > size:
+            raise ValueError(f"{self.where}/{name} is cut short: {size} bytes, where {end} are needed")
+        if begin == end:
+            return memoryview(b"")
+        return memoryview(self._map(self._maps, name, mmap.ACCESS_READ))[begin:end]
+
+    def private(self, name: str) -> mmap.mmap | None:
+        return self._map(self._private, name, mmap.ACCESS_COPY)
+
+    def _map(self, maps: dict[str, mmap.mmap], name: str, access: int) -> mmap.mmap:
+        if name not in maps:
+            with open(self._path(name), "rb") as file:
+                maps[name] = mmap.mmap(file.fileno(), 0, access=access)
+        return maps[name]
+
+    def release(self, name: str, begin: int, end: int) -> None:
+        found = self._maps.get(name)
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        if found is not None and hasattr(mmap, "MADV_DONTNEED") and end > first:
+            found.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+
+class RemoteDirectory(Directory):
+    """A directory of an fsspec file system."""
+
+    def __init__(self, url: str) -> None:
+        self._fs, self._root = file_system(url)
+        self.where = url.rstrip("/")
+
+    def _path(self, name: str) -> str:
+        check_name(name, self.where)
+        return f"{self._root}/{name}"
+
+    def exists(self, name: str) -> bool:
+        return bool(self._fs.exists(self._path(name)))
+
+    def size(self, name: str) -> int:
+        try:
+            return int(self._fs.size(self._path(name)))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{self.where} has no file {name!r}; it is incomplete") from None
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        end = self.size(name) if end is None else end
+        data = memoryview(self._fs.cat_file(self._path(name), start=begin, end=end) if end > begin else b"")
+        if len(data) != end - begin:
+            raise ValueError(f"{self.where}/{name} is cut short: bytes {begin} to {end} are not all there")
+        return data
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """True if fsspec reads and writes ``path``."""
+    return isinstance(path, str) and "://" in path
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system of ``url``, and the path in it.
+
+    Raises:
+        ValueError: fsspec does not know it, or lacks a package for it.
+    """
+    import fsspec
+
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"{url}: {error}") from error
+    return fs, str(root).rstrip("/")
 
 
 @dataclass
 class Catalogue:
     """Tensors in files."""
 
-    store: Store
-    entries: dict[str, Entry]
+    directory: Directory
+    entries: dict[str, TensorEntry]
     """By key."""
     manifest: Manifest | None = None
-    """Of a checkpoint of ours."""
+    """None if not written by ``save``."""
     adapter: bool = False
-    """Whether it is a PEFT adapter without its base."""
+    """True for a PEFT adapter without its base."""
     dcp: bool = False
-    """Whether it is a directory of torch.distributed.checkpoint, which is read by torch."""
+    """True for a directory of torch.distributed.checkpoint."""
 
     @property
     def where(self) -> str:
         """For messages."""
-        return self.store.where
+        return self.directory.where
 
     def ranges(self, key: str, begin: int, end: int) -> Iterator[tuple[Piece, int]]:
-        """The places in files of bytes ``begin`` to ``end`` of a tensor, each with where in the tensor it begins."""
+        """Yield where in files bytes ``begin`` to ``end`` of a tensor are, and each one's first byte in the tensor."""
         at = 0
         for piece in self.entries[key].pieces:
             length = piece.end - piece.begin
@@ -53,108 +194,167 @@ class Catalogue:
             at += length
 
     def checksum(self, key: str, begin: int, end: int) -> int:
-        """The checksum of bytes ``begin`` to ``end`` of a tensor."""
+        """Return the checksum of bytes ``begin`` to ``end`` of a tensor."""
         value = 0
         for piece, _ in self.ranges(key, begin, end):
-            for at in range(piece.begin, piece.end, BLOCK):
-                stop = min(at + BLOCK, piece.end)
-                value = crc32(self.store.read(piece.file, at, stop), value)
-                self.store.release(piece.file, at, stop)
+            for at in range(piece.begin, piece.end, tensorfile.BLOCK):
+                stop = min(at + tensorfile.BLOCK, piece.end)
+                value = tensorfile.crc32(self.directory.read(piece.file, at, stop), value)
+                self.directory.release(piece.file, at, stop)
         return value
 
-    def read_into(self, key: str, begin: int, local: torch.Tensor) -> None:
-        """Fill ``local``, whose elements are those from byte ``begin`` on; converts to its dtype. No gradient mode."""
+    def is_intact(self, key: str) -> bool:
+        """Compare a tensor's bytes with its checksum; True if they agree, or there is none."""
         entry = self.entries[key]
-        dtype: torch.dtype = getattr(torch, entry.dtype)
+        return entry.crc32 is None or self.checksum(key, 0, entry.nbytes) == entry.crc32
+
+    def damaged(self, key: str, remedy: str) -> ValueError:
+        """Make the error for a tensor that is not intact."""
+        files = ", ".join(self.entries[key].files)
+        return ValueError(f"{self.where}/{files} is damaged: {key!r} does not have the bytes that were saved; {remedy}")
+
+    def read_into(self, key: str, begin: int, local: torch.Tensor) -> None:
+        """Fill ``local`` with the elements from byte ``begin`` of a tensor on, converted to its dtype."""
+        dtype = tensorfile.dtype_of(self.entries[key].dtype)
         end = begin + local.numel() * dtype.itemsize
         flat = local.detach().view(-1) if local.is_contiguous() else None
         filled = torch.empty(local.numel(), dtype=local.dtype) if flat is None else flat
         for piece, where in self.ranges(key, begin, end):
-            block = BLOCK - BLOCK % dtype.itemsize
+            block = tensorfile.BLOCK - tensorfile.BLOCK % dtype.itemsize
             for at in range(piece.begin, piece.end, block):
                 stop = min(at + block, piece.end)
                 first = (where - begin + at - piece.begin) // dtype.itemsize
-                data = _tensor(self.store.read(piece.file, at, stop), dtype)
+                data = _as_tensor(self.directory.read(piece.file, at, stop), dtype)
                 filled[first : first + data.numel()].copy_(data)
-                self.store.release(piece.file, at, stop)
+                self.directory.release(piece.file, at, stop)
         if flat is None:
             local.copy_(filled.view(local.shape))
 
-    def whole(self, key: str) -> torch.Tensor:
-        """The tensor, in memory of its own, on the CPU."""
+    def fill(self, key: str, tensor: torch.Tensor) -> None:
+        """Fill this rank's shard of ``tensor``."""
         entry = self.entries[key]
-        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        local = _torch.local(tensor).detach()
+        if not local.numel():
+            return
+        begin, _ = ranks.bytes_here(tensor, entry.nbytes)
+        rows = local[: ranks.rows_here(tensor)[1]] if local.ndim else local
+        if rows.device.type == "cpu":
+            self.read_into(key, begin, rows)
+        else:
+            staged = torch.empty(rows.shape, dtype=tensorfile.dtype_of(entry.dtype))
+            self.read_into(key, begin, staged)
+            rows.copy_(staged)
+
+    def whole(self, key: str) -> torch.Tensor:
+        """Read a tensor into new memory on the CPU."""
+        tensor = self.entries[key].empty()
         self.read_into(key, 0, tensor)
         return tensor
 
+    def value(self, saved: Any) -> Any:
+        """Rebuild a value of the manifest, with the tensors it refers to."""
+        return join(saved, {key: self.whole(key) for key in references(saved)})
 
-def _tensor(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    import warnings
 
+def _as_tensor(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that the memory is read-only: it is only read
-        aligned = torch.frombuffer(data, dtype=torch.uint8)
+        warnings.simplefilter("ignore", UserWarning)  # the memory is read-only; it is only read
+        raw = torch.frombuffer(data, dtype=torch.uint8)
         try:
-            return aligned.view(dtype)
-        except RuntimeError:  # not at a multiple of the element's size
-            return aligned.clone().view(dtype)
+            return raw.view(dtype)
+        except RuntimeError:  # not aligned to the element's size
+            return raw.clone().view(dtype)
 
 
 def open_catalogue(path: str | os.PathLike[str]) -> Catalogue:
-    """What is at ``path``: a checkpoint, a Hugging Face or PEFT directory, a DCP directory, a .safetensors file.
+    """Open a checkpoint, a Hugging Face, PEFT or DCP directory, or a .safetensors file.
+
+    Args:
+        path: where; ``…/latest``, if there is no such path, means the newest checkpoint in ``…``.
 
     Raises:
-        FileNotFoundError: nothing is there, or nothing that is known.
+        FileNotFoundError: nothing that can be read is there.
         ValueError: it is damaged; the message names file and tensor.
     """
+    path = resolve_latest(path)
     if not is_url(path) and Path(path).is_file():
         file = Path(path)
-        beside = LocalStore(file.parent, confined=False)
-        return Catalogue(beside, _entries(beside, [file.name]), adapter=file.name.startswith("adapter_model"))
-    store = open_store(path)
-    if store.exists(MANIFEST):
-        where = f"{store.where}/{MANIFEST}"
-        manifest = manifest_of(bytes(store.read(MANIFEST)), where)
-        if manifest.format == 1:
-            format1.locate(manifest, store)
-        manifest.validate(where)
+        parent = LocalDirectory(file.parent, confined=False)
+        return Catalogue(parent, parent.tensors(file.name), adapter=file.name.startswith("adapter_model"))
+    directory = _open_directory(path)
+    if directory.exists(MANIFEST):
+        manifest = Manifest.parse(bytes(directory.read(MANIFEST)), f"{directory.where}/{MANIFEST}")
         for name, record in manifest.files.items():
-            if (size := store.size(name)) != record.size:
-                held = _first_in(manifest, name)
-                raise ValueError(f"{store.where}/{name} is cut short or damaged: {size} bytes, not {record.size}{held}")
-        return Catalogue(store, manifest.tensors, manifest)
-    store = open_store(path, confined=False)
-    if any(store.exists(f"{folder}.metadata") for folder in ("", "pytorch_model_fsdp_0/")):  # of Accelerate
-        return Catalogue(store, {}, dcp=True)
+            if (size := directory.size(name)) != record.size:
+                held = [key for key, entry in manifest.tensors.items() if name in entry.files]
+                more = f" and {len(held) - 1} more tensors" if held[1:] else ""
+                raise ValueError(
+                    f"{directory.where}/{name} is cut short or damaged: {size} bytes, not {record.size}"
+                    + (f"; it holds {held[0]!r}{more}" if held else "")
+                )
+        return Catalogue(directory, manifest.tensors, manifest)
+    directory = _open_directory(path, confined=False)
+    if any(
+        directory.exists(f"{folder}.metadata") for folder in ("", "pytorch_model_fsdp_0/")
+    ):  # the latter: Accelerate
+        return Catalogue(directory, {}, dcp=True)
     for stem in _STEMS:
-        files = _files(store, stem)
+        files = _files_of_model(directory, stem)
         if files:
-            return Catalogue(store, _entries(store, files), adapter=stem == "adapter_model")
+            entries = {key: entry for file in files for key, entry in directory.tensors(file).items()}
+            return Catalogue(directory, entries, adapter=stem == "adapter_model")
     raise FileNotFoundError(
         f"{path} is no checkpoint: it has no {MANIFEST}, no model.safetensors (or its index), no "
         "adapter_model.safetensors, and no .metadata of torch.distributed.checkpoint"
     )
 
 
-def _first_in(manifest: Manifest, file: str) -> str:
-    held = [key for key, entry in manifest.tensors.items() if any(piece.file == file for piece in entry.pieces)]
-    return f"; it holds {held[0]!r}" + (f" and {len(held) - 1} more tensors" if held[1:] else "") if held else ""
+def _open_directory(path: str | os.PathLike[str], confined: bool = True) -> Directory:
+    if is_url(path):
+        return RemoteDirectory(str(path))
+    if not Path(path).is_dir():
+        raise FileNotFoundError(f"no checkpoint is at {path}")
+    return LocalDirectory(Path(path), confined)
 
 
-def _files(store: Store, stem: str) -> list[str]:
+def _files_of_model(directory: Directory, stem: str) -> list[str]:
     index = f"{stem}.safetensors.index.json"
-    if store.exists(index):
-        table = table_of(store.read(index), f"{store.where}/{index}").get("weight_map")
+    if directory.exists(index):
+        table = tensorfile.parse_json(directory.read(index), f"{directory.where}/{index}").get("weight_map")
         if not isinstance(table, dict):
-            raise ValueError(f"{store.where}/{index} is damaged: it has no weight_map")
+            raise ValueError(f"{directory.where}/{index} is damaged: it has no weight_map")
         return list(dict.fromkeys(str(file) for file in table.values()))
-    return [f"{stem}.safetensors"] if store.exists(f"{stem}.safetensors") else []
+    return [f"{stem}.safetensors"] if directory.exists(f"{stem}.safetensors") else []
 
 
-def _entries(store: Store, files: list[str]) -> dict[str, Entry]:
-    entries: dict[str, Entry] = {}
-    for file in files:
-        for key, slot in read_header(store, file).items():
-            piece = Piece(file, slot.begin, slot.end)
-            entries[key] = Entry([key], list(slot.shape), slot.dtype, None, None, [piece])
-    return entries
+def resolve_latest(path: str | os.PathLike[str]) -> Any:
+    """Return ``path``, or for ``…/latest`` the newest checkpoint in ``…``."""
+    if os.path.basename(os.fspath(path)) != "latest" or os.path.lexists(path):
+        return path
+    folder = os.path.dirname(os.fspath(path)) or "."
+    newest = latest(folder)
+    if newest is None:
+        raise FileNotFoundError(f"{folder} holds no complete checkpoint")
+    return newest
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """Return the newest complete checkpoint in ``directory``, by the time it was written; None if there is none.
+
+    An interrupted save does not count, since it never got its name, nor does a checkpoint with a damaged manifest.
+    """
+    found = []
+    for path in checkpoint_folders(Path(directory)):
+        try:
+            manifest = Manifest.parse((path / MANIFEST).read_bytes(), str(path), validate=False)
+            found.append((str(manifest.about.get("written", "")), (path / MANIFEST).stat().st_mtime_ns, path))
+        except (OSError, ValueError):  # no checkpoint, or another rank is deleting it
+            continue
+    return max(found)[2] if found else None
+
+
+def checkpoint_folders(directory: Path) -> list[Path]:
+    """Return the folders in ``directory`` that may be checkpoints, in the order of their names."""
+    if not directory.is_dir():
+        return []
+    return [path for path in sorted(directory.iterdir()) if not path.name.startswith(".") and path.is_dir()]

@@ -1,77 +1,271 @@
-"""Loads from directories of torch.distributed.checkpoint (DCP), whoever wrote them.
+"""Read and write directories of torch.distributed.checkpoint (DCP).
 
-- The metadata is a pickle, and so is every value that is no tensor. Nothing is opened before the user has allowed that.
-- What the keys mean is found out by ``dcp_keys``; from there on it is loaded like any other checkpoint.
+Torch's own reader reads the files, and each rank only what it holds. Its planner is left out: it wants the ranks to
+communicate, and if one failed, the others would wait. Torch writes no checksums of its own, but each tensor is a zip
+archive, which has them.
+
+Torch's own ``save`` writes, with one tensor in memory at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import io
+import math
+import warnings
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-from torch.distributed.tensor import DTensor
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from trueshard.checkpoint import pieces
 from trueshard.checkpoint.catalogue import Catalogue
-from trueshard.checkpoint.dcp_keys import understood
-from trueshard.checkpoint.dcp_parts import parts_in
-from trueshard.checkpoint.loading import Loading
-from trueshard.checkpoint.store import LocalStore
-from trueshard.checkpoint.together import Together
+from trueshard.checkpoint.manifest import check_name, join, located, references
+from trueshard.checkpoint.tensorfile import dtype_of
+
+if TYPE_CHECKING:
+    from trueshard.checkpoint.exporting import ExportSource
+
+_ACCELERATE = ("pytorch_model_fsdp_*", "optimizer_*")
+"""Folders of Accelerate's ``save_state``: each is a DCP directory."""
 
 
-class DcpLoading(Loading):
-    """One load from DCP directories.
-
-    Args:
-        catalogue: of the directory.
-        models: key prefix → model.
-        wanted: key prefix → optimizer.
-        strict: whether what does not fit is an error.
-        convert: whether another dtype is allowed.
-        names: the model's name of a tensor → its name, or whole key, in the directory.
-        allow_pickle: what the user says of it.
-        more: entries to load in place.
+class DcpDirectory:
+    """A directory with a ``.metadata``.
 
     Raises:
-        ValueError: pickles are not allowed, or it is damaged.
+        ValueError: it is damaged; the message names file and tensor.
     """
 
-    def __init__(
-        self,
-        catalogue: Catalogue,
-        models: Mapping[str, nn.Module],
-        wanted: Mapping[str, Any],
-        strict: bool,
-        convert: bool,
-        names: Any,
-        allow_pickle: bool,
-        more: Mapping[str, Any] | None = None,
-    ) -> None:
-        if not allow_pickle:
-            raise ValueError(
-                f"{catalogue.where} is a directory of torch.distributed.checkpoint, whose metadata is a pickle, which "
-                "can run any code; nothing was opened. Pass allow_pickle=True if you trust whoever wrote it"
-            )
-        if not isinstance(catalogue.store, LocalStore):
-            raise ValueError(f"{catalogue.where}: torch reads its checkpoints from local directories; copy it to one")
-        self._dcp = understood(catalogue.store, parts_in(catalogue.store.directory), models, wanted, names)
-        super().__init__(self._dcp, models, wanted, more or {}, strict, convert, names, rng=False)
-
-    @property
-    def has_checksums(self) -> bool:
-        """Those of the zip files."""
-        return True
-
-    def verify(self, together: Together) -> None:
-        """Compare checksums of all that will be read. Collective."""
-        error: BaseException | None = None
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._reader = dcp.FileSystemReader(directory)
         try:
-            reads = [*self._targets, *(each for plan in self._plans for each in plan.templates)]
-            for number, (key, tensor) in enumerate(reads):
-                if isinstance(tensor, DTensor) or together.rank == number % together.world:
-                    self._dcp.verify(key, *pieces.rows_here(tensor))
-        except Exception as caught:
-            error = caught
-        together.settle(error, f"{self._dcp.where} was not loaded")
+            self.metadata = self._reader.read_metadata()
+            self._reader.set_up_storage_reader(self.metadata, True)
+            self.saved = dict(self.metadata.state_dict_metadata)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"{directory}/.metadata is damaged ({type(error).__name__}: {error}); load an earlier checkpoint"
+            ) from error
+        paths = self.metadata.planner_data or {}
+        self.paths: dict[str, tuple[Any, ...]] = {key: tuple(paths.get(key, (key,))) for key in self.saved}
+        """Key → its path in the nested dicts that were saved, or (key,) if not recorded."""
+        self._check_files()
+
+    def _check_files(self) -> None:
+        sizes: dict[str, int] = {}
+        for index, info in self.metadata.storage_data.items():
+            name = info.relative_path
+            if name not in sizes:
+                check_name(name, f"{self.directory}/.metadata")
+                path = self.directory / name
+                if not path.is_file():
+                    raise FileNotFoundError(f"{self.directory} has no file {name!r}; it is incomplete")
+                sizes[name] = path.stat().st_size
+            if info.offset + info.length > sizes[name]:
+                raise ValueError(f"{self.directory}/{name} is cut short: {index.fqn!r} ends after byte {sizes[name]}")
+        for key, saved in self.saved.items():
+            chunks = [c.offsets for c in saved.chunks] if isinstance(saved, TensorStorageMetadata) else [None]
+            for offset in chunks:
+                if MetadataIndex(key, offset) not in self.metadata.storage_data:
+                    raise ValueError(f"{self.directory}/.metadata is damaged: it does not say where {key!r} is")
+
+    def values(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Unpickle values that are not tensors."""
+        nothing = torch.Size((0,))
+        wanted = [
+            ReadItem(LoadItemType.BYTE_IO, MetadataIndex(key), nothing, MetadataIndex(key), nothing, nothing)
+            for key in keys
+        ]
+        receiver = _ValueReceiver()
+        self._read(wanted, receiver)
+        return receiver.found
+
+    def fill(self, key: str, offsets: tuple[int, ...], local: torch.Tensor) -> None:
+        """Fill ``local``, whose first element is at ``offsets`` of the saved tensor, converted to its dtype."""
+        self._read(self._items(key, offsets, tuple(local.shape)), _TensorReceiver(local))
+
+    def _items(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[ReadItem]:
+        here = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        saved = self.saved[key]
+        assert isinstance(saved, TensorStorageMetadata)
+        items: list[ReadItem] = create_read_items_for_chunk_list(key, saved, [here])
+        if sum(math.prod(item.lengths) for item in items) != math.prod(sizes):
+            raise ValueError(f"{self.directory}/.metadata is damaged: the parts of {key!r} do not make it up")
+        return items
+
+    def _read(self, items: list[ReadItem], receiver: dcp.DefaultLoadPlanner) -> None:
+        try:
+            self._reader.read_data(LoadPlan(items), receiver).wait()
+        except Exception as error:  # whatever pickle and zip raise on damaged bytes
+            files = sorted({self.metadata.storage_data[item.storage_index].relative_path for item in items})
+            names = [item.storage_index.fqn for item in items]
+            raise ValueError(
+                f"{self.directory}/{files[0]} does not read at {names[0]!r}"
+                f"{f' or {len(names) - 1} more' if names[1:] else ''} ({type(error).__name__}: {error})"
+            ) from error
+
+    def verify(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+        """Raise ``ValueError`` if a zip archive that holds this part of a tensor is damaged."""
+        for item in self._items(key, offsets, sizes):
+            info: Any = self.metadata.storage_data[item.storage_index]
+            if getattr(info, "transform_descriptors", None):
+                continue  # compressed or encrypted, which has checks of its own
+            with open(self.directory / info.relative_path, "rb") as file:
+                file.seek(info.offset)
+                data = io.BytesIO(file.read(info.length))
+            try:
+                damaged = zipfile.ZipFile(data).testzip()
+            except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError) as error:
+                damaged = str(error)
+            if damaged is not None:
+                raise ValueError(
+                    f"{self.directory}/{info.relative_path} is damaged: {key!r} does not have the bytes that were "
+                    f"saved ({damaged}); load an earlier checkpoint"
+                )
+
+
+def dcp_directories(directory: Path) -> list[DcpDirectory]:
+    """Open the directory itself, or the DCP directories that Accelerate makes in it."""
+    if (directory / ".metadata").is_file():
+        return [DcpDirectory(directory)]
+
+    def order(path: Path) -> tuple[str, int]:
+        stem, _, number = path.name.rpartition("_")
+        return stem, int(number) if number.isdigit() else 0
+
+    found = [path for pattern in _ACCELERATE for path in directory.glob(pattern) if (path / ".metadata").is_file()]
+    return [DcpDirectory(path) for path in sorted(found, key=order)]
+
+
+class _ValueReceiver(dcp.DefaultLoadPlanner):
+    """Receives values that are not tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.found[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=False)
+
+
+class _TensorReceiver(dcp.DefaultLoadPlanner):
+    """Receives the parts of one tensor."""
+
+    def __init__(self, local: torch.Tensor) -> None:
+        super().__init__()
+        self._local = local
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        found = self._local
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            found = found.narrow(dim, start, length)
+        return found
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Do nothing: the tensor was read in place."""
+
+
+@dataclass
+class DcpCatalogue(Catalogue):
+    """The tensors of DCP directories, under the keys that ``save`` would give them."""
+
+    saved: dict[str, tuple[DcpDirectory, str]] = field(default_factory=dict)
+    """Key → (directory, key in it)."""
+
+    def read_into(self, key: str, begin: int, local: torch.Tensor) -> None:
+        if local.numel():
+            directory, name = self.saved[key]
+            directory.fill(name, self._offsets(key, begin), local.detach())
+
+    def checksum(self, key: str, begin: int, end: int) -> int:
+        """Raise ``ValueError`` if these bytes of a tensor are damaged; there is no checksum to return but 0."""
+        directory, name = self.saved[key]
+        shape = tuple(self.entries[key].shape)
+        if end > begin:
+            rows = (end - begin) * shape[0] // self.entries[key].nbytes if shape else 0
+            directory.verify(name, self._offsets(key, begin), (rows, *shape[1:]) if shape else ())
+        return 0
+
+    def _offsets(self, key: str, begin: int) -> tuple[int, ...]:
+        entry = self.entries[key]
+        if not entry.shape:
+            return ()
+        return (begin * entry.shape[0] // entry.nbytes, *[0] * (len(entry.shape) - 1))
+
+
+def write_dcp(source: ExportSource, directory: Path, dtype: torch.dtype | None) -> None:
+    """Write the model as ``model.<name>`` and optimizers as ``optimizer.state.<name>.<key>``, as torch names them.
+
+    Optimizers go with the only model of a checkpoint, not with one of several.
+    """
+    catalogue = source.catalogue
+    key_of: dict[str, str] = {}
+    content: dict[str, Any] = {"model": {}}
+    entries = source.converted(dtype)
+    for key, entry in entries.items():
+        for name in entry.names if catalogue.manifest is not None else [source.name(key)]:
+            content["model"][name] = entry.empty("meta")
+            key_of[f"model.{name}"] = key
+    if catalogue.manifest is not None and not source.folder:
+        for prefix, record in catalogue.manifest.optimizers.items():
+            saved = _optimizer_content(catalogue, prefix.replace("/", "."), record, key_of)
+            if "/" in prefix:
+                content.setdefault("optimizer", {})[prefix.partition("/")[2]] = saved
+            else:
+                content["optimizer"] = saved
+    dtypes = {key: dtype_of((entries.get(key) or catalogue.entries[key]).dtype) for key in key_of.values()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no other process takes part
+        try:
+            # Nothing is copied ahead: a tensor's memory is given up when the next is asked for.
+            writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)
+            dcp.save(content, storage_writer=writer, planner=_FromFiles(source, key_of, dtypes), no_dist=True)
+        except CheckpointException as failed:  # a BaseException
+            raise next(iter(failed.failures.values()))[0] from None
+
+
+class _FromFiles(dcp.DefaultSavePlanner):
+    """Reads a tensor when it is to be written, and frees it before the next, since torch's writer keeps them all."""
+
+    def __init__(self, source: ExportSource, key_of: Mapping[str, str], dtypes: Mapping[str, torch.dtype]) -> None:
+        super().__init__()
+        self._source, self._key_of, self._dtypes = source, key_of, dtypes
+        self._before: torch.Tensor | None = None
+
+    def resolve_data(self, write_item: Any) -> Any:
+        key = self._key_of.get(write_item.index.fqn)
+        if key is None:
+            return super().resolve_data(write_item)
+        if self._before is not None:
+            self._before.untyped_storage().resize_(0)
+        self._source.check(key)
+        self._before = self._source.catalogue.whole(key).to(self._dtypes[key])
+        return self._before
+
+
+def _optimizer_content(catalogue: Catalogue, root: str, record: Any, key_of: dict[str, str]) -> dict[str, Any]:
+    """Return an optimizer as ``get_optimizer_state_dict`` does, with meta tensors; add their keys to ``key_of``."""
+
+    def on_meta(value: Any, *where: Any) -> Any:
+        for path, key in located(value):
+            key_of[".".join(map(str, (root, *where, *path)))] = key
+        return join(value, {key: catalogue.entries[key].empty("meta") for key in references(value)})
+
+    states = {
+        name: on_meta(value, "state", name) for name, value in record["state"].items() if not name.startswith("@")
+    }
+    groups = [
+        {"params": group["params"], **on_meta(group["settings"], "param_groups", g)}
+        for g, group in enumerate(record["groups"])
+    ]
+    return {"state": states, "param_groups": groups}

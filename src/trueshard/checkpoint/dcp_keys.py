@@ -1,49 +1,76 @@
-"""What the keys of a DCP directory mean. Whoever saves chooses them, so they are recognised by what they lead to.
+"""Interpret the keys of a DCP directory. Whoever saves chooses them, so they are recognised by what they lead to.
 
-- Models: the nested dict (or the top level, as TorchTitan has it) that holds most of the names that the model has.
+- Models: the nested dict (or the top level, as in TorchTitan) that holds most of the model's names.
 - Optimizers: whatever has ``param_groups``. By name and nested, as torch's ``get_optimizer_state_dict`` makes it and
   Accelerate saves it; by name and flat (``state.<name>.exp_avg``), as TorchTitan saves it; or by number, as
-  ``Optimizer.state_dict()`` makes it, where the places in the groups say what is meant, as they do for torch.
+  ``Optimizer.state_dict()`` makes it, where the places in the groups say which parameter is meant, as for torch.
 - All else are entries of the user.
+
+The result is a catalogue, which is loaded like any other.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from trueshard.checkpoint import state
-from trueshard.checkpoint.dcp_parts import DcpCatalogue, Part
-from trueshard.checkpoint.manifest import Entry, Manifest
-from trueshard.checkpoint.store import Store
-from trueshard.checkpoint.tensorfile import dtype_name
+from trueshard.checkpoint.catalogue import Catalogue, LocalDirectory
+from trueshard.checkpoint.dcp import DcpCatalogue, DcpDirectory, dcp_directories
+from trueshard.checkpoint.manifest import Manifest, references
+from trueshard.checkpoint.tensorfile import TensorEntry, dtype_name
 
 _OPTIMIZER = re.compile(r"(|.*?\.)param_groups\.")
-_USUAL = ("model", "models", "state_dict", "optimizer", "optimizers", "optim")
-"""What is never an entry of the user."""
+_NO_ENTRIES = ("model", "models", "state_dict", "optimizer", "optimizers", "optim")
+"""Top-level names that are never entries of the user."""
+_T = TypeVar("_T")
+
+
+def open_dcp(
+    catalogue: Catalogue, models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], names: Any, allow_pickle: bool
+) -> DcpCatalogue:
+    """Open the directory of ``catalogue``, to load ``models`` and ``optimizers`` (by key prefix).
+
+    Raises:
+        ValueError: pickles are not allowed, it is damaged, or its keys are ambiguous.
+    """
+    if not allow_pickle:
+        raise ValueError(
+            f"{catalogue.where} is a directory of torch.distributed.checkpoint, whose metadata is a pickle, which "
+            "can run any code; nothing was opened. Pass allow_pickle=True if you trust whoever wrote it"
+        )
+    if not isinstance(catalogue.directory, LocalDirectory):
+        raise ValueError(f"{catalogue.where}: torch reads its checkpoints from local directories; copy it to one")
+    given = names.get if isinstance(names, Mapping) else names
+    keys = _Interpreter(catalogue.directory, lambda name: (given and given(name)) or name)
+    for i, (prefix, model) in enumerate(models.items()):
+        keys.add_model(prefix, i, model, named=given is not None)
+    keys.add_optimizers(optimizers, state.parameter_names(models))
+    keys.add_others(bool(models))
+    return keys.catalogue
 
 
 @dataclass(frozen=True, eq=False)
 class _Leaf:
     """A saved tensor or value."""
 
-    part: Part
+    source: DcpDirectory
     key: str
     path: tuple[Any, ...]
 
     @property
     def tensor(self) -> TensorStorageMetadata | None:
-        saved = self.part.saved[self.key]
+        saved = self.source.saved[self.key]
         return saved if isinstance(saved, TensorStorageMetadata) else None
 
     def after(self, root: str) -> tuple[Any, ...]:
-        """The path below ``root``, which the key begins with."""
+        """Return the path below ``root``, with which the key begins."""
         path, length = self.path, len(root)
         while length > 0:
             first = str(path[0])
@@ -55,26 +82,25 @@ class _Leaf:
 
 
 _Tree = dict[tuple[Any, ...], _Leaf]
-"""Leaves by their path from some place on."""
+"""Leaves by their path below some root."""
 
 
 @dataclass
-class _Optimizer:
-    """An optimizer as it was saved."""
-
-    part: Part
+class _SavedOptimizer:
+    source: DcpDirectory
     root: str
     groups: dict[int, _Tree] = field(default_factory=dict)
     settings: dict[str, _Tree] = field(default_factory=dict)
-    """Of each parameter, where no groups were saved."""
+    """By parameter, where no groups were saved."""
     state: dict[str, _Tree] = field(default_factory=dict)
+    """By parameter: its name or number."""
 
-    def add(self, leaf: _Leaf, known: Callable[[str], str]) -> None:
-        """Put a leaf where it belongs; ``known``: the parameter's name that a flat key begins with."""
+    def add(self, leaf: _Leaf, parameter_in: Callable[[str], str]) -> None:
+        """Add a leaf; ``parameter_in`` returns the parameter's name that a flat key begins with."""
         first, *rest = leaf.after(self.root)
         kind, _, tail = str(first).partition(".")
         if not rest:
-            name = known(tail)
+            name = parameter_in(tail)
             rest = [name, *(tail[len(name) + 1 :].split("."))]
         where = tuple(rest[1:])
         if kind == "state":
@@ -85,132 +111,117 @@ class _Optimizer:
             self.settings.setdefault(str(rest[0]), {})[where] = leaf
 
 
-def understood(
-    store: Store, parts: list[Part], models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], names: Any
-) -> DcpCatalogue:
-    """The tensors and records of ``parts``, as a checkpoint of ours has them.
+def _match(roots: Sequence[str], number: int, found: Sequence[tuple[DcpDirectory, str, _T]]) -> _T | None:
+    """Return the value of the only (directory, root, value) with the first root, or else the next one, and so on.
 
-    Raises:
-        ValueError: the keys can be meant in several ways, or in none.
+    If several directories have that root, Accelerate's with ``number`` in its name is meant.
     """
-    keys = _Keys(store, parts)
-    given = names.get if isinstance(names, Mapping) else names
-    for place, (prefix, model) in enumerate(models.items()):
-        keys.add_model(prefix, place, model, given)
-    keys.add_optimizers(optimizers, state.parameter_names(models), given)
-    keys.add_others(bool(models))
-    return keys.catalogue
+    for root in roots:
+        same = [each for each in found if each[1] == root]
+        numbered = [each for each in same if each[0].directory.name.endswith(f"_{number}")]
+        if len(same) == 1 or len(numbered) == 1:
+            return (numbered or same)[0][2]
+    return None
 
 
-class _Keys:
-    """Fills a catalogue."""
+class _Interpreter:
+    """Fills a catalogue; ``given``: a parameter's name in the model → its name, or whole key, in the directory."""
 
-    def __init__(self, store: Store, parts: list[Part]) -> None:
+    def __init__(self, directory: LocalDirectory, given: Callable[[str], str]) -> None:
         self._manifest = Manifest()
-        self.catalogue = DcpCatalogue(store, self._manifest.tensors, self._manifest, dcp=True)
-        self._leaves = [_Leaf(part, key, path) for part in parts for key, path in part.paths.items()]
+        self._given = given
+        self.catalogue = DcpCatalogue(directory, self._manifest.tensors, self._manifest, dcp=True)
+        sources = dcp_directories(directory.directory)
+        self._leaves = [_Leaf(source, key, path) for source in sources for key, path in source.paths.items()]
         self._taken: set[_Leaf] = set()
         self._values: dict[_Leaf, Any] = {}
 
-    # Models
-
-    def add_model(self, prefix: str, place: int, model: nn.Module, given: Any) -> None:
-        """The tensors of a model, and what its modules save themselves.
-
-        Args:
-            prefix: of its keys.
-            place: its number among the models.
-            model: it.
-            given: the user's mapping of names.
-        """
+    def add_model(self, prefix: str, number: int, model: nn.Module, named: bool) -> None:
+        """Add the tensors and extra state of model ``number``; ``named``: the user's names may be whole keys."""
         held, extra = state.model_tensors(model)
-        wanted = {(given and given(name)) or name for each in held.values() for name in each.names}
-        whole = {leaf.key: leaf for leaf in self._leaves if given and leaf.key in wanted}  # given as whole keys
-        part, root, owned = self._chosen(prefix, place, wanted, whole)
+        wanted = {self._given(name) for each in held.values() for name in each.names}
+        whole = {leaf.key: leaf for leaf in self._leaves if named and leaf.key in wanted}
+        source, root, owned = self._model_root(prefix, number, wanted, whole)
         record: dict[str, Any] = {}
         for name in extra:
             tree = {
                 leaf.after(root)[1:]: leaf
                 for leaf in self._leaves
-                if leaf.part is part and leaf.key.startswith(root + name) and leaf.after(root)[0] == name
+                if leaf.source is source and leaf.key.startswith(root + name) and leaf.after(root)[0] == name
             }
             if tree:
-                record[name] = self._encoded(tree, f"extra/{prefix}/{name}")
+                record[name] = self._value(tree, f"extra/{prefix}/{name}")
         self._manifest.models[prefix] = {"class": None, "extra": record}
         for name, leaf in (owned | whole).items():
             if leaf.tensor is not None and name not in extra:
                 self._add_tensor(f"{prefix}/{name}", leaf)
         self._taken.update(owned.values())
 
-    def _chosen(
-        self, prefix: str, place: int, wanted: set[str], whole: dict[str, _Leaf]
-    ) -> tuple[Part, str, dict[str, _Leaf]]:
-        """The part, the root in it, and by name all that lies under it; ``whole``: what is named by whole keys."""
-        found: dict[tuple[Part, str], dict[str, _Leaf]] = {}
+    def _model_root(
+        self, prefix: str, number: int, wanted: set[str], whole: dict[str, _Leaf]
+    ) -> tuple[DcpDirectory, str, dict[str, _Leaf]]:
+        """Return the directory, the root in it, and by name all below it; ``whole``: leaves named by whole keys."""
+        found: dict[tuple[DcpDirectory, str], dict[str, _Leaf]] = {}
         for leaf in self._leaves:
             roots = {leaf.key[: len(leaf.key) - len(str(leaf.path[-1]))]}
-            if leaf.path == (leaf.key,):  # perhaps one whose path was not kept
+            if leaf.path == (leaf.key,):  # its path may not have been recorded
                 roots |= {root for root in ("model.", "state_dict.") if leaf.key.startswith(root)}
             for root in roots:
-                found.setdefault((leaf.part, root), {})[leaf.key[len(root) :]] = leaf
+                found.setdefault((leaf.source, root), {})[leaf.key[len(root) :]] = leaf
         scores = {where: len(wanted & owned.keys()) for where, owned in found.items()}
         best = max(scores.values(), default=0)
         if not best and whole:
-            return next(iter(whole.values())).part, "", whole
+            return next(iter(whole.values())).source, "", whole
         if not best:
             keys = [leaf.key for leaf in self._leaves]
             shown = ", ".join(keys[:5]) + (f", and {len(keys) - 5} more" if keys[5:] else "")
             raise ValueError(
                 f"{self.catalogue.where} holds no tensor of {prefix!r}, but {shown}; say with names= what is"
             )
+        candidates = [(*where, (*where, found[where])) for where, score in scores.items() if score == best]
         key = prefix.partition("/")[2]
-        roots_in_turn = [f"model.{key}.", f"models.{key}.", f"{key}.", "model.", ""] if key else ["model.", ""]
-        candidates = [where for where, score in scores.items() if score == best]
-        for root in roots_in_turn:
-            same = [where for where in candidates if where[1] == root]
-            numbered = [where for where in same if where[0].directory.name.endswith(f"_{place}")]
-            if len(same) == 1 or len(numbered) == 1:
-                where = (numbered or same)[0]
-                return *where, found[where]
-        if len(candidates) > 1:
-            shown = ", ".join(repr(root + next(iter(wanted))) for _, root in candidates)
+        own_roots = [f"model.{key}.", f"models.{key}.", f"{key}."] if key else []
+        chosen = _match([*own_roots, "model.", ""], number, candidates)
+        if chosen is None and len(candidates) > 1:
+            shown = ", ".join(repr(root + next(iter(wanted))) for _, root, _ in candidates)
             raise ValueError(f"{self.catalogue.where} holds {prefix!r} more than once ({shown}); say with names= which")
-        return *candidates[0], found[candidates[0]]
+        return chosen or candidates[0][2]
 
     def _add_tensor(self, key: str, leaf: _Leaf) -> None:
         saved = leaf.tensor
         assert saved is not None
-        self.catalogue.entries[key] = Entry(
-            [key.partition("/")[2]], list(saved.size), dtype_name(saved.properties.dtype)
-        )
-        self.catalogue.saved[key] = leaf.part, leaf.key
+        dtype = dtype_name(saved.properties.dtype)
+        self.catalogue.entries[key] = TensorEntry([key.partition("/")[2]], list(saved.size), dtype)
+        self.catalogue.saved[key] = leaf.source, leaf.key
 
-    # Optimizers
-
-    def add_optimizers(self, wanted: Mapping[str, Any], name_of: Mapping[int, str], given: Any) -> None:
-        """The records of optimizers.
-
-        Args:
-            wanted: key prefix → optimizer.
-            name_of: ``id`` of a parameter → its name.
-            given: the user's mapping of names.
-        """
-        saved = self._saved_optimizers({(given and given(name)) or name for name in name_of.values()})
-        ours = {(given and given(name)) or name: name for name in name_of.values()}
-        for place, (prefix, optimizer) in enumerate(wanted.items()):
-            if (one := self._optimizer_for(prefix, place, saved)) is not None:
+    def add_optimizers(self, wanted: Mapping[str, Any], name_of: Mapping[int, str]) -> None:
+        """Add the records of ``wanted`` (key prefix → optimizer); ``name_of``: ``id`` of a parameter → its name."""
+        ours = {self._given(name): name for name in name_of.values()}
+        saved = self._saved_optimizers(ours)
+        for i, (prefix, optimizer) in enumerate(wanted.items()):
+            key = prefix.partition("/")[2]
+            roots = [f"optimizer.{key}.", f"optimizers.{key}.", f"{key}."] if key else []
+            one = _match([*roots, "optimizer.", "optim.", ""], i, [(each.source, each.root, each) for each in saved])
+            if one is None and len(saved) > 1:
+                shown = ", ".join(repr(each.root) for each in saved)
+                raise ValueError(
+                    f"{self.catalogue.where} holds several optimizers, {shown}; name the one for {prefix!r} by "
+                    "optimizer={name: …}"
+                )
+            if one is not None or saved:
                 own = [[name_of.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
-                self._manifest.optimizers[prefix] = self._record(prefix, optimizer, one, own, ours, len(wanted) > 1)
+                record = self._record(prefix, optimizer, one or saved[0], own, ours, len(wanted) > 1)
+                self._manifest.optimizers[prefix] = record
 
-    def _saved_optimizers(self, names: set[str]) -> list[_Optimizer]:
-        found: dict[tuple[Part, str], _Optimizer] = {}
+    def _saved_optimizers(self, names: Mapping[str, str]) -> list[_SavedOptimizer]:
+        found: dict[tuple[DcpDirectory, str], _SavedOptimizer] = {}
         for leaf in self._leaves:
             match = _OPTIMIZER.match(leaf.key)
             if match is not None and leaf not in self._taken:
-                found.setdefault((leaf.part, match[1]), _Optimizer(leaf.part, match[1]))
+                found.setdefault((leaf.source, match[1]), _SavedOptimizer(leaf.source, match[1]))
 
-        def known(tail: str) -> str:
-            """The longest name that ``tail`` begins with, or else its first word."""
+        def parameter_in(tail: str) -> str:
+            """Return the longest of ``names`` that ``tail`` begins with, or else a number, or all but its last word."""
             at = len(tail)
             while (at := tail.rfind(".", 0, at)) > 0:
                 if tail[:at] in names:
@@ -218,40 +229,28 @@ class _Keys:
             return tail.partition(".")[0] if tail.partition(".")[0].isdigit() else tail.rpartition(".")[0]
 
         for leaf in self._leaves:
-            for (part, root), one in found.items():
-                if leaf.part is part and leaf.key.startswith((f"{root}state.", f"{root}param_groups.")):
-                    one.add(leaf, known)
+            for (source, root), one in found.items():
+                if leaf.source is source and leaf.key.startswith((f"{root}state.", f"{root}param_groups.")):
+                    one.add(leaf, parameter_in)
                     self._taken.add(leaf)
         return list(found.values())
-
-    def _optimizer_for(self, prefix: str, place: int, saved: list[_Optimizer]) -> _Optimizer | None:
-        key = prefix.partition("/")[2]
-        roots = [f"optimizer.{key}.", f"optimizers.{key}.", f"{key}."] if key else []
-        for root in [*roots, "optimizer.", "optim.", ""]:
-            same = [one for one in saved if one.root == root]
-            numbered = [one for one in same if one.part.directory.name.endswith(f"_{place}")]
-            if len(same) == 1 or len(numbered) == 1:
-                return (numbered or same)[0]
-        if len(saved) > 1:
-            shown = ", ".join(repr(one.root) for one in saved)
-            raise ValueError(
-                f"{self.catalogue.where} holds several optimizers, {shown}; name the one for {prefix!r} by "
-                "optimizer={name: …}"
-            )
-        return saved[0] if saved else None
 
     def _record(
         self,
         prefix: str,
         optimizer: Any,
-        saved: _Optimizer,
+        saved: _SavedOptimizer,
         own: list[list[str]],
         ours: Mapping[str, str],
         partly: bool,
     ) -> dict[str, Any]:
-        """An optimizer's record, as the manifest has it. ``partly``: what it has is only a part of ``saved``."""
-        self._unpickle(leaf for tree in (*saved.groups.values(), *saved.settings.values()) for leaf in tree.values())
-        self._unpickle(leaf for tree in saved.state.values() for leaf in tree.values())
+        """Return the manifest's record of an optimizer.
+
+        ``own``: names in each of its groups; ``ours``: name in the directory → in the model; ``partly``: ``saved`` also
+        holds parameters of other optimizers.
+        """
+        trees = [*saved.groups.values(), *saved.settings.values(), *saved.state.values()]
+        self._unpickle([leaf for tree in trees for leaf in tree.values()])
         groups, name_of = self._groups(prefix, saved, own, ours)
         mine = {name for group in own for name in group}
         if partly:
@@ -260,20 +259,20 @@ class _Keys:
         for key, tree in saved.state.items():
             name = name_of.get(key, ours.get(key, key))
             if name in mine or not partly:
-                states[name] = self._encoded(tree, f"{prefix}/{name}")
+                states[name] = self._value(tree, f"{prefix}/{name}")
         if name_of:
-            self._check_places(optimizer, own, states)
+            self._check_shapes(optimizer, own, states)
         # Neither torch nor those who build on it keep the class.
         return {"class": type(optimizer).__name__, "groups": groups, "state": states}
 
     def _groups(
-        self, prefix: str, saved: _Optimizer, own: list[list[str]], ours: Mapping[str, str]
+        self, prefix: str, saved: _SavedOptimizer, own: list[list[str]], ours: Mapping[str, str]
     ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """The groups, by names; and number → name, where the state is by number."""
+        """Return the groups, by names, and number → name, where the state is by number."""
         groups: list[dict[str, Any]] = []
         name_of: dict[str, str] = {}
         for g, tree in sorted(saved.groups.items()):
-            settings = self._encoded(tree, f"{prefix}/@groups/{g}")["__dict__"]
+            settings = self._value(tree, f"{prefix}/@groups/{g}")["__dict__"]
             given = dict(settings)
             members = list(given.get("params", []))
             if any(isinstance(member, int) for member in members):
@@ -292,16 +291,13 @@ class _Keys:
         return groups, {number: ours.get(name, name) for number, name in name_of.items()}
 
     def _regrouped(
-        self, prefix: str, saved: _Optimizer, own: list[list[str]], ours: Mapping[str, str]
+        self, prefix: str, saved: _SavedOptimizer, own: list[list[str]], ours: Mapping[str, str]
     ) -> list[dict[str, Any]]:
-        """Groups of settings that were saved by parameter: the groups that the optimizer has."""
-        of = {
-            ours.get(name, name): self._encoded(tree, f"{prefix}/@groups/{name}")
-            for name, tree in saved.settings.items()
-        }
+        """Return the optimizer's own groups, with settings that were saved by parameter."""
+        of = {ours.get(key, key): self._value(tree, f"{prefix}/@groups/{key}") for key, tree in saved.settings.items()}
         groups: list[dict[str, Any]] = []
         for members in own:
-            begin = len(groups)  # what was saved with different settings cannot have been one group
+            begin = len(groups)  # parameters saved with different settings cannot have been one group
             for name in (name for name in members if name in of):
                 plain = _without_tensors(of[name])
                 same = next((one for one in groups[begin:] if _without_tensors(one["settings"]) == plain), None)
@@ -312,11 +308,11 @@ class _Keys:
         left = [name for name in of if not any(name in members for members in own)]
         return [*groups, {"params": left, "settings": of[left[0]]}] if left else groups
 
-    def _check_places(self, optimizer: Any, own: list[list[str]], states: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` where state by number cannot be that of the parameter at its place."""
-        flat = zip((p for g in optimizer.param_groups for p in g["params"]), (n for g in own for n in g), strict=True)
-        for parameter, name in flat:
-            shapes = [self.catalogue.entries[key].shape for key in state.references(states.get(name))]
+    def _check_shapes(self, optimizer: Any, own: list[list[str]], states: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` where state by number cannot belong to the parameter at its place."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter, name in zip(parameters, (name for names in own for name in names), strict=True):
+            shapes = [self.catalogue.entries[key].shape for key in references(states.get(name))]
             alike = [shape for shape in shapes if len(shape) == parameter.ndim and parameter.ndim]
             try:
                 fits = not alike or torch.broadcast_shapes(*alike) == parameter.shape
@@ -325,23 +321,21 @@ class _Keys:
             if not fits:
                 raise ValueError(
                     f"{self.catalogue.where} has state by number, and that of {name!r}, of shape {alike[0]}, is not of "
-                    f"its shape {list(parameter.shape)}; give the optimizer its parameters in the order of then"
+                    f"its shape {list(parameter.shape)}; give the optimizer its parameters in the order of the save"
                 )
 
-    # And the rest
-
-    def add_others(self, models_wanted: bool) -> None:
-        """What is neither a model's nor an optimizer's. ``models_wanted``: whether these have been told apart."""
+    def add_others(self, has_models: bool) -> None:
+        """Add the user's entries: all that is left, but tensors at the top level if no model was given."""
         trees: dict[str, _Tree] = {}
         for leaf in self._leaves:
-            at_top = len(leaf.path) == 1 and leaf.tensor is not None and not models_wanted
-            if leaf not in self._taken and str(leaf.path[0]) not in _USUAL and not at_top:
+            at_top = len(leaf.path) == 1 and leaf.tensor is not None and not has_models
+            if leaf not in self._taken and str(leaf.path[0]) not in _NO_ENTRIES and not at_top:
                 trees.setdefault(str(leaf.path[0]), {})[leaf.path[1:]] = leaf
         for name, tree in trees.items():
-            self._manifest.more[name] = self._encoded(tree, f"more/{name}")
+            self._manifest.more[name] = self._value(tree, f"more/{name}")
 
-    def _encoded(self, tree: _Tree, path: str) -> Any:
-        """Leaves as one value, in the form of ``state.split``: tensors as references, the rest unpickled."""
+    def _value(self, tree: _Tree, path: str) -> Any:
+        """Return leaves as one value in the form of ``split``: tensors as references, the rest unpickled."""
         self._unpickle(tree.values())
 
         def build(below: Iterable[tuple[tuple[Any, ...], _Leaf]], path: str) -> Any:
@@ -361,15 +355,15 @@ class _Keys:
         return build(tree.items(), path)
 
     def _unpickle(self, leaves: Iterable[_Leaf]) -> None:
-        """Read what is no tensor, all in one go."""
+        """Read the leaves that are not tensors, at once."""
         left = [leaf for leaf in leaves if leaf.tensor is None and leaf not in self._values]
-        for part in {leaf.part: None for leaf in left}:
-            keys = {leaf.key: leaf for leaf in left if leaf.part is part}
-            self._values |= {keys[key]: _plain(value) for key, value in part.values(keys).items()}
+        for source in {leaf.source: None for leaf in left}:
+            keys = {leaf.key: leaf for leaf in left if leaf.source is source}
+            self._values |= {keys[key]: _split(value) for key, value in source.values(keys).items()}
 
 
 def _without_tensors(value: Any) -> Any:
-    """A split value with all tensors alike, to compare the rest of two."""
+    """Replace every reference in a split value by the same word, to compare the rest of two."""
     if isinstance(value, dict) and "__tensor__" in value:
         return "tensor"
     if isinstance(value, dict):
@@ -377,10 +371,10 @@ def _without_tensors(value: Any) -> Any:
     return [_without_tensors(each) for each in value] if isinstance(value, list) else value
 
 
-def _plain(value: Any) -> Any:
-    """An unpickled value in the form of ``state.split``; what that has no form for stays what it is."""
+def _split(value: Any) -> Any:
+    """Return an unpickled value in the form of ``split``; what that has no form for stays as it is."""
     if isinstance(value, dict):
-        return {"__dict__": [[key, _plain(each)] for key, each in value.items()]}
+        return {"__dict__": [[key, _split(each)] for key, each in value.items()]}
     if type(value) is tuple:
-        return {"__tuple__": [_plain(each) for each in value]}
-    return [_plain(each) for each in value] if isinstance(value, list) else value
+        return {"__tuple__": [_split(each) for each in value]}
+    return [_split(each) for each in value] if isinstance(value, list) else value

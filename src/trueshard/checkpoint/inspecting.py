@@ -1,25 +1,26 @@
-"""``inspect``: what is in a checkpoint, and what differs between two. Reads what describes tensors, not the tensors.
+"""``inspect``: list the content of a checkpoint, or compare two, from manifests and headers.
 
-- Whatever ``load`` reads by itself can be looked at: checkpoints of ours, Hugging Face directories, single files.
-- Two tensors of one shape and dtype are compared by their checksums, and so at any world size; where a file has none,
-  by one of their bytes.
+- Everything that ``load`` reads without a model can be inspected: checkpoints, Hugging Face directories, single files.
+- Tensors of the same shape and dtype are compared by their checksums, so at any world size. Only where a file has no
+  checksums are tensors read.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trueshard.checkpoint import state
 from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
-from trueshard.checkpoint.manifest import Entry
-from trueshard.tables import size, table
+from trueshard.checkpoint.manifest import join, references
+from trueshard.checkpoint.tensorfile import TensorEntry
+from trueshard.text import size, table
 
 _LONGEST = 60
-"""characters of a value in a table"""
+"""Characters of a value in a table."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,14 @@ class TensorFound:
     """One tensor."""
 
     key: str
-    """"model/<name>", "optimizer/<parameter>/<state>", "more/<path>", "rng"; in another's files, the name."""
+    """"model/<name>", "optimizer/<parameter>/<state>", "more/<path>", "rng"; in other programs' files, the name."""
     names: list[str]
-    """All that it has: a tie is one tensor with several."""
+    """A tied tensor has several."""
     shape: list[int]
     dtype: str
     bytes: int
     trainable: bool | None
-    """None for what is no parameter, or where the file does not say."""
+    """None if not a parameter, or unknown."""
     files: list[str]
     crc32: int | None
 
@@ -46,7 +47,7 @@ class GroupFound:
     settings: dict[str, Any]
     parameters: list[str]
     elements: int
-    """of these parameters together"""
+    """Of all its parameters."""
 
 
 @dataclass(frozen=True)
@@ -55,29 +56,29 @@ class OptimizerFound:
 
     key: str
     kind: str
-    """Its class."""
+    """The class."""
     groups: list[GroupFound]
     with_state: list[str]
-    """The parameters that it has state of."""
+    """Names of parameters."""
     without_state: list[str]
 
 
 @dataclass(frozen=True)
 class Inspected:
-    """What is in a checkpoint. ``str()`` is the listing."""
+    """The content of a checkpoint. ``str()`` is a listing."""
 
     where: str
     about: dict[str, Any]
-    """Format, when and with what it was written, and from how many ranks; what is known."""
+    """Format, and when, by which versions and from how many ranks it was written, as far as known."""
     step: int | None
-    """The first whole number called "step" among the user's entries."""
+    """The first integer called "step" among the user's entries."""
     tensors: list[TensorFound]
     optimizers: list[OptimizerFound]
     more: dict[str, Any]
-    """The user's entries; a tensor in them as its dtype and shape."""
+    """The user's entries; each tensor in them as its dtype and shape."""
 
     def totals(self) -> dict[str, dict[str, int]]:
-        """Bytes by part (model, optimizer, …) and dtype."""
+        """Return bytes by part (model, optimizer, …) and dtype."""
         found: dict[str, dict[str, int]] = {}
         for tensor in self.tensors:
             of = found.setdefault(_part(tensor.key), {})
@@ -85,7 +86,7 @@ class Inspected:
         return found
 
     def to_json(self) -> str:
-        """All of it, as JSON."""
+        """Return all fields as JSON."""
         return json.dumps(asdict(self) | {"totals": self.totals()}, indent=1, default=str)
 
     def __str__(self) -> str:
@@ -114,7 +115,7 @@ class Inspected:
 
 @dataclass(frozen=True)
 class Compared:
-    """What differs between two checkpoints. ``str()`` is the listing; false if nothing does."""
+    """The differences between two checkpoints. ``str()`` is a listing; false if there are none."""
 
     one: str
     other: str
@@ -125,17 +126,17 @@ class Compared:
     changed_kind: dict[str, tuple[str, str]]
     """Key → shape and dtype in both."""
     changed_bytes: list[str]
-    """Keys of tensors of one kind and different content."""
+    """Keys of tensors of the same shape and dtype, and different content."""
     equal: int
-    """Tensors that are the same."""
+    """Number of equal tensors."""
     settings: dict[str, tuple[Any, Any]]
-    """Settings, entries and facts that differ, by path; None where there is none."""
+    """Settings, entries and facts that differ, by path; None if missing."""
 
     def __bool__(self) -> bool:
         return bool(self.removed or self.added or self.changed_kind or self.changed_bytes or self.settings)
 
     def to_json(self) -> str:
-        """All of it, as JSON."""
+        """Return all fields as JSON."""
         return json.dumps(asdict(self), indent=1, default=str)
 
     def __str__(self) -> str:
@@ -151,7 +152,7 @@ class Compared:
 
 
 def inspect(path: str | os.PathLike[str], other: str | os.PathLike[str] | None = None) -> Inspected | Compared:
-    """What is in a checkpoint, or what differs between two.
+    """List the content of a checkpoint, or compare two.
 
     Args:
         path: a checkpoint; ``…/latest`` is the newest one beside it. Or a Hugging Face or PEFT directory, or a
@@ -159,7 +160,7 @@ def inspect(path: str | os.PathLike[str], other: str | os.PathLike[str] | None =
         other: a second one.
 
     Returns:
-        What can be printed, read field by field, or had as JSON by ``to_json()``.
+        An object to print, or to read field by field or by ``to_json()``.
 
     Raises:
         FileNotFoundError: no checkpoint is there.
@@ -174,9 +175,7 @@ def inspect(path: str | os.PathLike[str], other: str | os.PathLike[str] | None =
 
 
 def _opened(path: str | os.PathLike[str]) -> Catalogue:
-    from trueshard.checkpoint.reader import latest_in
-
-    catalogue = open_catalogue(latest_in(path))
+    catalogue = open_catalogue(path)
     if catalogue.dcp:
         raise ValueError(
             f"{path} is a directory of torch.distributed.checkpoint, which only unpickling its metadata can describe; "
@@ -186,13 +185,10 @@ def _opened(path: str | os.PathLike[str]) -> Catalogue:
 
 
 def _inspected(catalogue: Catalogue) -> Inspected:
-    tensors = []
-    for key, entry in catalogue.entries.items():
-        files = list(dict.fromkeys(piece.file for piece in entry.pieces))
-        found = TensorFound(
-            key, entry.names, entry.shape, entry.dtype, entry.nbytes, entry.trainable, files, entry.crc32
-        )
-        tensors.append(found)
+    tensors = [
+        TensorFound(key, e.names, e.shape, e.dtype, e.nbytes, e.trainable, e.files, e.crc32)
+        for key, e in catalogue.entries.items()
+    ]
     manifest = catalogue.manifest
     if manifest is None:
         about: dict[str, Any] = {"format": "PEFT adapter" if catalogue.adapter else "safetensors"}
@@ -209,12 +205,11 @@ def _inspected(catalogue: Catalogue) -> Inspected:
 
 
 def _readable(value: Any, catalogue: Catalogue) -> Any:
-    """A split value with each tensor as a few words."""
-    tensors = {key: _words(catalogue.entries[key]) for key in state.references(value)}
-    return state.join(value, tensors)
+    """Rebuild a value of the manifest with dtype and shape in the place of each tensor."""
+    return join(value, {key: _dtype_and_shape(catalogue.entries[key]) for key in references(value)})
 
 
-def _words(entry: Entry) -> str:
+def _dtype_and_shape(entry: TensorEntry) -> str:
     return f"{entry.dtype}[{', '.join(map(str, entry.shape))}]"
 
 
@@ -227,53 +222,50 @@ def _step(value: Any) -> int | None:
 
 
 def _with_wrapped(prefix: str, record: Any) -> Iterable[tuple[str, Any]]:
-    """An optimizer's record, and those of the optimizers that it wraps."""
+    """Yield an optimizer's key and record, and those of the optimizers that it wraps."""
     yield prefix, record
     for place, each in record.get("wrapped", {}).items():
         yield from _with_wrapped(f"{prefix}/@{place}", each)
 
 
 def _optimizer(prefix: str, record: Any, catalogue: Catalogue) -> OptimizerFound:
-    elements = {}
-    for key, entry in catalogue.entries.items():
-        kind, _, rest = key.partition("/")
-        if kind == "model":
-            elements[rest] = _elements(entry)
-    groups = []
-    for group in record["groups"]:
-        settings = _readable(group["settings"], catalogue)
-        groups.append(GroupFound(settings, group["params"], sum(elements.get(name, 0) for name in group["params"])))
+    elements = {
+        key.partition("/")[2]: math.prod(entry.shape)
+        for key, entry in catalogue.entries.items()
+        if key.startswith("model/")
+    }
+    groups = [
+        GroupFound(
+            _readable(group["settings"], catalogue),
+            group["params"],
+            sum(elements.get(name, 0) for name in group["params"]),
+        )
+        for group in record["groups"]
+    ]
     members = [name for group in groups for name in group.parameters]
     with_state = [name for name in members if name in record["state"]]
     without = [name for name in members if name not in record["state"]]
     return OptimizerFound(prefix, record["class"], groups, with_state, without)
 
 
-def _elements(entry: Entry) -> int:
-    count = 1
-    for length in entry.shape:
-        count *= length
-    return count
-
-
 def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspected) -> Compared:
-    before, after = first.entries, second.entries
-    before_key, after_key = _plain_keys(first), _plain_keys(second)
-    both = [key for key in before_key if key in after_key]
+    before, after = _common_keys(first), _common_keys(second)
     kinds, bytes_differ, equal = {}, [], 0
-    for key in both:
-        a, b = before[before_key[key]], after[after_key[key]]
-        if _words(a) != _words(b):
-            kinds[key] = _words(a), _words(b)
-        elif not _same_bytes(first, before_key[key], second, after_key[key]):
+    for key in before:
+        if key not in after:
+            continue
+        a, b = (_dtype_and_shape(c.entries[keys[key]]) for c, keys in ((first, before), (second, after)))
+        if a != b:
+            kinds[key] = a, b
+        elif _checksum(first, before[key]) != _checksum(second, after[key]):
             bytes_differ.append(key)
         else:
             equal += 1
     return Compared(
         one.where,
         other.where,
-        [key for key in before_key if key not in after_key],
-        [key for key in after_key if key not in before_key],
+        [key for key in before if key not in after],
+        [key for key in after if key not in before],
         kinds,
         bytes_differ,
         equal,
@@ -281,21 +273,18 @@ def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspec
     )
 
 
-def _plain_keys(catalogue: Catalogue) -> dict[str, str]:
-    """Keys as they are compared → keys: another's files hold a model and nothing else."""
+def _common_keys(catalogue: Catalogue) -> dict[str, str]:
+    """Map keys that both kinds of catalogue have in common → own keys: other programs' files hold only a model."""
     return {key if catalogue.manifest is not None else f"model/{key}": key for key in catalogue.entries}
 
 
-def _same_bytes(first: Catalogue, a: str, second: Catalogue, b: str) -> bool:
-    def checksum(catalogue: Catalogue, key: str) -> int:
-        entry = catalogue.entries[key]
-        return catalogue.checksum(key, 0, entry.nbytes) if entry.crc32 is None else entry.crc32
-
-    return checksum(first, a) == checksum(second, b)
+def _checksum(catalogue: Catalogue, key: str) -> int:
+    entry = catalogue.entries[key]
+    return catalogue.checksum(key, 0, entry.nbytes) if entry.crc32 is None else entry.crc32
 
 
 def _facts(found: Inspected) -> dict[str, Any]:
-    """What is compared beside tensors, by path."""
+    """Return all that is compared besides tensors, by path."""
     facts: dict[str, Any] = {}
     for optimizer in found.optimizers:
         facts[f"{optimizer.key}: class"] = optimizer.kind
@@ -322,15 +311,12 @@ def _flatten(value: Any, path: str, into: dict[str, Any]) -> None:
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     keys = [*one, *(key for key in other if key not in one)]
-    tensor = (": trainable", ": names")  # of a tensor that only one has, which is said already
+    tensor = (": trainable", ": names")  # not of a tensor that only one has, which is reported already
     return {
         key: (one.get(key), other.get(key))
         for key in keys
         if one.get(key) != other.get(key) and not (key.endswith(tensor) and (key in one) != (key in other))
     }
-
-
-# For the eye
 
 
 def _part(key: str) -> str:

@@ -1,9 +1,9 @@
-"""Which file of a checkpoint each tensor goes to, and under which key.
+"""Assign each tensor of a checkpoint its file and its key in it.
 
 - The model part is a Hugging Face model directory: ``model.safetensors``, or numbered files and their index, with the
   model's own names, beside its ``config.json``. Several models have a folder each.
-- A PEFT model is two things there: its base, under the names the base has without PEFT, and its adapters in
-  ``adapter/`` as PEFT itself writes them.
+- A PEFT model is stored in two parts: its base, under the names the base has without PEFT, and its adapters in
+  ``adapter/``, as PEFT itself writes them.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from trueshard import _torch, names
-from trueshard.checkpoint import tensorfile
-from trueshard.checkpoint.manifest import Entry, Piece
+from trueshard import _torch
+from trueshard.checkpoint.tensorfile import Piece, TensorEntry, make_header
+from trueshard.model import names
 
 LARGEST = 5_000_000_000
-"""bytes of a file's tensors, if one tensor alone is not more"""
+"""Bytes of tensors in one file, unless a single tensor has more."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor belongs."""
+class FileKey:
+    """The file and key of a tensor."""
 
     folder: str
     """"" or "name/"."""
     stem: str
-    """Of the file: "model", "adapter_model", "optimizer", "extra"."""
+    """Of the file's name: "model", "adapter_model", "optimizer" or "extra"."""
     key: str
     """In the file."""
 
 
-def places_of(models: Mapping[str, nn.Module], entries: Mapping[str, Entry]) -> dict[str, Place]:
-    """For each key of ``entries`` its place."""
-    found: dict[str, Place] = {}
+def file_keys(models: Mapping[str, nn.Module], entries: Mapping[str, TensorEntry]) -> dict[str, FileKey]:
+    """Return the file and key of each of ``entries``."""
+    found: dict[str, FileKey] = {}
     for prefix, module in models.items():
         folder = f"{prefix.partition('/')[2]}/" if "/" in prefix else ""
-        own = {key.removeprefix(f"{prefix}/"): key for key in entries if key.startswith(f"{prefix}/")}
-        adapted = adapted_places(module, folder) or {}
-        for name, key in own.items():
-            found[key] = adapted.get(name, Place(folder, "model", name))
+        adapted = adapted_keys(module, folder) or {}
+        for key in entries:
+            if key.startswith(f"{prefix}/"):
+                name = key.removeprefix(f"{prefix}/")
+                found[key] = adapted.get(name, FileKey(folder, "model", name))
     for key in entries:
         if key not in found:
             kind, _, rest = key.partition("/")
-            found[key] = Place("", kind, rest) if kind == "optimizer" else Place("", "extra", key)
+            found[key] = FileKey("", kind, rest) if kind == "optimizer" else FileKey("", "extra", key)
     return found
 
 
-def adapted_places(module: nn.Module, folder: str) -> dict[str, Place] | None:
-    """The places of a PEFT model's tensors, by name; None if it is none, or has names that cannot be told apart."""
+def adapted_keys(module: nn.Module, folder: str) -> dict[str, FileKey] | None:
+    """Return the file and key of each tensor of a PEFT model; None for another model, or if two would share a key."""
     peft: Any = names.unwrap(module)
     if not hasattr(peft, "peft_config") or not hasattr(peft, "get_base_model"):
         return None
@@ -65,7 +65,7 @@ def adapted_places(module: nn.Module, folder: str) -> dict[str, Place] | None:
 
     tensors = dict(peft.state_dict(keep_vars=True))
     name_of = {id(tensor): name for name, tensor in tensors.items()}
-    found: dict[str, Place] = {}
+    found: dict[str, FileKey] = {}
     for adapter in peft.peft_config:
         own = get_peft_model_state_dict(
             peft, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=False
@@ -77,50 +77,46 @@ def adapted_places(module: nn.Module, folder: str) -> dict[str, Place] | None:
                 if name not in tensors or peft.peft_config[adapter].peft_type != "PROMPT_TUNING":
                     continue
             if name is not None:
-                found[name] = Place(f"{folder}{adapter_folder(peft, adapter)}", "adapter_model", key)
+                found[name] = FileKey(f"{folder}{_adapter_folder(peft, adapter)}", "adapter_model", key)
     prompted = any(config.is_prompt_learning for config in peft.peft_config.values())
     for name in tensors:
         if name not in found:
             base = name.removeprefix("base_model." if prompted else "base_model.model.")
             base = base.replace(".base_layer.", ".").replace(".original_module.", ".")
-            found[name] = Place(folder, "model", base)
-    distinct = {(place.folder, place.stem, place.key) for place in found.values()}
-    return found if len(distinct) == len(found) else None
+            found[name] = FileKey(folder, "model", base)
+    return found if len(set(found.values())) == len(found) else None
 
 
-def adapter_folder(module: Any, adapter: str) -> str:
-    """The folder of one adapter of a PEFT model."""
+def _adapter_folder(module: Any, adapter: str) -> str:
     return "adapter/" if len(module.peft_config) == 1 else f"adapters/{adapter}/"
 
 
-def files_of(entries: Mapping[str, Entry], places: Mapping[str, Place], *, marked: bool) -> dict[str, bytes]:
-    """The header of each tensor file; ``entries`` are told their piece. And the indices, whole."""
+def lay_out(
+    entries: Mapping[str, TensorEntry], file_key_of: Mapping[str, FileKey], *, marked: bool
+) -> dict[str, bytes]:
+    """Assign each of ``entries`` its piece; return the header of each tensor file, and the index files."""
     groups: dict[tuple[str, str], list[str]] = {}
     for key in entries:
-        groups.setdefault((places[key].folder, places[key].stem), []).append(key)
-    found: dict[str, bytes] = {}
+        groups.setdefault((file_key_of[key].folder, file_key_of[key].stem), []).append(key)
+    files: dict[str, bytes] = {}
     for (folder, stem), keys in groups.items():
         parts = _divided(keys, entries)
         weight_map = {}
         for number, part in enumerate(parts, start=1):
-            numbered = f"{stem}-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else stem
-            file = f"{folder}{numbered}.safetensors"
-            header, slots = tensorfile.layout(
-                ((places[key].key, entries[key].dtype, tuple(entries[key].shape)) for key in part), marked=marked
-            )
-            found[file] = header
+            name = f"{stem}-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else stem
+            file = f"{folder}{name}.safetensors"
+            files[file], ranges = make_header({file_key_of[key].key: entries[key] for key in part}, marked=marked)
             for key in part:
-                slot = slots[places[key].key]
-                entries[key].pieces = [Piece(file, slot.begin, slot.end)]
-                weight_map[places[key].key] = f"{numbered}.safetensors"
+                entries[key].pieces = [Piece(file, *ranges[file_key_of[key].key])]
+                weight_map[file_key_of[key].key] = f"{name}.safetensors"
         if len(parts) > 1:
             total = sum(entries[key].nbytes for key in keys)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            found[f"{folder}{stem}.safetensors.index.json"] = json.dumps(index, indent=1).encode()
-    return found
+            files[f"{folder}{stem}.safetensors.index.json"] = json.dumps(index, indent=1).encode()
+    return files
 
 
-def _divided(keys: list[str], entries: Mapping[str, Entry]) -> list[list[str]]:
+def _divided(keys: list[str], entries: Mapping[str, TensorEntry]) -> list[list[str]]:
     parts: list[list[str]] = [[]]
     size = 0
     for key in keys:
@@ -133,8 +129,9 @@ def _divided(keys: list[str], entries: Mapping[str, Entry]) -> list[list[str]]:
 
 
 def companions(models: Mapping[str, nn.Module], tokenizer: Any) -> Callable[[], dict[str, bytes]]:
-    """What writes the other files of a Hugging Face directory, by name: configurations, as they are now, and what a
-    tokenizer saves. It takes a while, so it is for whoever has the time.
+    """Copy the models' configurations; return a function that writes them and the tokenizer, as name → content.
+
+    Writing takes a while, so a save in the background leaves it to its thread.
     """
     parts = [(prefix.partition("/")[2], _configurations(names.unwrap(module))) for prefix, module in models.items()]
 
@@ -153,17 +150,17 @@ def companions(models: Mapping[str, nn.Module], tokenizer: Any) -> Callable[[], 
 
 
 def _configurations(module: Any) -> list[tuple[str, Callable[[str], Any]]]:
-    """What saves copies of a model's configurations, of transformers or PEFT, each with the folder it belongs to."""
+    """Return (folder, function that saves to it) for copies of a transformers or PEFT model's configurations."""
     found: list[tuple[str, Callable[[str], Any]]] = []
     if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
         base = module.get_base_model()
         for adapter, own in module.peft_config.items():
             copied = copy.deepcopy(own)
-            copied.inference_mode = True  # as PEFT itself saves it, with this and what comes next
+            copied.inference_mode = True  # as PEFT itself saves it, like the mapping below
             kind = _torch.own_class(base)
             mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
             save = functools.partial(copied.save_pretrained, auto_mapping_dict=None if copied.task_type else mapping)
-            found.append((adapter_folder(module, adapter), save))
+            found.append((_adapter_folder(module, adapter), save))
         module = base
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained"):
@@ -178,8 +175,3 @@ def _configurations(module: Any) -> list[tuple[str, Callable[[str], Any]]]:
     if generation is not None and getattr(module, "can_generate", bool)():
         found.append(("", copy.deepcopy(generation).save_pretrained))
     return found
-
-
-def entry_of(tensor: torch.Tensor, tensor_names: list[str], trainable: bool | None = None) -> Entry:
-    """The entry of a tensor that has no place yet."""
-    return Entry(tensor_names, list(tensor.shape), tensorfile.dtype_name(tensor.dtype), trainable)

@@ -1,223 +1,300 @@
-"""A load from tensors in files: what is checked before anything is changed, and then the changes."""
+"""Load in place, at any world size: each rank reads the bytes it holds, and nothing else.
+
+Everything is checked on every rank before anything is changed: names, shapes, dtypes and groups, and then checksums.
+Each rank takes the checksum of its own bytes, and together they must give the tensor's. Only then are values copied,
+from pages that the system holds in memory by now.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trueshard import names as model_names
-from trueshard.checkpoint import optimizers, pieces, randomness, state
-from trueshard.checkpoint.catalogue import Catalogue
-from trueshard.checkpoint.checksum import crc32, joined
-from trueshard.checkpoint.filling import fill
-from trueshard.checkpoint.found import Found, Misfits
+from trueshard.checkpoint import ranks, saving, state
+from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
+from trueshard.checkpoint.manifest import Manifest, references
 from trueshard.checkpoint.materialise import materialise, uncomputable
 from trueshard.checkpoint.naming import Naming, naming_of
-from trueshard.checkpoint.tensorfile import dtype_name
-from trueshard.checkpoint.together import Together
+from trueshard.checkpoint.optimizers import OptimizerLoad, optimizer_loads
+from trueshard.checkpoint.ranks import RankGroup, check_same
+from trueshard.checkpoint.tensorfile import crc32, crc32_joined, dtype_name
+from trueshard.log import timed
+from trueshard.model import names as model_names
 
 
-class Loading:
-    """One load from tensors in files."""
+@torch.no_grad()
+def load(
+    path: str | os.PathLike[str],
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    strict: bool = True,
+    verify: bool = True,
+    rng: bool = True,
+    convert: bool = False,
+    names: Mapping[str, str] | Callable[[str], str | None] | None = None,
+    allow_pickle: bool = False,
+    **more: Any,
+) -> Found:
+    """Load into ``model`` and ``optimizer``, in place. Collective where there are several ranks.
 
-    def __init__(
-        self,
-        catalogue: Catalogue,
-        models: Mapping[str, nn.Module],
-        wanted: Mapping[str, Any],
-        more: Mapping[str, Any],
-        strict: bool,
-        convert: bool,
-        names: Any,
-        rng: bool,
-    ) -> None:
-        self._catalogue, self._models, self._optimizers, self._more = catalogue, models, wanted, more
-        self._convert, self._names, self._rng = convert, names, rng
-        self._targets: list[tuple[str, torch.Tensor]] = []
-        """Keys in the catalogue, and the tensors of models that they fill."""
-        self._misfits = Misfits(catalogue.where, strict)
-        self._plans: list[optimizers.Plan] = []
+    Nothing is changed unless everything fits. A model on the meta device gets memory; its buffers that are in no
+    checkpoint are computed as the model itself does, or an error names them. On the CPU its parameters are, where
+    possible, private maps of the files: read when used, copied when written to. Until then the files may be deleted,
+    but not overwritten in place.
 
-    # Before anything is changed
+    Args:
+        path: a checkpoint; ``…/latest`` is the newest one beside it. Or a Hugging Face directory, a .safetensors file,
+            a PEFT adapter's directory, a directory of torch.distributed.checkpoint.
+        model: as given to ``save``: the same names and shapes, any sharding.
+        optimizer: as given to ``save``. Its groups are matched by the names of their parameters, in any order; a group
+            of parameters that were not in the saved optimizer keeps its settings.
+        strict: False: load what fits, and report the rest in the result.
+        verify: compare checksums, where the checkpoint has them.
+        rng: restore this rank's random generators, where the checkpoint has their state.
+        convert: convert a dtype that differs; otherwise it is an error.
+        names: the model's name of a tensor → its name in the files (None, or left out of a dict: the same).
+        allow_pickle: needed for torch.distributed.checkpoint, whose metadata is a pickle: only from whom you trust.
+        more: entries to load in place, by the name they were saved under: objects with ``load_state_dict()``.
+
+    Returns:
+        The saved entries that are not in ``more``, by name, and what did not fit.
+
+    Raises:
+        FileNotFoundError: nothing is at ``path``.
+        ValueError: it is damaged, or of another model; the message names tensors and files.
+        RuntimeError: another rank failed, or did not call ``load``.
+    """
+    saving.wait_for_running()
+    options = {"strict": strict, "verify": verify, "rng": rng, "convert": convert, "allow_pickle": allow_pickle}
+    with timed(f"load of {path}"):
+        return LoadJob(RankGroup(state.parameters_of(model)), options, names, more).run(path, model, optimizer)
+
+
+class Found(dict[str, Any]):
+    """The saved entries that were not loaded in place, by name; and what did not fit, with ``strict=False``."""
+
+    missing: list[str]
+    """Names in the model or optimizer that are not in the checkpoint."""
+    unexpected: list[str]
+    """Names in the checkpoint that are not in the model or optimizer."""
+    mismatched: list[str]
+    """Names whose shape, dtype or group differs."""
+
+    def __init__(self, entries: dict[str, Any] | None = None) -> None:
+        super().__init__(entries or {})
+        self.missing, self.unexpected, self.mismatched = [], [], []
+
+
+class Misfits:
+    """Collects what does not fit, to report all of it at once; an error if ``strict``."""
+
+    def __init__(self, where: str, strict: bool) -> None:
+        self._where, self._strict = where, strict
+        self._texts: dict[str, dict[str, str]] = {"mismatched": {}, "missing": {}, "unexpected": {}, "new": {}}
+
+    def add(self, kind: str, name: str, text: str) -> None:
+        """Note that ``name`` is "missing" or "unexpected" in the checkpoint, "mismatched", or "new": not an error."""
+        self._texts[kind].setdefault(name, text)
 
     def check(self) -> None:
-        """Raise ``ValueError`` if something does not fit; collect what is to be done."""
-        for prefix, module in self._models.items():
-            self._check_model(prefix, module, naming_of(self._catalogue, prefix, module, self._names))
-        name_of = state.parameter_names(self._models)
-        saved = {} if self._catalogue.manifest is None else self._catalogue.manifest.optimizers
-        for prefix, each in self._optimizers.items():
-            if prefix in saved:
-                self._plans += optimizers.plan(prefix, each, saved[prefix], name_of, self._catalogue, self._misfits)
-            else:
-                self._misfits.missing(prefix, f"has no {prefix!r}.{model_names.nearest(prefix, saved)}")
-        entries = {} if self._catalogue.manifest is None else self._catalogue.manifest.more
-        for key, value in self._more.items():
-            if key not in entries:
-                self._misfits.missing(key, f"has no entry {key!r}.{model_names.nearest(key, entries)}")
-            elif not hasattr(value, "load_state_dict"):
-                kind = type(value).__name__
-                raise TypeError(f"{key}: a {kind} has no load_state_dict(); take the entry from what load() returns")
-        self._misfits.settle()
+        """Raise ``ValueError`` with all of it, if strict."""
+        every = [text for kind, texts in self._texts.items() if kind != "new" for text in texts.values()]
+        if every and self._strict:
+            shown = "; ".join(every[:6]) + (f"; and {len(every) - 6} more" if every[6:] else "")
+            raise ValueError(f"{self._where} does not fit: {shown}. strict=False loads what fits and reports the rest")
 
-    def _check_model(self, prefix: str, module: nn.Module, naming: Naming) -> None:
-        held, extra = state.model_tensors(module)
-        used: set[str] = set()
-        for name, each in held.items():
-            candidates = [naming.key(known) for known in each.names]
-            key = next((key for key in candidates if key in self._catalogue.entries), None)
-            used.update(candidates)
-            if key is None:
-                if not naming.may_lack(name):
-                    known = [naming.name(key) for key in self._catalogue.entries if naming.owns(key)]
-                    self._misfits.missing(name, f"has no {name!r}.{model_names.nearest(name, known)}")
-                continue
-            if self._check_tensor(name, key, each.tensor):
-                self._targets.append((key, each.tensor))
-        for key in self._catalogue.entries:
-            if naming.owns(key) and key not in used:
-                self._misfits.unexpected(naming.name(key))
-        for name in uncomputable(module, {id(tensor) for _, tensor in self._targets}):
-            self._misfits.missing(
-                name,
-                f"has no {name!r}, which is on the meta device and which nothing computes: give its module "
-                "reset_parameters(), or build the model off the meta device",
-            )
-        saved = {} if self._catalogue.manifest is None else self._catalogue.manifest.models.get(prefix, {})
-        for name in extra:
-            if name not in saved.get("extra", {}) and not naming.partial:
-                self._misfits.missing(name, f"has no {name!r}, which {type(module).__name__} saves itself")
+    def report_in(self, found: Found) -> Found:
+        """Fill in the names."""
+        found.missing = [*self._texts["missing"], *self._texts["new"]]
+        found.unexpected, found.mismatched = list(self._texts["unexpected"]), list(self._texts["mismatched"])
+        return found
 
-    def _check_tensor(self, name: str, key: str, tensor: torch.Tensor) -> bool:
-        entry = self._catalogue.entries[key]
-        if entry.shape != list(tensor.shape):
-            self._misfits.mismatched(name, f"{name!r} has shape {entry.shape}, the model's has {list(tensor.shape)}")
-        elif entry.dtype != dtype_name(tensor.dtype) and not self._convert:
-            here = dtype_name(tensor.dtype)
-            text = f"{name!r} is {entry.dtype}, the model's is {here}; convert=True converts it"
-            self._misfits.mismatched(name, text)
-        else:
-            return True
-        return False
 
-    def identity(self) -> str:
-        """The same on every rank that reads the same."""
-        entries = sorted(
+class LoadJob:
+    """One load; ``options``, ``names``, ``more``: arguments of ``load``."""
+
+    def __init__(self, group: RankGroup, options: dict[str, bool], names: Any, more: Mapping[str, Any]) -> None:
+        self._group, self._options, self._names, self._more = group, options, names, more
+        self._targets: list[tuple[str, torch.Tensor]] = []
+        """(key in the catalogue, the model's tensor that it fills)."""
+        self._loads: list[OptimizerLoad] = []
+        self._found = Found()
+
+    def run(self, path: str | os.PathLike[str], model: Any, optimizer: Any) -> Found:
+        """Check and verify, which changes nothing, then load. Collective."""
+        attempt = functools.partial(self._group.attempt, f"{path} was not loaded")
+        check_same("load()", attempt(lambda: self._open(path, model, optimizer)))
+        catalogue = self._catalogue
+        has_checksums = catalogue.dcp or any(entry.crc32 is not None for entry in catalogue.entries.values())
+        if self._options["verify"] and has_checksums:
+            self._verify(attempt(self._checksums))
+        if self._more or catalogue.manifest is not None:  # otherwise nothing can fail
+            attempt(self._load_entries)
+        attempt(self._apply)
+        return self._misfits.report_in(self._found)
+
+    def _open(self, path: str | os.PathLike[str], model: Any, optimizer: Any) -> dict[str, Any]:
+        """Check that everything fits; return what must be the same on all ranks."""
+        self._models, self._optimizers = state.models_of(model), state.optimizers_of(optimizer)
+        self._catalogue: Catalogue = open_catalogue(path)
+        if self._catalogue.dcp:
+            from trueshard.checkpoint.dcp_keys import open_dcp
+
+            pickled = self._options["allow_pickle"]
+            self._catalogue = open_dcp(self._catalogue, self._models, self._optimizers, self._names, pickled)
+        self._manifest = self._catalogue.manifest or Manifest()
+        self._misfits = Misfits(self._catalogue.where, self._options["strict"])
+        self._check()
+        identity = sorted(
             (key, entry.crc32, entry.dtype, *entry.shape, *map(str, entry.pieces))
             for key, entry in self._catalogue.entries.items()
         )
-        return f"{self._catalogue.where} ({crc32(memoryview(repr(entries).encode())):08x})"
+        return {
+            **self._options,
+            "models": sorted(self._models),
+            "optimizers": sorted(self._optimizers),
+            "entries": sorted(self._more),
+            "path": f"{self._catalogue.where} ({crc32(memoryview(repr(identity).encode())):08x})",
+            **{key: [list(tensor.shape), ranks.placement_word(tensor)] for key, tensor in self._targets},
+        }
 
-    def wanted(self) -> dict[str, list[Any]]:
-        """What is to be filled, by key: shape and placement."""
-        return {key: [list(tensor.shape), pieces.placement(tensor)] for key, tensor in self._targets}
+    def _check(self) -> None:
+        """Collect what is to be loaded; raise ``ValueError`` if something does not fit."""
+        for prefix, module in self._models.items():
+            self._check_model(prefix, module, naming_of(self._catalogue, prefix, module, self._names))
+        name_of, saved = state.parameter_names(self._models), self._manifest.optimizers
+        for prefix, optimizer in self._optimizers.items():
+            if prefix not in saved:
+                self._misfits.add("missing", prefix, f"has no {prefix!r}.{model_names.nearest(prefix, saved)}")
+                continue
+            for one, record in optimizer_loads(optimizer, saved[prefix], self._catalogue):
+                for misfit in one.match(prefix, record, name_of):
+                    self._misfits.add(*misfit)
+                self._loads.append(one)
+        entries = self._manifest.more
+        for key, value in self._more.items():
+            if key not in entries:
+                self._misfits.add("missing", key, f"has no entry {key!r}.{model_names.nearest(key, entries)}")
+            elif not hasattr(value, "load_state_dict"):
+                kind = type(value).__name__
+                raise TypeError(f"{key}: a {kind} has no load_state_dict(); take the entry from what load() returns")
+        self._misfits.check()
 
-    @property
-    def has_checksums(self) -> bool:
-        """Whether there is anything to verify; the same on every rank that reads the same."""
-        return any(entry.crc32 is not None for entry in self._catalogue.entries.values())
+    def _check_model(self, prefix: str, module: nn.Module, naming: Naming) -> None:
+        held, extra = state.model_tensors(module)
+        entries = self._catalogue.entries
+        used: set[str] = set()
+        for name, each in held.items():
+            candidates = [naming.key(known) for known in each.names]
+            key = next((key for key in candidates if key in entries), None)
+            used.update(candidates)
+            if key is not None:
+                self._check_tensor(name, key, each.tensor)
+            elif not naming.may_lack(name):
+                known = [naming.name(key) for key in entries if naming.owns(key)]
+                self._misfits.add("missing", name, f"has no {name!r}.{model_names.nearest(name, known)}")
+        for key in entries:
+            if naming.owns(key) and key not in used:
+                name = naming.name(key)
+                self._misfits.add("unexpected", name, f"holds {name!r}, which the model does not have")
+        for name in uncomputable(module, {id(tensor) for _, tensor in self._targets}):
+            text = (
+                f"has no {name!r}, which is on the meta device and which nothing computes: give its module "
+                "reset_parameters(), or build the model off the meta device"
+            )
+            self._misfits.add("missing", name, text)
+        for name in extra:
+            if name not in self._saved_extra(prefix) and not naming.partial:
+                text = f"has no {name!r}, which {type(module).__name__} saves itself"
+                self._misfits.add("missing", name, text)
 
-    @property
-    def has_entries(self) -> bool:
-        """Whether ``begin`` has anything to do; the same on every rank, too."""
-        return bool(self._more) or self._catalogue.manifest is not None
+    def _check_tensor(self, name: str, key: str, tensor: torch.Tensor) -> None:
+        entry, here = self._catalogue.entries[key], dtype_name(tensor.dtype)
+        if entry.shape != list(tensor.shape):
+            text = f"{name!r} has shape {entry.shape}, the model's has {list(tensor.shape)}"
+            self._misfits.add("mismatched", name, text)
+        elif entry.dtype != here and not self._options["convert"]:
+            text = f"{name!r} is {entry.dtype}, the model's is {here}; convert=True converts it"
+            self._misfits.add("mismatched", name, text)
+        else:
+            self._targets.append((key, tensor))
 
-    def verify(self, together: Together) -> None:
-        """Compare checksums of all that will be read. Collective."""
-        mine: dict[str, tuple[int, int, int]] = {}
-        error: BaseException | None = None
-        try:
-            for key, begin, end in self._ranges(together):
-                if self._catalogue.entries[key].crc32 is not None:
-                    mine[key] = begin, end, self._catalogue.checksum(key, begin, end)
-        except Exception as caught:
-            error = caught
-        everyone = together.settle(error, f"{self._catalogue.where} was not loaded", mine)
+    def _saved_extra(self, prefix: str) -> dict[str, Any]:
+        extra: dict[str, Any] = self._manifest.models.get(prefix, {}).get("extra", {})
+        return extra
+
+    def _checksums(self) -> dict[str, tuple[int, int, int]]:
+        """Return key → (begin, end, checksum) of this rank's part of the checking."""
+        entries, dcp = self._catalogue.entries, self._catalogue.dcp
+        return {
+            key: (begin, end, self._catalogue.checksum(key, begin, end))
+            for key, begin, end in self._ranges()
+            if entries[key].crc32 is not None or dcp
+        }
+
+    def _verify(self, everyone: list[dict[str, tuple[int, int, int]]]) -> None:
+        """Raise ``ValueError`` if a tensor that will be read is damaged; ``everyone``: all ranks' ``_checksums``."""
         parts: dict[str, list[tuple[int, int, int]]] = {}
         for theirs in everyone:
             for key, part in theirs.items():
                 parts.setdefault(key, []).append(part)
         for key, each in parts.items():
-            entry = self._catalogue.entries[key]
-            each.sort()
-            if joined((checksum, end - begin) for begin, end, checksum in each) != entry.crc32:
-                files = ", ".join(dict.fromkeys(piece.file for piece in entry.pieces))
-                raise ValueError(
-                    f"{self._catalogue.where}/{files} is damaged: {key!r} does not have the bytes that were saved; "
-                    "load an earlier checkpoint"
-                )
+            checksum = crc32_joined((checksum, end - begin) for begin, end, checksum in sorted(each))
+            if self._catalogue.entries[key].crc32 not in (None, checksum):
+                raise self._catalogue.damaged(key, "load an earlier checkpoint")
 
-    def _ranges(self, together: Together) -> Iterator[tuple[str, int, int]]:
-        """This rank's part in the checking: (key, begin, end) so that ranks cover each tensor once."""
-        for number, (key, tensor) in enumerate([*self._targets, *(t for plan in self._plans for t in plan.templates)]):
+    def _ranges(self) -> Iterator[tuple[str, int, int]]:
+        """Yield (key, begin, end) of what this rank checks; together the ranks check every tensor once."""
+        rank, world = self._group.rank, self._group.world
+        templates = [template for one in self._loads for template in one.templates]
+        for number, (key, tensor) in enumerate([*self._targets, *templates]):
             full = self._catalogue.entries[key].nbytes
             if isinstance(tensor, DTensor):
-                if pieces.is_writer(tensor, number):
-                    begin, end = pieces.bytes_here(tensor, full)
-                    if end > begin:
-                        yield key, begin, end
-            elif together.rank == number % together.world:
+                begin, end = ranks.bytes_here(tensor, full)
+                if end > begin and ranks.is_writer(tensor, number):
+                    yield key, begin, end
+            elif rank == number % world:
                 yield key, 0, full
-        manifest = self._catalogue.manifest
-        for number, key in enumerate(sorted(set(self._entry_keys()))):
-            if manifest is not None and together.rank == number % together.world:
-                yield key, 0, manifest.tensors[key].nbytes
+        values = [self._manifest.more, *(self._saved_extra(prefix) for prefix in self._models)]
+        keys = {*references(values), *(key for one in self._loads for key in one.settings_keys())}
+        keys |= {"rng"} if self._options["rng"] and self._manifest.rng else set()
+        for number, key in enumerate(sorted(keys)):
+            if rank == number % world:
+                yield key, 0, self._catalogue.entries[key].nbytes
 
-    def _entry_keys(self) -> list[str]:
-        manifest = self._catalogue.manifest
-        if manifest is None:
-            return []
-        values: list[Any] = [*manifest.more.values()]
-        for prefix in self._models:
-            values += manifest.models.get(prefix, {}).get("extra", {}).values()
-        keys = [key for value in values for key in state.references(value)]
-        keys += [key for plan in self._plans for key in plan.settings_keys()]
-        return [*keys, "rng"] if self._rng and manifest.rng else keys
-
-    # And then
-
-    def begin(self) -> Found:
-        """Load what runs the user's code: if that raises, on any rank, models and optimizers are as they were."""
-        manifest = self._catalogue.manifest
-        found = Found({key: self._value(value) for key, value in (manifest.more if manifest else {}).items()})
+    def _load_entries(self) -> None:
+        """Load what runs the user's code: if that raises on any rank, models and optimizers are not changed."""
+        self._found.update({key: self._catalogue.value(value) for key, value in self._manifest.more.items()})
         for key, value in self._more.items():
-            if key in found:
-                value.load_state_dict(found.pop(key))
+            if key in self._found:
+                value.load_state_dict(self._found.pop(key))
         for prefix, module in self._models.items():
-            self._load_extra(prefix, module)
-        return self._misfits.into(found)
+            saved = self._saved_extra(prefix)
+            for name in state.model_tensors(module)[1]:
+                if name in saved:
+                    owner = model_names.unwrap(module).get_submodule(name.rpartition(".")[0])
+                    owner.set_extra_state(self._catalogue.value(saved[name]))
 
-    def apply(self, together: Together) -> None:
-        """Change the models and optimizers."""
-        manifest, catalogue = self._catalogue.manifest, self._catalogue
+    def _apply(self) -> None:
+        """Change models, optimizers and random generators."""
         key_of = {id(tensor): key for key, tensor in self._targets}
         filled: set[int] = set()
         for module in self._models.values():
-            filled |= materialise(module, catalogue, key_of)
+            filled |= materialise(module, self._catalogue, key_of)
         for key, tensor in self._targets:
             if id(tensor) not in filled:
-                fill(catalogue, key, tensor)
-        for plan in self._plans:
-            plan.apply()
-        if self._rng and manifest is not None and together.rank < len(manifest.rng):
-            table = manifest.rng[together.rank]
-            length = sum(size for _, size in table)
-            row = torch.empty(length, dtype=torch.uint8)
-            catalogue.read_into("rng", together.rank * length, row)
-            randomness.restore(table, bytes(row.numpy()))
-
-    def _value(self, value: Any) -> Any:
-        return state.join(value, {key: self._catalogue.whole(key) for key in state.references(value)})
-
-    def _load_extra(self, prefix: str, module: nn.Module) -> None:
-        manifest = self._catalogue.manifest
-        saved = {} if manifest is None else manifest.models.get(prefix, {}).get("extra", {})
-        _, extra = state.model_tensors(module)
-        for name in extra:
-            if name in saved:
-                owner = model_names.unwrap(module).get_submodule(name.rpartition(".")[0])
-                owner.set_extra_state(self._value(saved[name]))
+                self._catalogue.fill(key, tensor)
+        for one in self._loads:
+            one.apply()
+        if self._options["rng"] and self._group.rank < len(self._manifest.rng):
+            table = self._manifest.rng[self._group.rank]
+            row = torch.empty(sum(size for _, size in table), dtype=torch.uint8)
+            self._catalogue.read_into("rng", self._group.rank * len(row), row)
+            state.set_random_state(table, bytes(row.numpy()))

@@ -1,76 +1,54 @@
 """The manifest of a checkpoint: everything but the tensors' bytes, as JSON, and where those bytes are.
 
-- A tensor is listed once, with every name it has, and lies in one piece or, where a store cannot write at a place of
-  its choice, in one piece a rank, in the order of its rows. Its checksum is that of all its bytes together.
-- The first line holds the checksum of all that follows, so a flipped bit in the manifest is seen too.
-- What is read is not trusted: files must lie in the directory, ranges in their files, and neither may contradict shape
-  and dtype.
+- A tensor is listed once, with every name it has. It lies in one piece or, in a store without positioned writes, in one
+  piece per rank, in row order. Its checksum is that of all its bytes.
+- The first line holds the checksum of all that follows, so that a flipped bit in the manifest is seen too.
+- A manifest read from a file is not trusted: every value must have the form that ``save`` writes, files must lie in the
+  directory, ranges in their files, and neither may contradict shape and dtype.
 
-``docs/checkpoint-format.md`` describes the format to others.
+``docs/checkpoint-format.md`` describes the format.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 
-from trueshard.checkpoint import structure, tensorfile
-from trueshard.checkpoint.checksum import crc32
+from trueshard.checkpoint.tensorfile import (
+    Piece,
+    TensorEntry,
+    check_ranges,
+    crc32,
+    dtype_name,
+    dtype_of,
+    find_dtype,
+    parse_json,
+)
 
 MANIFEST = "manifest.json"
 FORMAT = 2
 _FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Bytes ``begin`` to ``end`` of a file: some rows of a tensor."""
-
-    file: str
-    begin: int
-    end: int
-
-
-@dataclass
-class Entry:
-    """One tensor."""
-
-    names: list[str]
-    """What the model or optimizer calls it; a tie has several."""
-    shape: list[int]
-    dtype: str
-    trainable: bool | None = None
-    """None for what is no parameter."""
-    crc32: int | None = None
-    """None: not known (an older format, or another program's files)."""
-    pieces: list[Piece] = field(default_factory=list)
-    """In the order of rows."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of it."""
-        return math.prod(self.shape) * tensorfile.size_of(self.dtype)
-
-
 @dataclass
 class FileRecord:
-    """A file of the checkpoint: its size, and a checksum of the bytes that belong to no tensor (all, if none does)."""
+    """Size and checksum of a file."""
 
     size: int
     """bytes"""
     crc32: int
+    """Checksum of the bytes that belong to no tensor: the header of a safetensors file, all of any other."""
     header: int | None = None
     """Bytes of the header of a safetensors file."""
 
     @classmethod
     def of(cls, data: bytes, is_header: bool) -> FileRecord:
-        """Of a whole file, or of one that begins with ``data``."""
+        """Describe a file that is ``data``, or begins with it."""
         return cls(len(data), crc32(memoryview(data)), len(data) if is_header else None)
 
 
@@ -78,70 +56,78 @@ class FileRecord:
 class Manifest:
     """Everything of a checkpoint but the tensors' bytes."""
 
-    tensors: dict[str, Entry] = field(default_factory=dict)
-    """By path: ``model/<name>``, ``optimizer/<parameter>/<state>``, ``more/<path>``, ``rng/<rank>/<generator>``."""
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    """By path: ``model/<name>``, ``optimizer/<parameter>/<state>``, ``more/<path>``, ``rng``."""
     models: dict[str, Any] = field(default_factory=dict)
     optimizers: dict[str, Any] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
     rng: list[Any] = field(default_factory=list)
-    """One a rank."""
+    """For each rank, [generator, bytes] in turn."""
     files: dict[str, FileRecord] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
-    """When, by what, and from how many ranks it was written."""
+    """When it was written, by which versions, from how many ranks."""
     format: int = FORMAT
 
     def to_bytes(self) -> bytes:
-        """The file."""
+        """Return the content of the file."""
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False)[2:].encode()
         return b'{"crc32": "%08x",\n' % crc32(memoryview(text)) + text
 
     @classmethod
-    def of(cls, table: Mapping[str, Any], data: bytes, where: str) -> Manifest:
-        """The inverse of ``to_bytes``; ``manifest_of`` calls it.
+    def parse(cls, data: bytes, where: str, validate: bool = True) -> Manifest:
+        """Read the content of the file; unless ``validate``, check only checksum and forms, not that ranges agree.
 
         Raises:
-            ValueError, KeyError, TypeError, AttributeError: it is damaged.
+            ValueError: it is damaged, or of another format.
         """
+        table = parse_json(data, where)
+        version = table.get("format")
+        if type(version) is not int or version < 1:
+            raise ValueError(f"{where} is damaged (format {version!r}); use an earlier checkpoint")
+        if version > FORMAT:
+            raise ValueError(f"{where}: format {version} is newer than format {FORMAT}; update trueshard")
+        if version < FORMAT:
+            raise ValueError(f"{where}: format {version} was never released; this library reads format {FORMAT}")
         first = _FIRST_LINE.match(data)
         if first is None or int(first[1], 16) != crc32(memoryview(data)[first.end() :]):
             raise ValueError(f"{where} is damaged: its checksum does not fit; use an earlier checkpoint")
-        return cls(
-            {key: _entry(key, each) for key, each in table["tensors"].items()},
-            _table(table["models"]),
-            _table(table["optimizers"]),
-            _table(table["more"]),
-            list(table["rng"]),
-            {name: FileRecord(**each) for name, each in table["files"].items()},
-            _table(table["about"]),
-        )
+        try:
+            for path, value in _misfits(table, _FORM, ""):
+                raise ValueError(f"{where} is damaged: {path!r} is {str(value)[:80]!r}, which save() does not write")
+            manifest: Manifest = _made(cls, table)
+            manifest.tensors = {key: _made(TensorEntry, each) for key, each in table["tensors"].items()}
+            for key, entry in manifest.tensors.items():
+                entry.pieces = [_made(Piece, each) for each in table["tensors"][key]["pieces"]]
+            manifest.files = {name: _made(FileRecord, each) for name, each in table["files"].items()}
+            if validate:
+                manifest._validate(where)
+        except RecursionError:
+            raise ValueError(f"{where} is damaged: its values are nested too deep") from None
+        return manifest
 
-    def validate(self, where: str) -> None:
-        """Raise ``ValueError`` where entries, files and ranges contradict one another, or values have no known form."""
-        for name, record in self.files.items():
+    def _validate(self, where: str) -> None:
+        """Raise ``ValueError`` where entries, files, ranges or references contradict each other."""
+        for name in self.files:
             check_name(name, where)
-            if not all(type(n) is int and n >= 0 for n in (record.size, record.crc32, record.header or 0)):
-                raise ValueError(f"{where} is damaged: of {name!r} it says {record}")
-        ranges: dict[str, dict[str, tuple[int, int]]] = {}
+        pieces: dict[str, dict[str, Piece]] = {}
         for key, entry in self.tensors.items():
-            if not tensorfile.is_whole(entry.shape) or not isinstance(
-                getattr(torch, str(entry.dtype), None), torch.dtype
-            ):
-                raise ValueError(f"{where} is damaged: {key!r} has shape {entry.shape!r}, dtype {entry.dtype!r}")
             for i, piece in enumerate(entry.pieces):
                 if piece.file not in self.files:
                     raise ValueError(f"{where} is damaged: {key!r} is in {piece.file!r}, which is not listed")
-                if not tensorfile.is_whole([piece.begin, piece.end]) or piece.begin > piece.end:
+                if piece.begin > piece.end:
                     raise ValueError(f"{where} is damaged: {key!r} has the range {piece.begin} to {piece.end}")
-                ranges.setdefault(piece.file, {})[f"{key}#{i}" if i else key] = piece.begin, piece.end
+                pieces.setdefault(piece.file, {})[f"{key}#{i}" if i else key] = piece
             if sum(piece.end - piece.begin for piece in entry.pieces) != entry.nbytes:
                 raise ValueError(f"{where} is damaged: the ranges of {key!r} do not hold its shape {entry.shape}")
-        try:
-            structure.check(vars(self), self.tensors, where)
-        except RecursionError:
-            raise ValueError(f"{where} is damaged: its values are nested too deep") from None
-        for file, each in ranges.items():
-            record = self.files[file]
-            tensorfile.check_ranges(each, record.header or 0, record.size, f"{where}: {file}")
+        for key in references([self.models, self.optimizers, self.more]):
+            if key not in self.tensors:
+                raise ValueError(f"{where} is damaged: it refers to the tensor {key!r}, which is not listed")
+        for rank, parts in enumerate(self.rng):
+            shape = self.tensors["rng"].shape if "rng" in self.tensors else []
+            if shape[1:] != [sum(size for _, size in parts)] or rank >= shape[0]:
+                raise ValueError(f"{where} is damaged: the random state of rank {rank} is {str(parts)[:80]!r}")
+        for file, each in pieces.items():
+            check_ranges(each, self.files[file].header or 0, self.files[file].size, f"{where}: {file}")
 
 
 def check_name(name: str, where: str) -> None:
@@ -151,20 +137,162 @@ def check_name(name: str, where: str) -> None:
         raise ValueError(f"{where} names {name!r}, which is outside the checkpoint; it was not opened")
 
 
-def _entry(key: str, each: Mapping[str, Any]) -> Entry:
-    pieces = [Piece(**piece) for piece in each["pieces"]]
-    names, shape, crc = list(each["names"]), each["shape"], each["crc32"]
-    if not isinstance(each["dtype"], str) or not (crc is None or type(crc) is int):
-        raise TypeError(f"{key!r} has dtype {each['dtype']!r}, checksum {crc!r}")
-    trainable = each["trainable"]
-    if not (trainable is None or type(trainable) is bool) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{key!r} has names {names!r}, trainable {trainable!r}")
-    if not all(isinstance(piece.file, str) for piece in pieces):
-        raise TypeError(f"{key!r} is in a file whose name is no text")
-    return Entry(names, shape, each["dtype"], trainable, crc, pieces)
+# Values as JSON, with references in the place of tensors.
 
 
-def _table(value: Any) -> dict[str, Any]:
+def split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return ``value`` as JSON; its tensors go to ``tensors``, and references stay in their place.
+
+    Raises:
+        TypeError: it holds something that is neither a tensor nor a JSON value; the message names its path.
+    """
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value.detach()
+        return {"__tensor__": path}
+    if isinstance(value, torch.dtype):
+        return {"__dtype__": dtype_name(value)}
+    if hasattr(value, "state_dict") and callable(value.state_dict):
+        return split(value.state_dict(), path, tensors)
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, (str, int)):
+                raise TypeError(f"{path}: the key {key!r} is neither a string nor an integer")
+        pairs = [[key, split(each, f"{path}/{str(key).replace('/', '|')}", tensors)] for key, each in value.items()]
+        return {"__dict__": pairs}
+    if isinstance(value, (tuple, list)) or type(value).__name__ == "deque":
+        items = [split(each, f"{path}/{i}", tensors) for i, each in enumerate(value)]
+        return {"__tuple__": items} if isinstance(value, tuple) else items
+    if _is_plain(value):
+        return value
+    if isinstance(value, (bool, int, float, str)):  # a member of an enumeration, numpy's float64
+        return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))
+    raise TypeError(
+        f"{path}: a {type(value).__name__} is neither a tensor nor a JSON value; give it a state_dict() or leave it out"
+    )
+
+
+def join(value: Any, tensors: Mapping[str, Any]) -> Any:
+    """Invert ``split``."""
+    if isinstance(value, dict):
+        if "__tensor__" in value:
+            return tensors[value["__tensor__"]]
+        if "__dtype__" in value:
+            return dtype_of(value["__dtype__"])
+        if "__tuple__" in value:
+            return tuple(join(each, tensors) for each in value["__tuple__"])
+        return {key: join(each, tensors) for key, each in value["__dict__"]}
+    return [join(each, tensors) for each in value] if isinstance(value, list) else value
+
+
+def located(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Yield (keys and indices that lead to it, key of the tensor) for each reference in a split value."""
+    if isinstance(value, dict):
+        if "__tensor__" in value:
+            yield path, value["__tensor__"]
+        inside = [*enumerate(value.get("__tuple__", [])), *value.get("__dict__", [])]
+    else:
+        inside = list(enumerate(value)) if isinstance(value, list) else []
+    for key, each in inside:
+        yield from located(each, (*path, key))
+
+
+def references(value: Any) -> Iterator[str]:
+    """Yield the keys of the tensors that split values refer to, in whatever lists and tables they stand."""
+    if isinstance(value, dict):
+        if isinstance(value.get("__tensor__"), str):
+            yield value["__tensor__"]
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from references(each)
+
+
+# Forms: what each value of the file may be. A tuple of types; a predicate; [form of each item]; or {key: form}, where
+# "*" stands for any key, and a key that ends in "?" may be absent.
+
+
+def _made(cls: type, table: Mapping[str, Any]) -> Any:
+    return cls(**{each.name: table[each.name] for each in fields(cls)})
+
+
+def _misfits(value: Any, form: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield (path, value) of all that does not have its form; no number in a typed place may be below 0."""
+    if isinstance(form, tuple):
+        good = type(value) in form and not (type(value) is int and value < 0)
+    elif callable(form):
+        good = form(value)
+    elif isinstance(form, list):
+        good = isinstance(value, list)
+    else:
+        good = isinstance(value, dict) and all(key in value for key in form if key[-1] not in "*?")
+    if not good:
+        yield path, value
+    elif isinstance(form, list):
+        for i, each in enumerate(value):
+            yield from _misfits(each, form[0], f"{path}/{i}")
+    elif isinstance(form, dict):
+        for key, each in form.items():
+            name = key.rstrip("?")
+            for inside in value if key == "*" else [name] if name in value else []:
+                yield from _misfits(value[inside], each, f"{path}/{inside}".lstrip("/"))
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _is_dtype(value: Any) -> bool:
+    found = find_dtype(value)
+    return found is not None and dtype_name(found) == value
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and type(value[0]) in (str, int) and _is_split(value[1])
+
+
+def _is_sized_name(value: Any) -> bool:
+    return _is_pair(value) and type(value[0]) is str and type(value[1]) is int and value[1] >= 0
+
+
+def _is_settings(value: Any) -> bool:
+    return isinstance(value, dict) and "__dict__" in value and _is_split(value)
+
+
+def _is_split(value: Any) -> bool:
+    """True if ``split`` can have made it; where references lead is checked elsewhere."""
+    if isinstance(value, list):
+        return all(map(_is_split, value))
     if not isinstance(value, dict):
-        raise TypeError(f"{value!r} where a table belongs")
-    return value
+        return _is_plain(value)
+    if len(value) != 1:
+        return False
+    ((mark, inner),) = value.items()
+    if mark in ("__tuple__", "__dict__"):
+        return isinstance(inner, list) and all(map(_is_split if mark == "__tuple__" else _is_pair, inner))
+    return (mark == "__tensor__" and isinstance(inner, str)) or (mark == "__dtype__" and _is_dtype(inner))
+
+
+_TEXT, _COUNT, _COUNT_OR_NONE = (str,), (int,), (int, type(None))
+_TENSOR = {
+    "names": [_TEXT],
+    "shape": [_COUNT],
+    "dtype": _is_dtype,
+    "trainable": (bool, type(None)),
+    "crc32": _COUNT_OR_NONE,
+    "pieces": [{"file": _TEXT, "begin": _COUNT, "end": _COUNT}],
+}
+_OPTIMIZER: dict[str, Any] = {
+    "class": _TEXT,
+    "groups": [{"params": [_TEXT], "settings": _is_settings}],
+    "state": {"*": _is_split},
+}
+_OPTIMIZER["wrapped?"] = {"*": _OPTIMIZER}
+_FORM = {
+    "tensors": {"*": _TENSOR},
+    "models": {"*": {"class": _TEXT, "extra": {"*": _is_split}}},
+    "optimizers": {"*": _OPTIMIZER},
+    "more": {"*": _is_split},
+    "rng": [[_is_sized_name]],
+    "files": {"*": {"size": _COUNT, "crc32": _COUNT, "header": _COUNT_OR_NONE}},
+    "about": {},
+}

@@ -1,9 +1,9 @@
-"""Loading an optimizer: groups matched by the names of their parameters, state put where the optimizer keeps it."""
+"""Load an optimizer: groups are matched by the names of their parameters, state goes where the optimizer keeps it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,144 +11,128 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.checkpoint import state
 from trueshard.checkpoint.catalogue import Catalogue
-from trueshard.checkpoint.filling import fill
-from trueshard.checkpoint.found import Misfits
-from trueshard.checkpoint.manifest import Entry
+from trueshard.checkpoint.manifest import join, located, references
+from trueshard.checkpoint.tensorfile import TensorEntry, dtype_of
 from trueshard.optim.rebind import family
-from trueshard.optim.steps import Role, roles_of
+from trueshard.optim.stepping import Role, roles_of
 
 
 @dataclass
-class Plan:
-    """What will be done to one optimizer (or to one that it wraps)."""
+class OptimizerLoad:
+    """The changes to one optimizer, or to one that it wraps."""
 
     optimizer: Any
     catalogue: Catalogue
     roles: dict[int, Role]
-    """By ``id``: how the optimizer keeps the state of its sharded parameters."""
+    """``id`` of a sharded parameter → how the optimizer keeps its state."""
     settings: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
-    """A group, and the settings that it gets."""
+    """(group, its saved settings)."""
     parts: list[tuple[Any, Any]] = field(default_factory=list)
-    """A parameter (or another key of the state), and its state as it was saved."""
+    """(parameter or other key of the state, its saved state)."""
     templates: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    """Keys that are read, each with a tensor that is cut as what is read, for the checksum."""
+    """(key that is read, a meta tensor sharded as what is read), for checksums."""
 
     def settings_keys(self) -> list[str]:
-        """Keys of the tensors in settings."""
-        return [key for _, value in self.settings for key in state.references(value)]
+        """Return the keys of tensors in settings."""
+        return list(references([value for _, value in self.settings]))
 
     def apply(self) -> None:
-        """Load. The state's dict stays the object it is."""
+        """Change the optimizer; its state dict remains the same object."""
         for group, value in self.settings:
-            own = state.join(value, {key: self.catalogue.whole(key) for key in state.references(value)})
-            group.update(copy.deepcopy(own))
+            group.update(copy.deepcopy(self.catalogue.value(value)))
         found = {key: self._state(key, value) for key, value in self.parts}
         self.optimizer.state.clear()
         self.optimizer.state.update(found)
 
     def _state(self, key: Any, value: Any) -> Any:
+        if not isinstance(key, torch.Tensor):
+            return self.catalogue.value(value)
         tensors = {}
-        for path, where in state.located(value):
-            if isinstance(key, torch.Tensor):
-                tensors[where] = _like(self.catalogue.entries[where], path, key, self.roles.get(id(key)))
-                fill(self.catalogue, where, tensors[where])
+        for path, where in located(value):
+            tensors[where] = _like(self.catalogue.entries[where], path, key, self.roles.get(id(key)))
+            self.catalogue.fill(where, tensors[where])
+        return join(value, tensors)
+
+    def match(self, prefix: str, saved: Any, name_of: Mapping[int, str]) -> Iterator[tuple[str, str, str]]:
+        """Match groups and state with the record ``saved``; yield misfits, as ``Misfits.add`` takes them.
+
+        ``name_of``: ``id`` of a parameter → its name.
+        """
+        here = type(self.optimizer).__name__
+        if saved["class"].rpartition(".")[2] != here:
+            yield "mismatched", prefix, f"{prefix!r} is a {saved['class']}, not a {here}"
+            return
+        yield from self._match_groups(prefix, saved["groups"], name_of)
+        groups = self.optimizer.param_groups
+        parameters = {name_of[id(p)]: p for group in groups for p in group["params"] if id(p) in name_of}
+        for name, value in saved["state"].items():
+            if name.startswith("@"):
+                self.parts.append((name[1:], value))
+            elif name in parameters:
+                parameter = parameters[name]
+                role = self.roles.get(id(parameter))
+                if role is None or role.is_mine is not False:
+                    self.parts.append((parameter, value))
+                for path, key in located(value):
+                    self.templates.append((key, _like(self.catalogue.entries[key], path, parameter, role, meta=True)))
+
+    def _match_groups(self, prefix: str, saved: Any, name_of: Mapping[int, str]) -> Iterator[tuple[str, str, str]]:
+        old = [(group["params"], group["settings"]) for group in saved]
+        known = {name for members, _ in old for name in members}
+        taken: set[int] = set()
+        for g, group in enumerate(self.optimizer.param_groups):
+            own = [
+                name_of.get(id(p), f"<a parameter of no model given, shape {tuple(p.shape)}>") for p in group["params"]
+            ]
+            same = next((i for i, (members, _) in enumerate(old) if i not in taken and set(members) == set(own)), None)
+            if same is not None:
+                taken.add(same)
+                self.settings.append((group, old[same][1]))
+            elif own and not known & set(own):
+                yield "new", f"{prefix}: group {g}", ""
             else:
-                tensors[where] = self.catalogue.whole(where)
-        return state.join(value, tensors)
+                near = max(range(len(old)), key=lambda i: len(set(old[i][0]) & set(own)), default=None)
+                before = set(old[near][0]) if near is not None else set()
+                lost, added = sorted(before - set(own)), sorted(set(own) - before)
+                if near is not None:
+                    taken.add(near)
+                text = f"group {g} of {prefix!r} is not what was saved: missing here {lost[:3]}, new here {added[:3]}"
+                yield "mismatched", f"{prefix}: group {g}", text
+        for i, (members, _) in enumerate(old):
+            if i not in taken:
+                shown = f"{members[:3]}{'…' if members[3:] else ''}"
+                text = f"{prefix!r} was saved with a group of {shown}, which it has not here"
+                yield "unexpected", f"{prefix}: saved group {i}", text
 
 
-def plan(
-    prefix: str, optimizer: Any, saved: Any, name_of: Mapping[int, str], catalogue: Catalogue, misfits: Misfits
-) -> list[Plan]:
-    """What loading ``saved`` into ``optimizer`` means; what does not fit is told to ``misfits``."""
-    plans = []
+def optimizer_loads(optimizer: Any, saved: Any, catalogue: Catalogue) -> list[tuple[OptimizerLoad, Any]]:
+    """Return the load of ``optimizer`` and of each one it wraps, with its saved record."""
     roles = roles_of(optimizer)
-    for place, member in enumerate(family(optimizer)):
-        record = saved if not place else saved.get("wrapped", {}).get(str(place))
-        if record is None:
-            continue
-        one = _plan_one(prefix, member, record, name_of, Plan(member, catalogue, roles), misfits)
-        plans.append(one)
-    return plans
-
-
-def _plan_one(
-    prefix: str, optimizer: Any, saved: Any, name_of: Mapping[int, str], made: Plan, misfits: Misfits
-) -> Plan:
-    here = type(optimizer).__name__
-    if saved["class"].rpartition(".")[2] != here:
-        misfits.mismatched(prefix, f"{prefix!r} is a {saved['class']}, not a {here}")
-        return made
-    _match_groups(prefix, optimizer, saved, name_of, misfits, made)
-    parameters = {name_of[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in name_of}
-    for name, value in saved["state"].items():
-        if name.startswith("@"):
-            made.parts.append((name[1:], value))
-        elif name in parameters:
-            parameter = parameters[name]
-            role = made.roles.get(id(parameter))
-            if role is None or role.is_mine is not False:
-                made.parts.append((parameter, value))
-            for path, key in state.located(value):
-                made.templates.append((key, _like(made.catalogue.entries[key], path, parameter, role, meta=True)))
-    return made
-
-
-def _match_groups(
-    prefix: str, optimizer: Any, saved: Any, name_of: Mapping[int, str], misfits: Misfits, made: Plan
-) -> None:
-    old = [(group["params"], group["settings"]) for group in saved["groups"]]
-    known = {name for members, _ in old for name in members}
-    taken: set[int] = set()
-    for g, group in enumerate(optimizer.param_groups):
-        own = [name_of.get(id(p), f"<a parameter of no model given, shape {tuple(p.shape)}>") for p in group["params"]]
-        same = next((i for i, (members, _) in enumerate(old) if i not in taken and set(members) == set(own)), None)
-        if same is not None:
-            taken.add(same)
-            made.settings.append((group, old[same][1]))
-        elif own and not known & set(own):
-            misfits.new(f"{prefix}: group {g}")
-        else:
-            near = max(range(len(old)), key=lambda i: len(set(old[i][0]) & set(own)), default=None)
-            before = set(old[near][0]) if near is not None else set()
-            lost, added = sorted(before - set(own)), sorted(set(own) - before)
-            if near is not None:
-                taken.add(near)
-            misfits.mismatched(
-                f"{prefix}: group {g}",
-                f"group {g} of {prefix!r} is not what was saved: missing here {lost[:3]}, new here {added[:3]}",
-            )
-    for i, (members, _) in enumerate(old):
-        if i not in taken:
-            text = (
-                f"{prefix!r} was saved with a group of {members[:3]}{'…' if members[3:] else ''}, which it has not here"
-            )
-            misfits.unexpected(f"{prefix}: saved group {i}", text)
+    records = [
+        saved if not place else saved.get("wrapped", {}).get(str(place)) for place in range(len(family(optimizer)))
+    ]
+    return [
+        (OptimizerLoad(member, catalogue, roles), record)
+        for member, record in zip(family(optimizer), records, strict=True)
+        if record is not None
+    ]
 
 
 def _like(
-    entry: Entry, path: tuple[Any, ...], parameter: torch.Tensor, role: Role | None, meta: bool = False
+    entry: TensorEntry, path: tuple[Any, ...], parameter: torch.Tensor, role: Role | None, meta: bool = False
 ) -> torch.Tensor:
-    """A tensor for a saved one, as the optimizer itself would hold it.
+    """Make a tensor for ``entry``, sharded and placed as the optimizer itself would hold it, or on the meta device.
 
-    Args:
-        entry: the saved one.
-        path: its keys in the state of ``parameter``.
-        parameter: whose state it is.
-        role: how the optimizer keeps it; None where nothing is sharded.
-        meta: without memory.
+    ``path``: its keys in the state of ``parameter``; ``role``: how the optimizer keeps it, None if not sharded.
     """
-    dtype: torch.dtype = getattr(torch, entry.dtype)
     local = _torch.local(parameter)
     device: Any = "meta" if meta else local.device
     if role is not None and role.is_mine is None and isinstance(parameter, DTensor):
-        shape = torch.Size(entry.shape)
-        whole = torch.empty(shape, dtype=dtype, device="meta")
+        whole = entry.empty("meta")
         if role.is_rows(path, whole, parameter):
-            memory = torch.empty((*local.shape[:1], *shape[1:]), dtype=dtype, device=device)
-            return _torch.dtensor_over(memory, parameter, shape, whole.stride())
+            memory = torch.empty((*local.shape[:1], *whole.shape[1:]), dtype=dtype_of(entry.dtype), device=device)
+            return _torch.dtensor_over(memory, parameter, whole.shape, whole.stride())
     if not meta and not entry.shape and path[-1:] == ("step",):
         device = "cpu"  # where torch's optimizers keep it, unless capturable or fused
-    return torch.empty(entry.shape, dtype=dtype, device=device)
+    return entry.empty(device)

@@ -1,87 +1,94 @@
-"""What a checkpoint holds, by name: the tensors and the JSON values of models, optimizers and the user's own entries.
+"""The content of a checkpoint, by name: the tensors and JSON values of models, optimizers, the user's entries.
 
-- A tensor's key is its path: ``model/<name>``, ``optimizer/<parameter>/<state>``, ``more/<path>``. Several models or
-  optimizers add their key: ``model/<key>/<name>``.
-- A tie is one tensor with several names. State that an optimizer does not have is simply not there.
-- Taking the state has no side effect: no optimizer steps, nothing is gathered, nothing moves.
+- A tensor's key is its path: ``model/<name>``, ``optimizer/<parameter>/<state>``, ``more/<path>``. With several
+  models or optimizers, ``model/<key>/<name>``.
+- A tied tensor is one tensor with several names. State that an optimizer does not have is not made up.
+- Collecting has no side effect: no optimizer steps, no communication, no tensor moves.
+
+Also the state of this rank's random generators (torch's on CPU and accelerator, Python's, numpy's) as bytes, and back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import random
+import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
-from trueshard import names
+from trueshard import _torch
+from trueshard.checkpoint.manifest import Manifest, split
+from trueshard.checkpoint.tensorfile import TensorEntry
+from trueshard.model import names
 from trueshard.optim.rebind import family
 
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass
-class Held:
-    """A tensor of a model."""
+class ModelTensor:
+    """A parameter or buffer."""
 
     tensor: torch.Tensor
     names: list[str]
-    """All that it has; the first is the one it is kept under."""
+    """The first is the one it is stored under."""
     trainable: bool | None
     """None for a buffer."""
 
 
 @dataclass
 class Content:
-    """What is to be saved, as far as this rank has it."""
+    """Tensors and values to be saved, as far as this rank has them."""
 
     tensors: Tensors = field(default_factory=dict)
-    held: dict[str, Held] = field(default_factory=dict)
-    """By key: those tensors that are a model's."""
-    models: dict[str, Any] = field(default_factory=dict)
-    optimizers: dict[str, Any] = field(default_factory=dict)
-    more: dict[str, Any] = field(default_factory=dict)
+    manifest: Manifest = field(default_factory=Manifest)
+    """An entry for each of ``tensors``, without pieces."""
 
 
 def collect(models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], more: Mapping[str, Any]) -> Content:
-    """Everything, by key.
+    """Collect the tensors and values of models and optimizers, by key prefix, and of the user's entries.
 
     Raises:
-        ValueError, TypeError: something that cannot be saved; the message names it.
+        ValueError, TypeError: something cannot be saved; the message names it.
     """
     content = Content()
+    tensors, manifest = content.tensors, content.manifest
     for prefix, module in models.items():
         held, extra = model_tensors(module)
         for name, each in held.items():
-            content.held[f"{prefix}/{name}"] = each
-            content.tensors[f"{prefix}/{name}"] = each.tensor
-        content.models[prefix] = {
-            "class": _class_name(module),
-            "extra": {name: split(value, f"{prefix}/{name}", content.tensors) for name, value in extra.items()},
-        }
+            tensors[f"{prefix}/{name}"] = each.tensor
+            manifest.tensors[f"{prefix}/{name}"] = TensorEntry.of(each.tensor, each.names, each.trainable)
+        values = {name: split(value, f"{prefix}/{name}", tensors) for name, value in extra.items()}
+        manifest.models[prefix] = {"class": _class_name(_torch.own_class(names.unwrap(module))), "extra": values}
     name_of = parameter_names(models)
     for prefix, optimizer in optimizers.items():
-        content.optimizers[prefix] = optimizer_record(prefix, optimizer, name_of, content.tensors)
+        manifest.optimizers[prefix] = _optimizer_record(prefix, optimizer, name_of, tensors)
     for key, value in more.items():
-        content.more[key] = split(value, f"more/{key}", content.tensors)
+        manifest.more[key] = split(value, f"more/{key}", tensors)
+    for key, tensor in tensors.items():
+        if key not in manifest.tensors:
+            manifest.tensors[key] = TensorEntry.of(tensor, [key.partition("/")[2]])
     return content
 
 
 def models_of(model: Any) -> dict[str, nn.Module]:
-    """``model`` as a dict: key prefix → module."""
+    """Return ``save``'s ``model`` as a dict: key prefix → module."""
     return _by_prefix("model", model, nn.Module)
 
 
+def optimizers_of(optimizer: Any) -> dict[str, Any]:
+    """Return ``save``'s ``optimizer`` as a dict: key prefix → optimizer."""
+    return _by_prefix("optimizer", optimizer, torch.optim.Optimizer)
+
+
 def parameters_of(model: Any) -> list[torch.Tensor]:
-    """The parameters of whatever modules are in ``model``, which may be anything."""
+    """Return the parameters of ``save``'s ``model``, whatever else is in it."""
     models = model.values() if isinstance(model, Mapping) else [model]
     return [p for each in models if isinstance(each, nn.Module) for p in each.parameters()]
-
-
-def optimizers_of(optimizer: Any) -> dict[str, Any]:
-    """``optimizer`` as a dict: key prefix → optimizer."""
-    return _by_prefix("optimizer", optimizer, torch.optim.Optimizer)
 
 
 def _by_prefix(kind: str, given: Any, expected: type) -> dict[str, Any]:
@@ -98,20 +105,13 @@ def _by_prefix(kind: str, given: Any, expected: type) -> dict[str, Any]:
     return found
 
 
-def _class_name(value: Any) -> str:
-    cls = _own_class(value)
+def _class_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _own_class(value: Any) -> type:
-    from trueshard import _torch
-
-    return _torch.own_class(names.unwrap(value)) if isinstance(value, nn.Module) else type(value)
-
-
-def model_tensors(model: nn.Module) -> tuple[dict[str, Held], dict[str, Any]]:
-    """The tensors of ``model.state_dict()`` by first name, and what modules return from ``get_extra_state``."""
-    found: dict[int, Held] = {}
+def model_tensors(model: nn.Module) -> tuple[dict[str, ModelTensor], dict[str, Any]]:
+    """Return the tensors of ``model.state_dict()`` by first name, and what modules return from ``get_extra_state``."""
+    found: dict[int, ModelTensor] = {}
     extra: dict[str, Any] = {}
     for name, value in names.unwrap(model).state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == "_extra_state":
@@ -120,12 +120,12 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Held], dict[str, Any]]:
             found[id(value)].names.append(name)
         else:
             trainable = value.requires_grad if isinstance(value, nn.Parameter) else None
-            found[id(value)] = Held(value, [name], trainable)
+            found[id(value)] = ModelTensor(value, [name], trainable)
     return {each.names[0]: each for each in found.values()}, extra
 
 
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
-    """``id`` of each parameter → its first name (after the model's key, when there are several)."""
+    """Map ``id`` of each parameter → its first name, after the model's key if there are several."""
     found: dict[int, str] = {}
     for prefix, model in models.items():
         inside = prefix.partition("/")[2]
@@ -134,15 +134,13 @@ def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
     return found
 
 
-def optimizer_record(
+def _optimizer_record(
     prefix: str, optimizer: torch.optim.Optimizer, name_of: Mapping[int, str], tensors: Tensors
 ) -> dict[str, Any]:
-    """An optimizer's class, groups and state as JSON values; its tensors go to ``tensors``.
-
-    An optimizer that wraps another has the other's record in its own.
+    """Return class, groups and state as JSON values; tensors go to ``tensors``, wrapped optimizers to ``"wrapped"``.
 
     Raises:
-        ValueError: it holds a parameter that is in none of the models saved with it.
+        ValueError: it holds a parameter of none of the models.
     """
     record: dict[str, Any] = {}
     for place, member in enumerate(family(optimizer)):
@@ -150,24 +148,20 @@ def optimizer_record(
         if place and member.state is optimizer.state:
             continue
         one = {
-            "class": _class_name(member),
+            "class": _class_name(type(member)),
             "groups": [_group(path, g, group, member, name_of, tensors) for g, group in enumerate(member.param_groups)],
-            "state": _state(path, member, name_of, tensors),
+            "state": {
+                name: split(entries, f"{path}/{name}", tensors)
+                for key, entries in member.state.items()
+                # None: a parameter that was taken out of its groups
+                if (name := name_of.get(id(key)) if isinstance(key, torch.Tensor) else f"@{key}") is not None
+            },
         }
         if place:
             record.setdefault("wrapped", {})[str(place)] = one
         else:
             record = one
     return record
-
-
-def groups_of(records: Mapping[str, Any]) -> dict[str, Any]:
-    """Of optimizers' records, what is the same on every rank: classes, and the names in each group."""
-    found: dict[str, Any] = {}
-    for prefix, record in records.items():
-        found[prefix] = [record["class"], [group["params"] for group in record["groups"]]]
-        found |= groups_of({f"{prefix}/@{place}": each for place, each in record.get("wrapped", {}).items()})
-    return found
 
 
 def _group(
@@ -186,83 +180,54 @@ def _group(
     }
 
 
-def _state(path: str, optimizer: Any, name_of: Mapping[int, str], tensors: Tensors) -> dict[str, Any]:
+def groups_of(records: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of optimizer records that are the same on every rank: class, and the names in each group."""
     found: dict[str, Any] = {}
-    for key, entries in optimizer.state.items():
-        if isinstance(key, torch.Tensor):
-            if id(key) not in name_of:
-                continue  # of a parameter that was taken out of its groups
-            name = name_of[id(key)]
-        else:
-            name = f"@{key}"
-        found[name] = split(entries, f"{path}/{name}", tensors)
+    for prefix, record in records.items():
+        found[prefix] = [record["class"], [group["params"] for group in record["groups"]]]
+        found |= groups_of({f"{prefix}/@{place}": each for place, each in record.get("wrapped", {}).items()})
     return found
 
 
-def split(value: Any, path: str, tensors: Tensors) -> Any:
-    """A value with its tensors taken out into ``tensors`` and references left in their place, as JSON.
-
-    Raises:
-        TypeError: something that is neither a tensor nor a JSON value; the message names its path.
-    """
-    if isinstance(value, torch.Tensor):
-        tensors[path] = value.detach()
-        return {"__tensor__": path}
-    if isinstance(value, torch.dtype):
-        return {"__dtype__": str(value).removeprefix("torch.")}
-    if hasattr(value, "state_dict") and callable(value.state_dict):
-        return split(value.state_dict(), path, tensors)
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, (str, int)):
-                raise TypeError(f"{path}: the key {key!r} is neither a string nor an integer")
-        return {
-            "__dict__": [
-                [key, split(each, f"{path}/{str(key).replace('/', '|')}", tensors)] for key, each in value.items()
-            ]
-        }
-    if isinstance(value, tuple):
-        return {"__tuple__": [split(each, f"{path}/{i}", tensors) for i, each in enumerate(value)]}
-    if isinstance(value, list) or type(value).__name__ == "deque":
-        return [split(each, f"{path}/{i}", tensors) for i, each in enumerate(value)]
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, (bool, int, float, str)):  # an enumeration's member, numpy's float64
-        return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))
-    raise TypeError(
-        f"{path}: a {type(value).__name__} is neither a tensor nor a JSON value; give it a state_dict() or leave it out"
-    )
+_WORDS = 625
+"""Words of Python's Mersenne Twister: 624 of state and a position."""
 
 
-def join(value: Any, tensors: Mapping[str, Any]) -> Any:
-    """The inverse of ``split``."""
-    if isinstance(value, dict):
-        if "__tensor__" in value:
-            return tensors[value["__tensor__"]]
-        if "__dtype__" in value:
-            return getattr(torch, value["__dtype__"])
-        if "__tuple__" in value:
-            return tuple(join(each, tensors) for each in value["__tuple__"])
-        return {key: join(each, tensors) for key, each in value["__dict__"]}
-    if isinstance(value, list):
-        return [join(each, tensors) for each in value]
-    return value
+def random_state() -> tuple[list[list[Any]], torch.Tensor]:
+    """Return [generator, bytes] in turn, and their states, concatenated: uint8 ``(bytes,)``. Draws no number."""
+    parts = {"torch": bytes(torch.get_rng_state().numpy())}
+    if torch.accelerator.is_available():
+        device: Any = torch.accelerator.current_accelerator()
+        module = torch.get_device_module(device)
+        if hasattr(module, "get_rng_state"):
+            parts[device.type] = bytes(module.get_rng_state().cpu().numpy())
+    version, words, gauss = random.getstate()
+    parts["python"] = struct.pack(f"<i{_WORDS}I?d", version, *words, gauss is not None, gauss or 0.0)
+    legacy: Any = numpy.random.get_state(legacy=True)  # noqa: NPY002
+    name, keys, place, has_gauss, cached = legacy
+    if name == "MT19937":
+        parts["numpy"] = struct.pack("<624Iii d", *keys.tolist(), place, has_gauss, cached)
+    table = [[kind, len(data)] for kind, data in parts.items()]
+    return table, torch.frombuffer(bytearray(b"".join(parts.values())), dtype=torch.uint8)
 
 
-def located(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """(keys and places that lead to it, key of the tensor) of all that a split value refers to."""
-    if isinstance(value, dict):
-        if "__tensor__" in value:
-            yield path, value["__tensor__"]
-        for i, each in enumerate(value.get("__tuple__", [])):
-            yield from located(each, (*path, i))
-        for key, each in value.get("__dict__", []):
-            yield from located(each, (*path, key))
-    elif isinstance(value, list):
-        for i, each in enumerate(value):
-            yield from located(each, (*path, i))
-
-
-def references(value: Any) -> list[str]:
-    """The keys of the tensors that a split value refers to."""
-    return [key for _, key in located(value)]
+def set_random_state(table: list[list[Any]], states: bytes) -> None:
+    """Set the generators to what ``random_state`` returned; one that this machine lacks is skipped."""
+    at = 0
+    for kind, length in table:
+        data = states[at : at + length]
+        at += length
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if kind == "torch":
+            torch.set_rng_state(tensor)
+        elif kind == "python":
+            version, *words, has_gauss, gauss = struct.unpack(f"<i{_WORDS}I?d", data)
+            random.setstate((version, tuple(words), gauss if has_gauss else None))
+        elif kind == "numpy":
+            *keys, place, has_gauss, cached = struct.unpack("<624Iii d", data)
+            generator = ("MT19937", numpy.array(keys, dtype=numpy.uint32), place, has_gauss, cached)
+            numpy.random.set_state(generator)  # noqa: NPY002
+        elif torch.accelerator.is_available():
+            device: Any = torch.accelerator.current_accelerator()
+            if device.type == kind:
+                torch.get_device_module(device).set_rng_state(tensor)

@@ -1,9 +1,11 @@
-"""The bytes of a safetensors file: its header, made and read. Tensors are written and read elsewhere, by byte range.
+"""The safetensors format: dtypes, checksums, tensors and their byte ranges, headers.
 
-- Written by hand rather than by the ``safetensors`` package, since that wants a file's tensors all in one process, and
-  here each rank writes its own ranges.
-- A header that is read is not trusted: lengths, dtypes, shapes and ranges must fit one another and the file, and ranges
-  must neither overlap nor leave holes.
+- Not the ``safetensors`` package: it wants all tensors of a file in one process, and here each rank writes its own
+  byte ranges of the same file.
+- A header read from a file is not trusted: lengths, dtypes, shapes and ranges must agree with each other and with the
+  file, and ranges must neither overlap nor leave holes.
+- Checksums are CRC-32 (ISO 3309, that of zlib). Those of pieces combine into that of the whole tensor, so a checksum
+  does not depend on how many ranks wrote it.
 """
 
 from __future__ import annotations
@@ -11,14 +13,17 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
+from zlib_ng import zlib_ng
 
-from trueshard.checkpoint.jsontext import table_of
+from trueshard.plans import SHORT_DTYPES
 
+BLOCK = 8 << 20
+"""Bytes read, written or checksummed at once; the interpreter's lock is free meanwhile."""
 _CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -38,27 +43,42 @@ _CODES = {
     "bool": "BOOL",
 }
 _NAMES = {code: name for name, code in _CODES.items()}
-MARK = {"trueshard": "checkpoint"}
-"""In the metadata of a checkpoint's files: a manifest belongs to them."""
+_MARK = {"trueshard": "checkpoint"}
+"""Header metadata of a checkpoint's files: a manifest belongs to them."""
 _LONGEST_HEADER = 100_000_000
-"""bytes; what the safetensors package accepts"""
+"""Bytes; the limit of the safetensors package."""
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A tensor in a file."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    """As torch names it."""
-    begin: int
-    end: int
-    """Bytes, from the beginning of the file."""
+def crc32(data: memoryview, value: int = 0) -> int:
+    """Return the checksum of ``data``, continuing from ``value``."""
+    return crc32_of_range(lambda begin, end: data[begin:end], 0, len(data), value)
 
 
-def size_of(dtype: str) -> int:
-    """Bytes of an element."""
-    return int(getattr(torch, dtype).itemsize)
+def crc32_of_range(read: Callable[[int, int], Any], begin: int, end: int, value: int = 0) -> int:
+    """Return the checksum of bytes ``begin`` to ``end``, which ``read(begin, end)`` returns block by block."""
+    for at in range(begin, end, BLOCK):
+        value = zlib_ng.crc32(read(at, min(at + BLOCK, end)), value)
+    return value
+
+
+def crc32_joined(parts: Iterable[tuple[int, int]]) -> int:
+    """Return the checksum of consecutive pieces, given as (checksum, bytes)."""
+    value = 0
+    for checksum, length in parts:
+        value = zlib_ng.crc32_combine(value, checksum, length)
+    return int(value)
+
+
+def find_dtype(name: object) -> torch.dtype | None:
+    """Return the dtype of ``"float32"``, ``"torch.float32"`` or ``"fp32"``; None if there is none."""
+    found = getattr(torch, SHORT_DTYPES.get(name, name).removeprefix("torch."), None) if isinstance(name, str) else None
+    return found if isinstance(found, torch.dtype) else None
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that ``dtype_name`` names."""
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -66,96 +86,155 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def is_storable(dtype: str) -> bool:
-    """Whether safetensors knows the dtype; others are stored as bytes, with one more dimension."""
-    return dtype in _CODES
+@dataclass(frozen=True)
+class Piece:
+    """Bytes ``begin`` to ``end`` of a file, which hold some rows of a tensor."""
+
+    file: str
+    begin: int
+    end: int
 
 
-def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, marked: bool) -> tuple[bytes, dict[str, Slot]]:
-    """The header of a file for tensors (key, dtype, shape), and where each lies.
+@dataclass
+class TensorEntry:
+    """A stored tensor."""
 
-    The widest dtype comes first, so that each tensor is aligned to its elements; otherwise the order is kept.
-    ``marked``: the file is a part of a checkpoint, and without its manifest it is not whole.
+    names: list[str]
+    """Names in the model or optimizer; a tied tensor has several."""
+    shape: list[int]
+    dtype: str
+    trainable: bool | None = None
+    """None if not a parameter."""
+    crc32: int | None = None
+    """None if unknown: another program's files."""
+    pieces: list[Piece] = field(default_factory=list)
+    """In row order."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, names: list[str], trainable: bool | None = None) -> TensorEntry:
+        """Describe a tensor that is not in a file yet."""
+        return cls(names, list(tensor.shape), dtype_name(tensor.dtype), trainable)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return dtype_of(self.dtype).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files that hold it."""
+        return list(dict.fromkeys(piece.file for piece in self.pieces))
+
+    def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Make a tensor of this shape and dtype, uninitialised."""
+        return torch.empty(self.shape, dtype=dtype_of(self.dtype), device=device)
+
+
+def make_header(entries: Mapping[str, TensorEntry], *, marked: bool) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """Return a file's header, and the byte range of each of ``entries`` in it.
+
+    Sorted by element size, largest first, so that each tensor is aligned to its elements. A dtype that safetensors does
+    not know is stored as bytes, with one more dimension. ``marked``: the file belongs to a checkpoint.
     """
-    slots: dict[str, Slot] = {}
+    ranges: dict[str, tuple[int, int]] = {}
     at = 0
-    table: dict[str, object] = {"__metadata__": {"format": "pt", **(MARK if marked else {})}}
-    for key, dtype, shape in sorted(tensors, key=lambda each: -size_of(each[1])):
-        end = at + math.prod(shape) * size_of(dtype)
-        slots[key] = Slot(shape, dtype, at, end)
-        known = is_storable(dtype)
-        listed = [*shape] if known else [*shape, size_of(dtype)]
-        table[key] = {"dtype": _CODES[dtype] if known else "U8", "shape": listed, "data_offsets": [at, end]}
-        at = end
+    table: dict[str, object] = {"__metadata__": {"format": "pt", **(_MARK if marked else {})}}
+    for key, entry in sorted(entries.items(), key=lambda each: -each[1].itemsize):
+        code, shape = _CODES.get(entry.dtype), list(entry.shape)
+        if code is None:
+            code, shape = "U8", [*shape, entry.itemsize]
+        ranges[key] = at, at + entry.nbytes
+        table[key] = {"dtype": code, "shape": shape, "data_offsets": list(ranges[key])}
+        at += entry.nbytes
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    moved = {key: Slot(s.shape, s.dtype, start + s.begin, start + s.end) for key, s in slots.items()}
-    return struct.pack("<Q", len(text)) + text, moved
+    return struct.pack("<Q", len(text)) + text, {key: (start + a, start + b) for key, (a, b) in ranges.items()}
 
 
-def header_length(first: bytes, size: int, file: str) -> int:
-    """Bytes of the header, its own length included, from the first eight bytes of a file of ``size`` bytes.
+def header_length(first: bytes, size: int, where: str) -> int:
+    """Return the bytes of a header, including the length field, from the first eight of a file of ``size`` bytes.
 
     Raises:
-        ValueError: the file is shorter than that says.
+        ValueError: the file is shorter than that.
     """
     if len(first) < 8:
-        raise ValueError(f"{file} is cut short: {size} bytes, where a safetensors file begins with 8")
+        raise ValueError(f"{where} is cut short: {size} bytes, where a safetensors file begins with 8")
     (length,) = struct.unpack("<Q", first)
     if length > _LONGEST_HEADER or 8 + length > size:
-        raise ValueError(f"{file} is damaged: its header claims {length} bytes of a file of {size}")
+        raise ValueError(f"{where} is damaged: its header claims {length} bytes of a file of {size}")
     return int(8 + length)
 
 
-def parse(header: bytes, size: int, file: str) -> dict[str, Slot]:
-    """The tensors of a file of ``size`` bytes, by key.
+def parse_header(header: bytes, size: int, file: str, where: str) -> dict[str, TensorEntry]:
+    """Read the tensors of ``file``, of ``size`` bytes, by key; ``where``: its path, for messages.
 
     Raises:
         ValueError: the header contradicts itself or the file; the message names the tensor.
     """
-    table = table_of(header[8:], f"{file} (its header)")
-    slots = {key: _slot(key, each, len(header), file) for key, each in table.items() if key != "__metadata__"}
-    check_ranges({key: (slot.begin, slot.end) for key, slot in slots.items()}, len(header), size, file)
-    return slots
+    entries: dict[str, TensorEntry] = {}
+    for key, each in parse_json(header[8:], f"{where} (its header)").items():
+        if key == "__metadata__":
+            continue
+        known = each if isinstance(each, dict) else {}
+        shape, offsets, code = known.get("shape"), known.get("data_offsets"), known.get("dtype")
+        if not (is_whole(shape) and is_whole(offsets) and isinstance(code, str) and len(offsets) == 2):
+            raise ValueError(f"{where} is damaged: {key!r} has shape {shape!r}, dtype {code!r}, range {offsets!r}")
+        if code not in _NAMES:
+            raise ValueError(f"{where}: {key!r} has dtype {code}, which this version does not know")
+        begin, end = offsets
+        entries[key] = TensorEntry([key], shape, _NAMES[code])
+        entries[key].pieces = [Piece(file, len(header) + begin, len(header) + end)]
+        if end - begin != entries[key].nbytes:
+            raise ValueError(f"{where} is damaged: {key!r} of shape {shape} and dtype {code} has {end - begin} bytes")
+    check_ranges({key: each.pieces[0] for key, each in entries.items()}, len(header), size, where)
+    return entries
 
 
 def is_marked(header: bytes) -> bool:
-    """Whether a header that was parsed is that of a checkpoint's file."""
+    """True if a valid header is that of a checkpoint's file."""
     metadata = json.loads(header[8:]).get("__metadata__")
-    return isinstance(metadata, dict) and MARK.items() <= metadata.items()
-
-
-def _slot(key: str, each: Any, start: int, file: str) -> Slot:
-    known = each if isinstance(each, dict) else {}
-    shape, offsets, code = known.get("shape"), known.get("data_offsets"), known.get("dtype")
-    if not (is_whole(shape) and is_whole(offsets) and isinstance(code, str) and len(offsets) == 2):
-        raise ValueError(f"{file} is damaged: {key!r} has shape {shape!r}, dtype {code!r}, range {offsets!r}")
-    if code not in _NAMES:
-        raise ValueError(f"{file}: {key!r} has dtype {code}, which this version does not know")
-    begin, end = offsets
-    if end - begin != math.prod(shape) * size_of(_NAMES[code]):
-        raise ValueError(f"{file} is damaged: {key!r} of shape {shape} and dtype {code} has {end - begin} bytes")
-    return Slot(tuple(shape), _NAMES[code], start + begin, start + end)
+    return isinstance(metadata, dict) and _MARK.items() <= metadata.items()
 
 
 def is_whole(value: Any) -> TypeGuard[list[int]]:
-    """Whether ``value`` is a list of whole numbers, none below 0."""
+    """True if ``value`` is a list of integers of at least 0."""
     return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 
-def check_ranges(ranges: Mapping[str, tuple[int, int]], start: int, size: int, file: str) -> None:
-    """Raise ``ValueError`` unless ``ranges`` (key → begin, end) fill a file from ``start`` to ``size``, each once."""
-    ordered = sorted(ranges.items(), key=lambda each: each[1])
-    for key, (begin, end) in ordered:
-        if end > size:
-            raise ValueError(f"{file} is cut short: {key!r} lies at bytes {begin} to {end}, the file has {size}")
-    last = start
-    before = "its header"
-    for key, (begin, end) in ordered:
-        if begin != last:
-            what = "overlap" if begin < last else "have nothing between them"
-            raise ValueError(f"{file} is damaged: {before} and {key!r} {what} (bytes {begin} and {last})")
-        before, last = repr(key), end
+def check_ranges(pieces: Mapping[str, Piece], start: int, size: int, where: str) -> None:
+    """Raise ``ValueError`` unless ``pieces`` fill a file exactly, from byte ``start`` to ``size``."""
+    ordered = sorted(pieces.items(), key=lambda each: (each[1].begin, each[1].end))
+    for key, piece in ordered:
+        if piece.end > size:
+            raise ValueError(
+                f"{where} is cut short: {key!r} lies at bytes {piece.begin} to {piece.end}, the file has {size}"
+            )
+    last, before = start, "its header"
+    for key, piece in ordered:
+        if piece.begin != last:
+            what = "overlap" if piece.begin < last else "have nothing between them"
+            raise ValueError(f"{where} is damaged: {before} and {key!r} {what} (bytes {piece.begin} and {last})")
+        before, last = repr(key), piece.end
     if last != size:
-        raise ValueError(f"{file} is longer than it should be: {before} ends at byte {last}, the file at {size}")
+        raise ValueError(f"{where} is longer than it should be: {before} ends at byte {last}, the file at {size}")
+
+
+def parse_json(data: bytes | memoryview, where: str) -> dict[str, Any]:
+    """Parse a JSON object in UTF-8, of any origin.
+
+    Raises:
+        ValueError: it is not one; the message begins with ``where``.
+    """
+    try:
+        table = json.loads(bytes(data).decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # too many digits or brackets, or no text
+        raise ValueError(f"{where} is damaged: it does not read as JSON ({str(error)[:200]})") from None
+    if not isinstance(table, dict):
+        raise ValueError(f"{where} is damaged: it is no JSON object")
+    return table

@@ -1,4 +1,4 @@
-"""All that the doctor looks at, in order. What cannot be looked at is a finding too."""
+"""Look at everything, and print each finding as it is made."""
 
 from __future__ import annotations
 
@@ -7,25 +7,30 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trueshard.doctor import child, devices, host, packages, processes, torch_facts
-from trueshard.doctor.finding import Finding, Report
+from rich.console import Console
+from rich.text import Text
+
+from trueshard.doctor import Finding, Report, processes, system
+
+STYLES = {"ok": "green", "note": "blue", "warning": "yellow", "problem": "bold red"}
 
 
 def examine(nproc: int | None, limit: float, tell: Callable[[str, Finding], None] = lambda *_: None) -> Report:
-    """Look at everything.
+    """Look at versions, devices, the host, the environment, extras, and processes that train together.
 
     Args:
         nproc: processes that try to reach each other; None: two, and one for each GPU.
         limit: seconds that each trial with processes may take, and importing torch.
         tell: called with (section, finding) as soon as it is made.
     """
-    torch = _ask_torch(limit)
+    said, failed = processes.answer(processes.command("torch"), limit)
+    torch: dict[str, Any] | str = failed or json.loads(processes.last_line(said))
     sections: dict[str, Callable[[], Iterator[Finding]]] = {
-        "versions": lambda: packages.versions(torch),
-        "devices": lambda: devices.devices(torch),
-        "host": host.host,
-        "environment": lambda: host.environment(os.environ),
-        "extras": packages.by_extra,
+        "versions": lambda: system.versions(torch),
+        "devices": lambda: system.devices(torch),
+        "host": system.host,
+        "environment": lambda: system.environment(os.environ),
+        "extras": system.by_extra,
         "processes": lambda: processes.processes(torch, nproc, limit),
     }
     report = Report({title: [] for title in sections})
@@ -36,18 +41,29 @@ def examine(nproc: int | None, limit: float, tell: Callable[[str, Finding], None
     return report
 
 
-def _ask_torch(limit: float) -> dict[str, Any] | str:
-    """What torch says of itself; or why it says nothing, as one line."""
-    said, failed = child.answer(child.command(torch_facts.__name__), limit)
-    if failed:
-        return failed
-    facts: dict[str, Any] = json.loads(child.last_line(said))
-    return facts
-
-
 def _guarded(title: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """A section's findings. A machine may be broken in ways that nobody has seen: the rest is still worth telling."""
+    """Yield a section's findings; an unexpected failure is one too, so that the rest is still told."""
     try:
         yield from look()
     except Exception as error:
         yield Finding(title, f"could not be examined: {type(error).__name__}: {error}", "problem", "report this line")
+
+
+def show(nproc: int | None, limit: float) -> Report:
+    """Examine as `examine` does and print each finding as one unbroken line, under the title of its section."""
+    console = Console(highlight=False, soft_wrap=True)
+    titles: list[str] = []
+
+    def tell(section: str, finding: Finding) -> None:
+        if section not in titles:
+            console.print(Text(f"\n{section}" if titles else section, style="bold"))
+            titles.append(section)
+        remedy = f"; {finding.remedy}" if finding.remedy else ""
+        mark = Text(f"  {finding.level:<8} ", style=STYLES[finding.level])
+        console.print(mark + Text(f"{finding.name:<24} {finding.says}{remedy}", style=""))
+
+    report = examine(nproc, limit, tell)
+    level, sentence = report.conclusion()
+    console.print()
+    console.print(Text(sentence, style=STYLES[level]))
+    return report

@@ -1,32 +1,75 @@
-"""Whether processes on this machine reach each other and train together: real ones, with a time limit.
+"""Try whether processes on this machine reach each other and train together: real ones, with a time limit.
 
-gloo is tried with processes that see no GPU, NCCL with one for each GPU. Whatever happens to them, they are ended when
-the limit has passed, and what they did until then is told.
+- A broken driver can hang a process that only counts GPUs, and a torch that does not fit its libraries can end it: what
+  asks torch is a process of its own.
+- gloo is tried with processes that see no GPU, NCCL with one for each GPU. Each rank writes a line of JSON when a task
+  is done, so that it is known where one hangs, and compares each result with what it must be.
+- Ranks meet in a file: what may fail here is the backend's own network, not a port that somebody else has.
 """
 
 from __future__ import annotations
 
+import copy
+import datetime
 import json
+import os
 import socket
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trueshard.doctor import child, rank
-from trueshard.doctor.finding import Finding
+from trueshard.doctor import Finding
+from trueshard.launching import how, last_lines, python_command, run_ranks
 from trueshard.machine import cpu_cores
-from trueshard.tables import size
+from trueshard.text import size
+
+TASKS = ("start", "join", "all-gather", "reduce-scatter", "shard() and a step", "leave")
+"""What each rank does, in this order."""
+ELEMENTS = {"gloo": 2**20, "nccl": 2**24}
+"""Elements of float32 that each rank gives to a collective."""
+REPEATS = 5
+TOLERANCE = 1e-4
+"""Largest difference of a parameter after a sharded and an unsharded step: the order of sums, and no more."""
 
 Line = dict[str, Any]
+
+
+def command(*arguments: str) -> list[str]:
+    """Return the command line that calls `main(*arguments)` of this file, found where this process finds it."""
+    return python_command(f"from {__name__} import main; main(*sys.argv[1:])", *arguments)
+
+
+def answer(line: list[str], limit: float) -> tuple[str, str]:
+    """Return (output of a process, why it has none), one of them empty; it is ended after `limit` seconds."""
+    try:
+        done = subprocess.run(
+            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"gave no answer in {limit:.0f} seconds"
+    except OSError as error:
+        return "", str(error.strerror)
+    if done.returncode:
+        return "", last_line(done.stderr) or f"ended with code {done.returncode}"
+    return done.stdout, ""
+
+
+def last_line(text: str) -> str:
+    """Return the last line that is not blank, which of a traceback is the error itself."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def processes(torch: dict[str, Any] | str, nproc: int | None, limit: float) -> Iterator[Finding]:
     """Try gloo, and NCCL where there are GPUs.
 
     Args:
-        torch: what `torch_facts` found, or why it found nothing.
+        torch: as `torch_facts`; or why torch cannot be imported.
         nproc: processes to start; None: two for gloo, one for each GPU for NCCL, which never has more.
         limit: seconds that the processes of a backend may take in all.
     """
@@ -47,18 +90,24 @@ def processes(torch: dict[str, Any] | str, nproc: int | None, limit: float) -> I
 
 
 def tried(backend: str, ranks: int, limit: float) -> Iterator[Finding]:
-    """What `ranks` processes did with a backend; one finding a task, or the one that failed."""
+    """Start `ranks` processes and yield a finding for each task of a backend, up to the first that fails."""
     with tempfile.TemporaryDirectory(prefix="trueshard-doctor-") as name:
-        folder = Path(name)
-        codes, output = _run(folder, backend, ranks, limit)
+        folder, logs = Path(name), Path(name) / "logs"
+        line = python_command(
+            f"from {__name__} import main; main(*sys.argv[1:])", "rank", name, backend, str(limit / 2)
+        )
+        environment = {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {})
+        ended = run_ranks(line, ranks, environment=environment, logs=logs, limit=limit)
+        ended.raise_for_signal()
         done = [_lines(folder / f"{each}.jsonl") for each in range(ranks)]
+        said = {each: last_line(last_lines(logs, each)) for each in ended.codes}
     yield Finding(backend, f"{ranks} {'process' if ranks == 1 else 'processes'}")
-    for task in rank.TASKS:
+    for task in TASKS:
         lines = [next((line for line in lines if line["task"] == task), None) for lines in done]
         missing = [each for each, line in enumerate(lines) if line is None]
         name = f"{backend} {task}"
         if missing:
-            yield Finding(name, _why(done, codes, missing, output, limit), "problem", _remedy(backend, task))
+            yield Finding(name, _why(done, ended.codes, said, missing, limit), "problem", _remedy(backend, task))
             return
         finished = [line for line in lines if line is not None]
         if wrong := [f"rank {each}: {line['wrong']}" for each, line in enumerate(finished) if line["wrong"]]:
@@ -68,41 +117,22 @@ def tried(backend: str, ranks: int, limit: float) -> Iterator[Finding]:
             yield Finding(name, _figure(task, finished))
 
 
-def _run(folder: Path, backend: str, ranks: int, limit: float) -> tuple[list[int | None], str]:
-    """Start the ranks and wait for them: their exit codes (None: ended here), and the last line of their output."""
-    environment = {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {})
-    deadline = time.monotonic() + limit
-    with (folder / "output").open("w", encoding="utf-8") as output:
-        running = []
-        try:
-            for number in range(ranks):
-                arguments = (str(folder), backend, str(number), str(ranks), str(limit / 2))
-                running.append(child.started(child.command(rank.__name__, *arguments), output, environment))
-            while time.monotonic() < deadline and any(each.poll() is None for each in running):
-                time.sleep(0.05)
-            codes = [each.poll() for each in running]
-        finally:
-            for each in running:
-                each.kill()
-                each.wait()
-    return codes, child.last_line((folder / "output").read_text(encoding="utf-8", errors="replace"))
-
-
 def _lines(file: Path) -> list[Line]:
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
 
 
-def _why(done: list[list[Line]], codes: list[int | None], missing: list[int], output: str, limit: float) -> str:
-    """Why ranks did not do a task: what the first of them said, how it ended, or that it did not."""
+def _why(
+    done: list[list[Line]], codes: Mapping[int, int], said: Mapping[int, str], missing: list[int], limit: float
+) -> str:
+    """Return why ranks did not do a task: the first error, how one ended, or that none did."""
     for each, lines in enumerate(done):
         if lines and lines[-1]["task"] == "error":
             return f"rank {each}: {lines[-1]['wrong']}"
     for each in missing:
-        if codes[each] not in (None, 0):
-            ended = f"rank {each} ended with code {codes[each]}"
-            return f"{ended}: {output}" if output else ended
+        if each in codes:
+            return f"rank {each} {how(codes[each])}" + (f": {said[each]}" if said[each] else "")
     names = ", ".join(map(str, missing))
     return f"{'ranks' if len(missing) > 1 else 'rank'} {names} not done within {limit:.0f} seconds"
 
@@ -120,7 +150,7 @@ def _remedy(backend: str, task: str) -> str:
 
 
 def _figure(task: str, lines: list[Line]) -> str:
-    """How long the slowest rank took, and how fast that is; and that the result is right, where there is one."""
+    """Return the time of the slowest rank, its rate, and that the result is right, where there is one."""
     if "each" not in lines[0]:
         taken = f"{max(line['seconds'] for line in lines):.1f} s"
         return taken if task in ("start", "join") else f"right, {taken}"
@@ -130,7 +160,7 @@ def _figure(task: str, lines: list[Line]) -> str:
 
 
 def _localhost() -> Finding:
-    """Whether `localhost`, where a launcher's ranks meet, can be listened on and reached."""
+    """Try to listen on and to reach `localhost`, where a launcher's ranks meet."""
     try:
         with socket.create_server(("localhost", 0)) as server:
             socket.create_connection(server.getsockname()[:2], timeout=5).close()
@@ -141,12 +171,135 @@ def _localhost() -> Finding:
 
 
 def _host_name() -> Finding:
-    """Which address gloo takes if it is told nothing: that of the host's own name."""
-    name, more = socket.gethostname(), "set GLOO_SOCKET_IFNAME before training over several machines"
+    """Look up the address of the host's own name, which gloo takes if it is told nothing."""
+    more = "set GLOO_SOCKET_IFNAME before training over several machines"
     try:
-        address = socket.gethostbyname(name)
+        address = socket.gethostbyname(socket.gethostname())
     except OSError:
         return Finding("host name", "has no address; gloo takes the loopback interface", "note", more)
     if address.startswith("127."):
         return Finding("host name", f"means {address}, which other machines cannot reach", "note", more)
     return Finding("host name", f"means {address}")
+
+
+# In a process of its own.
+
+
+def main(task: str, *arguments: str) -> None:
+    """Print `torch_facts()` as the last line of output (`task="torch"`), or be a rank ("rank", as `_rank` takes it)."""
+    if task == "torch":
+        print(json.dumps(torch_facts()))
+    else:
+        _rank(*arguments)
+
+
+def torch_facts() -> dict[str, Any]:
+    """Return torch's versions, backends, devices (memory in bytes) and what it warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        import torch
+        import torch.distributed as dist
+
+        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        gpus = [{"name": each.name, "memory": each.total_memory, "bf16": each.major >= 8} for each in found]
+        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        nccl = dist.is_available() and dist.is_nccl_available()
+        return {
+            "version": torch.__version__,
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            "gloo": dist.is_available() and dist.is_gloo_available(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl and gpus else None,
+            "accelerator": None if here is None else here.type,
+            "gpus": gpus,
+            "said": [str(each.message) for each in caught if issubclass(each.category, (UserWarning, RuntimeWarning))],
+        }
+
+
+def _rank(folder: str, backend: str, patience: str) -> None:
+    """Do all tasks, and write a line for each to `folder/RANK.jsonl`; a collective may take `patience` seconds."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    began = time.perf_counter()
+
+    def done(task: str, wrong: str = "", **more: Any) -> None:
+        nonlocal began
+        line = {"task": task, "seconds": time.perf_counter() - began, "wrong": wrong, **more}
+        with (Path(folder) / f"{rank}.jsonl").open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(line) + "\n")
+        began = time.perf_counter()
+
+    try:
+        _tasks(Path(folder), backend, rank, ranks, float(patience), done)
+    except Exception as error:  # whatever it is, it belongs into the report
+        done("error", " ".join(f"{type(error).__name__}: {error}".split())[:400])
+        sys.stdout.flush()
+        os._exit(1)  # another rank may wait in a collective, which would keep this one from leaving
+
+
+def _tasks(folder: Path, backend: str, rank: int, ranks: int, patience: float, done: Callable[..., None]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import trueshard.api  # noqa: F401 (its time counts as that of the start)
+
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    done("start")
+    store = dist.FileStore(str(folder / "meeting"), ranks)
+    limit = datetime.timedelta(seconds=patience)
+    # As in training: what rests on the CPU goes by gloo beside NCCL.
+    backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    dist.init_process_group(backends, store=store, rank=rank, world_size=ranks, timeout=limit)
+    dist.all_reduce(torch.ones(1, device=device))
+    done("join")
+    counting = torch.arange(ELEMENTS[backend], dtype=torch.float32, device=device) % 1000  # (elements,)
+    parts = [counting + other for other in range(ranks)]
+    whole, own = torch.zeros(ranks * len(counting), device=device), torch.zeros_like(counting)
+    seconds = _timed(lambda: dist.all_gather_into_tensor(whole, parts[rank]), device)
+    wrong = "" if torch.equal(whole, torch.cat(parts)) else "the result is wrong"
+    done("all-gather", wrong, received=(ranks - 1) * own.nbytes, each=seconds)
+    given = torch.cat(parts) + rank  # (ranks * elements,)
+    seconds = _timed(lambda: dist.reduce_scatter_tensor(own, given), device)
+    wrong = "" if torch.equal(own, ranks * parts[rank] + sum(range(ranks))) else "the result is wrong"
+    done("reduce-scatter", wrong, received=(ranks - 1) * own.nbytes, each=seconds)
+    done("shard() and a step", _step(rank, ranks, device))
+    dist.destroy_process_group()
+    done("leave")
+
+
+def _timed(function: Callable[[], Any], device: Any) -> float:
+    """Return the median seconds of a few runs, after one that is not counted."""
+    import torch
+
+    times = []
+    for _ in range(REPEATS + 1):
+        began = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def _step(rank: int, ranks: int, device: Any) -> str:
+    """Hold a sharded step against one process's on the batch of all ranks; return what is wrong, empty if nothing."""
+    import torch
+    from torch import nn
+
+    import trueshard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 24)).to(device)
+    whole, batch = copy.deepcopy(model), torch.randn(4 * ranks, 24, device=device)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
+    trueshard.shard(model, optimizers[0], units=["0", "2"])
+    own = batch[4 * rank : 4 * (rank + 1)]
+    for each, optimizer, samples in ((model, optimizers[0], own), (whole, optimizers[1], batch)):
+        each(samples).square().mean().backward()
+        optimizer.step()
+    sharded: list[Any] = list(model.parameters())
+    pairs = zip(sharded, whole.parameters(), strict=True)
+    difference = max((one.full_tensor() - two).abs().max().item() for one, two in pairs)
+    return "" if difference <= TOLERANCE else f"parameters are off by {difference:.2g} after the step"

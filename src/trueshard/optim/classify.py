@@ -1,4 +1,16 @@
-"""How an optimizer may step when its parameters are cut by rows: on the shards, by owners, or not at all.
+"""Finds out by trial what an optimizer's update of an element depends on.
+
+A copy of the user's optimizer, with all of its settings, steps small parameters that stand in for the user's: once
+whole, once with each parameter alone having a gradient, once cut by rows as ranks would cut them. Differences tell:
+
+- alone ≠ together: it couples different parameters;
+- the random seed matters: it draws random numbers, which ranks would draw differently;
+- cut ≠ whole: an update depends on more than the element's own row, so it needs the whole tensor.
+
+Rows differ in scale by powers of ten and parameters by more, so that any norm or mean over them shows. Nothing of the
+user's is touched: not the parameters, not the state, not the random number generator.
+
+How an optimizer may step when its parameters are cut by rows: on the shards, by owners, or not at all.
 
 Known classes (torch's own) are looked up; any other is probed with the user's own settings (``probe.py``). The answer
 is for each parameter group, since one class may treat groups differently (Muon's matrices, and the rest by Adam).
@@ -6,14 +18,243 @@ is for each parameter group, since one class may treat groups differently (Muon'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import functools
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
+from torch import nn
 
-from trueshard.optim import probe, trial
-from trueshard.optim.rebind import by_shape
+from trueshard.optim import trial
+from trueshard.optim.rebind import by_shape, family
+from trueshard.optim.trial import LARGE_STEPS, RANKS, STEPS, Refused, Result, first_line, leaves, run, shapes_of
+
+TOLERANCE = 1e-3
+"""Of the largest change of a parameter: float32 sums in another order stay far below, any coupling far above."""
+
+
+@dataclass
+class Group:
+    """What was found of one parameter group."""
+
+    whole: bool = False
+    rows: set[tuple[Any, ...]] = field(default_factory=set)
+    alike: set[tuple[Any, ...]] = field(default_factory=set)
+    draws: bool = False
+    """Random numbers are drawn, but the update does not depend on them."""
+
+
+def probed_groups(optimizer: torch.optim.Optimizer) -> list[Group]:
+    """What is found of each group of ``optimizer``.
+
+    Raises:
+        Refused: it cannot be sharded, or cannot be tried.
+    """
+    _look(optimizer)
+    found = [Group() for _ in optimizer.param_groups]
+    random_states = random.getstate(), numpy.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=[]):
+            _probe(optimizer, found, small=True)
+            if any(parameter.ndim == 2 for group in optimizer.param_groups for parameter in group["params"]):
+                _probe(optimizer, found, small=False)
+    finally:
+        random.setstate(random_states[0])
+        numpy.random.set_state(random_states[1])  # noqa: NPY002
+    return found
+
+
+def _look(optimizer: torch.optim.Optimizer) -> None:
+    """What need not be tried.
+
+    Raises:
+        Refused: it reaches parameters by another way than its groups, or has random numbers of its own.
+    """
+    ours = {id(p) for each in family(optimizer) for group in each.param_groups for p in group["params"]}
+    for member in family(optimizer):
+        for name, attribute in vars(member).items():
+            if name in ("param_groups", "state"):
+                continue
+            for _, value in leaves(attribute):
+                if isinstance(value, nn.Module) and any(id(p) in ours for p in value.parameters()):
+                    raise Refused(f"it holds the model itself (its attribute {name!r})")
+                if id(value) in ours:
+                    raise Refused(f"it keeps parameters beside its groups (its attribute {name!r})")
+        for _, value in itertools.chain(leaves(vars(member)), leaves(member.param_groups)):
+            if isinstance(value, torch.Generator):
+                raise Refused("it draws random numbers, which every rank would draw differently")
+
+
+def _probe(optimizer: torch.optim.Optimizer, found: list[Group], *, small: bool) -> None:
+    steps = STEPS if small else LARGE_STEPS
+    shapes = [shapes_of(group, small) for group in optimizer.param_groups]
+    places = [(g, i) for g, each in enumerate(shapes) for i in range(len(each))]
+    trial, together = _first(optimizer, shapes, steps)
+    _look_at_random(optimizer, trial, together)
+    for group in found:
+        group.draws |= together.drew
+    for k, place in enumerate(places):
+        try:
+            alone = trial(only=place)
+        except Exception as error:
+            raise Refused(f"it needs gradients of all parameters at once ({first_line(error)})") from error
+        if _differs(together, alone, [k]) or not _same_settings(together, alone, (place[0], -1)):
+            raise Refused("its update of one parameter depends on others, which other ranks hold")
+        if small and not any(bool((values[k] != together.before[k]).any()) for values in together.later):
+            raise Refused("it moved nothing when it was tried, so nothing can be said about it")
+    for g, group in enumerate(found):
+        members = [k for k, place in enumerate(places) if place[0] == g]
+        if members and not group.whole:
+            _cut(trial, g, together, members, group)
+
+
+def _look_at_random(optimizer: torch.optim.Optimizer, trial: Callable[..., Result], together: Result) -> None:
+    """Whether the update depends on random numbers; a start value of an iteration that converges may be one.
+
+    Raises:
+        Refused: it does, in float32 or in the dtypes of the parameters: some round at random where there are few bits.
+    """
+    dtypes = {torch.float32} | {p.dtype for group in optimizer.param_groups for p in group["params"]}
+    for dtype in sorted(dtypes, key=str):
+        with contextlib.suppress(RuntimeError, TypeError):
+            one = together if dtype is torch.float32 else trial(dtype=dtype)
+            if one.drew and _differs_in_a_row(one, trial(dtype=dtype, seed=1)):
+                raise Refused("it draws random numbers, which every rank would draw differently")
+
+
+def _differs_in_a_row(one: Result, two: Result) -> bool:
+    """Stricter than ``_differs``: a small noise must not hide behind a row of large changes."""
+    for values, others in zip(one.later, two.later, strict=True):
+        for before, a, b in zip(one.before, values, others, strict=True):
+            rows = [each.double().reshape(len(each) if each.ndim else 1, -1) for each in (before, a, b)]
+            limit = 1e-4 * (rows[1] - rows[0]).abs().amax(1) + 1e-12
+            if not bool(((rows[1] - rows[2]).abs().amax(1) <= limit).all()):
+                return True
+    return False
+
+
+def _first(
+    optimizer: torch.optim.Optimizer, shapes: list[list[tuple[int, ...]]], steps: int
+) -> tuple[Callable[..., Result], Result]:
+    """How to try the optimizer, and the first trial: on all stand-ins, whole.
+
+    Gentler each time: an update may not survive extreme gradients, and settings may hold what a first step must not
+    find (a count, in an optimizer that has trained). At last it is made anew, for what it keeps from its construction.
+    """
+    reason: BaseException | None = None
+    for remade, extreme, fresh in itertools.product((False, True), (True, False), (False, True)):
+        trial = functools.partial(run, optimizer, shapes, steps, remade=remade, extreme=extreme, fresh=fresh)
+        try:
+            return trial, trial()
+        except Refused:
+            raise
+        except Exception as error:
+            reason = reason or error
+    assert reason is not None
+    raise Refused(f"it cannot be tried on stand-ins for the parameters ({first_line(reason)})") from reason
+
+
+def _cut(trial: Callable[..., Result], g: int, together: Result, members: list[int], group: Group) -> None:
+    """Hold the pieces of group ``g`` against the whole."""
+    try:
+        pieces = [trial(rank=rank, cut=g) for rank in range(RANKS)]
+    except Exception:
+        group.whole = True
+        return
+    joined = Result(
+        _join([piece.before for piece in pieces], members),
+        [_join([piece.later[i] for piece in pieces], members) for i in range(len(together.later))],
+        [],
+    )
+    agree = all(_same_settings(together, piece, (g, -1)) for piece in pieces)
+    if not agree or _differs(together, joined, members):
+        group.whole = True
+        return
+    for k in members:
+        if together.before[k].ndim == 0:
+            continue
+        for path, value in together.state[k].items():
+            kind = _placed(value, [piece.state[k].get(path) for piece in pieces], together.before[k].shape[0])
+            if kind is None or (kind == "rows" and path in group.alike) or (kind == "alike" and path in group.rows):
+                group.whole = True
+                return
+            (group.rows if kind == "rows" else group.alike).add(path)
+
+
+def _join(pieces: list[list[torch.Tensor]], members: list[int]) -> list[torch.Tensor]:
+    """Tensors from their pieces; only ``members`` are cut, and of these not the 0-dim ones."""
+    return [
+        torch.cat(parts) if k in members and parts[0].ndim else parts[0]
+        for k, parts in enumerate(zip(*pieces, strict=True))
+    ]
+
+
+def _placed(whole: Any, pieces: list[Any], rows: int) -> str | None:
+    """Whether a piece of state is cut by rows, or the same on every rank; None: neither."""
+    if not isinstance(whole, torch.Tensor):
+        return "alike" if all(_equal_values(piece, whole) for piece in pieces) else None
+    if not all(isinstance(piece, torch.Tensor) for piece in pieces):
+        return None
+    by_rows = whole.ndim > 0 and whole.shape[0] == rows and all(piece.ndim == whole.ndim for piece in pieces)
+    if by_rows and sum(piece.shape[0] for piece in pieces) == rows and _near(torch.cat(pieces), whole):
+        return "rows"
+    if all(piece.shape == whole.shape and _near(piece, whole) for piece in pieces):
+        return "alike"
+    return None
+
+
+def _equal_values(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b or abs(a - b) <= 1e-5 * abs(b)
+    try:
+        return bool(a == b)
+    except Exception:
+        return False
+
+
+def _same_settings(one: Result, two: Result, which: Sequence[int]) -> bool:
+    """What an optimizer estimates for all of a group shows in what it keeps there, long before it shows elsewhere."""
+    for i in which:
+        a, b = one.settings[i], two.settings[i]
+        for path, value in a.items():
+            other = b.get(path)
+            if isinstance(value, torch.Tensor):
+                if not isinstance(other, torch.Tensor) or not _near(other.reshape(-1), value.reshape(-1)):
+                    return False
+            elif not _equal_values(other, value):
+                return False
+    return True
+
+
+def _near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if not expected.numel():
+        return True
+    a, b = found.detach().double(), expected.detach().double()
+    return bool(torch.allclose(a, b, rtol=TOLERANCE, atol=1e-5 * _largest(b), equal_nan=True))
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest finite magnitude; 0 if there is none."""
+    finite = tensor[tensor.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _differs(one: Result, two: Result, members: Sequence[int]) -> bool:
+    for k in members:
+        for values, others in zip(one.later, two.later, strict=True):
+            a, b = values[k].double(), others[k].double()
+            change = (a - one.before[k].double()).abs()
+            limit = TOLERANCE * _largest(change)
+            if not torch.allclose(a, b, rtol=1e-6, atol=max(limit, 1e-12), equal_nan=True):
+                return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -93,7 +334,7 @@ def classify(optimizer: torch.optim.Optimizer) -> list[Verdict]:
             )
         return [Verdict(whole=False) for _ in groups]
     try:
-        return [_verdict(group) for group in probe.groups(optimizer)]
+        return [_verdict(group) for group in probed_groups(optimizer)]
     except trial.Refused as refused:
         raise refusal(optimizer, str(refused)) from refused.__cause__
 
@@ -113,7 +354,7 @@ def _is_float(group: dict[str, Any]) -> bool:
     return all(parameter.dtype in (torch.float32, torch.float64) for parameter in group["params"])
 
 
-def _verdict(group: probe.Group) -> Verdict:
+def _verdict(group: Group) -> Verdict:
     return Verdict(group.whole, rows=frozenset(group.rows), alike=frozenset(group.alike), draws=group.draws)
 
 

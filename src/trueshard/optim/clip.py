@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from trueshard import _torch
 from trueshard.optim.parts import Cut, Part, Ranks, flat, parts_of, reduce_over, wide
 
 _ROW = 1024
@@ -74,7 +75,7 @@ def clip_grad_norm_(
             for grad in part.shards:
                 grad.mul_(factor)
         elif part.runs:
-            torch._foreach_mul_(part.runs, factor)
+            _torch.foreach_mul_(part.runs, factor)
     return total
 
 
@@ -138,7 +139,7 @@ def _local_norms(part: Part, order: float, foreach: bool | None, each: bool) -> 
     shards = [shard if shard.numel() else neutral for shard in shards] or [neutral]
     if foreach is False:
         return torch.stack([torch.linalg.vector_norm(shard, order, dtype=dtype) for shard in shards])
-    return torch.stack(torch._foreach_norm(shards, order, dtype=dtype))
+    return torch.stack(_torch.foreach_norm(shards, order, dtype=dtype))
 
 
 def _by_rows(vector: torch.Tensor, order: float, dtype: torch.dtype) -> list[torch.Tensor]:

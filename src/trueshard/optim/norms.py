@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trueshard import _torch, names
+from trueshard import _torch
+from trueshard.model import names
 from trueshard.optim.parts import Cut, cut_of, parts_of, reduce_over, wide
 
 
@@ -151,7 +152,7 @@ def _squares(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
     device = present[0][1].device if present else torch.device("cpu")
     squares = torch.zeros(len(tensors), dtype=wide(device), device=device)
     for part in parts_of([shard for _, shard in present]):
-        norms = torch.stack(torch._foreach_norm(part.shards, 2.0, dtype=wide(part.device)))
+        norms = torch.stack(_torch.foreach_norm(part.shards, 2.0, dtype=wide(part.device)))
         places = torch.tensor([present[number][0] for number in part.numbers], device=device)
         squares[places] = norms.to(device, squares.dtype).square()
     return squares

@@ -18,9 +18,9 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.optim.local import State, leaf_over, local_gradient
 from trueshard.optim.parts import flat, runs_of
 from trueshard.optim.rebind import as_rows, by_shape, shard_like
+from trueshard.optim.shards import State, leaf_over, local_gradient
 
 COPIED = 16 << 20
 """Bytes up to which gradients that lie apart are copied behind one another for a step: those of small parameters of
@@ -102,7 +102,7 @@ class Run:
                 counts = self._counts[key]
                 if _torch.storage_identity(value) == _torch.storage_identity(counts):
                     counts.fill_(value)
-                    self._versions[key] = counts._version
+                    self._versions[key] = _torch.version(counts)
                     continue
             if key not in self._lent or self._lent[key] is not value:
                 self._spread(key, value)
@@ -116,7 +116,7 @@ class Run:
         parts: Sequence[Any]
         if isinstance(value, torch.Tensor) and value.ndim == 0:
             counts = value.detach().expand(len(self.members)).clone()
-            self._counts[key], self._versions[key] = counts, counts._version
+            self._counts[key], self._versions[key] = counts, _torch.version(counts)
             parts = counts.unbind()
             self._entries[key] = counts[0]
         elif isinstance(value, torch.Tensor):
@@ -151,10 +151,10 @@ class Run:
 
     def _still_equal(self, key: str) -> bool:
         counts = self._counts[key]
-        if counts._version != self._versions[key]:
+        if _torch.version(counts) != self._versions[key]:
             if not bool((counts == counts[0]).all()):
                 return False
-            self._versions[key] = counts._version
+            self._versions[key] = _torch.version(counts)
         return True
 
     def _join(self, found: list[dict[str, Any]]) -> bool:

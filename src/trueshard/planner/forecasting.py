@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from trueshard.forecast import Forecast
-from trueshard.planner.events import KINDS, Trace
+from trueshard.planner import ledger
+from trueshard.planner.hardware import Hardware, Mode
 from trueshard.planner.inputs.batches import quietly
-from trueshard.planner.memory import ledger
-from trueshard.planner.memory.reserve import Reserved, replay
+from trueshard.planner.reserve import Reserved, replay
 from trueshard.planner.simulation.simulate import Simulation, simulate
-from trueshard.planner.speed.hardware import Hardware, Mode
-from trueshard.planner.speed.timeline import Timeline, schedule
-from trueshard.planner.study import Study
-from trueshard.planner.workload import Job
-from trueshard.plans import MixedPrecision, Plan
+from trueshard.planner.timeline import Timeline, schedule
+from trueshard.planner.trace import KINDS, Trace
+from trueshard.planner.workload import Job, Study
+from trueshard.plans import Forecast, MixedPrecision, Plan
 
 MICROBATCHES = 3
 """Microbatches of a step that are simulated; the first and the last are unlike those between."""

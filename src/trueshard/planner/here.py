@@ -6,21 +6,20 @@ import copy
 import dataclasses
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch, distributed
-from trueshard.planner.choice.search import NothingFits, Space, choose
-from trueshard.planner.events import Trace
-from trueshard.planner.inputs.twins import twin
+from trueshard.choices import Choices
+from trueshard.planner.hardware import hardware_here
+from trueshard.planner.inputs.fakes import twin
 from trueshard.planner.inputs.workloads import workload_of
-from trueshard.planner.planning import parsed_bytes
-from trueshard.planner.speed.hardware import Hardware, hardware, known
-from trueshard.planner.study import Study
+from trueshard.planner.search.search import NothingFits, Space, choose
+from trueshard.planner.trace import Trace
+from trueshard.planner.workload import Study
 from trueshard.plans import Plan
 
 
@@ -28,15 +27,15 @@ def plan_here(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     mesh: DeviceMesh,
-    given: Mapping[str, Any],
+    choices: Choices,
 ) -> Plan:
-    """The best plan that fits ``given["memory"]``. Collective: the first rank works it out, all get it.
+    """The best plan that fits ``choices.memory``. Collective: the first rank works it out, all get it.
 
     Args:
         model: the user's, unsharded; it stays as it is.
         optimizers: over its parameters; they too.
         mesh: the ranks.
-        given: ``shard()``'s arguments by name.
+        choices: ``shard()``'s options.
 
     Raises:
         NothingFits: on every rank, if nothing fits.
@@ -46,7 +45,7 @@ def plan_here(
     failure: Exception | None = None
     if not any(mesh.get_coordinate() or ()):
         try:
-            told = _work_out(model, optimizers, mesh, given), "", None
+            told = _work_out(model, optimizers, mesh, choices), "", None
         except NothingFits as error:
             failure, told = error, (None, str(error), _without_events(error.study))
         except Exception as error:
@@ -66,7 +65,7 @@ def _without_events(study: Study) -> Study:
 
 
 def _work_out(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh, given: Mapping[str, Any]
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh, choices: Choices
 ) -> Plan:
     with _torch.fake_tensors():
         copied, stand_ins = twin(model)
@@ -75,15 +74,15 @@ def _work_out(
             for parameter in group["params"]:
                 stand_ins[id(parameter)].__dict__[_MEMBER] = i, g
     workload = workload_of(copied, optimizer=lambda made: [_alike(each, i, made) for i, each in enumerate(optimizers)])
-    device = _device(mesh)
+    device = hardware_here(torch.device(mesh.device_type))
     study = choose(
         Space(
             workload=workload,
             hardware=device,
             ranks=mesh.size(),
             ranks_per_node=min(device.ranks_per_node, mesh.size()),
-            budget=None if given["memory"] is None else parsed_bytes(given["memory"]),
-            words={key: value for key, value in given.items() if key != "memory"},
+            budget=choices.budget(),
+            choices=choices,
             replicate=mesh.size(0) if mesh.ndim == 2 else 1,
             microbatch=1,
             accumulation=1,
@@ -116,12 +115,3 @@ def _alike(optimizer: torch.optim.Optimizer, number: int, model: nn.Module) -> t
         if members:
             made.param_groups.append({**group, "params": members})
     return made
-
-
-def _device(mesh: DeviceMesh) -> Hardware:
-    """The device of the catalogue that this machine has."""
-    if mesh.device_type == "cpu":
-        return hardware("cpu")
-    title = torch.cuda.get_device_name().lower().replace(" ", "-")
-    name = max((name for name in known() if name.partition("-")[0] in title), key=len, default="h100")
-    return hardware(name, memory_bytes=torch.cuda.get_device_properties().total_memory)

@@ -7,8 +7,7 @@ import dataclasses
 import inspect
 import json
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +15,19 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from trueshard import _torch, names
-from trueshard.planner.choice.search import Space, choose
-from trueshard.planner.choice.space import is_free
+from trueshard import _torch
+from trueshard.choices import DEFAULTS, Choices, is_free
+from trueshard.files import replace_text
+from trueshard.log import timed
+from trueshard.model import names
 from trueshard.planner.forecasting import Cluster, study
+from trueshard.planner.hardware import Hardware
+from trueshard.planner.hardware import hardware as named_hardware
 from trueshard.planner.inputs.workloads import workload_of
+from trueshard.planner.search.search import Space, choose
 from trueshard.planner.simulation.preflight import preflight
-from trueshard.planner.speed.hardware import Hardware
-from trueshard.planner.speed.hardware import hardware as named_hardware
-from trueshard.planner.study import Study
-from trueshard.planner.workload import Job
-from trueshard.plans import Plan
-from trueshard.policies import UNSAID
-from trueshard.replacing import replace_text
-
-_UNITS = {
-    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
-}  # fmt: skip
+from trueshard.planner.workload import Job, Study
+from trueshard.plans import Plan, dtype_name
 
 
 def plan(
@@ -69,6 +63,7 @@ def plan(
     return work_out(model, hardware, ranks, memory, batch, **choices).plan
 
 
+@timed("plan")
 def work_out(
     model: nn.Module | Callable[[], Any] | str | os.PathLike[str],
     hardware: str | Hardware = "h100",
@@ -134,31 +129,31 @@ def work_out(
         batch=batch,
         loss=loss,
         clip=clip,
-        storage_dtype=None if storage_dtype is None else str(_dtype("storage-dtype", storage_dtype)).partition(".")[2],
+        storage_dtype=storage_dtype,
     )
     microbatch = _samples(batch) if microbatch is None else microbatch
-    words: dict[str, Any] = {
-        "units": units,
-        "reshard_after_forward": reshard_after_forward,
-        "activation_checkpointing": activation_checkpointing,
-        "mixed_precision": mixed_precision,
-        "compile": compile,
-        "offload": offload,
-    }
-    if plan is not None:
-        _check_alone(words)
+    choices = Choices(
+        units=units,
+        reshard_after_forward=reshard_after_forward,
+        activation_checkpointing=activation_checkpointing,
+        mixed_precision=mixed_precision,
+        compile=compile,
+        offload=offload or "none",
+        memory=memory,
+    )
+    choices.replace(memory=None).check_alone(plan, defaults=FREE)
     batch_is_free = global_batch is not None and (microbatch is None or accumulation is None)
-    chosen = words["reshard_after_forward"], words["activation_checkpointing"]
-    is_open = batch_is_free or offload == "auto" or any(map(is_free, chosen))
-    words["offload"] = ("auto" if is_open else "none") if offload is None else offload
+    is_open = batch_is_free or offload == "auto" or is_free(reshard_after_forward) or is_free(activation_checkpointing)
+    if offload is None and is_open:
+        choices = choices.replace(offload="auto")
     node = min(device.ranks_per_node, ranks) if ranks_per_node is None else ranks_per_node
     space = Space(
         workload=workload,
         hardware=device,
         ranks=ranks,
         ranks_per_node=node,
-        budget=None if memory is None else parsed_bytes(memory),
-        words=words,
+        budget=choices.budget(),
+        choices=choices,
         replicate=replicate if replicate or is_open else 1,
         microbatch=microbatch,
         accumulation=accumulation,
@@ -187,9 +182,16 @@ def _preflight(space: Space, plan: Plan | None) -> list[str]:
     Raises:
         ValueError: what would fail in the first step.
     """
-    words = {key: UNSAID[key] if is_free(word) else word for key, word in space.words.items()}
+    settled = {key: getattr(DEFAULTS, key) for key, value in vars(space.choices).items() if is_free(value)}
+    choices = space.choices.replace(**settled)
     mesh = space.cluster(space.replicate or 1).mesh
-    problems = preflight(space.workload, ranks=mesh, microbatch=space.microbatch or 1, plan=plan, words=words)
+    problems = preflight(
+        space.workload,
+        ranks=mesh,
+        microbatch=space.microbatch or 1,
+        plan=plan,
+        choices=choices,
+    )
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
@@ -197,14 +199,8 @@ def _preflight(space: Space, plan: Plan | None) -> list[str]:
     return [str(problem).removeprefix("warning: ") for problem in problems]
 
 
-_FREE = {"units": "auto", "reshard_after_forward": "auto", "activation_checkpointing": "auto"}
-"""``plan()``'s choices where nothing is said, beside ``shard()``'s."""
-
-
-def _check_alone(words: Mapping[str, Any]) -> None:
-    """``words`` say nothing: a plan says it all."""
-    if also := [key for key, word in words.items() if word and word != _FREE.get(key)]:
-        raise ValueError(f"plan= holds every choice: leave out {', '.join(also)}, or leave out plan")
+FREE = Choices(reshard_after_forward="auto", activation_checkpointing="auto")
+"""``plan()``'s defaults."""
 
 
 def _samples(batch: Any) -> int | None:
@@ -218,8 +214,7 @@ def _of_words(space: Space) -> Study:
     """The study of the one plan that the words mean."""
     assert space.replicate is not None
     cluster = Cluster(space.hardware, space.ranks, space.ranks_per_node, space.replicate)
-    words = {key: value for key, value in space.words.items() if value != UNSAID[key]}
-    return study(_job(space, cluster, words=words), cluster, space.budget)
+    return study(_job(space, cluster, choices=space.choices), cluster, space.budget)
 
 
 def _of_plan(space: Space, plan: Plan) -> Study:
@@ -246,28 +241,6 @@ def _job(space: Space, cluster: Cluster, **rest: Any) -> Job:
     )
 
 
-def parsed_bytes(words: str | int) -> int:
-    """``"70GiB"``, ``"70 GB"``, ``"1_000"`` or a number, in bytes.
-
-    Raises:
-        ValueError: not a positive size.
-    """
-    if not isinstance(words, str):
-        size = float(words)
-    else:
-        match = re.fullmatch(r"\s*([\d_]+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", words)
-        if match is None or match[2].lower() not in _UNITS:
-            near = names.nearest(match[2], ["GiB", "MiB", "GB", "MB"]) if match else ""
-            raise ValueError(f"memory={words!r} is no size; write it like 70GiB, 80GB or a number of bytes.{near}")
-        size = float(match[1].replace("_", "")) * _UNITS[match[2].lower()]
-    if size < 1:
-        raise ValueError(f"memory={words!r} must be more than nothing")
-    return int(size)
-
-
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-
-
 def precision(param: str | None, reduce: str | None) -> MixedPrecisionPolicy | None:
     """torch's policy for two words such as ``"bf16"`` or ``"float32"``; None where neither is said.
 
@@ -280,13 +253,7 @@ def precision(param: str | None, reduce: str | None) -> MixedPrecisionPolicy | N
 
 
 def _dtype(option: str, word: str | None) -> torch.dtype | None:
-    if word is None:
-        return None
-    name = _DTYPES.get(word, word)
-    if name not in _DTYPES.values():
-        known = [*_DTYPES, *_DTYPES.values()]
-        raise ValueError(f"{option}={word!r} is no dtype; use one of {', '.join(known)}.{names.nearest(word, known)}")
-    found: torch.dtype = getattr(torch, name)
+    found: torch.dtype | None = None if word is None else getattr(torch, dtype_name(option, word))
     return found
 
 

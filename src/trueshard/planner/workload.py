@@ -1,57 +1,90 @@
-"""What is trained, as functions that can be called under fake tensors: no weight and no datum is needed."""
+"""The planner's inputs and outputs as data: a ``Workload``, a ``Job`` of it on ranks, and the ``Study`` of that job."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from trueshard.plans import Plan
+from trueshard.choices import DEFAULTS, Choices
+from trueshard.planner.timeline import Timeline
+from trueshard.planner.trace import Trace
+from trueshard.plans import Forecast, Plan
+
+if TYPE_CHECKING:
+    from trueshard.planner.simulation.recorder import Recorder
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with what a step of it is. The functions are called where every tensor is fake and on the CPU."""
+    """A model and a training step of it, as functions that are called on fake CPU tensors: no weights, no data."""
 
     name: str
-    """How it is called in tables, for example the folder's name."""
+    """Model's name in tables, for example that of its folder."""
     model: Callable[[], nn.Module]
-    """Makes the model, in training mode, unsharded."""
+    """Build the model, in training mode, unsharded."""
     optimizers: Callable[[nn.Module], Sequence[torch.optim.Optimizer]]
-    """Makes the optimizers over the unsharded model's parameters."""
+    """Build the optimizers over the unsharded model's parameters."""
     batch: Callable[[int, int], Any]
-    """(microbatch, sequence) → one rank's microbatch, whatever ``loss`` takes."""
+    """(microbatch, sequence) → one rank's microbatch, in any form that ``loss`` accepts."""
     loss: Callable[[nn.Module, Any], torch.Tensor]
     """(model, batch) → a scalar with a gradient; calls the model once."""
     sequence: int
-    """Tokens of one sample; 1 where samples are no sequences."""
+    """Tokens of one sample; 1 for samples that are no sequences."""
     clip: float | None = 1.0
-    """Norm to which gradients are clipped; None: not at all."""
+    """Norm to which gradients are clipped; None: no clipping."""
     assumptions: tuple[str, ...] = ()
-    """What was taken for granted, one sentence each, for the reader of a forecast."""
+    """Assumptions made in building it, one sentence each, for the reader of a forecast."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A workload on ranks: what is simulated."""
+    """A workload on ranks, to be simulated."""
 
     workload: Workload
     ranks: tuple[int, ...]
     """Mesh shape: (shard,) or (replicate, shard)."""
     rank: int = 0
-    """Which one; shards of indivisible dimensions differ between ranks, and rank 0 holds the most."""
+    """Global rank to simulate; shards of indivisible dimensions differ between ranks, and rank 0 holds the most."""
     microbatch: int = 1
     """Samples in one forward."""
     accumulation: int = 1
     """Microbatches a step."""
     plan: Plan | None = None
-    """What to apply; None: by words."""
+    """Plan to apply; None: ``choices`` decide."""
     optimizer: str = "adamw"
-    """How the optimizer is called in tables."""
-    words: Mapping[str, Any] = field(default_factory=dict)
-    """``shard()``'s arguments where they differ from its defaults."""
+    """Optimizer's name in tables."""
+    choices: Choices = DEFAULTS
+    """Options of ``shard()``."""
     on_cpu: bool = False
-    """Whether operators take the memory for themselves that they take on a CPU."""
+    """Train on CPUs: attention by the CPU's kernels, and offloaded shards in the one memory there is."""
+    recorder: Callable[[], Recorder] | None = None
+    """Build the recorder of events; None: one that models no memory inside operators."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another plan that the search evaluated."""
+
+    words: str
+    """The difference in a few words, for example ``"reshard never, recompute full, microbatch 2"``."""
+    forecast: Forecast
+
+
+@dataclass(frozen=True)
+class Study:
+    """A plan, its forecast, and the simulation behind the forecast."""
+
+    plan: Plan
+    forecast: Forecast
+    trace: Trace
+    """Steady step of the simulated rank."""
+    timeline: Timeline
+    reasons: tuple[str, ...] = ()
+    """Reason for each choice, one sentence each."""
+    assumptions: tuple[str, ...] = ()
+    alternatives: list[Alternative] = field(default_factory=list)
+    """All other plans that were evaluated."""

@@ -3,11 +3,10 @@
 `trainer` is the loop and needs nothing of the rest. Around it, from a configuration file to a run:
 
 - `config`, `parse`: the TOML file and its overrides become checked, frozen settings;
-- `running`: processes, and everything that can be wrong is found before they start; `session` is one rank's training;
+- `running`: the processes, and the checks before they start; `running.session` is one rank's training;
 - `recipe`: the settings become model, optimizer, data, loss and callbacks;
-- `models`, `data`, `losses`, `optimizer`, `schedules`: these parts;
-- `showing`: what is measured, written and drawn;
-- `convert`: other frameworks' configurations.
+- `models`, `data`, `losses`, `optimizer`: these parts;
+- `showing`: what is measured, written and drawn.
 
-Nothing here is imported by `import trueshard`.
+`import trueshard` imports nothing of this.
 """

@@ -1,8 +1,9 @@
-"""What a training configuration may say: one class a section, checked on construction.
+"""The training configuration: one frozen pydantic model a section, validated on construction.
 
 - Strict: a string is not a number, an unknown key is an error; nothing is coerced or ignored.
 - Frozen: no field changes after parsing, so every rank and the launcher see one configuration.
 - Paths are relative to the current directory; `~` is expanded where they are used.
+- The docstrings of sections and fields are the reference, `docs/configuration.md`.
 
 `trueshard.train.parse` reads files and overrides into `Config` and words the errors.
 """
@@ -12,18 +13,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from trueshard.choices import Choices, PrecisionWord, RecomputeWord, ReshardWord
+from trueshard.plans import Offload
+from trueshard.text import parse_size
 
 Text = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-ReshardWord = Literal["default", "always", "never", "last_layer", "auto"]
-ActivationCheckpointingWord = Literal["none", "full", "selective", "auto"]
+GroupSize = Annotated[int, Field(ge=2)]
 
 TEXT_FILES = [
     *("*.txt", "*.text", "*.md", "*.rst", "*.tex", "*.org", "*.html", "*.xml"),
     *("*.py", "*.c", "*.h", "*.cc", "*.cpp", "*.hpp", "*.java", "*.js", "*.ts", "*.go", "*.rs", "*.rb", "*.sh"),
     *("*.toml", "*.yaml", "*.yml"),
 ]
+
+
+def _is_size(text: str) -> str:
+    parse_size("shard.memory", text)
+    return text
 
 
 class Section(BaseModel):
@@ -33,19 +42,24 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    """Where the run lives."""
+    """The run's folder, restarts and time limit."""
 
     dir: Text
     """Folder for everything the run writes. Started again on the same folder, a run resumes."""
     restarts: Annotated[int, Field(ge=0)] = 0
-    """How often the processes are started again by themselves after one was lost. Under torchrun: --max-restarts."""
+    """Restarts of the processes after one was lost. Under torchrun: --max-restarts."""
     timeout: Annotated[int, Field(ge=1)] = 600
     """Seconds a rank waits for another before it gives the run up; the same command goes on from the newest
     checkpoint."""
 
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.dir).expanduser()
+
 
 class ModelSection(Section):
-    """What is trained: exactly one of `path`, `config` and `architecture`."""
+    """The model: exactly one of `path`, `config` and `architecture`."""
 
     path: Text | None = None
     """Hugging Face model directory with weights, to continue from; a checkpoint is one, and "…/latest" the newest."""
@@ -58,9 +72,9 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Storage dtype of the parameters. For compute in bfloat16 see `shard.mixed_precision`."""
     freeze: list[Text] = []
-    """Globs over parameter names, such as "vision_tower.*": what is not trained. One that matches none is an error."""
+    """Globs over parameters that are not trained, such as "vision_tower.*". One that matches none is an error."""
     quantize: Literal["none", "int8", "nf4"] = "none"
-    """With `[adapter]`: the frozen weights of linear layers are stored in 8 or 4 bits (as QLoRA does)."""
+    """With `[adapter]`: store the frozen weights of linear layers in 8 or 4 bits (as QLoRA does)."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
@@ -73,7 +87,7 @@ class ModelSection(Section):
         return self
 
     def place(self) -> Path:
-        """What `path` or `config` names on this machine. Of a folder's "latest", the newest checkpoint there."""
+        """Return the path that `path` or `config` names; for a folder's "latest", the newest checkpoint there."""
         import trueshard
 
         path = Path(self.path or self.config or "").expanduser()
@@ -83,7 +97,7 @@ class ModelSection(Section):
 
 
 class AdapterSection(Section):
-    """A PEFT adapter: only it is trained, and what the model was stays frozen."""
+    """A PEFT adapter: only it is trained, the model's own parameters are frozen."""
 
     method: Literal["lora", "dora"] = "lora"
     """LoRA, or DoRA (a magnitude beside it)."""
@@ -92,17 +106,17 @@ class AdapterSection(Section):
     alpha: Annotated[float, Field(gt=0)] = 16
     """The update is scaled by `alpha / rank`."""
     dropout: Fraction = 0.0
-    """On the adapter's input."""
+    """Dropout of the adapter's input."""
     targets: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = "all-linear"
-    """Which layers: all linear ones but the head, or ends of module names such as "q_proj"."""
+    """Layers with an adapter: all linear ones but the head, or ends of module names such as "q_proj"."""
     save_modules: list[Text] = []
-    """Modules that are trained whole beside the adapter, such as "lm_head"."""
+    """Modules that are trained in full besides the adapter, such as "lm_head"."""
     arguments: dict[str, Any] = {}
     """Other fields of PEFT's `LoraConfig`."""
 
 
 class TokenizerSection(Section):
-    """How text becomes tokens. Left out, the tokenizer is the one in the model's directory."""
+    """The tokenizer. Left out, it is the one in the model's directory."""
 
     path: Text | None = None
     """Directory of a Hugging Face tokenizer, or a `tokenizer.json`."""
@@ -128,7 +142,7 @@ class SourceSection(Section):
 
 
 class DataSection(Section):
-    """What is learnt from: exactly one of `path` and `sources`."""
+    """The training data: exactly one of `path` and `sources`."""
 
     format: Literal["text", "chat", "preference", "vision"] = "text"
     """text: documents. chat: `messages` of roles and contents. preference: `prompt`, `chosen` and `rejected`, for DPO.
@@ -137,24 +151,24 @@ class DataSection(Section):
     """A folder or file of text, JSONL, JSON, CSV or Parquet, a data set on the hub ("owner/name"), or "stdlib":
     the source of Python's own library."""
     sources: list[SourceSection] = []
-    """Several, mixed by weight."""
+    """Several sources, mixed by weight."""
     include: Annotated[list[Text], Field(min_length=1)] = TEXT_FILES
     """In a folder: file name patterns to read, in all subfolders; names that start with "." are left out. Left out:
     text files or, where there are none, .jsonl and .parquet."""
     field: Text = "text"
     """With format "text", in files of records: the key that holds the text."""
     subset: Text | None = None
-    """Of a data set on the hub: which configuration."""
+    """Configuration of a data set on the hub."""
     split: Text = "train"
-    """Of a data set on the hub: which part."""
+    """Split of a data set on the hub."""
     streaming: bool = False
-    """Read as training goes on instead of preparing all of it first."""
+    """Read during training instead of preparing all data first."""
     packing: bool = True
-    """With format "chat": several conversations in a sequence, none of which sees another. False: one, padded."""
+    """With format "chat": several conversations share a sequence without seeing each other. False: one, padded."""
     answers_only: bool = True
-    """With formats "chat" and "vision": only what the assistant says counts in the loss."""
+    """With formats "chat" and "vision": only tokens of the assistant count in the loss."""
     prefetch: Annotated[int, Field(ge=0)] = 2
-    """Steps whose batches are made ready in the background."""
+    """Steps whose batches are prepared in the background."""
 
     @model_validator(mode="after")
     def _one_place(self) -> DataSection:
@@ -164,7 +178,7 @@ class DataSection(Section):
         return self
 
     def places(self) -> list[SourceSection]:
-        """The sources, also where there is one."""
+        """Return the sources as a list, also if there is only one."""
         return list(self.sources) or [SourceSection(path=self.path or "")]
 
 
@@ -172,44 +186,44 @@ class EvaluationSection(Section):
     """The loss on samples that are not trained on. Left out, there is none."""
 
     path: Text | None = None
-    """Where they are, of the same format as the data. Left out, they are held out of it."""
+    """Path of the samples, of the same format as the data. Left out, they are held out of the data."""
     fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Without `path`: the part of the data that is held out."""
+    """Without `path`: fraction of the data that is held out."""
     every: Annotated[int, Field(ge=1)] = 100
     """Steps between evaluations; there is one at the end too."""
     samples: Annotated[int, Field(ge=1)] | None = None
-    """At most so many, the first ones; left out, all."""
+    """Evaluate the first so many samples; left out, all."""
     patience: Annotated[int, Field(ge=1)] | None = None
-    """Training stops after so many evaluations without a better one, and the best checkpoint is kept."""
+    """Stop training after so many evaluations without a better one, and keep the best checkpoint."""
 
 
 class TrainSection(Section):
-    """How long, and in what portions."""
+    """Length of the run, batches, checkpoints."""
 
     steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps in the whole run, those before a resume included."""
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Instead of `steps`: passes over the data."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Decides the initial weights and the order of the data, which is the same for every number of ranks."""
+    """Seed of the initial weights and of the order of the data, which is the same for every number of ranks."""
     sequence_length: Annotated[int, Field(ge=2)] = 256
-    """Tokens a sequence that the model reads (and as many that it predicts)."""
+    """Tokens of a sequence that the model reads (and as many that it predicts)."""
     batch_size: Annotated[int, Field(ge=1)] = 8
-    """Sequences a step over all ranks; a multiple of ranks × `accumulate`."""
+    """Sequences in a step over all ranks; a multiple of ranks × `accumulate`."""
     accumulate: Annotated[int, Field(ge=1)] = 1
     """Microbatches a rank splits its part of the batch into; gradients are communicated once, after the last."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Gradients are scaled down to this norm when theirs is greater."""
+    """Gradients with a greater norm are scaled down to this one."""
     whole_logits: bool = False
     """Compute the loss from the whole logits at once. Else in chunks, where that gives the model's own loss."""
     skip_nonfinite: Annotated[int, Field(ge=0)] = 0
-    """So many steps of the run whose loss or gradient is NaN or infinite are skipped; at the next one it stops."""
+    """Skip so many steps of the run whose loss or gradient is NaN or infinite; stop at the next one."""
     on_oom: Literal["stop", "tighten"] = "stop"
     """When memory runs out: stop and say what would fit, or change to that and go on."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 100
     """Steps between checkpoints. The end of the run and Ctrl-C always leave one."""
     keep: Annotated[int, Field(ge=1)] = 2
-    """How many checkpoints stay on disk; older ones are deleted once a newer one is complete."""
+    """Checkpoints that stay on disk; older ones are deleted once a newer one is complete."""
     log_every: Annotated[int, Field(ge=1)] = 10
     """Steps between printed lines when the output is not a terminal. `metrics.jsonl` has every step."""
 
@@ -225,7 +239,7 @@ class PreferenceSection(Section):
     """Direct preference optimisation: for data of format "preference"."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How strongly the model is held to the reference, which is the model before training."""
+    """Strength with which the model is held to the reference, which is the model before training."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """The probability that a preference is the wrong way round."""
 
@@ -269,14 +283,14 @@ class ScheduleSection(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of linear rise from 0 to `optimizer.lr`."""
     decay: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """How it falls from there to `final` × `optimizer.lr` at the last step; "wsd" (warm-up, stable, decay) stays at the
+    """Decay from there to `final` × `optimizer.lr` at the last step; "wsd" (warm-up, stable, decay) stays at the
     peak until the last `decay_steps`, and falls along 1 - √x."""
     decay_steps: Annotated[int, Field(ge=1)] | None = None
-    """With "wsd": how long it falls; left out, a tenth of the steps."""
+    """With "wsd": steps of the decay; left out, a tenth of the steps."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """What is left of the learning rate at the last step, as a fraction of the peak."""
+    """Learning rate of the last step, as a fraction of the peak."""
     class_path: Text | None = Field(default=None, alias="class")
-    """Instead of all these: import path of a `torch.optim.lr_scheduler` class; `ReduceLROnPlateau` is given the
+    """Instead of the keys above: import path of a `torch.optim.lr_scheduler` class; `ReduceLROnPlateau` is given the
     evaluation's loss."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the class. "module:function" stands for a function, `{class, arguments}` for a scheduler."""
@@ -294,30 +308,32 @@ class ScheduleSection(Section):
 
 
 class ShardSection(Section):
-    """The words of `trueshard.shard()`, which explains them."""
+    """The options of `trueshard.shard()`, which explains them."""
 
     units: Text | Annotated[list[Text], Field(min_length=1)] = "auto"
-    """Which modules are gathered together: "auto", class names, or globs over module names."""
-    reshard_after_forward: (
-        ReshardWord | Annotated[int, Field(ge=2)] | dict[str, ReshardWord | Annotated[int, Field(ge=2)]]
-    ) = "default"
-    """When a unit's parameters are freed again: a word, a group size, or a table from glob to one of these."""
-    mixed_precision: Literal["bf16", "fp16"] | None = None
+    """Modules that are gathered together: "auto", class names, or globs over module names."""
+    reshard_after_forward: ReshardWord | GroupSize | dict[str, ReshardWord | GroupSize] = "default"
+    """Freeing of a unit's gathered parameters: a word, a group size, or a table from glob to one of these."""
+    mixed_precision: PrecisionWord | None = None
     """Compute in it, reduce in float32. With "fp16" the loss is scaled, and steps that overflow are left out."""
-    activation_checkpointing: ActivationCheckpointingWord | dict[str, ActivationCheckpointingWord] = "none"
-    """Which activations are recomputed in backward: a word, or a table from glob to word."""
+    activation_checkpointing: RecomputeWord | dict[str, RecomputeWord] = "none"
+    """Recomputation of activations in backward: a word, or a table from glob to word."""
     compile: bool = False
     """Compile each unit."""
     replicate: Annotated[int, Field(ge=1)] = 1
     """Copies of the whole model: each is sharded over ranks / `replicate` ranks (HSDP)."""
-    offload: Literal["none", "cpu"] = "none"
-    """Where shards live between uses."""
-    memory: Text | None = None
+    offload: Offload = "none"
+    """Place of the shards between uses."""
+    memory: Annotated[Text, AfterValidator(_is_size)] | None = None
     """A budget for each rank, such as "70GiB", for what is "auto"."""
+
+    def choices(self) -> Choices:
+        """Return the options of `trueshard.shard()`."""
+        return Choices(**self.model_dump(exclude={"replicate"}))
 
 
 class LogSection(Section):
-    """Where metrics go, beside `metrics.jsonl`."""
+    """Trackers of metrics, besides `metrics.jsonl`."""
 
     to: list[Literal["tensorboard", "wandb", "trackio"]] = []
     """Trackers; each is imported when it is used."""
@@ -329,7 +345,7 @@ class SampleSection(Section):
     """The continuation that is printed when training ends."""
 
     prompt: str = ""
-    """What the model continues; empty: it begins a new document."""
+    """Text that the model continues; empty: it begins a new document."""
     tokens: Annotated[int, Field(ge=0)] = 64
     """Tokens to sample; 0 leaves the sample out."""
     temperature: Annotated[float, Field(ge=0)] = 0.8
@@ -384,7 +400,7 @@ class Config(Section):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """The settings that must not change when a run is resumed, as dotted keys: they decide what its steps mean."""
+        """Return the settings that decide what a step means, by dotted key: they must not change on resume."""
         plain = self.model_dump(mode="json", by_alias=True)
         adapter = plain["adapter"] or dict.fromkeys(AdapterSection.model_fields)
         sections = {name: plain[name] for name in ("model", "tokenizer", "data", "preference")} | {"adapter": adapter}

@@ -1,30 +1,36 @@
-"""The optimizer of a run: any class by import path, over groups of parameters.
+"""The optimizer and the learning-rate schedule of a run, as `[optimizer]` and `[schedule]` describe them.
 
-- Norms and biases have no weight decay, unless `optimizer.no_decay` says otherwise.
-- Every glob must match a trainable parameter: one that matches none is a slip.
+- Any optimizer class by import path, over groups of parameters. Norms and biases have no weight decay, unless
+  `optimizer.no_decay` says otherwise. A glob that matches no trainable parameter is an error.
+- The shapes of `[schedule]` are pure functions of the step: a resume, a longer run or another peak needs no state.
+- Any scheduler of torch by import path; its state is in the checkpoints.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from trueshard.errors import UserError, one_line
-from trueshard.train.config import OptimizerSection
-from trueshard.train.globs import matching
+from trueshard.train.config import OptimizerSection, ScheduleSection
+from trueshard.train.models.parameters import match_globs
 
 
 def build_optimizer(section: OptimizerSection, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """The optimizer over those of the named parameters that are trainable.
+    """Return the optimizer over the trainable ones of the named parameters.
 
-    Raises `UserError` if the class is not found, is not an optimizer, or refuses its arguments, if a glob matches no
-    trainable parameter, or if nothing is trainable.
+    Raises:
+        UserError: the class is not found, is not an optimizer, or refuses its arguments; a glob matches no trainable
+            parameter; or nothing is trainable.
     """
     kind = imported_class(section.class_path, torch.optim.Optimizer, "optimizer.class")
     trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
@@ -43,13 +49,13 @@ def build_optimizer(section: OptimizerSection, named: Iterable[tuple[str, nn.Par
 
 
 def check_optimizer(section: OptimizerSection) -> None:
-    """Raise `UserError` for what is wrong with the class and its arguments, whatever the model is."""
+    """Raise `UserError` if the class or its arguments are wrong, whatever the model is."""
     plain = section.model_copy(update={"groups": [], "no_decay": None})
     build_optimizer(plain, [("weight", nn.Parameter(torch.zeros(2, 2)))])
 
 
 def imported_class(path: str, base: type, key: str) -> Any:
-    """The class at an import path, a subclass of `base`. Raises `UserError`, with `key`, if there is none."""
+    """Return the class at an import path, a subclass of `base`. Raise `UserError`, naming `key`, if there is none."""
     module_name, _, name = path.rpartition(".")
     home = base.__module__ if base is not torch.optim.Optimizer else "torch.optim"
     try:
@@ -68,35 +74,124 @@ def imported_class(path: str, base: type, key: str) -> Any:
 
 
 def _decays(kind: type, arguments: dict[str, Any]) -> bool:
-    """Whether the class, so called, has weight decay at all."""
+    """Return True if the class with these arguments has weight decay."""
     default = inspect.signature(kind).parameters.get("weight_decay")
     value = arguments.get("weight_decay", None if default is None else default.default)
     return isinstance(value, (int, float)) and value > 0
 
 
 def _groups(section: OptimizerSection, trainable: dict[str, nn.Parameter], decays: bool) -> list[dict[str, Any]]:
-    """Parameter groups: those of the section in their order, then the rest, with and without weight decay."""
+    """Return parameter groups: those of the section in order, then the rest, with and without weight decay."""
     left = dict(trainable)
     groups: list[dict[str, Any]] = []
     for number, group in enumerate(section.groups, start=1):
         key = f"optimizer.groups, number {number}"
-        taken = matching(group.parameters, trainable, key, "trainable parameter")
+        taken = match_globs(group.parameters, trainable, key, "trainable parameter")
         found = {name: left.pop(name) for name in taken if name in left}
         if not found:
             raise UserError(f"{key}: an earlier group has all of its parameters; remove it, or put it first")
         settings = {name: getattr(group, name) for name in ("lr", "weight_decay") if getattr(group, name) is not None}
         groups.append({"params": list(found.values()), **settings, **group.arguments})
     if section.no_decay is None:
-        bare = [name for name, parameter in left.items() if parameter.ndim < 2] if decays else []
+        bare = {name for name, parameter in left.items() if parameter.ndim < 2 and decays}
     else:
-        bare = [
-            name
-            for name in matching(section.no_decay, trainable, "optimizer.no_decay", "trainable parameter")
-            if name in left
-        ]
-    rest = [left[name] for name in left if name not in set(bare)]
-    if rest:
+        bare = set(match_globs(section.no_decay, trainable, "optimizer.no_decay", "trainable parameter"))
+    if rest := [parameter for name, parameter in left.items() if name not in bare]:
         groups.append({"params": rest})
-    if bare:
-        groups.append({"params": [left[name] for name in bare], "weight_decay": 0.0})
+    if undecayed := [parameter for name, parameter in left.items() if name in bare]:
+        groups.append({"params": undecayed, "weight_decay": 0.0})
     return groups
+
+
+def factor(section: ScheduleSection, step: int, steps: int) -> float:
+    """Return the fraction of the peak learning rate at step `step` of 1 … `steps`.
+
+    "wsd" is the shape of Hägele et al. 2024 (arXiv 2405.18392): constant, then 1 - √x over the last steps.
+    """
+    if step <= section.warmup_steps:
+        return step / section.warmup_steps
+    progress = min(1.0, (step - section.warmup_steps) / max(1, steps - section.warmup_steps))
+    if section.decay == "constant":
+        return 1.0
+    if section.decay == "linear":
+        left = 1 - progress
+    elif section.decay == "cosine":
+        left = (1 + math.cos(math.pi * progress)) / 2
+    else:
+        falling = section.decay_steps or max(1, steps // 10)
+        left = 1 - math.sqrt(min(1.0, max(0, step - (steps - falling)) / falling))
+    return section.final + (1 - section.final) * left
+
+
+class StepSchedule:
+    """Set the learning rate of every group to its own peak × `factor` of the step. Its only state is the step."""
+
+    def __init__(self, section: ScheduleSection, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        self._section, self._optimizer, self._steps = section, optimizer, steps
+        self._peaks = [group["lr"] for group in optimizer.param_groups]
+        self._taken = 0
+        self._set()
+
+    def step(self) -> None:
+        """Set the learning rate of the next step; to be called after an optimizer step."""
+        self._taken += 1
+        self._set()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps taken."""
+        return {"taken": self._taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the steps taken, with this section and these peaks."""
+        self._taken = int(state["taken"])
+        self._set()
+
+    def _set(self) -> None:
+        part = factor(self._section, self._taken + 1, self._steps)
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(peak * part)
+            else:
+                group["lr"] = peak * part
+
+
+def build_schedule(section: ScheduleSection, optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    """Return the scheduler, whose `step()` follows each optimizer step.
+
+    Raises:
+        UserError: the class is not found, is not a scheduler, or refuses its arguments.
+    """
+    if section.class_path is None:
+        return StepSchedule(section, optimizer, steps)
+    return _scheduler(section.class_path, section.arguments, optimizer)
+
+
+def check_schedule(section: ScheduleSection) -> None:
+    """Raise `UserError` if the class or its arguments are wrong, whatever the model is."""
+    build_schedule(section, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9), 1)
+
+
+def _scheduler(path: str, arguments: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:
+    kind = imported_class(path, LRScheduler, "schedule.class")
+    given = {key: _value(value, optimizer) for key, value in arguments.items()}
+    try:
+        return kind(optimizer=optimizer, **given)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
+        detail = one_line(error)
+        raise UserError(f"schedule.arguments: {path} refuses them ({detail}); correct them") from None
+
+
+def _value(value: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Return an argument for the class: "module:function" becomes the function, a table with `class` the scheduler."""
+    if isinstance(value, list):
+        return [_value(each, optimizer) for each in value]
+    if isinstance(value, dict) and "class" in value:
+        return _scheduler(value["class"], value.get("arguments", {}), optimizer)
+    if isinstance(value, str) and value.count(":") == 1:
+        module, name = value.split(":")
+        try:
+            function = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UserError(f"schedule.arguments: {value!r} is no function ({error}); give module:function") from None
+        return function if hasattr(function, "__dict__") else functools.partial(function)  # torch saves its __dict__
+    return value

@@ -1,4 +1,4 @@
-"""From a TOML file and `--set` overrides to a checked `Config`, or to one line that says what to change.
+"""Read a TOML file and `--set` overrides into a validated `Config`, or raise one line that says what to change.
 
 - An unknown key is answered with the nearest valid one, wherever it lives.
 - A wrong value is answered with the key, what was found and what was wanted.
@@ -13,10 +13,11 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import tomlkit
 from pydantic import BaseModel, ValidationError
 
 from trueshard.errors import UserError, one_line
@@ -38,9 +39,9 @@ REPLACES = {
     "train.steps": ("train.epochs",),
     "train.epochs": ("train.steps",),
 }
-"""A key of `--set` → what it takes the place of in the file."""
+"""By key of `--set`, the keys of the file that it excludes and removes."""
 
-WANTED = {
+WANTED = {  # what pydantic calls a problem → what was wanted
     "int_type": "an integer",
     "float_type": "a number",
     "bool_type": "true or false",
@@ -65,8 +66,11 @@ WANTED = {
 def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     """Read a configuration file.
 
-    `overrides` are "section.key=value" strings that win over the file, the last one over the others.
-    Raises `UserError` with one line for a file that is missing or malformed, or a key or value that is wrong.
+    Args:
+        overrides: "section.key=value" strings that win over the file, the last one over the others.
+
+    Raises:
+        UserError: the file is missing or malformed, or a key or value is wrong; one line.
     """
     tree, overrides = _read(path), list(overrides)
     _make_room(tree, overrides)
@@ -104,7 +108,7 @@ def _override(tree: dict[str, Any], text: str) -> None:
 
 
 def _make_room(tree: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Take what the overrides replace out of what the file says."""
+    """Remove the keys of the file that the overrides exclude."""
     given = {override.partition("=")[0].strip() for override in overrides}
     for key in given & set(REPLACES):
         for section, name in (each.split(".") for each in REPLACES[key] if each not in given):
@@ -121,7 +125,7 @@ def _toml_value(text: str) -> Any:
 
 
 def _describe(error: ValidationError) -> str:
-    """The first problem in words, and how many more there are."""
+    """Describe the first problem, and count the others."""
     problems: dict[str, list[Any]] = {}
     for item in error.errors():
         problems.setdefault(_dotted(item["loc"]), []).append(item)
@@ -160,7 +164,7 @@ def _found(value: Any) -> str:
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
-    """The key a problem belongs to: pydantic adds the branch of a union, which is no key."""
+    """Return the key of a problem, without the branch of a union, which pydantic appends."""
     key = ""
     model: type[BaseModel] | None = Config
     for part in location:
@@ -175,7 +179,7 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 
 def _section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """The section under a key: one, one that may be left out, or several; None for a plain value."""
+    """Return the section under a key, also if it may be left out or is a list; None for a plain value."""
     for name, field in model.model_fields.items():
         if key == (field.alias or name):
             kinds = [field.annotation, *typing.get_args(field.annotation)]
@@ -193,7 +197,7 @@ def _keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
 
 
 def _nearest(key: str) -> str:
-    """Where an unknown key probably belongs: the like in its own section first, then anywhere."""
+    """Return the valid key that resembles an unknown one most: in its own section first, then anywhere."""
     section, _, last = re.sub(r"\[\d+\]", "", key).rpartition(".")
     keys = _keys()
     if not section:
@@ -208,3 +212,17 @@ def _nearest(key: str) -> str:
         if near:
             return f"nearest valid one: {names[near[0]]}"
     return f"valid ones: {', '.join(own.values() or sections)}"
+
+
+def toml_value(value: Any) -> str:
+    """Return a value as TOML: a word, a number, an array or an inline table."""
+    if isinstance(value, Mapping):
+        table = tomlkit.inline_table()
+        table.update(value)
+        return table.as_string()
+    return tomlkit.item(value).as_string()
+
+
+def toml_key(key: str) -> str:
+    """Return a key as TOML: bare where that is allowed."""
+    return tomlkit.key(key).as_string()

@@ -1,60 +1,52 @@
-"""A configuration becomes the parts of a training run: model, optimizer, data, loss and what shows them."""
+"""Turn a configuration into the parts of a training run: model, optimizer, data, loss and callbacks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import trueshard
+from trueshard.distributed import replicated_mesh
 from trueshard.errors import UserError, one_line
-from trueshard.train.config import Config, ShardSection
+from trueshard.train.config import Config, ShardSection, TrainSection
 from trueshard.train.data.loader import EvaluationLoader, Loader
 from trueshard.train.data.prepared import Prepared
-from trueshard.train.events import Callback
 from trueshard.train.losses.choose import choose_loss
-from trueshard.train.models.build import build, fill
-from trueshard.train.optimizer import build_optimizer
-from trueshard.train.schedules import build_schedule
-from trueshard.train.showing import operations, trackers
-from trueshard.train.showing.display import Display
-from trueshard.train.showing.measures import Measures
-from trueshard.train.showing.metrics import MetricsWriter
+from trueshard.train.models.build import build
+from trueshard.train.models.filling import fill
+from trueshard.train.optimizer import build_optimizer, build_schedule
+from trueshard.train.showing import metrics, trackers
+from trueshard.train.showing.metrics import Measures, MetricsWriter
 from trueshard.train.showing.profile import Profile
-from trueshard.train.trainer import Trainer
+from trueshard.train.showing.report import Display
+from trueshard.train.trainer import Callback, Trainer
 
 PROFILED = (3, 5)
-"""First and last step that `--profile` records: what is warmed up by then is warm."""
-
-
-def folder_of(config: Config) -> Path:
-    """The run's folder."""
-    return Path(config.run.dir).expanduser()
+"""First and last step that `--profile` records: caches and allocators are warm by then."""
 
 
 def checkpoints_of(config: Config) -> trueshard.Checkpoints:
-    """The run's checkpoints, of which the newest `train.keep` stay, and the best if there is a patience."""
+    """Return the run's checkpoints: the newest `train.keep` stay, and the best one if there is a patience."""
     best = config.evaluation is not None and config.evaluation.patience is not None
     return trueshard.Checkpoints(
-        folder_of(config) / "checkpoints",
+        config.run.folder / "checkpoints",
         keep_last=config.train.keep,
         keep_best=1 if best else None,
         metric="evaluation",
     )
 
 
-def steps_of(config: Config, data: Prepared) -> int:
-    """Optimizer steps of the whole run."""
-    if config.train.steps is not None:
-        return config.train.steps
-    assert config.train.epochs is not None
-    return max(1, math.ceil(config.train.epochs * len(data) / config.train.batch_size))
+def steps_of(train: TrainSection, data: Prepared) -> int:
+    """Return the optimizer steps of the whole run."""
+    if train.steps is not None:
+        return train.steps
+    assert train.epochs is not None
+    return max(1, math.ceil(train.epochs * len(data) / train.batch_size))
 
 
 def build_trainer(
@@ -71,20 +63,21 @@ def build_trainer(
 
     Args:
         settings: the transformers configuration of the model.
-        wants_stop: whether this rank was asked to stop.
-        memory_planned: bytes of a rank.
+        wants_stop: returns True once this rank was asked to stop.
+        memory_planned: forecast peak memory of a rank, in bytes.
 
     Raises:
-        UserError: what the configuration says cannot be done, on every rank.
+        UserError: the configuration cannot be carried out; on every rank.
     """
-    train, steps = config.train, steps_of(config, data)
+    train, steps = config.train, steps_of(config.train, data)
     model = build(config, settings)
     optimizer = build_optimizer(config.optimizer, model.named_parameters())
     plan = shard(config.shard, model, optimizer)
     fill(config, model)
-    torch.manual_seed((train.seed + 1 + dist.get_rank()) % 2**63)  # what dropout draws from: different on each rank
+    torch.manual_seed((train.seed + 1 + dist.get_rank()) % 2**63)  # dropout draws from it: different on each rank
     loss = choose_loss(config, settings, model)
-    loader, evaluation = loaders(config, data, device)
+    loader, evaluation = _loaders(config, data, device)
+    profiles = [Profile(config.run.folder / "profile", *PROFILED)] if profile else []
     trainer = Trainer(
         model,
         optimizer,
@@ -101,19 +94,30 @@ def build_trainer(
         checkpoints=checkpoints_of(config),
         checkpoint_every=train.checkpoint_every,
         skip_nonfinite=train.skip_nonfinite,
-        callbacks=[
-            Samples(loader),
-            *shown(config, model, device, memory_planned),
-            *([Profile(folder_of(config) / "profile", *PROFILED)] if profile else []),
-        ],
+        callbacks=[SampleCounter(loader), *_reporters(config, model, device, memory_planned), *profiles],
         wants_stop=wants_stop,
         saved={"tokenizer": data.tokenizer(), "data": {"crc32": data.summary.crc32}},
     )
     return trainer, plan
 
 
-def loaders(config: Config, data: Prepared, device: torch.device) -> tuple[Loader, EvaluationLoader | None]:
-    """This rank's batches to train on, and those to evaluate on, if there are any."""
+def shard(section: ShardSection, model: nn.Module, *optimizers: torch.optim.Optimizer) -> trueshard.Plan:
+    """Call `trueshard.shard()` with the words of `[shard]`. Collective. Raise `UserError` for what it refuses."""
+    ranks, mesh = dist.get_world_size() if dist.is_initialized() else 1, None
+    if section.replicate > 1:
+        if ranks % section.replicate:
+            raise UserError(
+                f"shard.replicate: {ranks} ranks do not divide into {section.replicate} copies; choose another"
+            )
+        mesh = replicated_mesh(section.replicate)
+    try:
+        return trueshard.shard(model, *optimizers, mesh=mesh, **vars(section.choices()))
+    except (ValueError, trueshard.NothingFits) as error:
+        raise UserError(f"[shard]: {one_line(error)}") from error
+
+
+def _loaders(config: Config, data: Prepared, device: torch.device) -> tuple[Loader, EvaluationLoader | None]:
+    """Return this rank's batches to train on, and those to evaluate on, if there are any."""
     train, rank, ranks = config.train, dist.get_rank(), dist.get_world_size()
     loader = Loader(
         data.train,
@@ -139,50 +143,23 @@ def loaders(config: Config, data: Prepared, device: torch.device) -> tuple[Loade
     return loader, evaluation
 
 
-def shard(section: ShardSection, model: nn.Module, *optimizers: torch.optim.Optimizer) -> trueshard.Plan:
-    """`trueshard.shard()` in the words of `[shard]`. Collective. Raises `UserError` for what it refuses."""
-    words = section.model_dump(exclude={"replicate"})
-    try:
-        return trueshard.shard(model, *optimizers, mesh=mesh_of(section), **words)
-    except (ValueError, trueshard.NothingFits) as error:
-        raise UserError(f"[shard]: {one_line(error)}") from error
-
-
-def mesh_of(section: ShardSection) -> DeviceMesh | None:
-    """Replicas × shards, or None where all ranks shard. Raises `UserError` if the ranks do not divide."""
-    if section.replicate == 1:
-        return None
-    ranks = dist.get_world_size()
-    if ranks % section.replicate:
-        raise UserError(f"shard.replicate: {ranks} ranks do not divide into {section.replicate} copies; choose another")
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = (section.replicate, ranks // section.replicate)
-    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def shown(config: Config, model: nn.Module, device: torch.device, memory_planned: int | None) -> list[Callback]:
-    """What measures, writes and draws each step, in the order in which they build on each other."""
-    train = config.train
-    computes = {"bf16": torch.bfloat16, "fp16": torch.float16, None: getattr(torch, config.model.dtype)}
-    peak = operations.peak_flops(device, computes[config.shard.mixed_precision])
+def _reporters(config: Config, model: nn.Module, device: torch.device, memory_planned: int | None) -> list[Callback]:
+    """Return the callbacks that measure, write and draw each step; later ones read what earlier ones add."""
+    compute = {"bf16": torch.bfloat16, "fp16": torch.float16, None: getattr(torch, config.model.dtype)}
+    peak = metrics.peak_flops(device, compute[config.shard.mixed_precision])
     countable = peak is not None and config.model.quantize == "none"  # packed weights do not tell how many they are
-    flops = operations.flops_per_token(model, train.sequence_length) if countable else None
-    folder = folder_of(config)
-    plain = config.model_dump(mode="json", by_alias=True)
+    flops = metrics.flops_per_token(model, config.train.sequence_length) if countable else None
+    folder, plain = config.run.folder, config.model_dump(mode="json", by_alias=True)
     return [
-        Measures(
-            flops_per_token=flops,
-            peak_flops=peak,
-            memory_planned=memory_planned,
-        ),
+        Measures(flops_per_token=flops, peak_flops=peak, memory_planned=memory_planned),
         MetricsWriter(folder),
-        Display(train.log_every),
+        Display(config.train.log_every),
         trackers.Tracking(trackers.trackers(config.log.to), plain, folder, config.log.project),
     ]
 
 
-class Samples(Callback):
-    """Adds how many samples of the data were taken."""
+class SampleCounter(Callback):
+    """Add to each step's record how many samples of the data were taken."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

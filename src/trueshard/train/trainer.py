@@ -1,10 +1,10 @@
-"""The training loop: plain PyTorch around a sharded model, the same for one rank and for many.
+"""The training loop, plain PyTorch around a sharded model, and the events that its callbacks receive.
 
 - A step's loss is the mean over all target tokens of the global batch, however they are spread over ranks and
   microbatches; gradients are communicated once, after the last microbatch.
 - One all-reduce before the optimizer's step carries the loss and the wish to stop, so that ranks agree on both, and a
   loss that is not finite never reaches the parameters.
-- What a step depends on is in the checkpoint: a resumed run goes on bit for bit at the same number of ranks.
+- What a step depends on is in the checkpoint: at the same number of ranks a resumed run gives the same bits.
 """
 
 from __future__ import annotations
@@ -13,60 +13,90 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from trueshard import names
 from trueshard.checkpoint import Checkpoints, Saving, load
 from trueshard.distributed import device_of
-from trueshard.engine import accumulate
+from trueshard.model import names
 from trueshard.optim.clip import clip_grad_norm_
-from trueshard.runtime import runtime_of
-from trueshard.tokens import token_mean
-from trueshard.train.events import Callback
-from trueshard.train.losses.protocol import Batch, Loss, Mean
-from trueshard.train.reading import Reader
+from trueshard.runtime.engine import accumulate
+from trueshard.runtime.passes import runtime_of
+from trueshard.runtime.tokens import token_mean
+from trueshard.train.endless_loader import EndlessLoader
+from trueshard.train.losses.causal import Loss, Mean
+
+
+class Callback:
+    """Base class: override the events of interest. Every rank calls every event, in the order of the callbacks.
+
+    An event may add to its ``record``, which goes into the metrics of that step. ``trainer.stop(why)`` ends the run
+    after the step. A collective must be called on all ranks; ``trainer.rank`` tells them apart.
+    """
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Before the first step, after a resume."""
+
+    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """After each optimizer step; ``record``: step, loss (nats), grad_norm, lr, tokens, seconds and more."""
+
+    def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
+        """After an evaluation; ``record``: loss (nats), perplexity, count."""
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        """After a checkpoint was begun; it may still be written in the background."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """After the last step, or before the one that was not taken; also after an error in a step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON values and tensors that a resumed run needs; saved by class, several of a class in order."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
 
 
 class NonFiniteLoss(ArithmeticError):
-    """A loss or a gradient was NaN or infinite, and no more of them may be skipped."""
+    """A loss or a gradient was NaN or infinite, and no more such steps may be skipped."""
 
 
 COUNTERS = ("step", "batches", "tokens", "skipped", "best", "worse")
-"""What a trainer counts; each is in its checkpoints."""
+"""Attributes of a trainer that its checkpoints hold."""
 
 
 class Trainer:
-    """Trains a model that ``trueshard.shard()`` has sharded (or, in a single process, any model)::
+    """Train a model that ``trueshard.shard()`` has sharded (or, in a single process, any model)::
 
         trueshard.shard(model, optimizer)
         trainer = trueshard.Trainer(model, optimizer, loader, loss=loss, steps=1000)
         trainer.fit()
 
     Args:
-        model: where it is, sharded.
-        optimizer: that was given to ``shard()``.
-        loader: gives microbatches of this rank; begun again when it ends. If it has ``state_dict`` and
-            ``load_state_dict``, a resume goes on where it stood; else it is read again up to there.
+        model: on its device, sharded.
+        optimizer: the one given to ``shard()``.
+        loader: microbatches of this rank; begun again when it ends. If it has ``state_dict`` and ``load_state_dict``,
+            a resume uses them; else the loader is read again up to the place.
         loss: a ``Loss``, or a function (model, microbatch) → mean loss, 0-dim.
         steps: optimizer steps in the whole run.
         accumulate: microbatches of this rank in a step.
-        scheduler: has ``step()``; called after each step. One with ``metrics`` (``ReduceLROnPlateau``) is called after
-            each evaluation, with its loss.
+        scheduler: its ``step()`` is called after each step; that of ``ReduceLROnPlateau`` after each evaluation, with
+            the loss.
         scaler: a ``torch.amp.GradScaler``, for float16.
-        max_grad_norm: gradients are scaled down to it; None: their norm is only measured.
-        evaluation: gives microbatches that are not trained on; ranks may have different numbers of them.
+        max_grad_norm: gradients are scaled down to this norm; None: their norm is only measured.
+        evaluation: microbatches that are not trained on; ranks may have different numbers of them.
         evaluate_every: steps between evaluations.
         patience: stop after so many evaluations without a better one.
-        checkpoints: where to save; the newest of them is gone on from.
+        checkpoints: where to save; training resumes from the newest one.
         checkpoint_every: steps between checkpoints. There is one at the end too, and when stopping.
-        skip_nonfinite: how many steps whose loss or gradient norm is not finite may be left out.
-        callbacks: told what happens.
-        wants_stop: asked after each step; True on any rank stops all after it.
-        saved: more to be saved in each checkpoint, as ``trueshard.save`` takes it (``tokenizer=...``).
+        skip_nonfinite: steps of the run that may be skipped because their loss or gradient norm is not finite.
+        callbacks: receive the events.
+        wants_stop: called in each step; True on any rank stops all ranks after it.
+        saved: more arguments of ``trueshard.save`` for each checkpoint (``tokenizer=...``).
 
     Raises:
         NonFiniteLoss: from ``fit()``, with the samples of the step.
@@ -77,15 +107,15 @@ class Trainer:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: Iterable[Batch],
+        loader: Iterable[Any],
         *,
-        loss: Loss | Callable[[nn.Module, Batch], torch.Tensor],
+        loss: Loss | Callable[[nn.Module, Any], torch.Tensor],
         steps: int,
         accumulate: int = 1,
         scheduler: Any = None,
         scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = 1.0,
-        evaluation: Iterable[Batch] | None = None,
+        evaluation: Iterable[Any] | None = None,
         evaluate_every: int | None = None,
         patience: int | None = None,
         checkpoints: Checkpoints | None = None,
@@ -100,7 +130,7 @@ class Trainer:
                 raise ValueError(f"{name} is {value!r}; it is a whole number from 1 on")
         self.model, self.optimizer, self.loader = model, optimizer, loader
         self.loss: Loss = loss if isinstance(loss, Loss) else Mean(loss)
-        self._tokens_of: Callable[[Batch], int] = getattr(self.loss, "tokens", self.loss.count)
+        self._tokens_of: Callable[[Any], int] = getattr(self.loss, "tokens", self.loss.count)
         self._unit = getattr(self.loss, "unit", "token")
         self.steps, self.accumulate, self.max_grad_norm = steps, accumulate, max_grad_norm
         self.scheduler, self.scaler = scheduler, scaler
@@ -120,23 +150,23 @@ class Trainer:
         self.batches = 0
         """Microbatches of this rank."""
         self.tokens = 0
-        """That the model has read, on all ranks."""
+        """Tokens that the model has read, on all ranks."""
         self.skipped = 0
         self.best = math.inf
-        """The least loss of an evaluation."""
+        """Smallest loss of an evaluation."""
         self.worse = 0
-        """Evaluations since then."""
+        """Evaluations since ``best``."""
         self.stopped = ""
-        """Why the run ended before its last step; empty: it did not."""
+        """Reason why the run ended before its last step; "" if it did not."""
         self._stall = 0.0
         self._saving: Saving | None = None
         self._saved_step = -1
-        self._reader = Reader(loader)
+        self._reader = EndlessLoader(loader)
 
     # ---- the run
 
     def fit(self) -> bool:
-        """Take the steps that are left; returns whether the run is complete. Collective."""
+        """Take the steps that are left; return True if the run is complete. Collective."""
         self.resume()
         self._lose_patience()
         self.model.train()
@@ -144,7 +174,7 @@ class Trainer:
         try:
             while self.step < self.steps and not self.stopped:
                 record = self.take_step()
-                # Not because it was asked to stop: the run that goes on is to be the one that never stopped.
+                # No evaluation because of a stop: a resumed run is to be the same as one that never stopped.
                 if self.evaluation is not None and (self.step == self.steps or self._due(self.evaluate_every)):
                     record |= {f"evaluation_{key}": value for key, value in self.evaluate().items()}
                 self._tell("on_step", record)
@@ -165,7 +195,7 @@ class Trainer:
         self.stopped = self.stopped or why
 
     def take_step(self) -> dict[str, Any]:
-        """One optimizer step; returns what is to be said of it."""
+        """Take one optimizer step; return its record."""
         began = time.perf_counter()
         microbatches = [next(self._reader) for _ in range(self.accumulate)]
         self.batches += self.accumulate
@@ -209,8 +239,8 @@ class Trainer:
         }
 
     def _update(self, loss: float, norm: float) -> None:
-        """The optimizer's step, unless the loss is not finite."""
-        overflowed = self.scaler is not None and math.isfinite(loss)  # then the scaler leaves the step out, and halves
+        """Step the optimizer, unless the loss is not finite."""
+        overflowed = self.scaler is not None and math.isfinite(loss)  # the scaler then skips the step and halves
         if math.isfinite(loss) and (math.isfinite(norm) or overflowed):
             if self.scaler is None:
                 self.optimizer.step()
@@ -239,9 +269,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """The mean loss over ``evaluation`` and, of tokens, its perplexity. Collective; the training stays as it is.
+        """Return the mean loss over ``evaluation`` and, for tokens, its perplexity. Collective; without side effect.
 
-        Where a rank has fewer microbatches than others, it repeats its last one, which does not count.
+        A rank with fewer microbatches than others repeats its last one, which does not count.
         """
         assert self.evaluation is not None
         training = self.model.training
@@ -257,8 +287,8 @@ class Trainer:
         self._tell("on_evaluation", record)
         return record
 
-    def _sum_of_evaluation(self, batches: Iterator[Batch]) -> list[float]:
-        """The summed loss, and of how many targets, over all ranks."""
+    def _sum_of_evaluation(self, batches: Iterator[Any]) -> list[float]:
+        """Return the sum of the loss and the number of its terms, over all ranks."""
         sums, batch = [0.0, 0.0], None
         while True:
             fresh = next(batches, None)
@@ -292,10 +322,10 @@ class Trainer:
     # ---- saving and resuming
 
     def save(self, evaluation: float | None = None) -> float:
-        """Begin a checkpoint; returns the seconds that training stood still. Collective.
+        """Begin a checkpoint; return the seconds that training stood still. Collective.
 
         Args:
-            evaluation: its loss at this step, by which `Checkpoints(keep_best=..., metric="evaluation")` goes.
+            evaluation: loss of the evaluation at this step, for `Checkpoints(keep_best=..., metric="evaluation")`.
         """
         assert self.checkpoints is not None
         if self._saved_step == self.step:
@@ -316,7 +346,7 @@ class Trainer:
         return seconds
 
     def resume(self) -> Mapping[str, Any] | None:
-        """Go on from the newest checkpoint, if there is one; returns what it holds beside. Collective."""
+        """Load the newest checkpoint, if there is one; return what ``trueshard.load`` found. Collective."""
         path = None if self.checkpoints is None or self.step else self.checkpoints.latest()
         if path is None:
             return None
@@ -326,26 +356,29 @@ class Trainer:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds beside model and optimizer: JSON values and tensors."""
-        parts = {"reader": self._reader, "scheduler": self.scheduler, "scaler": self.scaler}
+        """Return JSON values and tensors that a checkpoint holds besides model and optimizer."""
         return {
             **{key: getattr(self, key) for key in COUNTERS},
-            **{key: part.state_dict() for key, part in parts.items() if part is not None},
+            **{key: part.state_dict() for key, part in self._stateful().items()},
             "callbacks": {name: [each.state_dict() for each in found] for name, found in self._callbacks_by_class()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what ``state_dict`` gave."""
+        """Restore what ``state_dict`` returned."""
         for key in COUNTERS:
             setattr(self, key, state[key])
-        for key, part in (("reader", self._reader), ("scheduler", self.scheduler), ("scaler", self.scaler)):
-            if part is not None and key in state:
+        for key, part in self._stateful().items():
+            if key in state:
                 part.load_state_dict(state[key])
         for name, found in self._callbacks_by_class():
             for each, own in zip(found, state["callbacks"].get(name, []), strict=False):
                 each.load_state_dict(own)
 
     # ---- small parts
+
+    def _stateful(self) -> dict[str, Any]:
+        parts = {"reader": self._reader, "scheduler": self.scheduler, "scaler": self.scaler}
+        return {key: part for key, part in parts.items() if part is not None}
 
     def _callbacks_by_class(self) -> list[tuple[str, list[Callback]]]:
         names = dict.fromkeys(type(each).__name__ for each in self.callbacks)
@@ -360,7 +393,7 @@ class Trainer:
         return accumulate(self.model, last=last) if self._sharded else nullcontext()
 
     def _sum(self, values: list[float]) -> list[float]:
-        """Each value added up over ranks."""
+        """Return each value summed over ranks."""
         if not dist.is_initialized():
             return values
         shared = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -374,7 +407,7 @@ class Trainer:
     def _by_metric(self) -> bool:
         return isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
-    def _to_device(self, batch: Batch) -> Batch:
+    def _to_device(self, batch: Any) -> Any:
         if isinstance(batch, torch.Tensor):
             return batch.to(self.device, non_blocking=True)
         if isinstance(batch, Mapping):

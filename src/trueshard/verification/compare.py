@@ -1,67 +1,94 @@
-"""How far two tensors are apart, and how far they may be.
+"""Compare two runs: their tensors, one at a time, how far apart these may be, and the structure of model and optimizer.
 
 - Training on N ranks adds up in another order than on one process. What that does to each tensor is measured: the
   reference runs twice, the second time with its parameters and gradients changed by ``SHAKE`` rounding errors.
 - A tensor may be ``FACTOR`` times as far apart as those two runs were, and in any case ``FLOORS`` of its size. Sizes
   are root sums of squares: where an optimizer divides by what is nearly zero, single elements jump by rounding alone,
   and how far the worst one goes is luck; together they are steady, and one wrong row still shows.
-- Parameters are held against how far they have moved, not against their size: with a small learning rate an update
-  that is wrong altogether is small beside the parameter.
+- Parameters are compared with how far they have moved, not with their size: with a small learning rate an update that
+  is wrong altogether is small beside the parameter.
+- All ranks walk through the same list of tensors in the same order, agreed on before: a rank that lacks what another
+  has is found, and nobody waits for it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trueshard import _torch
+from trueshard.checkpoint import Inspected
+from trueshard.model import intent
+from trueshard.model.names import unwrap
 
 SHAKE = 8.0
-"""Rounding errors by which the second run is changed: so many that what jumps at a rounding (an optimizer that computes
-in bfloat16) does."""
+"""Rounding errors by which the second run is changed: enough that whatever jumps at a rounding (an optimizer that
+computes in bfloat16) does."""
 FACTOR = 4.0
-"""How far two runs over other orders of sums are apart, at most, over how far the shaken one is."""
+"""Allowed difference between two orders of summation, over the difference that the shaken run shows."""
 FLOORS = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""By the dtype that was computed in: some hundred roundings of float32 (of float64 too, whose loss may be in float32),
-one of the short ones."""
+"""Allowed difference in any case, by compute dtype: some hundred roundings of float32 (of float64 too, whose loss may
+be in float32), one of the 16-bit dtypes."""
 ROUNDING_ALONE = 0.7
-"""A tensor of which rounding errors change so much is nothing but rounding: it cannot be compared."""
+"""A tensor that rounding errors change by so much is nothing but rounding, and cannot be compared."""
+
+Named = dict[str, Any]
+"""Tensors by name; of optimizer state also values that are not tensors."""
+
+
+# ---- values
 
 
 @dataclass(frozen=True)
-class Apart:
-    """What a comparison found."""
+class Comparison:
+    """The result of comparing one tensor or number."""
 
     kind: str
     """``"losses"``, ``"gradient norm"``, ``"gradients"``, ``"parameters"``, ``"buffers"`` or ``"state"``."""
     step: int
     name: str
     largest: float
-    """The largest difference of an element."""
+    """Largest difference of an element."""
     relative: float
-    """The root sum of squares of all differences, over that of what it is held against."""
+    """Root sum of squares of all differences, over that of the expected tensor or, for parameters, of its movement."""
     tolerance: float
-    """For ``relative``."""
+    """Allowed ``relative``."""
     words: str = ""
-    """What is wrong where it is not a number."""
+    """The fault, if it is not a number."""
 
     @property
     def held(self) -> bool:
-        """Whether it is within the tolerance."""
+        """True if it is within the tolerance."""
         return not self.words and self.relative <= self.tolerance
 
+    @property
+    def excess(self) -> float:
+        """``relative`` over what is allowed: 1 is the limit."""
+        if self.relative == 0:
+            return 0.0
+        return self.relative / self.tolerance if self.tolerance else math.inf
 
-def distance(found: torch.Tensor, expected: torch.Tensor, beside: torch.Tensor | None = None) -> tuple[float, float]:
-    """The largest difference of an element, and the size of all differences over that of what is expected.
+
+def distance(found: torch.Tensor, expected: torch.Tensor, start: torch.Tensor | None = None) -> tuple[float, float]:
+    """Return the largest difference of an element, and the size of all differences over that of what is expected.
 
     Args:
         found, expected: of one shape. NaN equals NaN, and infinities of one sign are equal.
-        beside: the size is that of ``expected - beside``, and what ``expected``'s own dtype rounds does not count: how
-            far a parameter has moved from here. None: the size is that of ``expected``.
+        start: compare with the size of ``expected - start``, how far a parameter has moved, and do not count what
+            ``expected``'s own dtype rounds. None: compare with the size of ``expected``.
 
     Returns:
-        Both 0 where all is equal; infinite where only one is NaN, or something differs that is held against zero.
+        Both 0 where all is equal; infinite where only one is NaN, or something differs that is compared with zero.
     """
     if found.shape != expected.shape:
         return math.inf, math.inf
@@ -76,14 +103,14 @@ def distance(found: torch.Tensor, expected: torch.Tensor, beside: torch.Tensor |
         return math.inf, math.inf
     if not (expected.is_floating_point() or expected.is_complex()):
         return largest, math.inf
-    left, size = float(apart.norm()), _size(two if beside is None else two - beside.to(wide))
-    if beside is not None and size:
+    left, size = float(apart.norm()), _size(two if start is None else two - start.to(wide))
+    if start is not None and size:
         left = max(0.0, left - 2 * torch.finfo(expected.dtype).eps * _size(two))
     return largest, (left / size if size else math.inf)
 
 
 def number_distance(found: float, expected: float) -> tuple[float, float]:
-    """``distance`` of two numbers."""
+    """Return ``distance`` of two numbers."""
     return distance(torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64))
 
 
@@ -93,12 +120,12 @@ def _size(tensor: torch.Tensor) -> float:
 
 
 class Tolerances:
-    """How far apart tensors may be.
+    """Allowed distances of tensors.
 
     Args:
-        noise: by kind, step and name, how far the two runs of the reference were apart.
-        floor: in any case.
-        floors: of parameters whose optimizer computes in a short dtype, by name.
+        noise: distance between the two runs of the reference, by kind, step and name.
+        floor: allowed in any case.
+        floors: the same by name, for parameters whose optimizer computes in a 16-bit dtype.
     """
 
     def __init__(
@@ -111,9 +138,9 @@ class Tolerances:
             self._typical[kind, step] = sizes[len(sizes) // 2]
 
     def of(self, kind: str, step: int, name: str) -> float:
-        """For a tensor: by its own noise, or what is usual among its kind if that is more.
+        """Return the tolerance of a tensor: by its own noise, or the median noise of its kind if that is more.
 
-        Of the norm of all gradients, one number that may meet by chance: by what is usual among those.
+        For the norm of all gradients, one number that may agree by chance, it is the median of the gradients.
         """
         usual = self._typical.get(("gradients" if kind == "gradient norm" else kind, step), 0.0)
         own = max((self._noise.get((kind, earlier, name), 0.0) for earlier in range(1, step + 1)), default=0.0)
@@ -121,12 +148,12 @@ class Tolerances:
         return max(floor, FACTOR * own, FACTOR * usual)
 
     def rounding_alone(self, kind: str, step: int) -> list[str]:
-        """Names of what cannot be compared."""
+        """Return the names of tensors that cannot be compared."""
         return [name for (k, s, name), size in self._noise.items() if (k, s) == (kind, step) and size > ROUNDING_ALONE]
 
 
 def floors_of(short: Mapping[int, torch.dtype], parameters: Mapping[int, Sequence[str]]) -> dict[str, float]:
-    """For parameters by name, where the optimizer of that number computes in a dtype of 16 bits.
+    """Return floors by parameter name, where the optimizer of that number computes in a 16-bit dtype.
 
     Whether such a computation (Muon's Newton-Schulz in bfloat16) rounds one way or the other moves an update by a few
     roundings, or not at all: a second run may miss what a third one does.
@@ -135,5 +162,231 @@ def floors_of(short: Mapping[int, torch.dtype], parameters: Mapping[int, Sequenc
 
 
 def floor_of(dtypes: list[torch.dtype]) -> float:
-    """For what is computed in ``dtypes``: that of the shortest."""
+    """Return the floor of the shortest of some compute dtypes."""
     return max((FLOORS.get(dtype, 1e-5) for dtype in dtypes), default=1e-5)
+
+
+# ---- tensors of a run
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, in its own memory."""
+    return _torch.local(tensor.detach())
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor, on the CPU. Collective if it is sharded."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+def values_of(kind: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> Named:
+    """Return the ``"parameters"``, ``"gradients"``, ``"buffers"`` or optimizer ``"state"`` of a run, by name.
+
+    An entry of state is named like ``"0: layer.weight: exp_avg"``; gradients that are None are left out.
+    """
+    if kind == "parameters":
+        return dict(model.named_parameters())
+    if kind == "gradients":
+        return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    if kind == "buffers":
+        return dict(model.named_buffers())
+    name_of = {id(each): name for name, each in model.named_parameters()}
+    found: Named = {}
+    for number, optimizer in enumerate(optimizers):
+        for parameter, entries in optimizer.state.items():
+            if id(parameter) in name_of and isinstance(entries, Mapping):
+                _flatten(f"{number}: {name_of[id(parameter)]}", entries, found)
+    return found
+
+
+def _flatten(name: str, value: Any, found: Named) -> None:
+    if not isinstance(value, (Mapping, list, tuple)):
+        found[name] = value
+        return
+    for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+        _flatten(f"{name}: {key}", each, found)
+
+
+def gathered(mine: Named) -> Iterator[tuple[str, Any]]:
+    """Yield every entry that some rank has, whole, on every rank. Collective.
+
+    A tensor that lies on some ranks only (of an owner) comes from the first of them.
+
+    Raises:
+        RuntimeError: a sharded tensor is missing on a rank, by name.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        for name, value in mine.items():
+            yield name, whole(value) if isinstance(value, torch.Tensor) else value
+        return
+    ranks = dist.get_world_size()
+    listed: list[dict[str, bool]] = [{} for _ in range(ranks)]
+    dist.all_gather_object(listed, {name: isinstance(value, DTensor) for name, value in mine.items()})
+    for name in dict.fromkeys(name for each in listed for name in each):
+        holders = [rank for rank in range(ranks) if name in listed[rank]]
+        if any(listed[rank][name] for rank in holders):
+            if len(holders) != ranks:
+                lacking = next(rank for rank in range(ranks) if rank not in holders)
+                raise RuntimeError(f"{name!r} is sharded, and rank {lacking} has no part of it")
+            yield name, whole(mine[name])
+            continue
+        value = mine.get(name)
+        box = [value.detach().cpu() if isinstance(value, torch.Tensor) else value]
+        if holders[0] != 0:
+            dist.broadcast_object_list(box, src=holders[0])
+        yield name, box[0]
+
+
+def gathered_tensors(mine: Named) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what ``gathered`` does, numbers as tensors, without all else. Collective."""
+    for name, value in gathered(mine):
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, (bool, int, float)):
+            yield name, torch.tensor(value, dtype=torch.float64)
+
+
+class TensorStore:
+    """Tensors on disk by kind, step and name, one file each, so that no process holds more than one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, kind: str, step: int, name: str, tensor: torch.Tensor) -> None:
+        """Add a tensor."""
+        folder = self._folder / kind / str(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(tensor.detach().cpu().clone(), self._file(kind, step, name))
+        with (folder / "names").open("a", encoding="utf-8") as names:
+            names.write(json.dumps(name) + "\n")
+
+    def read(self, kind: str, step: int, name: str) -> torch.Tensor:
+        """Return a tensor, on the CPU."""
+        tensor: torch.Tensor = torch.load(self._file(kind, step, name))
+        return tensor
+
+    def names(self, kind: str, step: int) -> list[str]:
+        """Return the names of the tensors, in order."""
+        file = self._folder / kind / str(step) / "names"
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+    def _file(self, kind: str, step: int, name: str) -> Path:
+        return self._folder / kind / str(step) / (hashlib.sha256(name.encode()).hexdigest()[:32] + ".pt")
+
+
+# ---- structure
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A model and its optimizers without their values: plain data."""
+
+    names: tuple[str, ...]
+    """Names of parameters and buffers, in the model's order, then the keys of its state dict."""
+    dtypes: Mapping[str, str]
+    """Storage dtype and shape of each parameter and buffer."""
+    trainable: Mapping[str, bool]
+    ties: tuple[tuple[str, ...], ...]
+    """The names of each object that has several."""
+    membership: Mapping[str, Any]
+    """By optimizer and group: the parameters' names in order, and every other key."""
+
+    def members(self) -> dict[int, tuple[str, ...]]:
+        """Return the parameters' names by number of the optimizer."""
+        found: dict[int, tuple[str, ...]] = {}
+        for key, group in self.membership.items():
+            number = int(key.partition(",")[0].rpartition(" ")[2])
+            found[number] = (*found.get(number, ()), *group["params"])
+        return found
+
+
+def structure_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Structure:
+    """Return the structure of ``model`` and ``optimizers`` as they are now."""
+    found, _ = intent.capture(model, optimizers)
+    records = (*found.parameters, *found.buffers)
+    listed = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
+    return Structure(
+        names=(*listed, *(f"state_dict: {key}" for key in unwrap(model).state_dict(keep_vars=True))),
+        dtypes={each.name: f"{each.dtype} {list(each.shape)}" for each in records},
+        trainable={each.name: each.requires_grad for each in found.parameters},
+        ties=tuple(each.names for each in records if len(each.names) > 1),
+        membership={
+            f"{record.kind} {number}, group {place}": {"params": tuple(group.parameters)}
+            | {key: _plain(value) for key, value in group.settings.items()}
+            for number, record in enumerate(found.optimizers)
+            for place, group in enumerate(record.groups)
+        },
+    )
+
+
+def differences(found: Structure, expected: Structure) -> dict[str, str]:
+    """Return the first difference of each aspect, in words; aspects that are the same are left out."""
+    told = {
+        "names": _of_lists(found.names, expected.names),
+        "dtypes": _of_tables(found.dtypes, expected.dtypes),
+        "trainability": _of_tables(found.trainable, expected.trainable),
+        "ties": _of_lists(tuple(map(str, found.ties)), tuple(map(str, expected.ties))),
+        "membership": _of_tables(found.membership, expected.membership),
+    }
+    return {aspect: words for aspect, words in told.items() if words}
+
+
+def differences_on_disk(listing: Inspected, expected: Structure) -> list[str]:
+    """Return how a checkpoint's listing differs in names, ties, dtypes and trainability, in words."""
+    words = []
+    saved = {name: each for each in listing.tensors if each.key.startswith("model/") for name in each.names}
+    for tie in expected.ties:
+        entries = {saved[name].key for name in tie if name in saved}
+        if len(entries) > 1:
+            words.append(f"the tie {' = '.join(tie)} is {len(entries)} tensors in the checkpoint")
+    for name, described in expected.dtypes.items():
+        if name not in saved:
+            if f"state_dict: {name}" in expected.names:
+                words.append(f"{name!r} is not in the checkpoint")
+            continue
+        dtype = described.partition(" ")[0].removeprefix("torch.")
+        if saved[name].dtype.removeprefix("torch.") != dtype:
+            words.append(f"{name!r} is {dtype}, and {saved[name].dtype} in the checkpoint")
+        if saved[name].trainable not in (None, expected.trainable.get(name)):
+            words.append(f"{name!r} has another requires_grad in the checkpoint")
+    return words
+
+
+def _of_lists(found: Sequence[str], expected: Sequence[str]) -> str:
+    lost = [name for name in expected if name not in set(found)]
+    new = [name for name in found if name not in set(expected)]
+    if lost or new:
+        return "; ".join(
+            f"{words} {names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            for words, names in (("lost", lost), ("new", new))
+            if names
+        )
+    for one, two in zip(found, expected, strict=True):
+        if one != two:
+            return f"{one!r} stands where {two!r} stood"
+    return ""
+
+
+def _of_tables(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    if words := _of_lists(list(found), list(expected)):
+        return words
+    for name, value in expected.items():
+        if isinstance(value, Mapping):  # a parameter group
+            if words := _of_tables(found[name], value):
+                return f"{name}: {words}"
+        elif name == "params" and isinstance(value, tuple):
+            if words := _of_lists(found[name], value):
+                return words
+        elif found[name] != value:
+            return f"{name!r} is {found[name]}, was {value}"
+    return ""
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting of a group as plain data, comparable between processes."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(each) for each in value)
+    return value if isinstance(value, (int, float, str, bool, type(None))) else repr(type(value))

@@ -1,54 +1,91 @@
-"""What a verification found: a line for each point of the contract."""
+"""The report of a verification: a point for each line of the contract, as text, as JSON, and as one HTML file."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from trueshard.verification.compare import Apart
+from trueshard.files import replace_text
+from trueshard.planner.report.frame import SCRIPT, STYLE, framed
+from trueshard.verification.compare import Comparison, Tolerances
+
+if TYPE_CHECKING:
+    from trueshard.verification.reference import PlainDistance, Reference
 
 Status = Literal["held", "broken", "not reached"]
 
+VALUES = {kind: kind for kind in ("losses", "gradients", "gradient norm", "parameters", "buffers")} | {
+    "state": "optimizer state"
+}
+"""By kind of values, the name of its point."""
+ASPECTS = {aspect: aspect for aspect in ("names", "dtypes", "trainability", "ties")} | {
+    "membership": "optimizer membership"
+}
+"""By aspect of the structure, the name of its point."""
+ROUND_TRIP, CONTINUED, NO_SIDE_EFFECT = "checkpoint round trip", "training from it", "save without side effect"
+PLAIN = "mixed precision, compiling"
+NEAR_LOSSES, NEAR_MOVED = 0.05, 0.8
+"""Allowed distance of losses and updates from plain training. Single updates of Adam turn with the sign of a small
+gradient; one that is left out, or twice as large, is 1 away."""
+CLOSEST = 20
+"""Comparisons that a report keeps."""
+PACKAGE = "trueshard.verification"
+
 
 @dataclass(frozen=True)
-class Point:
+class ContractPoint:
     """One point of the contract."""
 
     name: str
     status: Status
     detail: str
-    """What was compared and how far apart it was; of a broken point, the first thing that is wrong."""
+    """The comparison and its result; for a broken point, the first thing that is wrong."""
     parameter: str | None = None
-    """Of a broken point: what is wrong first; None where it is no tensor."""
+    """Name of the tensor that is wrong first, for a broken point; None if it is no tensor."""
     step: int | None = None
-    """Of a broken point: the first step at which it is; 0: before training."""
+    """First step at which a broken point is wrong; 0: before training."""
     difference: float | None = None
-    """Of a broken point: the largest difference of an element there."""
+    """Largest difference of an element there."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process ended before its work was done."""
+
+    rank: int
+    stage: str
+    kind: str
+    """``"refused"`` by ``shard()``, a wrong ``"input"``, or ``"failed"``."""
+    words: str
+    trace: str
+    at: float
+    """Seconds since the epoch: the first failure is the cause."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What ``trueshard.verify`` returns; ``print`` shows it."""
+    """The report of ``trueshard.verify``; ``print`` shows it."""
 
-    points: tuple[Point, ...]
+    points: tuple[ContractPoint, ...]
     setting: Mapping[str, Any]
-    """What was run: plain values."""
+    """Model, ranks, steps and the like, as plain values."""
     notes: tuple[str, ...]
-    """What was taken for granted or made smaller."""
-    closest: tuple[Apart, ...] = ()
+    """Assumptions, and parts that were made smaller, in sentences."""
+    closest: tuple[Comparison, ...] = ()
     """The comparisons that came closest to what is allowed, or went beyond."""
     plan: str = ""
     """The plan that was applied, as a table."""
     trace: str = ""
-    """Of a run that failed: where."""
+    """Traceback of a run that failed."""
 
     @property
     def held(self) -> bool:
-        """Whether every point of the contract holds."""
+        """True if every point of the contract holds."""
         return all(point.status == "held" for point in self.points)
 
     def __str__(self) -> str:
@@ -63,21 +100,21 @@ class Verified:
         return "\n".join([*lines, "", verdict(self)])
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values: ``held``, ``points``, ``setting``, ``notes``, ``closest``, ``plan``, ``trace``.
+        """Return JSON values: ``held``, ``points``, ``setting``, ``notes``, ``closest``, ``plan``, ``trace``.
 
-        What is infinite (a tensor that is missing, or NaN on one side) is None.
+        Infinite differences (a tensor that is missing, or NaN on one side) are None.
         """
         data = {"held": self.held, **dataclasses.asdict(self)}
         plain: dict[str, Any] = json.loads(json.dumps(_finite(data)))
         return plain
 
     def to_json(self) -> str:
-        """``as_dict`` as text."""
+        """Return ``as_dict`` as text."""
         return json.dumps(self.as_dict(), indent=2)
 
 
 def headline(setting: Mapping[str, Any]) -> str:
-    """What was run, in a line or two."""
+    """Describe in two lines what was run."""
     trainable = setting["trainable"]
     trained = "" if trainable == setting["parameters"] else f" ({trainable:,} trained)"
     return (
@@ -92,29 +129,27 @@ def _ranks(count: int, device: str = "") -> str:
 
 
 def verdict(report: Verified) -> str:
-    """The outcome in a line."""
+    """Return the outcome in a line."""
     if report.held:
         return "Sharding changes where the tensors live, and nothing else."
     broken = [point.name for point in report.points if point.status == "broken"]
     return f"The contract is broken: {', '.join(broken)}."
 
 
-def point_of(name: str, aparts: Sequence[Apart], nothing: str, rounding_alone: int = 0) -> Point:
-    """The point for a set of comparisons.
+def point_of(name: str, found: Sequence[Comparison], nothing: str, rounding_alone: int = 0) -> ContractPoint:
+    """Return the point for a set of comparisons.
 
     Args:
-        name: of the point.
-        aparts: all of its comparisons.
-        nothing: what to say where there are none.
-        rounding_alone: how many of its tensors are nothing but rounding, and so say nothing.
+        nothing: detail of the point if there are no comparisons.
+        rounding_alone: number of tensors that are nothing but rounding, and so say nothing.
     """
-    if not aparts:
-        return Point(name, "held", nothing)
-    wrong = [each for each in aparts if not each.held]
+    if not found:
+        return ContractPoint(name, "held", nothing)
+    wrong = [each for each in found if not each.held]
     if not wrong:
-        return Point(name, "held", _held(aparts, rounding_alone))
+        return ContractPoint(name, "held", _held(found, rounding_alone))
     step = min(each.step for each in wrong)
-    first = max((each for each in wrong if each.step == step), key=lambda each: (bool(each.words), excess(each)))
+    first = max((each for each in wrong if each.step == step), key=lambda each: (bool(each.words), each.excess))
     more = len({each.name for each in wrong}) - 1
     others = f"; {more} more are wrong in that step or later" if more else ""
     when = f"after step {step}" if step else "before training"
@@ -126,29 +161,149 @@ def point_of(name: str, aparts: Sequence[Apart], nothing: str, rounding_alone: i
         )
         what = f"{first.name!r} is " if first.name else ""
         detail = f"{what}{first.largest:.3g} apart {when} ({allowed}){others}"
-    return Point(name, "broken", detail, first.name or None, step, first.largest)
+    return ContractPoint(name, "broken", detail, first.name or None, step, first.largest)
 
 
-def excess(apart: Apart) -> float:
-    """How near a comparison came to what is allowed: 1 is the limit."""
-    if apart.relative == 0:
-        return 0.0
-    return apart.relative / apart.tolerance if apart.tolerance else math.inf
-
-
-def _held(aparts: Sequence[Apart], rounding_alone: int) -> str:
-    count = len({each.name for each in aparts})
-    steps = len({each.step for each in aparts})
+def _held(found: Sequence[Comparison], rounding_alone: int) -> str:
+    count = len({each.name for each in found})
+    steps = len({each.step for each in found})
     what = f"{count} compared" if count > 1 else "compared"
     when = f" at {steps} steps" if steps > 1 else ""
-    worst = max(aparts, key=excess)
+    worst = max(found, key=lambda each: each.excess)
     if not worst.relative:
         said = "no bit differs"
     else:
-        most = max((each.relative for each in aparts if each.tolerance < 1), default=worst.relative)
+        most = max((each.relative for each in found if each.tolerance < 1), default=worst.relative)
         said = f"at most {most:.1g} of their size apart, as by rounding"
     alone = f"; {rounding_alone} are nothing but rounding" if rounding_alone else ""
     return f"{what}{when}, {said}{alone}"
+
+
+def contract(
+    known: Reference, sharded: Any, restored: Any, setting: Mapping[str, Any], notes: Sequence[str]
+) -> Verified:
+    """Return the report.
+
+    Args:
+        known: result of the reference.
+        sharded, restored: results of these runs, or the ``Failure`` of one; ``restored`` is None if it was not begun.
+        setting, notes: of the report.
+    """
+    ranks = setting["ranks"]
+    if isinstance(sharded, Failure):
+        broken = ContractPoint("runs", "broken", _told(sharded), step=_step(sharded))
+        rest = [*VALUES.values(), *ASPECTS.values(), ROUND_TRIP, CONTINUED, NO_SIDE_EFFECT]
+        points = (broken, *(ContractPoint(name, "not reached", "") for name in rest))
+        return Verified(points, setting, tuple(notes), trace=sharded.trace)
+    runs = ContractPoint("runs", "held", f"forward, backward and step on {ranks} rank{'s' if ranks > 1 else ''}")
+    points = (
+        runs,
+        *_values(known, sharded["steps"], setting["steps"]),
+        *([] if known.plain is None else [_plain(known.plain)]),
+        *_aspects(known, sharded),
+        *_checkpoint(sharded, restored, setting),
+        _side_effect(sharded["disturbed"]),
+    )
+    told = [*sharded["steps"], *([] if isinstance(restored, Failure) else restored["steps"])]
+    trace = restored.trace if isinstance(restored, Failure) else ""
+    return Verified(points, setting, tuple(notes), tuple(_closest(told)), str(sharded["plan"]), trace)
+
+
+def _values(known: Reference, found: Sequence[Comparison], steps: int) -> list[ContractPoint]:
+    tolerances = Tolerances(known.noise, known.floor)
+    return [
+        point_of(
+            name,
+            [each for each in found if each.kind == kind],
+            "there are none",
+            rounding_alone=len(tolerances.rounding_alone(kind, steps)),
+        )
+        for kind, name in VALUES.items()
+    ]
+
+
+def _plain(found: PlainDistance) -> ContractPoint:
+    """Return the point that says whether mixed precision or compiling still trains what plain training does."""
+    detail = f"losses {found.losses:.1g} and updates {found.moved:.1g} of their size from training without it"
+    is_near = found.losses <= NEAR_LOSSES and found.moved <= NEAR_MOVED
+    return ContractPoint(PLAIN, "held" if is_near else "broken", detail)
+
+
+def _aspects(known: Reference, sharded: Mapping[str, Any]) -> list[ContractPoint]:
+    structure, found = known.structure, []
+    dtypes = {each.partition(" ")[0].removeprefix("torch.") for each in structure.dtypes.values()}
+    counts = {
+        "names": f"{len(structure.names)}, in order, after shard() and after the last step",
+        "dtypes": ", ".join(sorted(dtypes)),
+        "trainability": f"{sum(structure.trainable.values())} of {len(structure.trainable)} trainable",
+        "ties": f"{len(structure.ties)}" + (f": {' = '.join(structure.ties[0])}" if structure.ties else ""),
+        "membership": f"{len(structure.membership)} group{'s' if len(structure.membership) != 1 else ''}",
+    }
+    for aspect, name in ASPECTS.items():
+        words = sharded["structure"].get(aspect), sharded["structure at the end"].get(aspect)
+        if aspect == "dtypes" and sharded["computed in"]:
+            found.append(ContractPoint(name, "broken", sharded["computed in"]))
+        elif words[0]:
+            found.append(ContractPoint(name, "broken", f"after shard(): {words[0]}", step=0))
+        elif words[1]:
+            found.append(ContractPoint(name, "broken", f"after the last step: {words[1]}"))
+        else:
+            found.append(ContractPoint(name, "held", counts[aspect]))
+    return found
+
+
+def _checkpoint(sharded: Mapping[str, Any], restored: Any, setting: Mapping[str, Any]) -> list[ContractPoint]:
+    where = [f"on the same {setting['ranks']}", f"on {setting['other_ranks']}"]
+    point = _loaded(sharded["loaded"], sharded["structure loaded"], sharded["disk"], where[0])
+    if isinstance(restored, Failure):
+        told = _told(restored)
+        if "step" not in restored.stage:
+            return [
+                ContractPoint(ROUND_TRIP, "broken", f"{where[1]}: {told}"),
+                ContractPoint(CONTINUED, "not reached", ""),
+            ]
+        return [point, ContractPoint(CONTINUED, "broken", told, step=_step(restored))]
+    other = _loaded(restored["loaded"], restored["structure"], [], where[1])
+    if point.status == other.status == "held":
+        point = ContractPoint(ROUND_TRIP, "held", f"{where[0]} and {other.detail}")
+    elif point.status == "held":
+        point = other
+    return [point, point_of(CONTINUED, restored["steps"], "there is nothing to compare")]
+
+
+def _loaded(
+    found: Sequence[Comparison], structure: Mapping[str, str], disk: Sequence[str], where: str
+) -> ContractPoint:
+    """Return the point for one load of the checkpoint."""
+    point = point_of(ROUND_TRIP, found, "there is nothing to load")
+    if point.status == "held" and (wrong := [*disk, *(f"{where}: {words}" for words in structure.values())]):
+        return ContractPoint(ROUND_TRIP, "broken", wrong[0])
+    return replace(point, detail=f"{where}: {point.detail}")
+
+
+def _side_effect(told: Sequence[str]) -> ContractPoint:
+    if not told:
+        return ContractPoint(NO_SIDE_EFFECT, "held", "before the first step and between steps, no bit differs")
+    more = f"; {len(told) - 1} more" if len(told) > 1 else ""
+    return ContractPoint(NO_SIDE_EFFECT, "broken", f"{told[0]}{more}")
+
+
+def _closest(found: Iterable[Comparison]) -> list[Comparison]:
+    worst: dict[tuple[str, str], Comparison] = {}
+    for each in found:
+        key = each.kind, each.name
+        if key not in worst or each.excess > worst[key].excess:
+            worst[key] = each
+    return sorted(worst.values(), key=lambda each: each.excess, reverse=True)[:CLOSEST]
+
+
+def _told(failure: Failure) -> str:
+    return f"rank {failure.rank}, {failure.stage}: {failure.words}"
+
+
+def _step(failure: Failure) -> int | None:
+    word = failure.stage.removeprefix("step ").partition(":")[0]
+    return int(word) if word.isdecimal() else None
 
 
 def _finite(value: Any) -> Any:
@@ -157,3 +312,29 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(each) for key, each in value.items()}
     return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def write_page(report: Verified, path: Path) -> None:
+    """Write the page; an existing file is replaced when the new one is complete.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    replace_text(path, page(report))
+
+
+def page(report: Verified) -> str:
+    """Return the page as text."""
+    return framed(
+        title=f"{report.setting['name']}: {verdict(report)}",
+        text=str(report),
+        data=_data(report),
+        main=(PACKAGE, "page.html"),
+        styles=[STYLE, (PACKAGE, "page.css")],
+        scripts=[SCRIPT, (PACKAGE, "page.js")],
+    )
+
+
+def _data(report: Verified) -> dict[str, Any]:
+    name, _, settings = headline(report.setting).partition("\n")
+    return report.as_dict() | {"headline": name, "settings": settings, "verdict": verdict(report)}

@@ -1,10 +1,9 @@
-"""``trueshard.verify``: the contract on the user's own model, on this machine."""
+"""``trueshard.verify``: check the contract on the user's own model, on this machine."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,18 +14,19 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from trueshard.choices import Choices, UnitWords
+from trueshard.errors import with_extra
+from trueshard.machine import cpu_cores
 from trueshard.plans import Plan
-from trueshard.units import UnitWords
-from trueshard.verification.contract import contract
-from trueshard.verification.job import Failure, Job
-from trueshard.verification.report import Verified
-from trueshard.verification.starting import start
+from trueshard.verification.processes import start
+from trueshard.verification.report import Failure, Verified, contract
+from trueshard.verification.subjects import Case
 
 if TYPE_CHECKING:
     from trueshard.train.config import Config
 
 COLLECTIVE = 0.5
-"""Of the time limit, what a collective may take: a rank that waits for another says so before all are ended."""
+"""Part of the time limit that a collective may take: a rank that waits for another says so before all are ended."""
 
 
 def verify(
@@ -50,12 +50,12 @@ def verify(
     offload: str = "none",
     memory: str | None = None,
 ) -> Verified:
-    """Train a few steps sharded over processes of this machine, and hold everything against one process that is not.
+    """Train a few steps sharded over processes of this machine, and compare everything with one process that is not.
 
     Every loss, gradient, parameter and entry of optimizer state of each step is compared, names, dtypes, ties,
     trainability and membership are, and a checkpoint is loaded on another number of ranks, from which training goes on.
     With ``mixed_precision`` or ``compile``, which change the arithmetic on one device too, the one process has the
-    same plan; else its model is plain, and nothing of this library is in it.
+    same plan; else its model is plain, and this library does not touch it.
 
     Args:
         factory: makes what is trained, the same at every call: a module, a tuple ``(module, optimizers, batch, loss)``
@@ -68,21 +68,21 @@ def verify(
         nproc: processes, on GPUs at most one for each.
         layers: keep so many blocks of each list of blocks. A factory that has an argument ``layers`` is given it.
         steps: optimizer steps, at least 2. Half of them come after the checkpoint.
-        seed: what everything random begins with.
+        seed: of every random generator.
         optimizer: in the place of the factory's own: ``"adamw"``, ``"sgd"``, ``"muon"``, a class of ``torch.optim`` or
             ``"package.module:Class"``, with settings after a colon.
-        sequence: tokens of a sample where the batch is found; None: up to 32.
+        sequence: tokens of a sample, if no batch is given; None: up to 32.
         overrides: with a configuration, settings such as ``"train.batch_size=8"``.
         replicate: copies of the model (HSDP): a mesh (replicate, shard).
         timeout: seconds for each of the three runs; then every process's stack is reported.
-        plan: as for ``shard()``, like those that follow. A configuration brings its own.
-        units: what is gathered together.
-        reshard_after_forward: when gathered parameters are freed.
-        mixed_precision: in which dtypes to compute and reduce.
-        activation_checkpointing: which blocks compute their activations again.
-        compile: compile every block in place.
-        offload: ``"cpu"`` keeps shards and state in host memory.
-        memory: a budget for each rank, for what is ``"auto"``.
+        plan: as for ``shard()``, and so are its other options below. A configuration brings its own.
+        units: as for ``shard()``.
+        reshard_after_forward: as for ``shard()``.
+        mixed_precision: as for ``shard()``.
+        activation_checkpointing: as for ``shard()``.
+        compile: as for ``shard()``.
+        offload: as for ``shard()``.
+        memory: as for ``shard()``.
 
     Returns:
         The report. ``report.held`` says whether all of the contract holds; ``print`` shows a line for each point.
@@ -91,34 +91,35 @@ def verify(
         ValueError: an argument is wrong, the factory fails on one process, or ``shard()`` refuses; one line.
     """
     _check(nproc, steps, layers, replicate, seed, timeout)
-    words = {
-        "plan": plan,
-        "units": units,
-        "reshard_after_forward": reshard_after_forward,
-        "mixed_precision": mixed_precision,
-        "activation_checkpointing": activation_checkpointing,
-        "compile": compile,
-        "offload": offload,
-        "memory": memory,
-    }
+    choices = Choices(
+        units=units,
+        reshard_after_forward=reshard_after_forward,
+        mixed_precision=mixed_precision,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        offload=offload,
+        memory=memory,
+    )
+    choices.check_alone(plan)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="trueshard-verify-") as name:
         folder, notes = Path(name), list[str]()
         source: Any = factory
         if isinstance(factory, (str, Path)) and ".py" not in str(factory):
-            source, notes = _configuration(Path(factory), overrides, folder, max(nproc, 2), words, optimizer)
-            words = source.shard.model_dump(exclude={"replicate"})
-            replicate = source.shard.replicate
+            _check_configured(Path(factory), choices, plan, optimizer)
+            source, notes = _configuration(Path(factory), overrides, folder, max(nproc, 2))
+            choices, replicate = source.shard.choices(), source.shard.replicate
         elif overrides:
             raise ValueError("overrides go with a training configuration; leave them out")
         elif isinstance(factory, (str, Path)):
             source = str(factory)
         elif isinstance(factory, nn.Module):
             source = functools.partial(_itself, factory)
-        job = Job(
+        case = Case(
             folder=folder,
             source=source,
-            words=words,
+            plan=plan,
+            choices=choices,
             replicate=replicate,
             ranks=nproc,
             other_ranks=nproc // 2 if nproc % 2 == 0 else 2 if nproc == 1 else 1,
@@ -128,38 +129,39 @@ def verify(
             layers=layers,
             sequence=sequence,
             optimizer=optimizer,
-            threads=max(1, _cores() // nproc),
+            threads=max(1, cpu_cores() // nproc),
             timeout=timeout * COLLECTIVE,
         )
-        return _run(job, timeout, notes, began)
+        return _run(case, timeout, notes, began)
 
 
-def _run(job: Job, limit: float, notes: list[str], began: float) -> Verified:
-    import cloudpickle
+def _run(case: Case, limit: float, notes: list[str], began: float) -> Verified:
+    with with_extra():
+        import cloudpickle
 
-    (job.folder / "job.pickle").write_bytes(cloudpickle.dumps(job))
-    known = _unless_refused(start(job, "reference", 1, limit))
+    (case.folder / "case.pickle").write_bytes(cloudpickle.dumps(case))
+    known = _unless_refused(start(case, "reference", 1, limit))
     if isinstance(known, Failure):
         last = known.trace.strip().splitlines()[-1:] or ["it said nothing"]
         raise ValueError(f"one process, without sharding, fails: {known.words}; {last[0]}")
-    sharded = _unless_refused(start(job, "sharded", job.ranks, limit))
-    restored = None if isinstance(sharded, Failure) else start(job, "restored", job.other_ranks, limit)
+    sharded = _unless_refused(start(case, "sharded", case.ranks, limit))
+    restored = None if isinstance(sharded, Failure) else start(case, "restored", case.other_ranks, limit)
     setting = {
         "name": known.name,
         "parameters": known.parameters,
         "trainable": known.trainable,
         "optimizers": known.optimizers,
-        "ranks": job.ranks,
-        "other_ranks": job.other_ranks,
-        "steps": job.steps,
-        "save_after": job.save_after,
-        "layers": job.layers,
+        "ranks": case.ranks,
+        "other_ranks": case.other_ranks,
+        "steps": case.steps,
+        "save_after": case.save_after,
+        "layers": case.layers,
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
-        "reference": "one rank, the same plan" if job.changes_arithmetic else "one process, not sharded",
+        "reference": "one rank, the same plan" if case.changes_arithmetic else "one process, not sharded",
         "seconds": time.monotonic() - began,
     }
-    if job.changes_arithmetic:
+    if case.changes_arithmetic:
         notes = [*notes, "Mixed precision or compiling changes the arithmetic: the one process has the same plan."]
     return contract(known, sharded, restored, setting, (*notes, *known.notes))
 
@@ -170,17 +172,17 @@ def _unless_refused(found: Any) -> Any:
     return found
 
 
-def _configuration(
-    path: Path, overrides: Sequence[str], folder: Path, parts: int, words: Mapping[str, Any], optimizer: str | None
-) -> tuple[Config, list[str]]:
-    """A training configuration whose run lives in ``folder``, with small batches, and what was changed."""
-    from trueshard.train.parse import load_config
-    from trueshard.train.running.located import located
+def _check_configured(path: Path, choices: Choices, plan: Plan | None, optimizer: str | None) -> None:
+    given = {"plan": plan is not None, **dict.fromkeys(choices.said(), True), "optimizer": optimizer is not None}
+    if said := [name for name, is_given in given.items() if is_given]:
+        raise ValueError(f"{path} says how it is trained and sharded: leave out {', '.join(said)}, or override a key")
 
-    usual = verify.__kwdefaults__ or {}
-    given = [name for name, value in words.items() if value != usual[name]] + (["optimizer"] if optimizer else [])
-    if given:
-        raise ValueError(f"{path} says how it is trained and sharded: leave out {', '.join(given)}, or override a key")
+
+def _configuration(path: Path, overrides: Sequence[str], folder: Path, parts: int) -> tuple[Config, list[str]]:
+    """Return a configuration whose run lives in ``folder``, with small batches, and notes of the changes."""
+    from trueshard.train.parse import load_config
+    from trueshard.train.running.checks import located
+
     config = located(load_config(path, list(overrides)))
     train = config.train
     accumulate = min(train.accumulate, 2)
@@ -210,7 +212,3 @@ def _check(nproc: int, steps: int, layers: int | None, replicate: int, seed: int
 
 def _itself(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

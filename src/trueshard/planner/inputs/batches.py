@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trueshard import _torch, names
-from trueshard.planner.inputs.nests import mapped
+from trueshard import _torch
+from trueshard.model import names
+from trueshard.planner.inputs.fakes import mapped
 
 Batch = Callable[[int, int], Any]
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -98,7 +99,7 @@ def module_feed(model: nn.Module, sequence: int | None) -> Feed:
     root = names.unwrap(model)
     wanted, targets = _wanted(root)
     name, first = next(
-        ((name, module) for name, module in root.named_modules() if module._parameters), ("", nn.Identity())
+        ((name, module) for name, module in root.named_modules() if _torch.own_parameters(module)), ("", nn.Identity())
     )
     if isinstance(first, (nn.Embedding, nn.EmbeddingBag)):
         return _token_feed(root, wanted, targets, first.num_embeddings, sequence)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from trueshard import _torch, names
+from trueshard import _torch
 from trueshard.errors import one_line
+from trueshard.model import names
 from trueshard.planner.inputs.batches import HOW, Feed, model_loss
 from trueshard.planner.inputs.factories import Parts
-from trueshard.planner.inputs.twins import make_fake
+from trueshard.planner.inputs.fakes import make_fake
 
 #: Mappings of ``transformers`` from a configuration to a class, by what the class is trained for.
 MAPPINGS = (

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trueshard import _torch, names
+from trueshard import _torch
 from trueshard.errors import one_line
-from trueshard.planner.inputs.twins import make_fake, twin
+from trueshard.model import names
+from trueshard.planner.inputs.fakes import make_fake, twin
 from trueshard.planner.inputs.weightless import Touched, weightless, without_gpu
 
 _RESULT = (
@@ -98,12 +99,12 @@ class Factory:
             if not isinstance(given["model"], nn.Module):
                 held = "" if given["model"] is None else f" whose model is a {type(given['model']).__name__}"
                 raise ValueError(f"{self.name} returns a {type(result).__name__}{held}: {_RESULT}")
-            parts = Parts(given["model"], given["batch"], given["loss"], _either(given))
+            parts = Parts(given["model"], given["batch"], given["loss"], optimizers_among(given))
         for key in ("batch", "loss"):
             if getattr(parts, key) is None:
                 setattr(parts, key, self.beside.get(key))
         if parts.optimizers is None:
-            parts.optimizers = _either(self.beside)
+            parts.optimizers = optimizers_among(self.beside)
             if _is_optimizers(parts.optimizers):
                 raise ValueError(
                     f"{self.name}: the optimizer beside it has another model's parameters; return it with the model, "
@@ -134,7 +135,7 @@ class Original:
             ValueError: the module is sharded, has parameters without a shape, or cannot be copied.
         """
         parts = Parts(twin(self.module, dtype)[0], self.beside.get("batch"), self.beside.get("loss"))
-        made = _either(self.beside)
+        made = optimizers_among(self.beside)
         parts.optimizers = made if callable(made) else None
         return parts
 
@@ -142,7 +143,8 @@ class Original:
 _BESIDE = ("batch", "loss", "optimizers", "optimizer")
 
 
-def _either(given: Mapping[str, Any]) -> Any:
+def optimizers_among(given: Mapping[str, Any]) -> Any:
+    """What a mapping holds as ``optimizers`` or, where there are none, as ``optimizer``."""
     several = given.get("optimizers")
     return given.get("optimizer") if several is None else several
 

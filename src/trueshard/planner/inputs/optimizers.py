@@ -5,15 +5,15 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from trueshard import names
 from trueshard.errors import one_line
-from trueshard.units import choose_units
+from trueshard.model import names
+from trueshard.model.units import choose_units
 
 Make = Callable[[nn.Module], Sequence[torch.optim.Optimizer]]
 
@@ -85,6 +85,7 @@ def checked(made: Any, name: str) -> list[torch.optim.Optimizer]:
     Raises:
         ValueError: something else.
     """
+    made = made.values() if isinstance(made, Mapping) else made
     several = list(made) if isinstance(made, Iterable) else [made]
     for each in several:
         if not isinstance(each, torch.optim.Optimizer):

@@ -21,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from trueshard import _torch
-from trueshard.planner.inputs.nests import mapped
+from trueshard.planner.inputs.fakes import mapped
 
 #: What a file of tensors or of training data is called.
 DATA = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".gguf", ".npy", ".npz", ".h5", ".hdf5", ".parquet"})

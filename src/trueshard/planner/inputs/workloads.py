@@ -10,14 +10,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from trueshard import _torch, names
-from trueshard.checkpoint.reader import latest_in
+from trueshard import _torch
+from trueshard.checkpoint.catalogue import resolve_latest
+from trueshard.model import names
 from trueshard.planner.inputs.batches import Feed, Loss, example_feed, model_loss, module_feed
 from trueshard.planner.inputs.configurations import Configuration, hub_feed
 from trueshard.planner.inputs.factories import Original, Parts, from_callable, from_file
-from trueshard.planner.inputs.nests import mapped
+from trueshard.planner.inputs.fakes import mapped
 from trueshard.planner.inputs.optimizers import Make, checked, optimizers_of
 from trueshard.planner.workload import Workload
+from trueshard.plans import dtype_name
 
 
 class Source(Protocol):
@@ -102,7 +104,7 @@ def source_of(model: str | Path | Callable[[], Any] | nn.Module) -> Source:
         return Original(model)
     if isinstance(model, (str, Path)):
         words = str(model)
-        path = Path(latest_in(Path(words).expanduser()))
+        path = Path(resolve_latest(Path(words).expanduser()))
         if path.is_dir() or path.suffix == ".json":
             return Configuration(path)
         if ".py" in words:
@@ -220,10 +222,5 @@ def _is_size(batch: Any) -> bool:
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-    short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    if name is None:
-        return None
-    if short.get(name, name) not in known:
-        raise ValueError(f"storage dtype {name!r} is not known.{names.nearest(name, [*known, *short])}")
-    return known[short.get(name, name)]
+    found: torch.dtype | None = None if name is None else getattr(torch, dtype_name("storage_dtype", name))
+    return found

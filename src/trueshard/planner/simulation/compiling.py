@@ -1,24 +1,23 @@
-"""A step whose blocks are compiled, from the same step run operator by operator.
+"""Rewrite a trace recorded operator by operator to one whose blocks are compiled.
 
-Only units of kind ``block`` are compiled, each for itself: one graph for forward, one for backward. What becomes of the
-results of *fusable* operators (element-wise, normalisations, copies; see ``roofline.is_fusable``) in such a graph:
+Only units of kind ``block`` are compiled, each by itself: one graph for forward, one for backward. Results of *fusable*
+operators (element-wise, normalisations, copies; see ``costs.is_fusable``) change in such a graph:
 
-1. Backward keeps what a minimum cut tells it to, instead of what autograd saves. In the graph of a block's forward,
-   source and sink are what cannot be recomputed and what backward reads. Results of operators that are not fusable, of
-   reductions, and those that such an operator of backward reads cannot be recomputed. A result weighs its bytes, twice
-   that where it need not exist otherwise, and more the farther it is from backward; gathered parameters and the batch
-   weigh nothing. What is not kept is recomputed within the fused kernels that need it and takes no memory. Source:
-   ``solve_min_cut`` of torch/_functorch/partitioners.py.
-2. Where a block has activation checkpointing, its own choice of what is kept is honoured: rule 1 does not apply. Yet
-   what backward does not read is not kept, although it is where operators run one by one: the output of a block's last
-   matrix product.
-3. A result that only fusable operators of the same graph read never exists, if they run without another operator in
-   between, or if what it is computed from is alive anyhow when the last of them runs: then it is computed again there.
+1. Backward keeps what a minimum cut tells it to, instead of what autograd saves. In the graph of a block's forward, the
+   sources are tensors that cannot be recomputed, the sinks are tensors that backward reads. Results of operators that
+   are not fusable, of reductions, and those read by such an operator of backward cannot be recomputed. A result weighs
+   its bytes, twice that if it need not exist otherwise, and more the farther it is from backward; gathered parameters
+   and the batch weigh nothing. Everything else is recomputed within the fused kernels that read it and takes no memory.
+   Source: ``solve_min_cut`` of torch/_functorch/partitioners.py.
+2. In a block with activation checkpointing, its own choice of what is kept is honoured: rule 1 does not apply. Yet
+   tensors that backward does not read are not kept, as they are in eager mode: the output of a block's last matmul.
+3. A result that only fusable operators of the same graph read never exists if they run without another operator in
+   between, or if its sources are alive anyhow when the last of them runs: then it is recomputed there.
 
 Neglected: graph breaks; chains that torch does not recompute because they are long or because their readers are far
-apart; results that do exist since too much would have to be fused; that memory is used again in place; that a compiled
-backward recomputes late what a checkpointed block recomputes at once. Operators, their order and their bytes stay as
-they are: which of them are one kernel is the matter of ``roofline.all_seconds``.
+apart; results that exist because too much would have to be fused; in-place reuse of memory; that a compiled backward
+recomputes late what a checkpointed block recomputes at once. Operators, their order and their bytes stay the same:
+``costs.all_seconds`` decides which of them are one kernel.
 """
 
 from __future__ import annotations
@@ -30,65 +29,65 @@ from dataclasses import dataclass, field
 
 import networkx
 
-from trueshard.planner.events import Allocation, Communication, Event, Free, Kernel, Kind, Trace
-from trueshard.planner.speed.roofline import is_fusable
+from trueshard.planner.costs import is_fusable
+from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Kind, Trace
 from trueshard.plans import Plan
 
 REDUCTION = 4
-"""A result so many times smaller than what it is computed from is kept. Source: ``should_ban_recomputation``."""
+"""Factor by which a result must be smaller than its inputs to be kept. Source: ``should_ban_recomputation``."""
 
 FARTHER = 1.1
-"""By how much a result weighs more for each step that it is farther from backward. Source: ``get_node_weight``."""
+"""Factor of a result's weight for each operator between it and backward. Source: ``get_node_weight``."""
 
 _FREE_TO_KEEP = ("parameters", "gathered", "inputs")
 
 _RESULTS = ("activations", "temporary")
-"""Kinds of what operators make."""
+"""Kinds of operators' results."""
 
 _Graph = tuple[str, str, int]
 """Phase, unit, microbatch."""
 
 
 def compiled(trace: Trace, plan: Plan) -> Trace:
-    """The step with the blocks of ``plan`` compiled.
+    """Return the trace of a step with the blocks of ``plan`` compiled.
 
     Args:
-        trace: its kernels know what they read and write.
+        trace: of the eager step, with ``reads`` and ``writes``.
         plan: with its units.
     """
     blocks = {unit.name: unit.activation_checkpointing == "none" for unit in plan.units if unit.kind == "block"}
-    flow = _Flow(trace, set(blocks))
+    flow = _DataFlow(trace, set(blocks))
     for forward in [graph for graph in flow.kernels if graph[0] == "forward"]:
         backward = flow.kernels.get(("backward", *forward[1:]))
         if backward is None:
             continue
         if blocks[forward[1]]:
-            _keep(flow, forward)
-        _end_unread(flow, forward, backward[0])
-    for made in flow.made_in_graphs():
-        _fuse(flow, made)
+            _recompute(flow, forward)
+        _free_unread(flow, forward, backward[0])
+    for storage in flow.results():
+        _fuse(flow, storage)
     return flow.rewritten()
 
 
 @dataclass
 class _Storage:
-    """The life of one storage."""
+    """Lifetime and use of one storage."""
 
     number: int
     made: int
-    """Position; -1: before the step."""
+    """Position of the allocation; -1: before the step."""
     freed: int
-    """Position, at first as autograd frees it; the number of events if it outlives the step."""
+    """Position of the free, at first that of the eager step; the number of events if it outlives the step."""
     allocation: Allocation
     makers: list[int] = field(default_factory=list)
     """Positions of kernels that write it."""
     readers: list[int] = field(default_factory=list)
-    """Positions of kernels that read it, of those that are left to."""
+    """Positions of kernels that read it from memory."""
     exists: bool = True
 
 
-class _Flow:
-    """Which kernel makes and reads what."""
+class _DataFlow:
+    """Storages with their makers and readers, and kernels with their graphs."""
 
     def __init__(self, trace: Trace, blocks: set[str]) -> None:
         self.trace = trace
@@ -97,7 +96,7 @@ class _Flow:
         self.kernels: dict[_Graph, list[int]] = defaultdict(list)
         self.graph_of: dict[int, _Graph] = {}
         self.run_of: dict[int, int] = {}
-        """By position of a fusable kernel: a number that it shares with those it runs together with."""
+        """Position of a fusable kernel → number of the uninterrupted row of fusable kernels that it belongs to."""
         for allocation in trace.resident:
             self.storages[allocation.storage] = _Storage(allocation.storage, -1, len(self.events), allocation)
         microbatch, before, runs = 0, "", 0
@@ -119,9 +118,6 @@ class _Flow:
                     self.run_of[i] = runs
                 else:
                     runs += event.stream == "compute"
-        self._connect()
-
-    def _connect(self) -> None:
         for i, event in enumerate(self.events):
             if isinstance(event, Kernel):
                 for number in event.reads:
@@ -135,20 +131,21 @@ class _Flow:
         return event
 
     def graph(self, storage: _Storage) -> _Graph | None:
-        """The graph that makes the storage; None: none does, or not alone."""
+        """Return the graph that writes the storage; None if none does, or several do."""
         graphs = {self.graph_of.get(i) for i in storage.makers}
         return graphs.pop() if len(graphs) == 1 else None
 
     def is_fused(self, storage: _Storage) -> bool:
-        """Whether only fusable operators of one graph make it."""
+        """True if only fusable operators of one graph write the storage."""
         return self.graph(storage) is not None and all(i in self.run_of for i in storage.makers)
 
     def sources(self, storage: _Storage) -> list[_Storage]:
+        """Return the storages from which one is computed."""
         numbers = dict.fromkeys(number for i in storage.makers for number in self.kernel(i).reads)
         return [self.storages[number] for number in numbers if number != storage.number]
 
-    def made_in_graphs(self) -> list[_Storage]:
-        """In the order in which they are made."""
+    def results(self) -> list[_Storage]:
+        """Return the results of fusable operators, oldest first."""
         return [
             each
             for each in self.storages.values()
@@ -156,7 +153,7 @@ class _Flow:
         ]
 
     def rewritten(self) -> Trace:
-        """The trace with storages as they are now."""
+        """Return the trace with the storages' lifetimes as they are now."""
         moved: dict[int, list[_Storage]] = defaultdict(list)
         for each in self.storages.values():
             if each.freed < len(self.events) and each.exists:
@@ -176,7 +173,7 @@ class _Flow:
         return Trace(events, self.trace.resident)
 
     def _allocation(self, storage: _Storage) -> Allocation:
-        """With its kind, which may have changed with its end."""
+        """Return the allocation with its kind, which depends on the phase of its free."""
         made = storage.allocation
         if made.kind not in _RESULTS or made.place.phase != "forward" or storage.freed == len(self.events):
             return made
@@ -184,14 +181,14 @@ class _Flow:
         return made if made.kind == kind else dataclasses.replace(made, kind=kind)
 
 
-# What backward keeps
+# Rules 1 and 2: what backward keeps
 
 
-def _keep(flow: _Flow, forward: _Graph) -> None:
-    """Let the backward of a block read what the cut keeps, and end the rest in forward."""
+def _recompute(flow: _DataFlow, forward: _Graph) -> None:
+    """Let a block's backward read only tensors that the cut keeps; the others are freed in forward."""
     backward: _Graph = ("backward", *forward[1:])
     first = flow.kernels[backward][0]
-    known = _known(flow, forward)
+    known = _storages_of(flow, forward)
     wanted = {
         number: [i for i in storage.readers if flow.graph_of.get(i) == backward]
         for number, storage in known.items()
@@ -205,31 +202,31 @@ def _keep(flow: _Flow, forward: _Graph) -> None:
             continue
         last = readers[-1]
         for each in _ancestors(flow, forward, storage, kept):
-            each.freed = max(each.freed, _end(flow, last))
+            each.freed = max(each.freed, _free_position(flow, last))
             each.readers = sorted({*each.readers, *readers})
         storage.readers = [i for i in storage.readers if i not in readers]
 
 
-def _end_unread(flow: _Flow, forward: _Graph, first: int) -> None:
-    """What forward makes and nobody reads when backward is at position ``first`` or later ends with its last reader."""
-    for storage in _known(flow, forward).values():
+def _free_unread(flow: _DataFlow, forward: _Graph, first: int) -> None:
+    """Free results of forward that nothing reads from position ``first`` on, where backward begins."""
+    for storage in _storages_of(flow, forward).values():
         if storage.allocation.kind not in _RESULTS or flow.graph(storage) != forward:
             continue
         last = max([*storage.readers, *storage.makers])
         if last < first < storage.freed < len(flow.events):
-            storage.freed = _end(flow, last)
+            storage.freed = _free_position(flow, last)
 
 
-def _known(flow: _Flow, forward: _Graph) -> dict[int, _Storage]:
-    """What a block's forward reads and makes, in order."""
+def _storages_of(flow: _DataFlow, forward: _Graph) -> dict[int, _Storage]:
+    """Return the storages that a block's forward reads and writes, in order."""
     numbers: dict[int, None] = {}
     for i in flow.kernels[forward]:
         numbers |= dict.fromkeys((*flow.kernel(i).reads, *flow.kernel(i).writes))
     return {number: flow.storages[number] for number in numbers}
 
 
-def _cut(flow: _Flow, forward: _Graph, known: dict[int, _Storage], wanted: dict[int, list[int]]) -> set[int]:
-    """The storages that are kept. Nodes are (place among ``known``, side), so that equal blocks are cut alike."""
+def _cut(flow: _DataFlow, forward: _Graph, known: dict[int, _Storage], wanted: dict[int, list[int]]) -> set[int]:
+    """Return the storages to keep. Nodes are (index in ``known``, side), so that equal blocks are cut alike."""
     index = {number: i for i, number in enumerate(known)}
     distance = _distances(flow, forward, known, wanted)
     graph = networkx.DiGraph()
@@ -248,7 +245,8 @@ def _cut(flow: _Flow, forward: _Graph, known: dict[int, _Storage], wanted: dict[
     return {number for number in known if (index[number], 0) in near and (index[number], 1) in far}
 
 
-def _may_be_recomputed(flow: _Flow, forward: _Graph, storage: _Storage, readers: Sequence[int]) -> bool:
+def _may_be_recomputed(flow: _DataFlow, forward: _Graph, storage: _Storage, readers: Sequence[int]) -> bool:
+    """``readers``: positions of kernels of backward that read the storage."""
     if flow.graph(storage) != forward or not flow.is_fused(storage):
         return False
     if any(i not in flow.run_of for i in readers):
@@ -256,7 +254,7 @@ def _may_be_recomputed(flow: _Flow, forward: _Graph, storage: _Storage, readers:
     return storage.allocation.bytes * REDUCTION >= max(flow.kernel(i).read for i in storage.makers)
 
 
-def _weight(flow: _Flow, storage: _Storage, forward: _Graph, distance: int) -> int:
+def _weight(flow: _DataFlow, storage: _Storage, forward: _Graph, distance: int) -> int:
     if storage.allocation.kind in _FREE_TO_KEEP:
         return 0
     exists = flow.graph(storage) != forward or any(i not in flow.run_of for i in (*storage.makers, *storage.readers))
@@ -264,9 +262,9 @@ def _weight(flow: _Flow, storage: _Storage, forward: _Graph, distance: int) -> i
 
 
 def _distances(
-    flow: _Flow, forward: _Graph, known: dict[int, _Storage], wanted: dict[int, list[int]]
+    flow: _DataFlow, forward: _Graph, known: dict[int, _Storage], wanted: dict[int, list[int]]
 ) -> dict[int, int]:
-    """By storage: how many operators lie between it and the nearest of backward, that one included."""
+    """Map storages to the number of operators from them to the nearest one of backward, that one included."""
     found = dict.fromkeys(wanted, 1)
     row = list(wanted)
     for number in row:
@@ -278,8 +276,8 @@ def _distances(
     return found
 
 
-def _ancestors(flow: _Flow, forward: _Graph, storage: _Storage, kept: set[int]) -> list[_Storage]:
-    """What is kept, from which the storage is recomputed."""
+def _ancestors(flow: _DataFlow, forward: _Graph, storage: _Storage, kept: set[int]) -> list[_Storage]:
+    """Return the kept storages from which one is recomputed."""
     found: dict[int, _Storage] = {}
     row, seen = [storage], {storage.number}
     for each in row:
@@ -294,11 +292,11 @@ def _ancestors(flow: _Flow, forward: _Graph, storage: _Storage, kept: set[int]) 
     return [each for each in found.values() if each.allocation.kind not in _FREE_TO_KEEP]
 
 
-# What never exists
+# Rule 3: what never exists
 
 
-def _fuse(flow: _Flow, storage: _Storage) -> None:
-    """Take a result out of the trace if nobody needs it in memory; what it is computed from is decided already."""
+def _fuse(flow: _DataFlow, storage: _Storage) -> None:
+    """Remove a result from the trace if nothing reads it from memory; its sources must have been decided before."""
     graph = flow.graph(storage)
     if storage.freed == len(flow.events) or not all(flow.graph_of.get(i) == graph for i in storage.readers):
         return
@@ -306,19 +304,19 @@ def _fuse(flow: _Flow, storage: _Storage) -> None:
         return
     runs = {flow.run_of[i] for i in (*storage.makers, *storage.readers)}
     last = max((*storage.makers, *storage.readers))
-    if len(runs) == 1 or all(_is_there(flow, source, last) for source in flow.sources(storage)):
+    if len(runs) == 1 or all(_is_available(flow, source, last) for source in flow.sources(storage)):
         storage.exists = False
 
 
-def _is_there(flow: _Flow, storage: _Storage, position: int) -> bool:
-    """Whether it can be read at a position, or computed there."""
+def _is_available(flow: _DataFlow, storage: _Storage, position: int) -> bool:
+    """True if a storage can be read, or computed, at a position."""
     if storage.exists:
         return storage.freed > position
-    return all(_is_there(flow, source, position) for source in flow.sources(storage))
+    return all(_is_available(flow, source, position) for source in flow.sources(storage))
 
 
-def _end(flow: _Flow, position: int) -> int:
-    """Where memory goes that the kernel at a position reads last: behind what it allocates."""
+def _free_position(flow: _DataFlow, position: int) -> int:
+    """Return where memory is freed that the kernel at a position reads last: after the kernel's allocations."""
     while position + 1 < len(flow.events) and isinstance(flow.events[position + 1], Allocation):
         position += 1
     return position

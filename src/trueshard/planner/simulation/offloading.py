@@ -1,17 +1,17 @@
-"""A step on a device whose shards rest in host memory, from the same step where all memory is one.
+"""Rewrite a trace recorded on CPU tensors to one with ``offload="cpu"`` on a device: sharded parameters in host memory.
 
-What FSDP2 does with ``CPUOffloadPolicy`` on a device with streams, which a simulation on CPU tensors does not show:
+FSDP2 with ``CPUOffloadPolicy`` on a device with streams does what a simulation on CPU tensors does not show:
 
-- Before a gather each shard is copied to the device, in its storage dtype; where it is cast, the copy goes as soon as
-  the cast is made, otherwise with the gather's other inputs. Source: ``FSDPParam.all_gather_inputs``.
-- A reduced gradient is copied to the host on the stream that reduced it, and its memory on the device is free for what
-  comes next on that stream; only what replicas have all-reduced stays until backward ends. Source:
+- Before a gather each shard is copied to the device, in its storage dtype; the copy is freed after its cast if there
+  is one, otherwise with the gather's other inputs. Source: ``FSDPParam.all_gather_inputs``.
+- A reduced gradient is copied to the host on the stream that reduced it, and its memory on the device is reused by that
+  stream at once; only all-reduced gradients of replicas keep theirs until backward ends. Source:
   ``foreach_reduce`` and ``FSDPParamGroup.finalize_backward``.
-- Clipping and the optimizer work on host memory; so do their results and the optimizer's state.
+- Clipping and the optimizer run on the host; their results and the optimizer's state lie in host memory.
 
-Replicated parameters, buffers, and the state of the former are on the device. Two things are taken for granted: a
-gradient goes to the host with its padding, which the first rank has none of; and where one operator takes
-tensors of both places in a list (the replicated ones are few and small), it runs on the host as a whole.
+Replicated parameters with their optimizer state, and buffers, are on the device. Two assumptions: a gradient goes to
+the host with its padding, of which the first rank has none; and a list operator with tensors on both sides (replicated
+ones are few and small) runs on the host as a whole.
 """
 
 from __future__ import annotations
@@ -20,68 +20,65 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from trueshard.planner.events import Allocation, Communication, Event, Free, Kernel, Stream, Trace, Transfer
+from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Stream, Trace, Transfer
 
 _REDUCING: tuple[Stream, ...] = ("reduce_scatter", "all_reduce")
 _ON_HOST = ("clip", "optimizer")
-"""Phases that work on shards."""
+"""Phases that compute on shards."""
 
 
 def offloaded(trace: Trace, sharded: Collection[str]) -> Trace:
-    """The step as it is on the device; kernels that run on the host are on the stream ``host``.
+    """Return the device's trace; kernels that run on the host are on the stream ``host``.
 
     Args:
-        trace: of a step with ``offload="cpu"`` on CPU tensors; its kernels know what they read and write.
+        trace: of a step with ``offload="cpu"`` on CPU tensors, with ``reads`` and ``writes``.
         sharded: names of the parameters that FSDP2 shards.
     """
     return _Offloading(trace, sharded).trace()
 
 
 class _Offloading:
-    """The trace that is being written."""
+    """Writes the device's trace."""
 
     def __init__(self, trace: Trace, sharded: Collection[str]) -> None:
         self.old = trace
         self.sharded = sharded
         self.host: dict[int, Allocation] = {}
-        """Storages in host memory."""
+        """Storages in host memory, by number."""
         self.events: list[Event] = []
         self.at: dict[int, int] = {}
-        """Position in the old trace → in the new one."""
+        """Position in the old trace → position in the new one."""
         self.sent: dict[int, int] = {}
-        """Position of a reduction in the old trace → of the copy of its result to the host in the new one."""
+        """Old position of a reduction → new position of the copy of its result to the host."""
         self.copies: list[Allocation] = []
-        """Shards on the device, until the gather has read them."""
+        """Copies of shards on the device, until the gather has read them."""
         self.kept: list[Allocation] = []
-        """Gradients that have been copied to the host but keep their memory on the device."""
+        """Gradients that were copied to the host but keep their memory on the device."""
         made = (each.storage for each in (*trace.resident, *trace.events) if isinstance(each, Allocation))
         self.numbers = max(made, default=0)
-        self.maker: Kernel | None = None
-        """The last kernel."""
+        self.last_kernel: Kernel | None = None
 
     def trace(self) -> Trace:
-        resident = [each for each in self.old.resident if not self._keep_on_host(each)]
-        leaving = _gradients(self.old.events)
+        resident = [each for each in self.old.resident if not self._register_on_host(each)]
+        gradients = _reduced_gradients(self.old.events)
         for i, event in enumerate(self.old.events):
             if event.place.phase != "backward":
                 self._end_backward()
             self._release_cast(event)
             if isinstance(event, Allocation):
-                if not self._keep_on_host(event):
+                if not self._register_on_host(event):
                     self.events.append(event)
             elif isinstance(event, Free):
                 if self.host.pop(event.storage, None) is None:
                     self.events.append(event)
             else:
                 self._operate(i, event)
-            if i in leaving:
-                self._to_host(leaving[i])
+            if i in gradients:
+                self._to_host(gradients[i])
         return Trace(self.events, resident)
 
-    # What is where
-
-    def _keep_on_host(self, made: Allocation) -> bool:
-        """Whether the storage lies in host memory; if so, remember it."""
+    def _register_on_host(self, made: Allocation) -> bool:
+        """Return True and remember the storage if it lies in host memory."""
         if self._belongs_to_host(made):
             self.host[made.storage] = made
             return True
@@ -92,8 +89,8 @@ class _Offloading:
             return made.what in self.sharded
         if made.kind == "optimizer":
             return made.what.rpartition(".")[0] in self.sharded
-        if self.maker is not None and made.storage in self.maker.writes:
-            return self.maker.stream == "host"
+        if self.last_kernel is not None and made.storage in self.last_kernel.writes:
+            return self.last_kernel.stream == "host"
         return made.place.phase in _ON_HOST
 
     def _is_shard(self, storage: int) -> bool:
@@ -103,8 +100,6 @@ class _Offloading:
         if any(each in self.host for each in kernel.reads):
             return kernel.place.phase in _ON_HOST or all(each in self.host for each in kernel.reads)
         return kernel.place.phase in _ON_HOST and not kernel.reads
-
-    # What happens
 
     def _operate(self, i: int, event: Kernel | Communication | Transfer) -> None:
         if isinstance(event, Kernel):
@@ -116,8 +111,8 @@ class _Offloading:
                 event = dataclasses.replace(event, after=after, stream="host")
             elif event.after:
                 event = dataclasses.replace(event, after=after)
-            self.maker = event
-        elif isinstance(event, Communication) and event.after:
+            self.last_kernel = event
+        elif isinstance(event, Communication):
             event = dataclasses.replace(event, after=tuple(self.at[each] for each in event.after))
         self.at[i] = len(self.events)
         self.events.append(event)
@@ -125,7 +120,7 @@ class _Offloading:
             self._release()
 
     def _to_device(self, kernel: Kernel) -> list[int]:
-        """Copy the shards that the kernel reads; returns the positions of the transfers."""
+        """Copy the shards that the kernel reads to the device; return the positions of the transfers."""
         found = []
         for storage in kernel.reads:
             if not self._is_shard(storage):
@@ -142,10 +137,10 @@ class _Offloading:
         return found
 
     def _release_cast(self, event: Event) -> None:
-        """A shard that was cast goes when the cast has its memory; one that is in the gather's own input does not."""
-        if self.maker is None or self.maker.op == "fsdp.all_gather_copy_in":
+        """Free a shard's copy once its cast is allocated, unless the gather itself reads the copy."""
+        if self.last_kernel is None or self.last_kernel.op == "fsdp.all_gather_copy_in":
             return
-        if not isinstance(event, Allocation) or event.storage not in self.maker.writes:
+        if not isinstance(event, Allocation) or event.storage not in self.last_kernel.writes:
             self._release()
 
     def _release(self) -> None:
@@ -153,14 +148,14 @@ class _Offloading:
             self.events.append(Free(self.events[-1].place, copy.storage, copy.bytes))
         self.copies.clear()
 
-    def _to_host(self, leaving: _Leaving) -> None:
-        for each in leaving.reductions:
+    def _to_host(self, reduced: _ReducedGradient) -> None:
+        for each in reduced.reductions:
             self.sent[each] = len(self.events)
-        gradient = leaving.gradient
+        gradient = reduced.allocation
         place = self.events[-1].place
-        self.events.append(Transfer(place, "to_host", gradient.bytes, gradient.unit, leaving.stream))
+        self.events.append(Transfer(place, "to_host", gradient.bytes, gradient.unit, reduced.stream))
         self.kept.append(gradient)
-        if not leaving.is_kept:
+        if not reduced.is_kept:
             self._end_backward()
         self.host[gradient.storage] = gradient
 
@@ -171,22 +166,22 @@ class _Offloading:
 
 
 @dataclass(frozen=True)
-class _Leaving:
+class _ReducedGradient:
     """A reduced gradient that outlives backward."""
 
-    gradient: Allocation
+    allocation: Allocation
     reductions: list[int]
     """Positions of the collectives that reduced it."""
     stream: Stream
-    """On which it was worked on last."""
+    """Stream of the last event that works on it."""
     is_kept: bool
-    """Whether its memory was all-reduced: what was, FSDP2 keeps to the end of backward."""
+    """True if it was all-reduced: FSDP2 keeps such memory until backward ends."""
 
 
-def _gradients(events: Sequence[Event]) -> dict[int, _Leaving]:
-    """By the position of the last that is done to each on its stream."""
+def _reduced_gradients(events: Sequence[Event]) -> dict[int, _ReducedGradient]:
+    """Map the position of the last event that works on each gradient to the gradient."""
     freed = {event.storage: event.place.phase for event in events if isinstance(event, Free)}
-    found: dict[int, _Leaving] = {}
+    found: dict[int, _ReducedGradient] = {}
     for i, event in enumerate(events):
         if not isinstance(event, Allocation) or event.kind != "gradients" or event.stream not in _REDUCING:
             continue
@@ -205,5 +200,5 @@ def _gradients(events: Sequence[Event]) -> dict[int, _Leaving]:
                 if isinstance(other, Communication):
                     reductions.append(j)
                     is_kept |= other.op == "all_reduce" and j > i
-        found[last] = _Leaving(event, reductions, stream, is_kept)
+        found[last] = _ReducedGradient(event, reductions, stream, is_kept)
     return found

@@ -1,44 +1,55 @@
-"""What would fail at the first forward, found before there is a GPU."""
+"""Find what would fail at the first forward, before there is a GPU, by running the model on fake tensors.
+
+Forward runs under watch for what fake CPU tensors do not show. On a CPU everything lies on one device. On a GPU,
+``.to(device)`` moves parameters and buffers; a tensor that a module holds as an ordinary attribute stays behind, and
+one that ``forward`` makes without ``device=`` lies on the CPU.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 
-from trueshard import _torch, engine, names
+from trueshard import _torch
+from trueshard.choices import DEFAULTS, Choices
 from trueshard.errors import one_line
+from trueshard.model import names
 from trueshard.optim.clip import clip_grad_norm_
 from trueshard.planner.inputs.batches import quietly
-from trueshard.planner.inputs.twins import plain_attributes
-from trueshard.planner.simulation.peers import seeing_real_tensors
+from trueshard.planner.inputs.fakes import plain_attributes
+from trueshard.planner.simulation.environment import fake_tensors_look_real
 from trueshard.planner.simulation.recorder import Recorder
 from trueshard.planner.simulation.repeats import find_runs, shorten, shortened
 from trueshard.planner.simulation.simulate import simulated_mesh
-from trueshard.planner.simulation.strays import Stray, Watch, here, is_data_dependent
 from trueshard.planner.workload import Workload
 from trueshard.plans import Plan
-from trueshard.policies import UNSAID
+from trueshard.runtime import engine
 
-#: How many blocks of a run of equal ones are run at first.
 _BLOCKS = 2
+"""Blocks of a run of equal ones that are run at first."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that fails, or that may not be meant."""
+    """Something that fails, or that may not be intended."""
 
     where: str
-    """A module or parameter by name; else ``model``, ``optimizer``, ``batch``, ``loss``, ``shard``, ``step``."""
+    """Name of a module or parameter; else ``model``, ``optimizer``, ``batch``, ``loss``, ``shard``, ``step``."""
     what: str
     remedy: str
-    """What to do about it; "" where ``what`` says it."""
+    """Change that solves it; "" where ``what`` names it."""
     severity: Literal["error", "warning"]
 
     def __str__(self) -> str:
@@ -52,55 +63,49 @@ def preflight(
     ranks: Sequence[int] = (8,),
     microbatch: int = 1,
     plan: Plan | None = None,
-    words: Mapping[str, Any] | None = None,
+    choices: Choices = DEFAULTS,
 ) -> list[Problem]:
-    """Build, shard and run ``workload`` on fake tensors, as rank 0 would, and tell all that goes wrong.
+    """Build, shard and run ``workload`` on fake tensors, as rank 0 would, and return all problems.
 
-    Where ``shard()`` refuses, the unsharded model runs instead, so that what fails there is found as well.
+    If ``shard()`` refuses the model, it runs unsharded, so that further problems are found as well.
 
     Args:
-        workload: what is trained.
+        workload: model and step.
         ranks: mesh shape: (shard,) or (replicate, shard).
         microbatch: samples in one forward.
-        plan: what to apply; None: by words.
-        words: ``shard()``'s arguments where they differ from the defaults.
+        plan: to apply; None: ``choices`` decide.
+        choices: options of ``shard()``, without ``"auto"``.
 
     Returns:
-        Errors first; [] if nothing is wrong.
+        Errors, then warnings.
     """
     problems: list[Problem] = []
-    world = 1
-    for size in ranks:
-        world *= size
-    choices = {**UNSAID, **(words or {})}
-    # What is compiled runs as it is written: a compiled kernel would read the memory that fake tensors do not have.
+    # Compiled modules run eagerly: a compiled kernel would read the memory that fake tensors do not have.
     eagerly = torch.compiler.set_stance("force_eager")
-    with quietly(), warnings.catch_warnings(), _torch.simulated_world(0, world), eagerly:
+    with quietly(), warnings.catch_warnings(), _torch.simulated_world(0, math.prod(ranks)), eagerly:
         warnings.simplefilter("ignore")
         mesh = simulated_mesh("cpu", tuple(ranks))
-        # Equal blocks do the same. Only if something is wrong, all of them run: for the names, and to be certain.
+        # Two of many equal blocks run first. All run if there is a problem: for the names, and to be certain.
         for shorter in (True, False):
             problems.clear()
-            with _torch.fake_tensors(), seeing_real_tensors(), _collected("model", problems):
-                model, own_plan = workload.model(), plan
-                if shorter and (less := _shortened(model, plan, choices, tuple(ranks))) is not None:
-                    model, own_plan = less
+            with _torch.fake_tensors(), fake_tensors_look_real(), _collected("model", problems):
+                model, how = workload.model(), plan or choices
+                if shorter and (less := _shortened(model, how, tuple(ranks))) is not None:
+                    model, how = less
                 elif shorter:
                     continue
-                _run(workload, model, own_plan, mesh, choices, microbatch, problems)
+                _run(workload, model, how, mesh, microbatch, problems)
             if not problems:
                 break
     return sorted(problems, key=lambda each: each.severity)
 
 
-def _shortened(
-    model: nn.Module, plan: Plan | None, choices: Mapping[str, Any], ranks: tuple[int, ...]
-) -> tuple[nn.Module, Plan] | None:
-    """The model with a few of each run of equal blocks, and the plan for it; None if it stays as it is."""
+def _shortened(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> tuple[nn.Module, Plan] | None:
+    """Shorten the model in place to ``_BLOCKS`` of each run; return it and its plan, None if there is no run."""
     names.hide_wrappers(model)
     try:
-        resolved = engine.resolve(model, plan, choices, ranks)
-    except (ValueError, TypeError):  # shard() will say so
+        resolved = engine.resolve(model, how, ranks)
+    except (ValueError, TypeError):  # shard() will raise it
         return None
     runs = find_runs(model, resolved)
     if not runs:
@@ -111,9 +116,8 @@ def _shortened(
 def _run(
     workload: Workload,
     model: nn.Module,
-    plan: Plan | None,
+    how: Plan | Choices,
     mesh: DeviceMesh,
-    choices: Mapping[str, Any],
     microbatch: int,
     problems: list[Problem],
 ) -> None:
@@ -122,7 +126,7 @@ def _run(
         optimizers = list(workload.optimizers(model))
     is_sharded = False
     with _collected("shard", problems):
-        engine.shard(model, optimizers, plan, mesh, choices if plan is None else UNSAID)
+        engine.shard(model, optimizers, how, mesh)
         is_sharded = True
     with _collected("batch", problems):
         batch = workload.batch(microbatch, workload.sequence)
@@ -136,7 +140,7 @@ def _step(
     batch: Any,
     problems: list[Problem],
 ) -> None:
-    """A step up to the first failure; clipping and the optimizers' part only where there are ``optimizers``."""
+    """Run a step up to the first failure; clip and step only if there are ``optimizers``."""
     loss = _forward(workload, model, batch, problems)
     if loss is None:
         return
@@ -156,27 +160,27 @@ def _step(
 
 
 def _forward(workload: Workload, model: nn.Module, batch: Any, problems: list[Problem]) -> torch.Tensor | None:
-    """The loss, made under watch; None where it fails or has no gradient."""
+    """Return the loss of a watched forward; None if it fails or has no gradient."""
     name_of = {module: name for name, module in names.named_modules(names.unwrap(model))}
-    held = {
+    attributes = {
         id(tensor): (name, attribute)
         for module, name in name_of.items()
         for attribute, value in plain_attributes(module).items()
         for tensor in _torch.tensors_in(value)
     }
     for tensor in (*model.parameters(), *model.buffers()):
-        held.pop(id(tensor), None)
-    calls = _Calls(name_of, problems)
-    watch = Watch(held, calls.where)
+        attributes.pop(id(tensor), None)
+    calls = _RunningModules(name_of, problems)
+    watch = _Watch(attributes, calls.where)
     try:
-        with calls.followed(), watch:
+        with calls.tracked(), watch:
             loss = workload.loss(model, batch)
     except Exception as error:
-        phase = f"forward, after a value was guessed ({watch.guessed})" if watch.guessed else "forward"
+        phase = f"forward, after a value was guessed ({watch.first_guess})" if watch.first_guess else "forward"
         problems.append(_failure(error, calls.where() or "loss", phase))
         return None
     finally:
-        problems += [_told(stray) for stray in watch.found.values()]
+        problems += watch.found.values()
     if isinstance(loss, torch.Tensor) and not loss.ndim and loss.requires_grad:
         return loss
     what = f"is a {type(loss).__name__}"
@@ -195,8 +199,8 @@ def _unused(model: nn.Module, problems: list[Problem]) -> None:
         problems.append(Problem(", ".join(found[:3]) + more, what, remedy, "warning"))
 
 
-class _Calls:
-    """Which module's forward runs. After an exception: the innermost that was running."""
+class _RunningModules:
+    """Track which module's forward runs; after an exception, the innermost that was running."""
 
     def __init__(self, name_of: Mapping[nn.Module, str], problems: list[Problem]) -> None:
         self._name_of = name_of
@@ -204,15 +208,14 @@ class _Calls:
         self._running: list[nn.Module] = []
 
     def where(self) -> str:
-        """The module's name; the root is ``model``, and outside of all forwards it is ""."""
+        """Return the module's name, ``model`` for the root; "" outside of all forwards."""
         return (self._name_of[self._running[-1]] or "model") if self._running else ""
 
     @contextlib.contextmanager
-    def followed(self) -> Iterator[None]:
-        """Inside, forwards are followed."""
+    def tracked(self) -> Iterator[None]:
         handles = [
-            nn.modules.module.register_module_forward_pre_hook(self._begins),
-            nn.modules.module.register_module_forward_hook(self._ends),
+            nn.modules.module.register_module_forward_pre_hook(self._begin),
+            nn.modules.module.register_module_forward_hook(self._end),
         ]
         try:
             yield
@@ -220,22 +223,22 @@ class _Calls:
             for handle in handles:
                 handle.remove()
 
-    def _begins(self, module: nn.Module, args: Any) -> None:
+    def _begin(self, module: nn.Module, args: Any) -> None:
         if module in self._name_of:
             self._running.append(module)
             if isinstance(module, nn.Embedding) and args and isinstance(args[0], torch.Tensor):
                 self._check_positions(self._name_of[module], module.num_embeddings, args[0])
 
     def _check_positions(self, name: str, rows: int, ids: torch.Tensor) -> None:
-        """On fake tensors no index is out of range; but as many positions as there are, are all different."""
+        """Add a problem if a sequence has more positions than the table has rows: no fake index is out of range."""
         told = name.rpartition(".")[2]
         if (told in ("wpe", "pos_emb") or "position" in told) and ids.ndim and ids.shape[-1] > rows:
             what = f"its table of positions has {rows} rows, and the sequence is {ids.shape[-1]}"
             self._problems.append(Problem(name, what, "ask for a shorter sequence, or a longer table", "error"))
 
-    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if module in self._running:
-            while self._running.pop() is not module:  # one whose exception somebody caught
+            while self._running.pop() is not module:  # a module whose exception was caught
                 pass
 
 
@@ -250,9 +253,8 @@ def _collected(where: str, problems: list[Problem]) -> Iterator[None]:
 
 
 def _failure(error: Exception, where: str, phase: str) -> Problem:
-    line = f" ({place})" if (place := here(error)) else ""
-    words = one_line(error, 300)
-    if is_data_dependent(error):
+    line, words = _line(error), one_line(error, 300)
+    if _is_data_dependent(error):
         what = f"{phase}: a shape or a value depends on data{line}: {words}"
         remedy = "it may train, but the planner cannot follow it: make shapes depend on shapes alone (masks, padding)"
         return Problem(where, what, remedy, "error")
@@ -260,17 +262,127 @@ def _failure(error: Exception, where: str, phase: str) -> Problem:
     return Problem(where, what, "correct the model, or the batch it is given", "error")
 
 
-def _told(stray: Stray) -> Problem:
-    line = f" ({stray.line})" if stray.line else ""
-    if stray.kind == "attribute":
-        what = "is a tensor attribute, which stays on the CPU when the model goes to a GPU"
-        remedy = f"register_buffer({stray.what!r}, …, persistent=False)"
-        return Problem(f"{stray.module}.{stray.what}".lstrip("."), what, remedy, "error")
-    if stray.kind == "made":
-        what = f"{stray.what} makes a tensor on the CPU{line}, which meets others that would be on a GPU"
-        return Problem(stray.module or "loss", what, "give it device= of the input", "error")
-    if stray.kind == "dtypes":
-        what = f"{stray.what}{line}: its operands must have one dtype"
-        return Problem(stray.module or "loss", what, "cast one of them", "error")
-    what = f"{stray.what} reads a value{line}: a GPU waits for it, and the planner goes on with a guess"
-    return Problem(stray.module or "loss", what, "keep what depends on data in tensors", "warning")
+# Watching a forward
+
+_MAKERS = frozenset(
+    getattr(torch, name)
+    for name in ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor")
+) | {torch.zeros, torch.logspace, torch.as_tensor}
+_MOVERS = frozenset({torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.cuda, torch.Tensor.cpu})
+_ACROSS = frozenset({torch.Tensor.copy_, torch.Tensor.__getitem__, torch.Tensor.__setitem__})
+"""Functions that accept tensors on two devices."""
+_PRODUCTS = frozenset(
+    ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "bilinear", "conv1d")
+) | {"conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention"}
+"""Functions whose operands must have one floating-point dtype; on fake tensors they do not insist."""
+_STAYS = "is a tensor attribute, which stays on the CPU when the model goes to a GPU"
+
+
+class _Watch(TorchFunctionMode):
+    """Find tensors that would be on the CPU beside others on a GPU, mixed dtypes, and values that are read.
+
+    Args:
+        attributes: (module's name, attribute) by ``id`` of each tensor that is an ordinary attribute.
+        where: return the name of the module that runs, "" outside of all.
+    """
+
+    def __init__(self, attributes: Mapping[int, tuple[str, str]], where: Callable[[], str]) -> None:
+        super().__init__()
+        self.found: dict[str, Problem] = {}
+        """One for each line of code, whichever modules run it; one for each attribute."""
+        self.first_guess = ""
+        """``file:line`` that first read a value that depends on data; "" if none did."""
+        self._where = where
+        self._attributes = {
+            key: Problem(
+                f"{module}.{name}".lstrip("."), _STAYS, f"register_buffer({name!r}, …, persistent=False)", "error"
+            )
+            for key, (module, name) in attributes.items()
+        }
+        self._on_cpu: dict[int, tuple[weakref.ref[torch.Tensor], Problem]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = self._call(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            return out
+        tensors = _torch.tensors_in((args, kwargs))
+        if func in _MAKERS:
+            if kwargs.get("device") is None and not tensors:
+                what = f"torch.{name} makes a tensor on the CPU{_line()}, which meets others that would be on a GPU"
+                self._mark(out, Problem(self._where() or "loss", what, "give it device= of the input", "error"))
+            return out
+        if name in _PRODUCTS:
+            self._check_dtypes(name, tensors)
+        on_cpu = [(each, problem) for each in tensors if (problem := self._problem_of(each)) is not None]
+        if not on_cpu:
+            return out
+        if func in _MOVERS and _moves(args, kwargs):  # its own tensor, even if it is on the device already
+            return out.view_as(out) if out is args[0] else out
+        if len(on_cpu) == len(tensors):
+            self._mark(out, on_cpu[0][1])
+        elif func not in _ACROSS:
+            for tensor, problem in on_cpu:
+                if tensor.ndim:  # a scalar on the CPU is accepted beside any tensor
+                    self._add(problem)
+        return out
+
+    def _check_dtypes(self, name: str, tensors: list[torch.Tensor]) -> None:
+        dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in tensors if each.is_floating_point()})
+        if len(dtypes) > 1 and not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+            what = f"{name.strip('_')} of {' and '.join(dtypes)}{_line()}: its operands must have one dtype"
+            self._add(Problem(self._where() or "loss", what, "cast one of them", "error"))
+
+    def _problem_of(self, tensor: torch.Tensor) -> Problem | None:
+        """Return the problem with a tensor that would be on the CPU; None for any other tensor."""
+        if id(tensor) in self._attributes:
+            return self._attributes[id(tensor)]
+        reference, problem = self._on_cpu.get(id(tensor), (None, None))
+        return problem if reference is not None and reference() is tensor else None
+
+    def _mark(self, out: Any, problem: Problem) -> None:
+        for each in _torch.tensors_in(out):
+            self._on_cpu[id(each)] = (weakref.ref(each), problem)
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if not _is_data_dependent(error):
+                raise
+        with Recorder():  # returns usual values, as in a simulation
+            out = func(*args, **kwargs)
+        self.first_guess = self.first_guess or _line().strip(" ()")
+        if "site-packages" not in _innermost_frame().filename:  # users cannot change what a library reads
+            what = f".{getattr(func, '__name__', func)}() reads a value{_line()}: a GPU waits for it, and the planner "
+            remedy = "keep what depends on data in tensors"
+            self._add(Problem(self._where() or "loss", f"{what}goes on with a guess", remedy, "warning"))
+        return out
+
+    def _add(self, problem: Problem) -> None:
+        self.found.setdefault(problem.where if problem.what == _STAYS else problem.what, problem)
+
+
+def _is_data_dependent(error: BaseException) -> bool:
+    """True if a fake tensor was asked for a value, or for a shape that depends on values."""
+    return type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
+
+
+def _line(error: BaseException | None = None) -> str:
+    """Return `` (file:line)`` of the innermost code that is neither torch's nor this library's; "" if there is none."""
+    frame = _innermost_frame(error)
+    return f" ({Path(frame.filename).name}:{frame.lineno})" if frame.filename else ""
+
+
+def _innermost_frame(error: BaseException | None = None) -> traceback.FrameSummary:
+    frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+    found = [frame for frame in frames if not frame.filename.startswith((*own, "<"))]
+    return found[-1] if found else traceback.FrameSummary("", 0, "")
+
+
+def _moves(args: Any, kwargs: Any) -> bool:
+    """True if ``tensor.to(...)`` names a device, or a tensor that is on one."""
+    rest = [*args[1:], *kwargs.values()]
+    return any(isinstance(each, (str, int, torch.device, torch.Tensor)) and each is not True for each in rest)

@@ -1,9 +1,8 @@
-"""Rank 0 of a job, really run on one device: what was forecast beside what is measured.
+"""Run rank 0 of a job on one real device, and compare the forecast with the measurement.
 
 Collectives do nothing (torch's ``fake`` backend), so one device stands for any number. Everything else is the job's
-own: ``shard()``, the step, kernels, the allocator. The model is sharded before it has memory, so that one rank's shards
-are all it ever needs; and its values are made up: random numbers in parameters, buffers and other tensors of modules,
-where these hold whole numbers 0, and where they hold truth values true.
+own: ``shard()``, the step, kernels, the allocator. The model is sharded on the meta device, so that only one rank's
+shards ever need memory. Values are made up: random floats, integers 0, booleans True.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,65 +25,64 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from trueshard import _torch, engine, names
-from trueshard.planner.events import Communication, Trace
+from trueshard import _torch
+from trueshard.checkpoint.materialise import give_memory
+from trueshard.model import names
+from trueshard.planner import ledger
 from trueshard.planner.forecasting import MICROBATCHES
-from trueshard.planner.inputs.nests import mapped
-from trueshard.planner.inputs.twins import plain_attributes
-from trueshard.planner.memory import ledger
-from trueshard.planner.memory.reserve import replay
-from trueshard.planner.showing.report import duration
-from trueshard.planner.simulation.simulate import simulate, simulated_mesh, without_collection
-from trueshard.planner.simulation.step import run_step
-from trueshard.planner.speed.hardware import Hardware, Mode
-from trueshard.planner.speed.timeline import schedule
-from trueshard.planner.study import Study
-from trueshard.planner.workload import Job, Workload
-from trueshard.policies import UNSAID
-from trueshard.sharding import SMALL
-from trueshard.tables import size, table
+from trueshard.planner.hardware import Hardware, Mode
+from trueshard.planner.inputs.fakes import mapped, plain_attributes
+from trueshard.planner.report.report import duration
+from trueshard.planner.reserve import replay
+from trueshard.planner.simulation.environment import without_garbage_collection
+from trueshard.planner.simulation.simulate import run_step, simulate, simulated_mesh
+from trueshard.planner.timeline import schedule
+from trueshard.planner.trace import Communication, Trace
+from trueshard.planner.workload import Job, Study, Workload
+from trueshard.runtime import engine
+from trueshard.runtime.apply import SMALL
+from trueshard.text import size, table
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A figure that was forecast, and what it is."""
+    """A forecast and a measured figure."""
 
     forecast: float
     measured: float
 
     @property
     def error(self) -> float:
-        """By what part of what was measured the forecast is too high (positive) or too low."""
+        """Relative error: forecast / measured - 1."""
         return self.forecast / self.measured - 1 if self.measured else math.nan
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Forecast and measurement of one rank. ``str()`` is a table."""
+    """Forecast and measurement of one rank; ``str()`` gives a table."""
 
     model: str
     ranks: int
     device: str
-    """On which it ran."""
+    """Device of the measurement."""
     hardware: str
-    """Of which device the forecast is."""
+    """Device of the forecast."""
     steps: int
     allocated: Pair
-    """Peak bytes in tensors: in the allocator's blocks on a GPU, as asked for on a CPU."""
+    """Peak bytes of tensors: in the allocator's blocks on a GPU, as requested on a CPU."""
     reserved: Pair | None
-    """Peak bytes that the allocator took from the device; a CPU's takes none in advance."""
+    """Peak bytes reserved by the allocator; None on a CPU."""
     seconds: Pair
-    """A step that is not the first, where communication takes no time."""
+    """Median step after the first, without communication."""
 
     def __str__(self) -> str:
         rows = [
-            (what, shown(pair.forecast), shown(pair.measured), f"{pair.error:+.1%}")
-            for what, pair, shown in (
-                ("peak allocated", self.allocated, _bytes),
-                ("peak reserved", self.reserved, _bytes),
+            (what, formatted(pair.forecast), formatted(pair.measured), f"{pair.error:+.1%}")
+            for what, pair, formatted in (
+                ("peak allocated", self.allocated, size),
+                ("peak reserved", self.reserved, size),
                 ("step without communication", self.seconds, duration),
             )
             if pair is not None
@@ -94,16 +92,8 @@ class Rehearsal:
         return "\n".join([where, *lines])
 
 
-def _bytes(count: float) -> str:
-    return size(int(count))
-
-
 def require(device: str) -> None:
-    """Raise where a rehearsal on ``device`` is not possible.
-
-    Raises:
-        ValueError: it is neither ``"cuda"`` nor ``"cpu"``, or there is no CUDA GPU.
-    """
+    """Raise ValueError if ``device`` is neither ``"cuda"`` nor ``"cpu"``, or there is no CUDA GPU."""
     if device not in ("cuda", "cpu"):
         raise ValueError(f'a rehearsal runs on "cuda" or "cpu", not on {device!r}')
     if device == "cuda" and not torch.cuda.is_available():
@@ -113,16 +103,16 @@ def require(device: str) -> None:
 
 
 def rehearse(job: Job, hardware: Hardware, *, device: str = "cuda", steps: int = 3) -> Rehearsal:
-    """Forecast one rank of a job, run it, and put both side by side.
+    """Forecast one rank of a job, run it, and return both.
 
     Args:
-        job: which rank is its own; of many microbatches a step three are run, in forecast and measurement.
-        hardware: what is forecast; the device at hand is not compared with it.
+        job: with the rank; of more than three microbatches a step, three are simulated and run.
+        hardware: device of the forecast; it is not compared with the device at hand.
         device: ``"cuda"``: the current GPU, which should hold nothing else; or ``"cpu"``.
         steps: at least 2.
 
     Raises:
-        ValueError: no such device, it has too little memory, or what ``shard()`` refuses.
+        ValueError: there is no such device, it has too little memory, or ``shard()`` refuses the job.
     """
     require(device)
     if steps < 2:
@@ -135,7 +125,7 @@ def rehearse(job: Job, hardware: Hardware, *, device: str = "cuda", steps: int =
     blocks = replay(made.first, made.steady, repeats=steps - 1, workspace_bytes=hardware.workspace_bytes)
     job = dataclasses.replace(job, plan=made.plan)
     try:
-        measured = _on_cpu(job, steps) if on_cpu else _on_gpu(job, steps)
+        allocated, reserved, step_seconds = _on_cpu(job, steps) if on_cpu else _on_gpu(job, steps)
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"the rehearsal needs more memory than this GPU has; {size(blocks.peak_reserved)} were forecast"
@@ -147,32 +137,32 @@ def rehearse(job: Job, hardware: Hardware, *, device: str = "cuda", steps: int =
         device="CPU" if on_cpu else torch.cuda.get_device_name(),
         hardware=hardware.name,
         steps=steps,
-        allocated=Pair(live if on_cpu else blocks.peak_allocated, measured.allocated),
-        reserved=None if measured.reserved is None else Pair(blocks.peak_reserved, measured.reserved),
-        seconds=Pair(seconds, measured.seconds),
+        allocated=Pair(live if on_cpu else blocks.peak_allocated, allocated),
+        reserved=None if reserved is None else Pair(blocks.peak_reserved, reserved),
+        seconds=Pair(seconds, step_seconds),
     )
 
 
 def job_of(study: Study, workload: Workload) -> Job:
-    """The job that a study is of, to be rehearsed.
+    """Return the job of a study, to be rehearsed.
 
     Args:
-        study: whose plan is run.
-        workload: made as the study's was.
+        study: gives plan, microbatch and accumulation.
+        workload: built like the study's.
     """
-    told = study.forecast
+    forecast = study.forecast
     return Job(
         workload,
         study.plan.ranks,
-        microbatch=told.microbatch,
-        accumulation=told.accumulation,
+        microbatch=forecast.microbatch,
+        accumulation=forecast.accumulation,
         plan=study.plan,
-        optimizer=told.optimizer,
+        optimizer=forecast.optimizer,
     )
 
 
 def _without_communication(trace: Trace) -> Trace:
-    """The trace as it is for a rank alone; positions stay."""
+    """Return the trace of a single rank; positions stay the same."""
     alone = [
         dataclasses.replace(event, ranks=1, received=0) if isinstance(event, Communication) else event
         for event in trace.events
@@ -180,14 +170,10 @@ def _without_communication(trace: Trace) -> Trace:
     return Trace(alone, trace.resident)
 
 
-# The run
+# Measurement
 
-
-@dataclass(frozen=True)
-class _Measured:
-    allocated: int
-    reserved: int | None
-    seconds: float
+_Measured = tuple[int, int | None, float]
+"""Peak bytes allocated, peak bytes reserved, median seconds of a step after the first."""
 
 
 def _on_gpu(job: Job, steps: int) -> _Measured:
@@ -195,10 +181,10 @@ def _on_gpu(job: Job, steps: int) -> _Measured:
         step = _ready(job, mesh, torch.device("cuda"))
         gc.collect()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what making the model left
+        torch.cuda.empty_cache()  # memory that building the model needed
         torch.cuda.reset_peak_memory_stats()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-        with without_collection():
+        with without_garbage_collection():
             marks[0].record()
             for mark in marks[1:]:
                 step()
@@ -209,27 +195,27 @@ def _on_gpu(job: Job, steps: int) -> _Measured:
         del step
     gc.collect()
     torch.cuda.empty_cache()
-    return _Measured(*found, statistics.median(later))
+    return *found, statistics.median(later)
 
 
 def _on_cpu(job: Job, steps: int) -> _Measured:
     with _world(job, "cpu") as mesh:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             step = _ready(job, mesh, torch.device("cpu"))
-            with without_collection(), record_function(_STEPS):
+            with without_garbage_collection(), record_function(_STEPS):
                 for _ in range(steps):
                     step()
         later = []
-        for _ in range(steps - 1):  # beside the profiler, which takes time of its own
+        for _ in range(steps - 1):  # without the profiler, which takes time itself
             start = time.perf_counter()
             step()
             later.append(time.perf_counter() - start)
-    return _Measured(_peak(_traced(profiler)), None, statistics.median(later))
+    return _peak_allocated(profiler), None, statistics.median(later)
 
 
 @contextlib.contextmanager
 def _world(job: Job, kind: str) -> Iterator[DeviceMesh]:
-    """The job's mesh in this process alone, with random states and warnings as they were afterwards."""
+    """Simulate the job's mesh in this process; random states and warning filters are restored afterwards."""
     gpus = [torch.cuda.current_device()] if kind == "cuda" else []
     with (
         warnings.catch_warnings(),
@@ -242,12 +228,12 @@ def _world(job: Job, kind: str) -> Iterator[DeviceMesh]:
 
 
 def _ready(job: Job, mesh: DeviceMesh, device: torch.device) -> Callable[[], None]:
-    """Model and optimizers, sharded without memory, then given it; the result does one step."""
+    """Shard model and optimizers on the meta device, then allocate; return a function that runs a step."""
     workload = job.workload
     with torch.device("meta"):
         model = workload.model()
     optimizers = list(workload.optimizers(model))
-    engine.shard(model, optimizers, job.plan, mesh, {**UNSAID, **job.words})
+    engine.shard(model, optimizers, job.plan or job.choices, mesh)
     _materialise(names.unwrap(model), device)
 
     def step() -> None:
@@ -264,14 +250,14 @@ def _ready(job: Job, mesh: DeviceMesh, device: torch.device) -> Callable[[], Non
 
 @torch.no_grad()
 def _materialise(root: nn.Module, device: torch.device) -> None:
-    """Give memory on ``device``, and values, to a model that was sharded on the meta device.
+    """Allocate a model that was sharded on the meta device, on ``device``, and fill it with values.
 
-    Parameters stay the objects that the optimizers hold. Shards that are to rest in host memory go there at the end.
+    Parameters stay the objects that the optimizers hold. Offloaded shards move to host memory at the end.
     """
     for kind in ("parameters", "buffers"):
         for tensor in {id(tensor): tensor for _, _, _, tensor in names.named_tensors(root, kind)}.values():
             if tensor.is_meta:
-                _give(tensor, device)
+                give_memory(tensor, None, device)
                 _fill(_torch.local(tensor), kind)
     given: dict[int, torch.Tensor] = {}
 
@@ -292,23 +278,8 @@ def _materialise(root: nn.Module, device: torch.device) -> None:
     _torch.join_shards(root, SMALL)  # as shard() does where there is memory
 
 
-def _give(tensor: torch.Tensor, device: torch.device) -> None:
-    """Replace what a meta tensor has, not the object, by memory of the same shape."""
-    if isinstance(tensor, DTensor):
-        shard = _torch.local(tensor)
-        memory = torch.empty(shard.shape, dtype=shard.dtype, device=device)
-        new: torch.Tensor = _torch.dtensor_over(memory, tensor, tensor.shape, tensor.stride())
-    else:
-        new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-    attributes = dict(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, new)
-    tensor.__dict__.update({key: value for key, value in attributes.items() if key not in tensor.__dict__})
-
-
 def _fill(tensor: torch.Tensor, kind: str) -> None:
-    """Values with which a step runs and stays finite: small ones, and for buffers positive ones."""
+    """Write values with which a step stays finite: small floats for parameters, positive ones for buffers."""
     if tensor.is_floating_point() or tensor.is_complex():
         numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         numbers.normal_(0.0, 0.02) if kind == "parameters" else numbers.uniform_(0.01, 1.0)
@@ -316,36 +287,26 @@ def _fill(tensor: torch.Tensor, kind: str) -> None:
         tensor.fill_(tensor.dtype == torch.bool)
 
 
-# What the profiler saw
-
 _STEPS = "rehearsed steps"
 
 
-def _traced(profiler: profile) -> list[dict[str, Any]]:
+def _peak_allocated(profiler: profile) -> int:
+    """Return the highest sum, during the steps, of bytes allocated since the profiler started."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
         events: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    return events
-
-
-def _peak(events: Iterable[dict[str, Any]]) -> int:
-    """The highest sum, during the steps, of what was allocated since the profiler began."""
-    told = [event for event in events if event.get("name") in (_STEPS, "[memory]")]
-    start = min(event["ts"] for event in told if event["name"] == _STEPS)
-    held: set[int] = set()
+    start = min(event["ts"] for event in events if event.get("name") == _STEPS)
+    live_addresses: set[int] = set()
     live = peak = 0
-    for event in sorted((event for event in told if event["name"] == "[memory]"), key=lambda event: event["ts"]):
+    for event in sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"]):
         count, address = event["args"]["Bytes"], event["args"]["Addr"]
         if count > 0:
-            held.add(address)
-        elif address not in held:  # from before
+            live_addresses.add(address)
+        elif address not in live_addresses:  # allocated before the profiler started
             continue
         else:
-            held.remove(address)
+            live_addresses.remove(address)
         live += count
         peak = max(peak, live) if event["ts"] >= start else live
     return peak
-
-
-__all__ = ["Pair", "Rehearsal", "job_of", "rehearse", "require"]

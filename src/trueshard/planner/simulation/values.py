@@ -1,73 +1,107 @@
-"""The numbers that a program reads back from small tensors, followed beside fake ones.
+"""Values of fake tensors that are known, and sizes of results that depend on values.
 
-An optimizer asks how many steps it has made, a sharded step whether all counters are equal. Fake tensors have no
-values, so small tensors whose values follow from constants (counters, flags) have real twins here. What depends on
-data is unknown, and stands for itself by a usual value.
+Fake tensors have no values, but programs read some: an optimizer its step counter, a sharded step whether all counters
+are equal. Small tensors computed from constants (counters, flags) therefore have real copies here. Values that depend
+on data are unknown; a usual one stands for them.
+
+Results as large as the data decide (``nonzero``, indexing by a mask): known values decide where there are any. Else
+tokens go to experts in equal shares and a mask selects everything; both give a warning, which a forecast shows.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.planner.simulation.operations import run_operator, tensors_of
-from trueshard.planner.simulation.selections import Selections
+from trueshard.planner.simulation.operators import run_operator, short_name, tensors_of, written_arguments
 
 LARGEST = 32 << 10
-"""Bytes of a storage up to which its values are followed."""
+"""Bytes of the largest storage that has a real copy."""
 
-_MADE = {"zeros", "ones", "full", "arange", "scalar_tensor", "new_zeros", "new_ones", "new_full", "eye", "linspace"}
-_SET = {"zero_", "fill_", "copy_"}
-_SELDOM = {"ne", "isnan", "isinf", "isneginf", "isposinf"}
-"""Comparisons that usually find nothing: what was remembered is as it was, and numbers are finite."""
-_EXTREMES = {("max", "ge"), ("max", "gt"), ("amax", "ge"), ("amax", "gt"), ("min", "lt"), ("amin", "lt")}
-"""A largest number compared with what it must stay below, a smallest one with what it must reach: checks of input."""
-_PASSED_ON = {"any", "all", "bitwise_or", "bitwise_and", "logical_or", "logical_and", "clone", "view", "_to_copy"}
+EQUAL_SHARES = "Which tokens go to which expert depends on data: all experts are taken to get equal shares."
+EVERYTHING = "How many elements are selected depends on data: where that is unknown, all are taken to be."
+
+_FACTORIES = {
+    *("zeros", "ones", "full", "arange", "scalar_tensor", "eye", "linspace"),
+    *("new_zeros", "new_ones", "new_full"),
+}
+_OVERWRITING = {"zero_", "fill_", "copy_"}
 _UNREAD = {"allreduce_", "broadcast_", "wait_tensor", "_amp_foreach_non_finite_check_and_unscale_"}
-"""Operations after which what is written to is taken to be as before: ranks agree, and nothing is infinite."""
+"""Operators that leave what they write as it was: ranks agree, and nothing is infinite."""
+
+_RARELY_TRUE = {"ne", "isnan", "isinf", "isneginf", "isposinf"}
+"""Comparisons that usually find nothing: values remembered are unchanged, and numbers are finite."""
+_RARELY_TRUE_OF_EXTREMES = {
+    *(("max", "ge"), ("max", "gt"), ("amax", "ge"), ("amax", "gt")),
+    *(("min", "lt"), ("amin", "lt")),
+}
+"""A maximum compared with its upper bound, a minimum with its lower bound: checks of input."""
+_TRUTH_PRESERVING = {"any", "all", "bitwise_or", "bitwise_and", "logical_or", "logical_and", "clone", "view"} | {
+    "_to_copy"
+}
 
 
-class Values:
-    """Real twins of small fake storages."""
+class KnownValues(_torch.DispatchMode):
+    """Real copies of small fake storages. As a dispatch mode it follows what runs before recording begins."""
 
     def __init__(self) -> None:
-        self._twins: dict[int, torch.Tensor] = {}
-        """By identity of the fake storage: its values, as a 1-D tensor of bytes."""
-        self._seldom: set[int] = set()
-        """Storages of unknown truth values that are usually false."""
-        self._extremes: dict[int, str] = {}
-        """By identity of a storage that holds a largest or smallest number: the operation that found it."""
-        self.selections = Selections(self._twin)
+        super().__init__()
+        # Keys are identities of fake storages.
+        self._real: dict[int, torch.Tensor] = {}  # 1-D, uint8, as long as the storage
+        self._rarely_true: set[int] = set()
+        self._extremes: dict[int, str] = {}  # storages of a maximum or minimum: the operator
+        self._tracked: set[int] = set()
+        self._sizes = _DataDependentSizes(self._real_view)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if not _torch.makes_fake_tensors():
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self.read(args[0])
+        out, outputs = self.run(func, args, kwargs, tensors_of((*args, *kwargs.values())))
+        for tensor in outputs:
+            key = _torch.storage_identity(tensor)
+            if _torch.is_fake(tensor) and key not in self._tracked:
+                self._tracked.add(key)
+                weakref.finalize(tensor.untyped_storage(), self.forget, key)
+        return out
 
     def forget(self, storage: int) -> None:
-        """The storage is gone."""
-        self._unknown(storage)
+        """Drop what is known of a storage that was freed."""
+        self._invalidate(storage)
         self._extremes.pop(storage, None)
-        self.selections.forget(storage)
+        self._tracked.discard(storage)
+        self._sizes.forget(storage)
 
-    def _unknown(self, storage: int) -> None:
-        """Nobody knows what is in the storage now."""
-        self._twins.pop(storage, None)
-        self._seldom.discard(storage)
+    def _invalidate(self, storage: int) -> None:
+        """Drop a storage's values, which are unknown from now on."""
+        self._real.pop(storage, None)
+        self._rarely_true.discard(storage)
 
     def run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-        """``func`` on fake tensors, and on their twins where there are some.
+        """Run ``func`` on fake tensors, and on their real copies if all inputs have some.
 
         Args:
             func: the operator.
             args: its arguments.
-            kwargs: the rest of them.
+            kwargs: its named arguments.
             inputs: the tensors among both.
 
         Returns:
             What it returned, and the tensors in that.
         """
-        if self.selections.concerns(func, args):
-            out, real = self.selections.run(func, args, kwargs)
+        if self._sizes.concerns(func, args):
+            out, real = self._sizes.run(func, args, kwargs)
             outputs = tensors_of([out])
             if real is not None:
                 with _torch.real_tensors():
@@ -79,151 +113,248 @@ class Values:
         return out, outputs
 
     def read(self, tensor: torch.Tensor) -> bool | int | float:
-        """What ``tensor.item()`` returns: its value, or a usual one where it is unknown (0.5, 1, True;
-        False if it says that numbers differ or are not finite)."""
-        twin = self._twin(tensor) if _torch.is_fake(tensor) or tensor.is_meta else tensor
-        if twin is not None:
+        """Return ``tensor.item()`` where the value is known, else a usual one: 0.5, 1 or True.
+
+        False for a flag that says that numbers differ or are not finite.
+        """
+        real = self._real_view(tensor) if _torch.is_fake(tensor) or tensor.is_meta else tensor
+        if real is not None:
             with _torch.real_tensors():
-                return twin.item()
+                return real.item()
         if tensor.dtype == torch.bool:
-            return _torch.storage_identity(tensor) not in self._seldom
+            return _torch.storage_identity(tensor) not in self._rarely_true
         return 0.5 if tensor.is_floating_point() else 1
 
     def _follow(
         self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     ) -> None:
-        """After ``func`` ran on fake tensors: run it on the twins too, if all of its inputs have some."""
-        name = func._schema.name.partition("::")[2]
+        name = short_name(func)
         self._follow_truth(name, inputs, outputs)
-        self.selections.follow(name, args, outputs)
+        self._sizes.follow(name, args, outputs)
         if name in _UNREAD or not self._concerns(name, inputs, outputs):
             return
-        written = [tensor for tensor in inputs if _is_written(func, tensor, args, kwargs)]
-        known = self._knows(name, inputs, written)
-        if not known or torch.Tag.nondeterministic_seeded in func.tags:
+        written = written_arguments(func, args, kwargs)
+        if not self._is_computable(name, inputs, written) or torch.Tag.nondeterministic_seeded in func.tags:
             for tensor in (*written, *outputs):
-                self._unknown(_torch.storage_identity(tensor))
+                self._invalidate(_torch.storage_identity(tensor))
             return
         for tensor in written:
-            if self._twin(tensor) is None:
-                self._twins[_torch.storage_identity(tensor)] = _blank(tensor)
+            if self._real_view(tensor) is None:
+                self._real[_torch.storage_identity(tensor)] = _zeroed(tensor)
         with _torch.real_tensors():
-            real_args, real_kwargs = _torch.map_only(torch.Tensor, self._twin_or_self, (args, kwargs))
-            real = func(*real_args, **{**real_kwargs, **_on_cpu(real_kwargs)})
-            self._remember(outputs, _torch.leaves_of(real))
+            real_args, real_kwargs = _torch.map_only(torch.Tensor, self._real_or_same, (args, kwargs))
+            if real_kwargs.get("device") is not None:
+                real_kwargs = {**real_kwargs, "device": torch.device("cpu")}
+            self._remember(outputs, _torch.leaves_of(func(*real_args, **real_kwargs)))
 
     def _remember(self, outputs: list[torch.Tensor], values: list[Any]) -> None:
         for fake, value in zip(outputs, values, strict=False):
-            key = _torch.storage_identity(fake)
-            size = fake.untyped_storage().nbytes()
-            if key not in self._twins and isinstance(value, torch.Tensor) and size <= LARGEST and _torch.is_fake(fake):
-                self._twins[key] = _bytes_of(value, fake)
+            key, size = _torch.storage_identity(fake), fake.untyped_storage().nbytes()
+            if key not in self._real and isinstance(value, torch.Tensor) and size <= LARGEST and _torch.is_fake(fake):
+                memory = self._real[key] = _zeroed(fake)
+                _view_as(fake, memory).copy_(value)
 
     def _follow_truth(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Track extremes, and flags that are usually false."""
         if name in ("max", "min", "amax", "amin"):
             self._extremes[_torch.storage_identity(outputs[0])] = name
         if len(outputs) != 1 or outputs[0].dtype != torch.bool:
             return
-        passed = name in _PASSED_ON and any(_torch.storage_identity(each) in self._seldom for each in inputs)
-        check = bool(inputs) and (self._extremes.get(_torch.storage_identity(inputs[0]), ""), name) in _EXTREMES
-        if name in _SELDOM or passed or check:
-            self._seldom.add(_torch.storage_identity(outputs[0]))
+        keys = [_torch.storage_identity(each) for each in inputs]
+        derived = name in _TRUTH_PRESERVING and any(key in self._rarely_true for key in keys)
+        checked = bool(keys) and (self._extremes.get(keys[0], ""), name) in _RARELY_TRUE_OF_EXTREMES
+        if name in _RARELY_TRUE or derived or checked:
+            self._rarely_true.add(_torch.storage_identity(outputs[0]))
 
     def _concerns(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+        """True if values before or after the operator may be known."""
         if any(tensor.untyped_storage().nbytes() > LARGEST for tensor in outputs):
             return False
         if not inputs:
             return bool(outputs)
-        return any(
-            _torch.storage_identity(tensor) in self._twins or not _torch.is_fake(tensor) for tensor in inputs
-        ) or (name in _SET)
+        known = (_torch.storage_identity(each) in self._real or not _torch.is_fake(each) for each in inputs)
+        return name in _OVERWRITING or any(known)
 
-    def _knows(self, name: str, inputs: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
+    def _is_computable(self, name: str, inputs: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
+        """True if all values that the operator reads are known."""
         if not inputs:
-            return name in _MADE
-        read = inputs if name not in _SET else [each for each in inputs if not any(each is w for w in written)]
+            return name in _FACTORIES
         if any(each.untyped_storage().nbytes() > LARGEST for each in inputs):
             return False
-        whole = all(each.numel() * each.itemsize == each.untyped_storage().nbytes() for each in written)
-        if name in _SET and not whole and any(self._twin(each) is None for each in written):
-            return False
-        return all(not _torch.is_fake(each) or self._twin(each) is not None for each in read)
+        read = inputs
+        if name in _OVERWRITING:
+            whole = all(each.numel() * each.itemsize == each.untyped_storage().nbytes() for each in written)
+            if not whole and any(self._real_view(each) is None for each in written):
+                return False
+            read = [each for each in inputs if not any(each is other for other in written)]
+        return all(not _torch.is_fake(each) or self._real_view(each) is not None for each in read)
 
-    def _twin(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        memory = self._twins.get(_torch.storage_identity(tensor))
-        if memory is None:
+    def _real_view(self, fake: torch.Tensor) -> torch.Tensor | None:
+        """Return the real copy of a fake tensor, shaped and laid out like it; None if its values are unknown."""
+        memory = self._real.get(_torch.storage_identity(fake))
+        if memory is None or memory.numel() % fake.itemsize:  # the latter: a view of a part, in another dtype
             return None
-        if memory.numel() % tensor.itemsize:
-            return None  # a view of a part, in another dtype
         with _torch.real_tensors():
-            return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            return _view_as(fake, memory)
 
-    def _twin_or_self(self, tensor: torch.Tensor) -> torch.Tensor:
-        twin = self._twin(tensor)
-        return tensor if twin is None else twin
-
-
-def _is_written(func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> bool:
-    for spec, value in zip(func._schema.arguments, args, strict=False):
-        if (
-            spec.alias_info is not None
-            and spec.alias_info.is_write
-            and any(x is tensor for x in _torch.leaves_of(value))
-        ):
-            return True
-    return any(
-        spec.alias_info is not None
-        and spec.alias_info.is_write
-        and spec.name in kwargs
-        and any(x is tensor for x in _torch.leaves_of(kwargs[spec.name]))
-        for spec in func._schema.arguments
-    )
+    def _real_or_same(self, tensor: torch.Tensor) -> torch.Tensor:
+        real = self._real_view(tensor)
+        return tensor if real is None else real
 
 
-def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {"device": torch.device("cpu")} if kwargs.get("device") is not None else {}
-
-
-def _blank(fake: torch.Tensor) -> torch.Tensor:
+def _zeroed(fake: torch.Tensor) -> torch.Tensor:
     with _torch.real_tensors():
         return torch.zeros(fake.untyped_storage().nbytes(), dtype=torch.uint8)
 
 
-def _bytes_of(value: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
-    """A copy of ``value`` laid out as ``fake`` lies in its storage."""
-    memory = torch.zeros(fake.untyped_storage().nbytes(), dtype=torch.uint8)
-    memory.view(fake.dtype).as_strided(fake.shape, fake.stride(), int(fake.storage_offset())).copy_(value)
-    return memory
+def _view_as(fake: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """View bytes as ``fake`` views its storage."""
+    return memory.view(fake.dtype).as_strided(fake.shape, fake.stride(), int(fake.storage_offset()))
 
 
-class Following(_torch.DispatchMode):
-    """Inside, on fake tensors, ``values`` follows what runs before anything is recorded."""
+# Sizes that depend on values
 
-    def __init__(self, values: Values) -> None:
-        super().__init__()
-        self.values = values
-        self._seen: set[int] = set()
+_ATEN = torch.ops.aten
+_INDEX_RESULTS = {"topk": 1, "sort": 1, "argsort": 0, "argmax": 0, "argmin": 0}
+"""Operators that make indices along a dimension → position of these among the results."""
+_COPIES = {"_to_copy", "clone"}
+_FOLLOWED = {*_INDEX_RESULTS, *_COPIES, "sum", "scatter", "scatter_", "eq", "ne", "gt"}
+_IDENTITIES = {("ne", 0), ("gt", 0), ("eq", 1)}
+"""Comparisons that leave a mask as it is."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        if not _torch.makes_fake_tensors():
-            return func(*args, **kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return self.values.read(args[0])
-        out, outputs = self.values.run(func, args, kwargs, tensors_of((*args, *kwargs.values())))
-        for tensor in outputs:
-            if _torch.is_fake(tensor):
-                self._see(tensor.untyped_storage())
-        return out
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key = int(storage._cdata)
-        if key not in self._seen:
-            self._seen.add(key)
-            weakref.finalize(storage, self._gone, key)
+class _DataDependentSizes:
+    """Run operators whose result sizes depend on values; track bounds of indices and shares of masks for that."""
 
-    def _gone(self, key: int) -> None:
-        self._seen.discard(key)
-        self.values.forget(key)
+    def __init__(self, values: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self._values = values
+        # Keys are identities of storages.
+        self._bounds: dict[int, int] = {}  # of indices: exclusive upper bound
+        self._shares: dict[int, float] = {}  # of masks: share of elements that are true
+
+    def forget(self, storage: int) -> None:
+        self._bounds.pop(storage, None)
+        self._shares.pop(storage, None)
+
+    def follow(self, name: str, args: Any, outputs: Sequence[torch.Tensor]) -> None:
+        """Derive bounds and shares of an operator's results from those of its arguments."""
+        if name not in _FOLLOWED:
+            return
+        if name in _INDEX_RESULTS and len(outputs) > _INDEX_RESULTS[name]:
+            self._bounds[_torch.storage_identity(outputs[_INDEX_RESULTS[name]])] = _size(args[0], _dim(name, args))
+        elif name in _COPIES:
+            self._copy(args[0], outputs[0])
+        elif name == "sum":
+            if _torch.storage_identity(args[0]) in self._shares:
+                self._shares[_torch.storage_identity(outputs[0])] = 1.0  # every expert has some tokens
+        elif name in ("scatter", "scatter_") and outputs[0].dim():
+            index, dim = args[2], args[1]
+            bound = self._bounds.get(_torch.storage_identity(index), _size(outputs[0], dim))
+            self._shares[_torch.storage_identity(outputs[0])] = min(1.0, _size(index, dim) / max(1, bound))
+        elif name == "eq" and (bound := self._bounds.get(_torch.storage_identity(args[0]), 0)):
+            self._shares[_torch.storage_identity(outputs[0])] = 1 / bound  # fake tensors make one_hot this way, too
+        elif not isinstance(args[1], torch.Tensor) and (name, args[1]) in _IDENTITIES:
+            self._copy(args[0], outputs[0])
+
+    def _copy(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        for table in (self._bounds, self._shares):
+            found = table.get(_torch.storage_identity(source))
+            if found is not None:
+                table[_torch.storage_identity(result)] = found  # type: ignore[assignment]
+
+    def concerns(self, func: Any, args: Any) -> bool:
+        """True if the shapes of ``func``'s results depend on values."""
+        if func is _ATEN.index.Tensor:
+            return any(map(_is_mask, args[1]))
+        if func is _ATEN.repeat_interleave.Tensor:
+            return len(args) < 2
+        return func in _RULES
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Run ``func``, which ``concerns`` selected; return its fake result and its values (None if unknown)."""
+        given = {id(each): self._values(each) for each in _torch.tensors_in((args, kwargs))}
+        if all(each is not None for each in given.values()):
+            with _torch.real_tensors():
+                real = func(*_torch.map_only(torch.Tensor, lambda each: given[id(each)], args), **kwargs)
+            return _torch.map_only(torch.Tensor, _empty_like, real), real
+        made = _RULES[func](self, *args, **kwargs)
+        if func is _ATEN.nonzero.default and len(made) == args[0].numel() <= 4096:  # all are selected
+            with _torch.real_tensors():
+                return made, torch.ones(args[0].shape, dtype=torch.bool).nonzero()
+        return made, None
+
+    def _count(self, mask: torch.Tensor) -> int:
+        """Return how many elements of ``mask`` are true, and warn if that is a guess."""
+        if (values := self._values(mask)) is not None:
+            with _torch.real_tensors():
+                return int(values.count_nonzero())
+        share = self._shares.get(_torch.storage_identity(mask))
+        warnings.warn(EVERYTHING if share is None else EQUAL_SHARES, stacklevel=2)
+        return math.ceil(mask.numel() * (1.0 if share is None else share) - 1e-6)
+
+    def nonzero(self, mask: torch.Tensor) -> torch.Tensor:
+        count = self._count(mask)
+        return torch.empty_strided((count, mask.dim()), (1, max(1, count)), dtype=torch.int64)
+
+    def index(self, source: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
+        given: list[Any] = []
+        for each in indices:
+            given += self.nonzero(each).unbind(1) if _is_mask(each) else [each]
+        found: torch.Tensor = _ATEN.index.Tensor(source, given)
+        return found
+
+    def masked_select(self, source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        times = math.prod(torch.broadcast_shapes(source.shape, mask.shape)) // max(1, mask.numel())
+        return source.new_empty(self._count(mask) * times)
+
+    def repeat_interleave(self, repeats: torch.Tensor) -> torch.Tensor:
+        """Every element is repeated once."""
+        warnings.warn(EVERYTHING, stacklevel=2)
+        return repeats.new_empty(repeats.numel())
+
+    def unique(self, source: torch.Tensor, *options: Any, **named: Any) -> tuple[torch.Tensor, ...]:
+        """All elements differ."""
+        warnings.warn(EVERYTHING, stacklevel=2)
+        count = source.numel()
+        return source.new_empty(count), *(source.new_empty(n, dtype=torch.int64) for n in (source.shape, (count,)))
+
+    def bincount(self, source: torch.Tensor, weights: Any = None, minlength: int = 0) -> torch.Tensor:
+        bound = self._bounds.get(_torch.storage_identity(source), 1)
+        return source.new_empty(max(minlength, bound), dtype=torch.int64 if weights is None else weights.dtype)
+
+    def ctc_loss(self, scores: torch.Tensor, targets: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Targets concatenated over samples are equally long for each. Source: ``ctc_loss_cpu`` of LossCTC.cpp."""
+        times, samples = scores.shape[:2]
+        longest = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // samples)
+        return scores.new_empty(samples), scores.new_empty(samples, times, 2 * longest + 1)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    _ATEN.nonzero.default: _DataDependentSizes.nonzero,
+    _ATEN.index.Tensor: _DataDependentSizes.index,
+    _ATEN.masked_select.default: _DataDependentSizes.masked_select,
+    _ATEN.repeat_interleave.Tensor: _DataDependentSizes.repeat_interleave,
+    _ATEN._unique2.default: _DataDependentSizes.unique,
+    _ATEN.unique_consecutive.default: _DataDependentSizes.unique,
+    _ATEN.bincount.default: _DataDependentSizes.bincount,
+    _ATEN._ctc_loss.Tensor: _DataDependentSizes.ctc_loss,
+}
+
+
+def _is_mask(index: Any) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _dim(name: str, args: Any) -> int:
+    """Dimension along which indices run: the operator's argument, the last by default."""
+    position = 2 if name == "topk" else 1
+    given = args[position] if len(args) > position else -1
+    return given if isinstance(given, int) and not isinstance(given, bool) else -1
+
+
+def _size(tensor: torch.Tensor, dim: int) -> int:
+    return int(tensor.shape[dim]) if tensor.dim() else 1
+
+
+def _empty_like(real: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)

@@ -1,15 +1,24 @@
-"""Conversations as tokens: through a chat template, with the assistant's own words as targets.
+"""Conversations: their messages, in whatever form a record has them, and their tokens through a chat template.
 
-- Where the template marks what the assistant says (`{% generation %}`), that counts, exactly.
-- Elsewhere the conversation is rendered up to each turn of the assistant and up to its end, and what lies between
-  counts, the token that ends the turn included. Both must be beginnings of the whole; a template that writes earlier
-  turns anew is an error, as nothing would tell which tokens are whose.
-- Places are found in the text, and tokens by where they stand in it, so that the whole is tokenised once, as it is when
-  the model is used.
+Messages:
+
+- `messages` with `role` and `content`, or `conversations` with `from` and `value` ("human" and "gpt" mean user and
+  assistant).
+- A content is a string, or parts of type "text" and "image". Without parts, "<image>" in the text stands for the next
+  of the record's `images`; images without a mark come before the first text of the user.
+
+Tokens; the targets are the assistant's turns:
+
+- If the template marks them (`{% generation %}`), the marks count, exactly.
+- Otherwise the conversation is rendered up to the beginning and up to the end of each turn of the assistant, and the
+  text between is the target, with the token that ends the turn. Both must be prefixes of the whole: a template that
+  rewrites earlier turns is an error, as nothing tells which tokens belong to whom.
+- Targets are found as spans of characters, so that the whole is tokenised once, as it is when the model is used.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,46 +28,166 @@ import numpy as np
 import numpy.typing as npt
 
 from trueshard.errors import UserError, one_line
-from trueshard.train.data.messages import Message, conversation, texts
-from trueshard.train.data.records import Located
+from trueshard.model import names
 from trueshard.train.data.samples import Document
+from trueshard.train.data.sources import Fields, Record
+from trueshard.train.data.tokenizer import IMAGE
 
-MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Message = dict[str, Any]
 Span = tuple[int, int]
+"""Half-open range of characters."""
+
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "observation": "tool"}
+"""Other names of roles → the names in ``messages``."""
+KNOWN = ("system", "developer", "user", "assistant", "tool", "function")
+FORMS = (("messages", "role", "content"), ("conversations", "from", "value"))
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def conversation(fields: Fields, where: str) -> list[Message]:
+    """Return the messages of a record. Raises `UserError` that names ``where`` if it has none."""
+    for key, role, content in FORMS:
+        if fields.get(key) is not None:
+            return messages(fields[key], f"{where}: {key}", role, content)
+    raise UserError(
+        f'{where}: wanted a list under "messages" (or "conversations"), found keys {sorted(fields)}; correct it.'
+        f"{''.join(names.nearest(key, ['messages', 'conversations'], 1) for key in list(fields)[:1])}".removesuffix(".")
+    )
+
+
+def messages(value: Any, where: str, role: str = "role", content: str = "content") -> list[Message]:
+    """Normalise a list of messages whose keys are ``role`` and ``content``. Raises `UserError` for anything else."""
+    if isinstance(value, str):  # as in a field of CSV
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            raise UserError(f"{where} is a string, wanted a list of messages; correct it") from None
+    if not isinstance(value, list) or not value:
+        state = "empty" if value == [] else f"a {type(value).__name__}"
+        raise UserError(f"{where} is {state}, wanted a list of messages; correct it")
+    return [_message(entry, f"{where}[{number}]", role, content) for number, entry in enumerate(value)]
+
+
+def place_images(found: list[Message], images: list[Any], where: str) -> list[Message]:
+    """Return the messages with contents as parts, and each image as ``{"type": "image", "image": …}`` in its place."""
+    left = list(images)
+
+    def next_image() -> Message:
+        if not left:
+            raise UserError(f'{where}: a message has a place for an image that "images" does not hold; correct it')
+        return {"type": "image", "image": left.pop(0)}
+
+    contents = [message["content"] for message in found]
+    marked = any(
+        IMAGE in each if isinstance(each, str) else any(part["type"] == "image" for part in each) for each in contents
+    )
+    placed = []
+    for message in found:
+        parts: list[Message] = []
+        if isinstance(message["content"], str):
+            if not marked and message["role"] == "user":
+                parts += [next_image() for _ in range(len(left))]
+            for number, text in enumerate(message["content"].split(IMAGE)):
+                parts += [next_image()] if number else []
+                parts += [{"type": "text", "text": text}] if text else []
+        else:
+            for part in message["content"]:
+                parts.append(next_image() if part["type"] == "image" and "image" not in part else part)
+        placed.append({**message, "content": parts})
+    if left:
+        raise UserError(f"{where}: {len(left)} of {len(images)} images have no place in the messages; correct it")
+    return placed
+
+
+def texts(found: list[Message]) -> Iterator[str]:
+    """Yield the texts of messages."""
+    for message in found:
+        if isinstance(message["content"], str):
+            yield message["content"]
+        else:
+            yield from (part["text"] for part in message["content"] if part["type"] == "text")
+
+
+def flat(message: Message, where: str) -> Message:
+    """Return a message whose content is one string. Raises `UserError` if it has an image."""
+    if isinstance(message["content"], str):
+        return message
+    if any(part["type"] == "image" for part in message["content"]):
+        raise UserError(f'{where}: a message has an image; set data.format = "vision", or leave it out')
+    return {**message, "content": "".join(texts([message]))}
+
+
+def _message(entry: Any, where: str, role: str, content: str) -> Message:
+    if not isinstance(entry, dict):
+        raise UserError(f"{where} is a {type(entry).__name__}, wanted an object with {role!r} and {content!r}")
+    entry = {key: value for key, value in entry.items() if value is not None}  # Parquet has every key in each row
+    who = entry.get(role)
+    if not isinstance(who, str):
+        raise UserError(f"{where} has no {role!r} (a string) but keys {sorted(entry)}; correct it")
+    known = ROLES.get(who.lower(), who.lower())
+    if known not in KNOWN:
+        wanted = ", ".join(KNOWN)
+        raise UserError(f"{where}: unknown role {who!r}, wanted one of {wanted}.{names.nearest(who, KNOWN, 1)}")
+    said = entry.get(content)
+    if said is None and "tool_calls" in entry:
+        said = ""
+    if isinstance(said, list):
+        said = [_part(part, f"{where}.{content}[{number}]") for number, part in enumerate(said)]
+    elif not isinstance(said, str):
+        found = f"a {type(said).__name__} under {content!r}" if said is not None else f"keys {sorted(entry)}"
+        raise UserError(f"{where}: wanted {content!r}, a string or a list of parts, found {found}; correct it")
+    rest = {key: value for key, value in entry.items() if key not in (role, content)}
+    return {"role": known, "content": said, **rest}
+
+
+def _part(part: Any, where: str) -> Message:
+    part = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
+    if part.get("type") == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if part.get("type") == "image":
+        given = [part[key] for key in ("image", "path", "url") if key in part]
+        return {"type": "image", **({"image": given[0]} if given else {})}
+    raise UserError(
+        f'{where}: wanted a part of type "text" with a "text", or of type "image", found {part!r:.80}; correct it'
+    )
+
+
+# ---- tokens
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, and where in it (characters, half open) the targets stand."""
+    """A conversation as text, and the spans of its targets."""
 
     text: str
     spans: list[Span]
 
 
-class Template:
-    """A chat template and what goes with it.
+class ChatTemplate:
+    """Renders and tokenises conversations with the chat template of a tokenizer.
 
     Args:
         tokenizer: with its ``chat_template``.
-        answers_only: only what the assistant says counts.
+        answers_only: only the assistant's turns are targets.
     """
 
     def __init__(self, tokenizer: Any, answers_only: bool) -> None:
         self.tokenizer, self.answers_only = tokenizer, answers_only
-        self._marks = MARKS.search(tokenizer.chat_template) is not None
+        self._marked = GENERATION.search(tokenizer.chat_template) is not None
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._ends = (*tokenizer.all_special_tokens, *added)
 
     def render(self, found: list[Message], where: str, tools: Any = None, asked: int = 0) -> Rendered:
-        """The conversation as text. ``asked``: so many first messages are no targets, whoever speaks.
+        """Render a conversation; its first ``asked`` messages have no targets, whoever speaks.
 
-        Raises `UserError` that names the place if the template refuses it, or nothing in it is a target.
+        Raises:
+            UserError: the template refuses it, or it has no target; it names ``where``.
         """
         text, marked = self._text(found, where, tools)
         begin = len(self._prefix(found[:asked], text, where, tools)) if asked else 0
         if not self.answers_only:
             spans = [(begin, len(text))]
-        elif self._marks:
+        elif self._marked:
             spans = [span for span in marked if span[0] >= begin]
         else:
             spans = [
@@ -71,19 +200,19 @@ class Template:
         return Rendered(text, spans)
 
     def documents(self, rendered: Sequence[Rendered]) -> list[Document]:
-        """Tokens, and which of them stand in a span."""
+        """Tokenise conversations; tokens that begin in a span are targets."""
         found = self.tokenizer([each.text for each in rendered], add_special_tokens=False, return_offsets_mapping=True)
         return [
-            Document(np.asarray(ids, dtype=np.int64), inside(np.asarray(places, dtype=np.int64), each.spans))
+            Document(np.asarray(ids, dtype=np.int64), _inside(np.asarray(places, dtype=np.int64), each.spans))
             for ids, places, each in zip(found["input_ids"], found["offset_mapping"], rendered, strict=True)
         ]
 
     def _turn(self, found: list[Message], number: int, text: str, where: str, tools: Any) -> Span:
-        """What the template writes for a turn of the assistant, from after its head to the token that ends it."""
+        """Return the span of a turn of the assistant, without its header, with the token that ends it."""
         begin = len(self._prefix(found[:number], text, where, tools, prompt=True))
         end = len(self._prefix(found[: number + 1], text, where, tools))
         said = text[begin:end].rstrip()
-        # A line break after the token that ends a turn belongs to nobody; where there is no such token, it is the end.
+        # A line break after the token that ends a turn belongs to nobody; without such a token, it is the end.
         return begin, begin + len(said) if said.endswith(self._ends) else end
 
     def _prefix(self, part: list[Message], text: str, where: str, tools: Any, prompt: bool = False) -> str:
@@ -99,6 +228,7 @@ class Template:
     def _text(
         self, found: list[Message], where: str, tools: Any = None, prompt: bool = False
     ) -> tuple[str, list[Span]]:
+        """Return the text, and the spans that the template marks."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -107,7 +237,7 @@ class Template:
                 conversations=[found],
                 tools=tools,
                 chat_template=self.tokenizer.chat_template,
-                return_assistant_tokens_mask=self._marks,
+                return_assistant_tokens_mask=self._marked,
                 add_generation_prompt=prompt,
                 **self.tokenizer.special_tokens_map,
             )
@@ -121,44 +251,23 @@ class Template:
         return str(text[0]), list(marked[0]) if marked else []
 
 
-class ChatFormat:
-    """Records with ``messages``: one document each.
-
-    Args:
-        tokenizer: with its ``chat_template``; None: only ``texts`` is asked for.
-        answers_only: only what the assistant says counts.
-    """
-
-    def __init__(self, tokenizer: Any, answers_only: bool) -> None:
-        self._template = Template(tokenizer, answers_only)
-
-    def encode(self, records: Sequence[Located]) -> list[tuple[Document, ...]]:
-        """The document of each of the records."""
-        rendered = [self._template.render(spoken(each), each.where, each.fields.get("tools")) for each in records]
-        return [(document,) for document in self._template.documents(rendered)]
+def encode_chats(template: ChatTemplate, records: Sequence[Record]) -> list[tuple[Document, ...]]:
+    """Return one document a record."""
+    rendered = [template.render(_spoken(each), each.where, each.fields.get("tools")) for each in records]
+    return [(document,) for document in template.documents(rendered)]
 
 
-def chat_texts(record: Located) -> Iterator[str]:
-    """What is said in a record."""
-    return texts(spoken(record))
+def chat_texts(record: Record) -> Iterator[str]:
+    """Yield the texts of a record."""
+    return texts(_spoken(record))
 
 
-def spoken(record: Located) -> list[Message]:
-    """The messages of a record, each with its content as one string."""
+def _spoken(record: Record) -> list[Message]:
     return [flat(message, record.where) for message in conversation(record.fields, record.where)]
 
 
-def flat(message: Message, where: str) -> Message:
-    """A message whose content is a string. Raises `UserError` if it has an image."""
-    if isinstance(message["content"], str):
-        return message
-    if any(part["type"] == "image" for part in message["content"]):
-        raise UserError(f'{where}: a message has an image; set data.format = "vision", or leave it out')
-    return {**message, "content": "".join(texts([message]))}
-
-
-def inside(places: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
-    """Which tokens begin in a span; ``places``: `[tokens, 2]`, the characters that each stands for."""
+def _inside(places: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+    """Return bool [tokens]: True if a token begins in a span. ``places``: [tokens, 2], its range of characters."""
     begins, ends = places.reshape(-1, 2).T
     found = np.zeros(len(begins), dtype=np.bool_)
     for first, last in spans:

@@ -1,52 +1,117 @@
-"""Microbatches for a rank, without end, and the one integer from which a resumed run goes on.
+"""Microbatches of a rank, made ahead of time by a thread, and the one integer from which a resumed run continues.
 
-- What stands at a global sample index does not depend on the number of ranks: a rank takes its slice of each step's
-  global batch, and its slice is split into ``accumulate`` microbatches.
-- ``state_dict()`` counts samples of steps that were taken whole, never what was prefetched.
-- Batches are read, made and (for a CUDA device) pinned by a thread, so that the loop finds them ready.
+- The sample at a global index does not depend on the number of ranks: a rank takes its slice of the global batch of
+  each step and splits it into ``accumulate`` microbatches.
+- ``state_dict()`` counts the samples of complete steps, never prefetched ones.
+- The thread reads, collates and (for a CUDA device) pins batches.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import queue
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import NamedTuple
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from trueshard.errors import UserError
-from trueshard.train.data.mixture import Mixture
-from trueshard.train.data.order import Order
-from trueshard.train.data.prefetch import Prefetcher
+from trueshard.train.data.order import Mixture, Order
 from trueshard.train.data.samples import Batch, Collate, Sample, Samples, Stream
 
+Item = TypeVar("Item")
+Places = Callable[[], list[str]]
+"""Returns the origins of samples; called only for an error message."""
+Fetch = Callable[[int, int], tuple[Sequence[Sample], Places]]
+"""(first, count) → the global samples from ``first`` on. ``first`` never decreases."""
+
+PATIENCE = 2.0
+"""Seconds to wait for the thread when closing; a slower one ends by itself after its item."""
 SHOWN = 8
-"""Places that ``describe_last`` names at most."""
+"""Maximum number of origins in ``describe_last``."""
 
 
-class _Made(NamedTuple):
-    """A microbatch and where its samples come from."""
+class Prefetcher(Generic[Item]):
+    """Iterate over ``items`` in a background thread, and give them in their order.
 
-    batch: Batch
-    places: Callable[[], list[str]]
+    An exception of the thread is raised in place of the item that it was to make. The thread holds no reference to
+    the prefetcher, and ends when this is closed or collected, or the interpreter exits.
+
+    Args:
+        items: read by one thread.
+        depth: maximum number of waiting items, at least 1; one more may be in the making.
+        device: a CUDA device becomes the thread's current one: otherwise pinning would create a context on device 0.
+    """
+
+    def __init__(self, items: Iterator[Item], depth: int, device: torch.device | None = None) -> None:
+        self._queue: queue.Queue[tuple[bool, Any]] = queue.Queue(maxsize=depth)
+        self._end: BaseException | None = None
+        stopped = threading.Event()
+        thread = threading.Thread(
+            target=_fill, args=(items, self._queue, stopped, device), name="trueshard-prefetch", daemon=True
+        )
+        self.close = weakref.finalize(self, _stop, self._queue, stopped, thread)
+        """End the thread; may be called twice."""
+        thread.start()
+
+    def __iter__(self) -> Prefetcher[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        if self._end is None:
+            is_item, value = self._queue.get()
+            if is_item:
+                item: Item = value
+                return item
+            self._end = value
+        raise self._end
+
+    def waiting(self) -> int:
+        """Return the number of items that are ready."""
+        return self._queue.qsize()
 
 
-Fetch = Callable[[int, int], tuple[Sequence[Sample], Callable[[], list[str]]]]
-"""(first, count) → the global samples from ``first`` on, and where they come from. ``first`` never falls."""
+def _fill(
+    items: Iterator[Any], ready: queue.Queue[tuple[bool, Any]], stopped: threading.Event, device: torch.device | None
+) -> None:
+    """Put (True, item) for each item, then (False, the exception that ended them)."""
+    end: BaseException = StopIteration()
+    try:
+        if _is_cuda(device):
+            torch.cuda.set_device(device)
+        for item in items:
+            ready.put((True, item))
+            if stopped.is_set():
+                return
+    except BaseException as error:  # the reader's to handle
+        end = error
+    ready.put((False, end))
+
+
+def _stop(ready: queue.Queue[Any], stopped: threading.Event, thread: threading.Thread) -> None:
+    stopped.set()
+    with contextlib.suppress(queue.Empty):
+        while True:
+            ready.get_nowait()  # makes room: the thread must not wait for a reader
+    if thread is not threading.current_thread():
+        thread.join(PATIENCE)
 
 
 class Loader:
-    """This rank's microbatches: ``accumulate`` of them a step, in an order that ``seed`` decides.
+    """This rank's microbatches, without end: ``accumulate`` a step, in an order that follows from ``seed``.
 
     Args:
-        samples: what is learnt from; of a ``Mixture``, sources take turns by weight.
+        samples: the training data; the sources of a ``Mixture`` take turns by weight.
         collate: makes a microbatch of samples.
         batch_size: samples a step over all ranks and microbatches; a multiple of ``ranks * accumulate``.
         accumulate: microbatches of this rank in a step.
-        seed: from 0 up to 2**64 - 1; the same on every rank.
-        rank, ranks: which part is this process's.
-        prefetch: steps whose microbatches are made ahead; 0: each is made when it is asked for.
-        device: where batches will go; for a CUDA device they are made in pinned memory.
+        seed: 0 to 2**64 - 1; equal on every rank.
+        rank, ranks: this process, and the number of processes.
+        prefetch: steps whose microbatches are made ahead; 0: each is made on demand.
+        device: destination of the batches; for a CUDA device they are pinned.
 
     Raises:
         ValueError: ``batch_size`` does not divide, or there are no samples.
@@ -73,31 +138,17 @@ class Loader:
         self._batch_size, self._accumulate, self._rank = batch_size, accumulate, rank
         self._own = batch_size // (ranks * accumulate)
         self._prefetch, self._device = prefetch, device
-        self._first = 0  # the global sample that the present step begins with
-        self._taken = 0  # its microbatches that were given
-        self._places: list[Callable[[], list[str]]] = []
-        self._made: Prefetcher[_Made] | Iterator[_Made] | None = None
+        self._first = 0  # first global sample of the current step
+        self._taken = 0  # microbatches given in the current step
+        self._places: list[Places] = []
+        self._made: Iterator[tuple[Batch, Places]] | None = None
 
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> Batch:
         if self._made is None:
-            made = _make(
-                _fetcher(self._data, self._seed),
-                self._collate,
-                self._first,
-                self._batch_size,
-                self._rank * self._own * self._accumulate,
-                self._own,
-                self._accumulate,
-                _pins(self._device),
-            )
-            self._made = (
-                Prefetcher(made, self._prefetch * self._accumulate, partial(_choose, self._device))
-                if self._prefetch
-                else made
-            )
+            self._made = self._begin()
         batch, places = next(self._made)
         if self._taken == self._accumulate:
             self._first, self._taken, self._places = self._first + self._batch_size, 0, []
@@ -106,28 +157,28 @@ class Loader:
         return batch
 
     def ready(self) -> int:
-        """Microbatches that wait to be taken."""
+        """Return the number of prefetched microbatches."""
         return self._made.waiting() if isinstance(self._made, Prefetcher) else 0
 
     def close(self) -> None:
-        """End the thread; the next microbatch begins another."""
+        """End the thread; the next microbatch starts another."""
         if isinstance(self._made, Prefetcher):
             self._made.close()
         self._made = None
 
     def state_dict(self) -> dict[str, int]:
-        """``samples``: global samples of the steps that were taken whole."""
+        """Return ``samples``: the number of global samples of complete steps."""
         return {"samples": self._first + (self._batch_size if self._taken == self._accumulate else 0)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after ``state["samples"]`` global samples, whatever the batch size and number of ranks were."""
+        """Continue after ``state["samples"]`` global samples, at any batch size and number of ranks."""
         self.close()
         self._first, self._taken, self._places = int(state["samples"]), 0, []
 
     def describe_last(self, microbatches: int) -> str:
-        """The global samples of the last step and where they come from, in a line.
+        """Describe the global samples of the last step and their origins, in one line.
 
-        Of a stream, the places of this rank's samples only.
+        For a stream only this rank's samples are named.
         """
         last = self._first + self._batch_size - 1
         if isinstance(self._data, Samples):
@@ -140,20 +191,25 @@ class Loader:
         more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         return f"samples {self._first} to {last} ({whose}{shown}{more})"
 
+    def _begin(self) -> Iterator[tuple[Batch, Places]]:
+        # Nothing here may refer to self: the thread would keep this loader alive.
+        own, steps = self._own, itertools.count(self._first, self._batch_size)
+        offsets = range(self._rank * own * self._accumulate, (self._rank + 1) * own * self._accumulate, own)
+        firsts = (step + offset for step in steps for offset in offsets)
+        made = _microbatches(_fetcher(self._data, self._seed), self._collate, firsts, own, _is_cuda(self._device))
+        return Prefetcher(made, self._prefetch * self._accumulate, self._device) if self._prefetch else made
+
 
 class EvaluationLoader:
-    """Each sample once, in order: this rank's part of them, in microbatches. Ranks may have different numbers.
+    """This rank's part of all samples, once and in order, in microbatches. Ranks may have different numbers of them.
 
     Args:
-        samples: what is evaluated on.
-        collate: makes a microbatch of samples.
         batch_size: samples in a microbatch of this rank; the last may be smaller.
-        rank, ranks: which part is this process's.
-        limit: at most so many samples over all ranks, the first ones; None: all.
-        device: where batches will go; for a CUDA device they are made in pinned memory.
+        limit: maximum number of samples over all ranks, the first ones; None: all.
+        samples, collate, rank, ranks, device: as for ``Loader``.
 
     Raises:
-        UserError: there are fewer samples than ranks. On every rank.
+        UserError: fewer samples than ranks; on every rank.
     """
 
     def __init__(
@@ -177,32 +233,29 @@ class EvaluationLoader:
         self._first, self._last = rank * count // ranks, (rank + 1) * count // ranks
 
     def __len__(self) -> int:
-        """Microbatches of this rank."""
+        """Return the number of microbatches of this rank."""
         return -(-(self._last - self._first) // self._batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        made = _evaluate(self._samples, self._collate, self._first, self._last, self._batch_size, _pins(self._device))
-        ready = Prefetcher(made, 2, partial(_choose, self._device))
+        def made() -> Iterator[Batch]:
+            for start in range(self._first, self._last, self._batch_size):
+                indices = range(start, min(start + self._batch_size, self._last))
+                yield _pinned(self._collate([self._samples[index] for index in indices]), _is_cuda(self._device))
+
+        ready = Prefetcher(made(), 2, self._device)
         try:
             yield from ready
         finally:
             ready.close()
 
 
-def _make(
-    fetch: Fetch, collate: Collate, first: int, step: int, offset: int, own: int, accumulate: int, pin: bool
-) -> Iterator[_Made]:
-    """The microbatches of a rank from global sample `first` on; `offset`: where its slice of a step begins."""
-    while True:
-        for number in range(accumulate):
-            samples, places = fetch(first + offset + number * own, own)
-            yield _Made(_pinned(collate(samples), pin), places)
-        first += step
-
-
-def _evaluate(samples: Samples, collate: Collate, first: int, last: int, batch_size: int, pin: bool) -> Iterator[Batch]:
-    for start in range(first, last, batch_size):
-        yield _pinned(collate([samples[index] for index in range(start, min(start + batch_size, last))]), pin)
+def _microbatches(
+    fetch: Fetch, collate: Collate, firsts: Iterator[int], count: int, pin: bool
+) -> Iterator[tuple[Batch, Places]]:
+    """Yield the microbatch of ``count`` samples from each of ``firsts`` on, and the origins of its samples."""
+    for first in firsts:
+        samples, places = fetch(first, count)
+        yield _pinned(collate(samples), pin), places
 
 
 def _fetcher(data: Samples | Stream, seed: int) -> Fetch:
@@ -212,7 +265,7 @@ def _fetcher(data: Samples | Stream, seed: int) -> Fetch:
 def _by_index(samples: Samples, seed: int) -> Fetch:
     order = samples.order(seed) if isinstance(samples, Mixture) else Order(seed, [len(samples)], [1])
 
-    def fetch(first: int, count: int) -> tuple[list[Sample], Callable[[], list[str]]]:
+    def fetch(first: int, count: int) -> tuple[list[Sample], Places]:
         indices = order.indices(first, count).tolist()
         return [samples[index] for index in indices], lambda: [samples.where(index) for index in indices]
 
@@ -222,26 +275,18 @@ def _by_index(samples: Samples, seed: int) -> Fetch:
 def _by_stream(stream: Stream, seed: int) -> Fetch:
     samples, at = stream.begin(seed), 0
 
-    def fetch(first: int, count: int) -> tuple[list[Sample], Callable[[], list[str]]]:
+    def fetch(first: int, count: int) -> tuple[list[Sample], Places]:
         nonlocal at
-        for _ in range(first - at):
-            next(samples)
+        taken = list(itertools.islice(samples, first - at, first - at + count))
         at = first + count
-        taken = [next(samples) for _ in range(count)]
         return [sample for sample, _ in taken], lambda: [place for _, place in taken]
 
     return fetch
 
 
-def _pins(device: torch.device | None) -> bool:
+def _is_cuda(device: torch.device | None) -> bool:
     return device is not None and device.type == "cuda"
 
 
 def _pinned(batch: Batch, pin: bool) -> Batch:
     return {key: value.pin_memory() for key, value in batch.items()} if pin else batch
-
-
-def _choose(device: torch.device | None) -> None:
-    """In the thread: without this it would pin through the first device, and hold memory there for every rank."""
-    if device is not None and device.type == "cuda":
-        torch.cuda.set_device(device)

@@ -1,32 +1,38 @@
-"""Which sequences make a batch: a pure function of the seed and of how many samples came before.
+"""The order of samples: a pure function of the seed and of the number of samples taken before.
 
 - The number of ranks does not enter: ranks take slices of one global batch, so every world size sees the same data.
-- A resume needs one integer, the samples already taken.
-- Each pass over the data is a new permutation, computed an index at a time by a small block cipher (a Feistel
-  network over the next power of four, walked until the result is in range): no table in memory however large the
-  data, and the same on every machine and version of numpy, which its own shuffles do not promise.
-- Of several sources the one whose turn it is follows from exact integer arithmetic (a tree of Beatty sequences): in any
-  window of samples a source has its share, give or take one for each level of the tree.
+- A resume needs one integer, the number of samples taken.
+- Each pass over the data is a new permutation, computed index by index with a small block cipher (a Feistel network
+  over the next power of four, walked until the result is in range): no table in memory however large the data, and
+  the same on every machine and numpy version, which numpy's own shuffles do not promise.
+- Several sources take turns by exact integer arithmetic (a tree of Beatty sequences): in any window of samples each
+  source has its share, within one sample for each level of the tree.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import accumulate, count
 
 import numpy as np
 import numpy.typing as npt
 
+from trueshard.train.data.samples import Sample, Samples, Stream
+
 ROUNDS = 6
+GOLDEN = 0x9E3779B97F4A7C15
 
 Indices = npt.NDArray[np.uint64]
 
 
 def sequence_indices(seed: int, first_sample: int, count: int, sequences: int) -> npt.NDArray[np.int64]:
-    """Which of `sequences` stand at global samples `first_sample` … `first_sample + count - 1`.
+    """Return the sequences at global samples ``first_sample`` … ``first_sample + count - 1``.
 
-    Returns int64 `[count]`. Every run of `sequences` samples that starts at a multiple of it takes each once.
+    Returns:
+        int64 [count], each below ``sequences``. Each pass of ``sequences`` samples takes every sequence once.
     """
     samples = np.arange(first_sample, first_sample + count, dtype=np.uint64)
     passes, places = samples // np.uint64(sequences), samples % np.uint64(sequences)
@@ -41,25 +47,25 @@ def sequence_indices(seed: int, first_sample: int, count: int, sequences: int) -
 
 
 class Order:
-    """Which samples stand where in a run over one or several sources.
+    """The order of samples over one or several sources.
 
     Args:
         seed: of the run.
-        lengths: samples of each source; at least 1.
-        weights: each source's share of the run, relative to the others'; as many as lengths.
+        lengths: number of samples of each source, at least 1.
+        weights: relative share of each source; one for each length.
     """
 
     def __init__(self, seed: int, lengths: Sequence[int], weights: Sequence[float]) -> None:
         self._lengths = list(lengths)
         self._firsts = np.concatenate([[0], np.cumsum(self._lengths)])
-        self._seeds = [(seed + number * 0x9E3779B97F4A7C15) % 2**64 for number in range(len(lengths))]
+        self._seeds = [(seed + number * GOLDEN) % 2**64 for number in range(len(lengths))]
         shares = [Fraction(str(weight)) for weight in weights]
         scale = math.lcm(*(share.denominator for share in shares))
         self._shares = [int(share * scale) for share in shares]
         self._phases = _mix(np.arange(len(lengths), dtype=np.uint64) + np.uint64(seed % 2**64))
 
     def turn(self, sample: int) -> tuple[int, int]:
-        """The source of a global sample, and how many samples that source has given before it."""
+        """Return the source of a global sample, and the number of samples that this source gave before."""
         low, high = 0, len(self._shares)
         while high - low > 1:
             middle = (low + high) // 2
@@ -73,14 +79,17 @@ class Order:
         return low, sample
 
     def indices(self, first: int, count: int) -> npt.NDArray[np.int64]:
-        """Int64 `[count]`: what stands at global samples `first` … `first + count - 1`, the sources' samples numbered
-        one source after the other."""
+        """Return the samples at global positions ``first`` … ``first + count - 1``.
+
+        Returns:
+            int64 [count]; the samples are numbered through all sources, one source after the other.
+        """
         if len(self._lengths) == 1:
             return sequence_indices(self._seeds[0], first, count, self._lengths[0])
         turns = np.array([self.turn(sample) for sample in range(first, first + count)], dtype=np.int64).reshape(-1, 2)
         found = np.empty(count, dtype=np.int64)
         for source, length in enumerate(self._lengths):
-            places = turns[:, 0] == source  # a source's turns among consecutive samples are consecutive themselves
+            places = turns[:, 0] == source  # among consecutive samples, the turns of a source are consecutive
             if places.any():
                 start = int(turns[places, 1][0])
                 inside = sequence_indices(self._seeds[source], start, int(places.sum()), length)
@@ -89,16 +98,15 @@ class Order:
 
 
 def draws(seed: int, bound: int) -> Iterator[int]:
-    """Numbers from 0 to ``bound - 1`` by chance, without end."""
-    first = 0
-    while True:
+    """Yield pseudorandom integers from 0 to ``bound - 1`` forever."""
+    key = _mix(np.full(1024, seed % 2**64, dtype=np.uint64))
+    for first in count(0, 1024):
         numbers = np.arange(first, first + 1024, dtype=np.uint64)
-        yield from (_mix(numbers + _mix(np.full(1024, seed % 2**64, dtype=np.uint64))) % np.uint64(bound)).tolist()
-        first += 1024
+        yield from (_mix(numbers + key) % np.uint64(bound)).tolist()
 
 
 def _permute(values: Indices, keys: Indices, half_bits: int) -> Indices:
-    """A bijection on the numbers of 2 × `half_bits` bits, one for each key."""
+    """Apply a bijection on integers of 2 × ``half_bits`` bits; each key selects one."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for number in range(ROUNDS):
@@ -107,9 +115,57 @@ def _permute(values: Indices, keys: Indices, half_bits: int) -> Indices:
 
 
 def _mix(values: Indices) -> Indices:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
+    """Apply the finalizer of SplitMix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
     with np.errstate(over="ignore"):
-        values = (values + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
+        values = (values + np.uint64(GOLDEN)).astype(np.uint64)
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return values ^ (values >> np.uint64(31))
+
+
+class Mixture:
+    """``Samples`` of several sources, numbered one source after the other.
+
+    Args:
+        sources: each with at least one sample.
+        weights: relative share of each source; each source is permuted by itself.
+    """
+
+    def __init__(self, sources: Sequence[Samples], weights: Sequence[float]) -> None:
+        self._sources, self._weights = list(sources), list(weights)
+        self._ends = list(accumulate(len(source) for source in sources))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Sample:
+        source, inside = self._find(index)
+        return source[inside]
+
+    def where(self, index: int) -> str:
+        source, inside = self._find(index)
+        return source.where(inside)
+
+    def order(self, seed: int) -> Order:
+        """Return the order in which a run takes the samples."""
+        return Order(seed, [len(source) for source in self._sources], self._weights)
+
+    def _find(self, index: int) -> tuple[Samples, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        source = bisect.bisect_right(self._ends, index)
+        return self._sources[source], index - (self._ends[source - 1] if source else 0)
+
+
+class StreamMixture:
+    """A ``Stream`` of several streams, which take turns by weight, seed and global sample index."""
+
+    def __init__(self, streams: Sequence[Stream], weights: Sequence[float]) -> None:
+        self._streams, self._weights = list(streams), list(weights)
+
+    def begin(self, seed: int) -> Iterator[tuple[Sample, str]]:
+        order = Order(seed, [1] * len(self._streams), self._weights)
+        begun = [stream.begin(seed) for stream in self._streams]
+        for sample in count():
+            source, _ = order.turn(sample)
+            yield next(begun[source])

@@ -1,13 +1,19 @@
-"""What the parts of the data speak of: documents, samples, and batches of them.
+"""Documents, samples and batches, and the steps from one to the next.
 
-A sample is a mapping from name to array. Where a sequence is learnt from, it has
+A sample maps names to arrays. A sequence to learn from has
 
-- ``input_ids``: int64 `[length]`, what the model reads;
-- ``targets``: int64 `[length]`, what it should predict at each place: the token after it, or -100 where nothing counts;
-- ``position_ids``: int64 `[length]`, only where several documents are packed: it begins at 0 with each.
+- ``input_ids``: int64 [length], the input of the model;
+- ``targets``: int64 [length], the next token at each position, or -100 where no loss is computed;
+- ``position_ids``: int64 [length], only in packed sequences; it restarts at 0 with each document.
 
-A batch is a mapping from name to tensor, with a first dimension of samples. Where samples are padded to a common length
-it has ``attention_mask``, int64 `[samples, length]`, 1 for what is no padding.
+A batch maps names to tensors whose first dimension is the sample. Padded batches have ``attention_mask``, int64
+[samples, length]: 1 on tokens, 0 on padding.
+
+Packing puts several documents into a sequence:
+
+- First fit, longest document first: little padding, and the same result on every machine.
+- From ``position_ids`` transformers derives a block-diagonal attention mask.
+- No loss crosses documents: the last token of a document is only a target, the first only an input.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 Sample = Mapping[str, Any]
 Batch = dict[str, torch.Tensor]
@@ -26,44 +33,116 @@ Collate = Callable[[Sequence[Sample]], Batch]
 Ids = npt.NDArray[Any]
 
 IGNORED = -100
-"""The target where nothing counts in the loss."""
+"""Target of a position without loss."""
 
 
 @runtime_checkable
 class Samples(Protocol):
-    """Samples by number."""
+    """Samples with random access."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
 
     def where(self, index: int) -> str:
-        """Where a sample comes from, for an error: "chat.jsonl, line 17"."""
+        """Return the origin of a sample, for error messages: "chat.jsonl, line 17"."""
 
 
 @runtime_checkable
 class Stream(Protocol):
-    """Samples one after the other, without end."""
+    """An endless sequence of samples."""
 
     def begin(self, seed: int) -> Iterator[tuple[Sample, str]]:
-        """From the first on: each sample, and where it comes from. Equal seeds give equal samples."""
+        """Iterate from the first sample: (sample, its origin). Equal seeds give equal samples."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens that belong together, and which of them are to be predicted."""
+    """Consecutive tokens, and which of them are targets."""
 
     ids: Ids
-    """Integers `[tokens]`."""
+    """Integers [tokens]."""
     counted: npt.NDArray[np.bool_]
-    """`[tokens]`: whether a token is a target. The first never is: there is nothing to predict it from."""
+    """[tokens]: True for targets. The first entry has no effect: nothing precedes it."""
 
     def sample(self) -> dict[str, npt.NDArray[np.int64]]:
-        """``input_ids`` and ``targets``, `[tokens - 1]`."""
+        """Return ``input_ids`` and ``targets``, [tokens - 1]."""
         ids = self.ids.astype(np.int64)
         return {"input_ids": ids[:-1], "targets": np.where(self.counted[1:], ids[1:], IGNORED)}
 
-    def cut(self, length: int) -> Document | None:
-        """As much of it as a sequence of ``length`` inputs takes, or None if nothing in that is a target."""
-        ids, counted = self.ids[: length + 1], self.counted[: length + 1]
-        return Document(ids, counted) if counted[1:].any() else None
+
+def whole(ids: Ids) -> Document:
+    """Return a document whose tokens are all targets."""
+    return Document(ids, np.ones(len(ids), dtype=np.bool_))
+
+
+def truncate(documents: Sequence[Document], length: int) -> tuple[Document, ...]:
+    """Cut the documents of a record to sequences of ``length`` inputs; return () if one has no target left."""
+    short = [Document(each.ids[: length + 1], each.counted[: length + 1]) for each in documents]
+    return tuple(short) if all(each.counted[1:].any() for each in short) else ()
+
+
+def sequence(tokens: Ids, start: int, length: int) -> dict[str, Ids]:
+    """Return the sample of ``length`` inputs from ``tokens[start]`` on; every token is a target."""
+    piece = np.asarray(tokens[start : start + length + 1], dtype=np.int64)
+    return {"input_ids": piece[:-1], "targets": piece[1:]}
+
+
+def stack(samples: Sequence[Sample]) -> Batch:
+    """Stack the arrays of samples of equal length."""
+    return {key: torch.from_numpy(np.stack([sample[key] for sample in samples])) for key in samples[0]}
+
+
+def pad_ends(pad_id: int, samples: Sequence[Sample]) -> Batch:
+    """Pad ``input_ids`` (with ``pad_id``) and ``targets`` at their ends to the longest sample."""
+    inputs, targets = ([torch.from_numpy(sample[key]) for sample in samples] for key in ("input_ids", "targets"))
+    return {
+        "input_ids": pad_sequence(inputs, batch_first=True, padding_value=pad_id),
+        "targets": pad_sequence(targets, batch_first=True, padding_value=IGNORED),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in inputs], batch_first=True),
+    }
+
+
+def pad_pairs(pad_id: int, samples: Sequence[Sample]) -> Batch:
+    """Pad pairs to [2 × pairs, length]: the ``chosen`` sides, then the ``rejected`` ones in the same order."""
+    return pad_ends(pad_id, [sample[side] for side in ("chosen", "rejected") for sample in samples])
+
+
+def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Distribute documents of ``lengths`` inputs, 1 to ``room`` each, over sequences of ``room`` inputs.
+
+    Returns:
+        Document numbers of each sequence, ascending; each document once.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    longest_first = np.argsort(-sizes, kind="stable")
+    leaves = 1 << max(0, len(sizes) - 1).bit_length()
+    # A binary tree over the sequences: each node holds the largest room left in a sequence below it.
+    most = [room] * (2 * leaves)
+    sequences: list[list[int]] = []
+    for number in longest_first.tolist():
+        size, node = int(sizes[number]), 1
+        while node < leaves:
+            node = 2 * node if most[2 * node] >= size else 2 * node + 1
+        if node - leaves == len(sequences):
+            sequences.append([])
+        sequences[node - leaves].append(number)
+        most[node] -= size
+        while node > 1:
+            node //= 2
+            most[node] = max(most[2 * node], most[2 * node + 1])
+    return [sorted(each) for each in sequences]
+
+
+def packed(documents: Sequence[Document], length: int, pad: int) -> dict[str, npt.NDArray[np.int64]]:
+    """Return a sample of exactly ``length`` inputs from documents that fit; padding is a document without targets."""
+    inputs, targets = np.full(length, pad, dtype=np.int64), np.full(length, IGNORED, dtype=np.int64)
+    positions, first = np.empty(length, dtype=np.int64), 0
+    for document in documents:
+        sample = document.sample()
+        last = first + len(sample["input_ids"])
+        inputs[first:last], targets[first:last] = sample["input_ids"], sample["targets"]
+        positions[first:last] = np.arange(last - first)
+        first = last
+    positions[first:] = np.arange(length - first)
+    return {"input_ids": inputs, "targets": targets, "position_ids": positions}

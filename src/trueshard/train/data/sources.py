@@ -1,74 +1,92 @@
-"""Sources: where the data of a run comes from, in an order that does not depend on the machine.
+"""Data sources and their records, in an order that does not depend on the machine.
 
-- A folder is read in the sorted order of its relative paths. Where it holds both text and files of records, the
-  configuration must say which are meant: nothing is left out unasked.
-- "stdlib" is the source of the running interpreter's standard library, without tests and installed packages:
-  text of some ten megabytes that every Python carries.
-- A data set on the hub is pinned to the revision that it has when it is found.
+- A text file is one record. JSONL has one a line, CSV one a row below a header, JSON an array of them (or an object
+  with one array), Parquet one a row.
+- Files are read where they lie, without a copy in a cache, so that an error names the line. A damaged line is an
+  error, never skipped.
+- A folder is read in the sorted order of relative paths. If it holds both text and files of records, the
+  configuration must choose: nothing is left out silently.
+- "stdlib" is the source code of the running interpreter's standard library, without tests and installed packages:
+  some ten megabytes of text that every Python has.
+- A data set on the hub is pinned to its revision at the time it is found.
 """
 
 from __future__ import annotations
 
+import csv
 import fnmatch
+import gzip
 import hashlib
 import json
 import os
 import re
+import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
-from trueshard.errors import UserError, with_kind
+from trueshard.errors import UserError, one_line, with_kind
+from trueshard.model import names
 from trueshard.train.config import TEXT_FILES, DataSection
-from trueshard.train.data.records import READERS, Located, Record, kind, place, read
+
+Fields = dict[str, Any]
 
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
     ("validation", "valid", "val", "dev", "eval", "evaluation"), "validation"
 )
-"""Words in the names of files that tell what their records are for."""
-LINES, WHOLE = (".jsonl", ".parquet"), (".json", ".csv")
+"""Words in file names → the split that they mean."""
+
+
+class Record(NamedTuple):
+    """One entry of a source."""
+
+    fields: Fields
+    file: int
+    """Index into the files of its source."""
+    line: int
+    """Line, row or entry of the file, from 1; 0: the whole file."""
+    where: str
+    """File and line, for error messages."""
+    folder: Path
+    """Base of relative paths in the fields."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """One place with records."""
+class DataSource:
+    """Files of records."""
 
     key: str
     """The setting that names it: "data.path"."""
     name: str
-    """As the setting gives it."""
+    """The value of that setting."""
     weight: float
     files: tuple[str, ...]
-    """What a record's `file` counts; of a data set on the hub its name."""
+    """Paths; for a data set on the hub, its name."""
     text_field: str = "text"
 
     def records(self) -> Iterator[Record]:
-        """All of them, in order. Raises `UserError` for what cannot be read."""
+        """Iterate over all records, in order. Raises `UserError` for damaged input."""
         for number, file in enumerate(self.files):
-            for fields, line in read(Path(file), self.text_field):
-                yield Record(fields, number, line)
-
-    def located(self, record: Record) -> Located:
-        """A record with its place in words."""
-        file = self.files[record.file]
-        return Located(record.fields, place(file, record.line), Path(file).parent)
+            path = Path(file)
+            for fields, line in _read(path, self.text_field):
+                yield Record(fields, number, line, place(file, line), path.parent)
 
     def size(self) -> int | None:
-        """Bytes in all files; None: not known."""
+        """Return the bytes of all files, or None if unknown."""
         return sum(Path(file).stat().st_size for file in self.files)
 
     def fingerprint(self) -> str:
-        """A hash of names, sizes and times of change: equal means that nothing has to be read again."""
+        """Hash names, sizes and modification times: equal means that nothing has to be read again."""
         status = [(file, os.stat(file)) for file in self.files]
         return _hash([[file, each.st_size, each.st_mtime_ns] for file, each in status])
 
 
 @dataclass(frozen=True)
-class HubSource(Source):
+class HubSource(DataSource):
     """A data set on the hub, or a folder that the `datasets` library reads."""
 
     subset: str | None = None
@@ -77,16 +95,17 @@ class HubSource(Source):
     streaming: bool = False
 
     def records(self) -> Iterator[Record]:
+        file, row = self.files[0], 0
         try:
-            found, row = self._load(), 0
-            # As plain values: images stay the bytes that they are stored as.
-            for table in found.with_format("arrow").iter(batch_size=256):
+            # As plain values: images stay the stored bytes.
+            for table in self._load().with_format("arrow").iter(batch_size=256):
                 for fields in table.to_pylist():
                     row += 1
-                    yield Record(fields, 0, row)
-        except (OSError, ValueError, RuntimeError) as error:  # what `datasets` raises for names, splits and damage
+                    yield Record(fields, 0, row, place(file, row), Path(file).parent)
+        except (OSError, ValueError, RuntimeError) as error:  # raised by `datasets` for names, splits and damage
             raise UserError(
-                f"{self.key}: {self.name!r} cannot be read ({with_kind(error)}); {self._remedy()}"
+                f"{self.key}: {self.name!r} cannot be read ({with_kind(error)}); correct data.path, data.subset or "
+                "data.split, or see that there is a network"
             ) from None
 
     def size(self) -> int | None:
@@ -102,12 +121,9 @@ class HubSource(Source):
             self.name, self.subset, split=self.split, revision=self.revision, streaming=self.streaming
         )
 
-    def _remedy(self) -> str:
-        return "correct data.path, data.subset or data.split, or see that there is a network"
-
 
 class SavedSource(HubSource):
-    """A folder that `Dataset.save_to_disk` wrote; of a `DatasetDict` the split's."""
+    """A folder written by `Dataset.save_to_disk`, or one split of a saved `DatasetDict`."""
 
     def fingerprint(self) -> str:
         files = [file for file in sorted(Path(self.files[0]).iterdir()) if file.is_file()]
@@ -119,10 +135,11 @@ class SavedSource(HubSource):
         return datasets.load_from_disk(self.files[0])
 
 
-def find(section: DataSection, path: str | None = None) -> list[Source]:
-    """The sources that `[data]` names; with `path`: the one at that path, as `evaluation.path` gives it.
+def find(section: DataSection, path: str | None = None) -> list[DataSource]:
+    """Return the sources of `[data]`, or with ``path`` the one of `evaluation.path`.
 
-    Raises `UserError` if there is none, or nothing to read in it.
+    Raises:
+        UserError: there is none, or it holds nothing to read.
     """
     if path is not None:
         return [_find(section, path, "evaluation.path", 1.0)]
@@ -134,15 +151,15 @@ def find(section: DataSection, path: str | None = None) -> list[Source]:
     ]
 
 
-def _find(section: DataSection, name: str, key: str, weight: float) -> Source:
+def _find(section: DataSection, name: str, key: str, weight: float) -> DataSource:
     if name == "stdlib":
-        return Source(key, name, weight, _standard_library(key), section.field)
+        return DataSource(key, name, weight, _standard_library(key), section.field)
     path = Path(name).expanduser()
     saved = path / section.split if (path / "dataset_dict.json").is_file() else path
     if (saved / "dataset_info.json").is_file() and (saved / "state.json").is_file():
         return SavedSource(key, name, weight, (str(saved),), section.field)
     if path.is_dir():
-        return Source(key, name, weight, _folder(section, path, key), section.field)
+        return DataSource(key, name, weight, _folder(section, path, key), section.field)
     if not path.exists():
         if HUB_NAME.fullmatch(name) and kind(path) not in READERS:
             revision = _revision(name, key)
@@ -160,37 +177,39 @@ def _find(section: DataSection, name: str, key: str, weight: float) -> Source:
             f'{key}: {path} is no file of records, which data.format = "{section.format}" reads; '
             f"give one of {', '.join(READERS)}"
         )
-    return Source(key, name, weight, (str(path),), section.field)
+    return DataSource(key, name, weight, (str(path),), section.field)
 
 
 def _folder(section: DataSection, root: Path, key: str) -> tuple[str, ...]:
-    """The files in a folder that are meant."""
+    """Return the files in a folder that `data.include` or, without it, their kinds select."""
     listed = sorted(_walk(root), key=lambda file: file.relative_to(root).as_posix())
-    if "include" in section.model_fields_set:
+    chosen = "include" in section.model_fields_set
+    if chosen:
         patterns: Sequence[str] = section.include
         groups = [[file for file in listed if _matches(file, patterns)]]
     else:
         patterns = TEXT_FILES if section.format == "text" else [f"*{suffix}" for suffix in READERS]
-        records = [[file for file in listed if kind(file) in suffixes] for suffixes in (LINES, WHOLE)]
+        lines, arrays = ([file for file in listed if kind(file) in each] for each in (LINES, ARRAYS))
         text = [file for file in listed if _matches(file, TEXT_FILES)] if section.format == "text" else []
-        # Code has .json and .csv files of all kinds beside it, so beside text these do not count.
-        groups = [group for group in ([text, records[0]] if text else records) if group] or [[]]
+        # Code often lies beside .json and .csv files that are no data, so next to text these do not count.
+        groups = [group for group in ([text, lines] if text else [lines, arrays]) if group] or [[]]
     if len(groups) > 1:
         counted = " and ".join(f"{len(group)} such as {group[0].relative_to(root)}" for group in groups)
         raise UserError(f"{key}: {root} holds files of different kinds ({counted}); choose with data.include")
-    if not any(file.stat().st_size for file in groups[0]):
-        state = "holds only empty files that match" if groups[0] else "holds no file that matches"
+    (files,) = groups
+    if not any(file.stat().st_size for file in files):
+        state = "holds only empty files that match" if files else "holds no file that matches"
         shown = ", ".join(patterns[:6]) + (", …" if len(patterns) > 6 else "")
         raise UserError(f"{key}: {root} {state} data.include ({shown}); add {_wanted(section)} or change data.include")
-    if section.format != "text" and (other := [file for file in groups[0] if kind(file) not in READERS]):
+    if section.format != "text" and (other := [file for file in files if kind(file) not in READERS]):
         raise UserError(f"{key}: {other[0]} is no file of records ({', '.join(READERS)}); change data.include")
-    if "include" not in section.model_fields_set and groups[0] and kind(groups[0][0]) in READERS:
-        _check_one_split(key, root, groups[0])
-    return tuple(map(str, groups[0]))
+    if not chosen and kind(files[0]) in READERS:
+        _check_one_split(key, root, files)
+    return tuple(map(str, files))
 
 
 def _check_one_split(key: str, root: Path, files: Sequence[Path]) -> None:
-    """Raise `UserError` if names tell that files are for training and for testing: no run is to learn from both."""
+    """Raise `UserError` if file names tell of several splits: a run must not train on its test data."""
     found: dict[str, Path] = {}
     for file in files:
         for word in re.split(r"[^a-z]+", file.relative_to(root).as_posix().lower()):
@@ -226,7 +245,7 @@ def _standard_library(key: str) -> tuple[str, ...]:
 
 
 def _revision(name: str, key: str) -> str | None:
-    """What the hub has now. None: asked not to reach it, what was fetched before is read."""
+    """Return the current revision on the hub, or None in offline mode, where the cached one is read."""
     from huggingface_hub import HfApi
     from huggingface_hub.constants import is_offline_mode
 
@@ -234,7 +253,7 @@ def _revision(name: str, key: str) -> str | None:
         return None
     try:
         return HfApi().dataset_info(name, timeout=20).sha
-    except Exception as error:  # of the network, the hub and its client, each with classes of its own
+    except Exception as error:  # network, hub and client each raise their own classes
         raise UserError(
             f"{key}: {name!r} is no folder or file here, and not to be had from the hub ({with_kind(error)}); correct "
             "it, or see that there is a network (HF_HUB_OFFLINE=1 reads what was fetched before)"
@@ -243,3 +262,143 @@ def _revision(name: str, key: str) -> str | None:
 
 def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+# ---- reading files
+
+
+def place(file: str, line: int) -> str:
+    """Describe a place: "chat.jsonl, line 17"."""
+    word = {".parquet": "row", ".json": "entry"}.get(kind(Path(file)), "line") if Path(file).suffix else "row"
+    return f"{file}, {word} {line}" if line else file
+
+
+def kind(file: Path) -> str:
+    """Return the suffix that selects the reader: ".jsonl" for `a.jsonl` and `a.jsonl.gz`."""
+    return Path(file.stem).suffix.lower() if file.suffix == ".gz" else file.suffix.lower()
+
+
+def string(fields: Fields, key: str, where: str, setting: str) -> str:
+    """Return the string under a key. Raises `UserError` that names what is there instead, and ``setting``."""
+    value = fields.get(key)
+    if not isinstance(value, str):
+        found = f"{type(value).__name__} under it" if key in fields else f"keys {sorted(fields)}"
+        raise UserError(
+            f"{where}: wanted an object with a string under {key!r}, found {found}; correct it, or set {setting}."
+            f"{'' if key in fields else names.nearest(key, fields)}".removesuffix(".")
+        )
+    return value
+
+
+def _read(file: Path, text_field: str) -> Iterator[tuple[Fields, int]]:
+    """Iterate over (record, line) of a file; the whole text of a text file goes under ``text_field``.
+
+    Raises:
+        UserError: the file cannot be read, or is damaged; it names the line.
+    """
+    try:
+        if reader := READERS.get(kind(file)):
+            yield from reader(file)
+            return
+        with _open(file) as stream:
+            yield {text_field: stream.read().decode("utf-8")}, 0
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file}: not UTF-8 at byte {error.start}; convert it, or leave it out with data.include"
+        ) from None
+    except EOFError:
+        raise UserError(f"{file}: ends in the middle; fetch it again") from None
+    except OSError as error:
+        reason = error.strerror or one_line(error)
+        raise UserError(f"{file}: cannot be read ({reason}); correct its permissions, or fetch it again") from None
+
+
+def _lines(file: Path) -> Iterator[tuple[Fields, int]]:
+    with _open(file) as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                detail = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+                raise UserError(
+                    f"{file}, line {number}: not valid JSON ({' '.join(detail.split())}); correct that line"
+                ) from None
+            yield _object(entry, file, number), number
+
+
+def _array(file: Path) -> Iterator[tuple[Fields, int]]:
+    with _open(file) as stream:
+        try:
+            entries = json.load(stream)
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{file}, line {error.lineno}: not valid JSON ({one_line(error)}); correct that line"
+            ) from None
+    if isinstance(entries, dict) and len(arrays := [value for value in entries.values() if _is_array(value)]) == 1:
+        entries = arrays[0]
+    if not isinstance(entries, list):
+        raise UserError(
+            f"{file}: wanted an array of objects, found a {type(entries).__name__}; write it so, or as JSONL, one "
+            "object a line"
+        )
+    for number, entry in enumerate(entries, start=1):
+        yield _object(entry, file, number), number
+
+
+def _rows(file: Path) -> Iterator[tuple[Fields, int]]:
+    csv.field_size_limit(sys.maxsize)
+    with _open(file) as stream:
+        # Some spreadsheets write a byte order mark before the header.
+        lines = (line.decode("utf-8").removeprefix("\ufeff") for line in stream)
+        rows = csv.reader(lines, strict=True)
+        head = next(rows, [])
+        try:
+            for row in rows:
+                if not row:
+                    continue
+                if len(row) != len(head):
+                    raise UserError(
+                        f"{file}, line {rows.line_num}: {len(row)} fields under a head of {len(head)}; correct it"
+                    )
+                yield dict(zip(head, row, strict=True)), rows.line_num
+        except csv.Error as error:
+            raise UserError(f"{file}, line {rows.line_num}: not valid CSV ({error}); correct that line") from None
+
+
+def _table(file: Path) -> Iterator[tuple[Fields, int]]:
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(file) as table:
+            rows = (row for batch in table.iter_batches(batch_size=256) for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield row, number
+    except ArrowInvalid as error:
+        raise UserError(f"{file}: not a Parquet file ({one_line(error, 200)}); fetch it again") from None
+
+
+READERS: dict[str, Callable[[Path], Iterator[tuple[Fields, int]]]] = {
+    ".jsonl": _lines,
+    ".json": _array,
+    ".csv": _rows,
+    ".parquet": _table,
+}
+"""Readers of files of records; every other file is text."""
+LINES, ARRAYS = (".jsonl", ".parquet"), (".json", ".csv")
+
+
+def _open(file: Path) -> IO[bytes]:
+    return gzip.open(file) if file.suffix == ".gz" else file.open("rb")  # type: ignore[return-value]
+
+
+def _object(entry: Any, file: Path, number: int) -> Fields:
+    if not isinstance(entry, dict):
+        raise UserError(f"{place(str(file), number)}: wanted an object, found a {type(entry).__name__}; correct it")
+    return entry
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)

@@ -1,59 +1,56 @@
-"""Samples while the data are read, for what is too large to prepare.
+"""Samples that are read during training, for data too large to prepare.
 
-- The order is that of the sources, through a buffer from which samples are drawn by seed: the same on every rank and at
-  every world size. At its end a stream begins again, in another order.
-- What is longer than a sequence is cut as in data that are prepared, without a count of it.
-- Every rank reads all of it and keeps its own samples; a resume reads again up to where the run stood.
+- The order is that of the source, shuffled through a buffer by seed: the same on every rank and at every world size. At
+  its end a stream starts again, in another order.
+- Documents longer than a sequence are cut as prepared ones are, without being counted.
+- Every rank reads everything and keeps its own samples; a resume reads again up to where the run stood.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 
 from trueshard.errors import UserError
-from trueshard.train.data.build import AT_ONCE, Cuts, batched
 from trueshard.train.data.formats import Format
 from trueshard.train.data.order import draws
-from trueshard.train.data.packing import pack, packed
-from trueshard.train.data.records import Located
-from trueshard.train.data.samples import Document, Sample
-from trueshard.train.data.sources import Source
-from trueshard.train.data.text import sequence
+from trueshard.train.data.samples import Document, Sample, pack, sequence, truncate
+from trueshard.train.data.sources import DataSource
+from trueshard.train.data.store import RECORDS_AT_ONCE, batched
 from trueshard.train.data.vision import vision_messages
 
 BUFFER = 1024
-"""Samples among which the next is drawn."""
+"""Samples from which the next one is drawn."""
 TOGETHER = 512
 """Documents that are packed together."""
 Placed = tuple[Sample, str]
+"""A sample and its origin."""
 
 
 class SourceStream:
     """The samples of one source, without end.
 
     Args:
-        source: where records come from.
-        form: what becomes of them.
+        source: of the records.
+        form: how records become samples.
         length: inputs of a sequence.
     """
 
-    def __init__(self, source: Source, form: Format, length: int) -> None:
+    def __init__(self, source: DataSource, form: Format, length: int) -> None:
         self._source, self._form, self._length = source, form, length
 
     def begin(self, seed: int) -> Iterator[Placed]:
-        """From the first sample on. Raises `UserError` for a record that cannot be read, or a source without any."""
-        number = 0
-        while True:
+        """Iterate from the first sample. Raises `UserError` for a damaged record, or a source without a sample."""
+        for number in count():
             empty = True
             for sample in shuffled(self._once(), seed + number):
                 empty = False
                 yield sample
             if empty:
                 raise self._empty()
-            number += 1
 
     def check(self) -> None:
         """Read the first sample. Raises `UserError` as ``begin`` does."""
@@ -67,54 +64,46 @@ class SourceStream:
         )
 
     def _once(self) -> Iterator[Placed]:
-        located = (self._source.located(record) for record in self._source.records())
-        if self._form.kept:
-            return self._kept(located)
-        documents = self._documents(located)
-        if self._form.joined:
-            return self._cut(documents)
-        return self._packed(documents) if self._form.packed else self._single(documents)
+        """Iterate over the samples of one pass, in the order of the source."""
+        if self._form.layout == "kept":
+            for record in self._source.records():
+                yield {"messages": vision_messages(record), "where": record.where}, record.where
+        elif self._form.layout == "joined":
+            yield from self._joined()
+        elif self._form.layout == "packed":
+            for group in batched(self._documents(), TOGETHER):
+                for members in pack([len(document.ids) - 1 for (document,), _ in group], self._length):
+                    yield self._sample([group[number] for number in members])
+        else:
+            for each in self._documents():
+                yield self._sample([each])
 
-    def _kept(self, located: Iterable[Located]) -> Iterator[Placed]:
-        for record in located:
-            yield {"messages": vision_messages(record), "where": record.where}, record.where
+    def _sample(self, parts: Sequence[tuple[tuple[Document, ...], str]]) -> Placed:
+        documents = [document for found, _ in parts for document in found]
+        return self._form.sample(documents), _span([where for _, where in parts])
 
-    def _documents(self, located: Iterable[Located]) -> Iterator[tuple[tuple[Document, ...], str]]:
-        encoder, cuts = self._form.encoder(Path()), Cuts()
-        for group in batched(located, AT_ONCE):
-            for record, documents in zip(group, encoder.encode(group), strict=True):
-                if kept := cuts.fit(documents, self._length) if self._form.cut else documents:
-                    yield kept, record.where
+    def _documents(self) -> Iterator[tuple[tuple[Document, ...], str]]:
+        """Iterate over the documents of each record that has any, and its origin."""
+        encode = self._form.encoder(Path())  # streamed formats put no files beside documents
+        for group in batched(self._source.records(), RECORDS_AT_ONCE):
+            for record, found in zip(group, encode(group), strict=True):
+                if documents := truncate(found, self._length) if self._form.cut else found:
+                    yield documents, record.where
 
-    def _cut(self, documents: Iterable[tuple[tuple[Document, ...], str]]) -> Iterator[Placed]:
+    def _joined(self) -> Iterator[Placed]:
         tokens, places = np.empty(0, dtype=np.int64), []
-        for (document,), where in documents:
+        for (document,), where in self._documents():
             tokens = np.concatenate([tokens, document.ids])
             places.append(where)
-            count = max(0, len(tokens) - 1) // self._length
-            for start in range(0, count * self._length, self._length):
+            full = max(0, len(tokens) - 1) // self._length * self._length
+            for start in range(0, full, self._length):
                 yield sequence(tokens, start, self._length), _span(places)
-            if count:
-                tokens, places = tokens[count * self._length :], [where]
-
-    def _packed(self, documents: Iterable[tuple[tuple[Document, ...], str]]) -> Iterator[Placed]:
-        for group in batched(documents, TOGETHER):
-            sizes = [len(document.ids) - 1 for (document,), _ in group]
-            for members in pack(sizes, self._length):
-                chosen = [group[number][0][0] for number in members]
-                yield packed(chosen, self._length, self._form.pad), _span([group[number][1] for number in members])
-
-    @staticmethod
-    def _single(documents: Iterable[tuple[tuple[Document, ...], str]]) -> Iterator[Placed]:
-        for found, where in documents:
-            if len(found) == 1:
-                yield found[0].sample(), where
-            else:
-                yield {"chosen": found[0].sample(), "rejected": found[1].sample()}, where
+            if full:
+                tokens, places = tokens[full:], [where]
 
 
 def shuffled(samples: Iterable[Placed], seed: int) -> Iterator[Placed]:
-    """The samples, each drawn from the `BUFFER` that come next."""
+    """Yield the samples, each drawn from the next ``BUFFER`` ones."""
     buffer: list[Placed] = []
     chances = draws(seed, BUFFER)
     for sample in samples:

@@ -1,8 +1,8 @@
-"""The tokenizer of a run: the one that the configuration names, or one trained on the run's own data.
+"""The tokenizer of a run: the configured one, or one trained on the run's own data.
 
-- A trained one is byte-level BPE: any text round-trips, and no token is unknown.
-- For conversations the chat template is, in this order, `tokenizer.chat_template`, the tokenizer's own, ChatML; it is
-  kept with the tokenizer, so that what is exported speaks as it was taught.
+- A trained tokenizer is byte-level BPE: any text round-trips, and no token is unknown.
+- The chat template is, in this order, `tokenizer.chat_template`, the tokenizer's own, ChatML. It is saved with the
+  tokenizer, so that an exported model is prompted as it was trained.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from trueshard.errors import UserError, one_line
-from trueshard.train.config import Config
+from trueshard.train.config import ModelSection, TokenizerSection
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_BEGINS, TURN_ENDS = "<|im_start|>", "<|im_end|>"
 IMAGE = "<image>"
 TRAINING_TEXT = 256 * 2**20
-"""Characters that a tokenizer is trained on at most: its vocabulary changes little beyond, its memory grows."""
+"""Maximum characters to train a tokenizer on: more changes the vocabulary little, and costs memory."""
 
 CHATML = """\
 {%- for message in messages %}
@@ -41,16 +41,17 @@ CHATML = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 
-def load_tokenizer(config: Config) -> Any:
-    """The tokenizer that the configuration names, or None if one is to be trained on the data.
+def load_tokenizer(section: TokenizerSection, model: ModelSection, data_format: str) -> Any:
+    """Load the configured tokenizer; return None if one is to be trained.
 
-    Raises `UserError` if there is none at that place, or it cannot end a document.
+    Raises:
+        UserError: there is none, or it lacks an end-of-text token or, for conversations, character offsets.
     """
-    if config.tokenizer.vocab_size is not None:
+    if section.vocab_size is not None:
         return None
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    key, path = _place(config)
+    key, path = _place(section, model)
     remedy = "set tokenizer.path, or tokenizer.vocab_size to train one on the text"
     if not path.exists():
         raise UserError(f"{key}: {path} does not exist; correct the path")
@@ -68,23 +69,20 @@ def load_tokenizer(config: Config) -> Any:
         raise UserError(f"{key}: the tokenizer in {path} cannot be read ({detail}); {remedy}") from None
     if tokenizer.eos_token_id is None:
         raise UserError(f"{key}: the tokenizer in {path} has no end-of-text token (eos_token); {remedy}")
-    if config.data.format != "text" and not tokenizer.is_fast:
+    if data_format != "text" and not tokenizer.is_fast:
         raise UserError(
             f"{key}: the tokenizer in {path} does not tell where in the text a token stands, which data.format = "
-            f'"{config.data.format}" needs; convert it to a tokenizer.json'
+            f'"{data_format}" needs; convert it to a tokenizer.json'
         )
     return tokenizer
 
 
-def load_processor(config: Config) -> Any:
-    """The processor of images and text in the directory of the tokenizer, or of the model.
-
-    Raises `UserError` if there is none.
-    """
+def load_processor(section: TokenizerSection, model: ModelSection) -> Any:
+    """Load the processor of images and text beside the tokenizer. Raises `UserError` if there is none."""
     from transformers import AutoProcessor
 
-    key, path = _place(config)
-    if config.tokenizer.vocab_size is not None:
+    key, path = _place(section, model)
+    if section.vocab_size is not None:
         raise UserError(
             "tokenizer.vocab_size: images need a processor that knows their tokens, which cannot be trained; set "
             "tokenizer.path to a directory with a processor instead"
@@ -104,18 +102,17 @@ def load_processor(config: Config) -> Any:
     return processor
 
 
-def train_tokenizer(texts: Iterator[str], vocab_size: int, data_format: str) -> Any:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens; for conversations with ChatML's own tokens."""
+def train_tokenizer(texts: Iterable[str], vocab_size: int, data_format: str) -> Any:
+    """Train a byte-level BPE tokenizer of at most ``vocab_size`` tokens; for conversations with ChatML's own tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [END_OF_TEXT] if data_format == "text" else [END_OF_TEXT, TURN_BEGINS, TURN_ENDS]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=special,
+        special_tokens=[END_OF_TEXT] if data_format == "text" else [END_OF_TEXT, TURN_BEGINS, TURN_ENDS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -123,39 +120,41 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, data_format: str) -> 
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
 
 
-def set_chat_template(config: Config, tokenizer: Any, processor: Any = None) -> None:
-    """Give the tokenizer (and the processor) the template that conversations are written with.
+def set_chat_template(section: TokenizerSection, tokenizer: Any, processor: Any = None) -> None:
+    """Set the chat template of the tokenizer (and the processor).
 
-    Raises `UserError` for a file that cannot be read, or is no template.
+    Raises:
+        UserError: `tokenizer.chat_template` cannot be read, or is empty.
     """
     own = getattr(processor, "chat_template", None) or tokenizer.chat_template
     # Some have several by name; the one for tools is for calls, which data brings in its own form.
     own = own.get("default") if isinstance(own, dict) else own
     image = getattr(processor, "image_token", IMAGE)
-    template = _template_file(config.tokenizer.chat_template) or own or CHATML.replace(IMAGE, image)
+    template = _template_file(section.chat_template) or own or CHATML.replace(IMAGE, image)
     tokenizer.chat_template = template
     if processor is not None:
         processor.chat_template = template
 
 
-def fingerprint(config: Config) -> list[list[Any]]:
-    """Names, sizes and times of change of the tokenizer's files: equal means that it has not changed."""
+def fingerprint(section: TokenizerSection, model: ModelSection) -> list[list[Any]]:
+    """Return names, sizes and modification times of the tokenizer's files: equal means unchanged."""
     files: list[Path] = []
-    if config.tokenizer.vocab_size is None:
-        _, path = _place(config)
+    if section.vocab_size is None:
+        _, path = _place(section, model)
         patterns = ("*token*", "*.model", "vocab*", "merges*", "chat_template*")
         files = [path] if path.is_file() else sorted({file for each in patterns for file in path.glob(each)})
-    if config.tokenizer.chat_template is not None:
-        files.append(Path(config.tokenizer.chat_template).expanduser())
+    if section.chat_template is not None:
+        files.append(Path(section.chat_template).expanduser())
     status = [(file, file.stat()) for file in files if file.exists()]
     return [[str(file), each.st_size, each.st_mtime_ns] for file, each in status]
 
 
-def _place(config: Config) -> tuple[str, Path]:
-    """The setting that says where the tokenizer is, and the place."""
-    key = "tokenizer.path" if config.tokenizer.path else "model.path" if config.model.path else "model.config"
-    path = Path(config.tokenizer.path).expanduser() if config.tokenizer.path else config.model.place()
-    return key, path.parent if key != "tokenizer.path" and path.is_file() else path
+def _place(section: TokenizerSection, model: ModelSection) -> tuple[str, Path]:
+    """Return the setting that locates the tokenizer, and the path."""
+    if section.path:
+        return "tokenizer.path", Path(section.path).expanduser()
+    path = model.place()
+    return "model.path" if model.path else "model.config", path.parent if path.is_file() else path
 
 
 def _template_file(name: str | None) -> str | None:
@@ -172,7 +171,7 @@ def _template_file(name: str | None) -> str | None:
 
 
 def _end_token(file: Path) -> str | None:
-    """The end-of-text token of a bare `tokenizer.json`, which does not say which of its special tokens that is."""
+    """Return the end-of-text token of a bare `tokenizer.json`, which does not say which special token that is."""
     added = [token["content"] for token in json.loads(file.read_text(encoding="utf-8")).get("added_tokens", [])]
     return next((token for token in (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>") if token in added), None)
 

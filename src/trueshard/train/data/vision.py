@@ -1,18 +1,18 @@
-"""Conversations with images: kept as records, made into tokens and pixels when a batch is.
+"""Conversations with images: kept as JSON records, and turned into tokens and pixels with each batch.
 
-- Images are read by the thread that makes batches, so that data of any size needs no preparation but a look at each
-  record: its messages are in order, and its images are there.
-- A batch goes through the model's processor as a whole, which decides the shapes of what it gives.
-- The processor puts many tokens where the text has one for an image. Where a target stands is found in the text
-  without images, and moved by as many tokens as the images before it have; each token is compared, so nothing shifts
-  unseen.
+- The thread that makes batches reads the images, so data of any size needs no preparation beyond a check of each
+  record: its messages are in order, and its images exist.
+- A batch goes through the model's processor as a whole, which decides the shapes of its output.
+- The processor expands an image into many tokens. Targets are found in the text without images, and shifted by the
+  number of tokens of the images before them; every token is compared, so that no shift goes unnoticed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,61 +20,48 @@ import numpy as np
 import torch
 
 from trueshard.errors import UserError, one_line
-from trueshard.train.data.chat import Template
-from trueshard.train.data.messages import Message, conversation, place_images, texts
-from trueshard.train.data.records import Located
-from trueshard.train.data.samples import IGNORED, Batch, Document, Ids, Sample
+from trueshard.train.data.chat import ChatTemplate, Message, conversation, place_images
+from trueshard.train.data.samples import IGNORED, Batch, Document, Ids, Sample, whole
+from trueshard.train.data.sources import Record
 from trueshard.train.data.tokenizer import IMAGE
 
 
-class VisionFormat:
-    """Records with ``messages`` and ``images``: kept as they are, in JSON.
+def encode_vision(folder: Path, records: Sequence[Record]) -> list[tuple[Document, ...]]:
+    """Return one document a record: its messages as JSON. Images held as bytes go to `images/` in ``folder``."""
+    return [(_document(folder / "images", vision_messages(each)),) for each in records]
 
-    Args:
-        folder: where images that stand in the data themselves are put, as `images/…`.
+
+def _document(folder: Path, found: list[Message]) -> Document:
+    for message in found:
+        for part in message["content"]:
+            if isinstance(part.get("image"), bytes):
+                name = hashlib.sha256(part["image"]).hexdigest()[:32]
+                folder.mkdir(exist_ok=True)
+                (folder / name).write_bytes(part["image"])
+                part["image"] = f"{folder.name}/{name}"
+    return whole(np.frombuffer(json.dumps(found).encode(), dtype=np.uint8))
+
+
+def vision_messages(record: Record) -> list[Message]:
+    """Return the messages of a record with their images in place: paths or, if the data hold them, bytes.
+
+    Raises:
+        UserError: an image does not exist or cannot be opened, or there is none.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder / "images"
-        self._count = 0
-
-    def encode(self, records: Sequence[Located]) -> list[tuple[Document, ...]]:
-        """One document each of the records: its ids are the bytes of the JSON."""
-        return [(self._document(vision_messages(each)),) for each in records]
-
-    def _document(self, found: list[Message]) -> Document:
-        for message in found:
-            for part in message["content"]:
-                if isinstance(part.get("image"), bytes):
-                    self._folder.mkdir(exist_ok=True)
-                    (self._folder / str(self._count)).write_bytes(part["image"])
-                    part["image"] = f"{self._folder.name}/{self._count}"
-                    self._count += 1
-        line = np.frombuffer(json.dumps(found).encode(), dtype=np.uint8)
-        return Document(line, np.ones(len(line), dtype=np.bool_))
-
-
-def vision_texts(record: Located) -> Iterator[str]:
-    """What is said in a record."""
-    return texts(vision_messages(record))
-
-
-def vision_messages(record: Located) -> list[Message]:
-    """The messages of a record with their images in place, each a path or, where the data hold it, its bytes.
-
-    Raises `UserError` for an image that is not there or cannot be opened, and for a record without any.
-    """
-    fields, where, folder = record
-    images = fields.get("images", fields.get("image"))
+    where, images = record.where, record.fields.get("images", record.fields.get("image"))
     images = [] if images is None else images if isinstance(images, list) else [images]
-    found = place_images(conversation(fields, where), images, where)
+    found = place_images(conversation(record.fields, where), images, where)
     if not any(part["type"] == "image" for message in found for part in message["content"]):
-        # The rank with such a batch would not gather the weights that read images, and the others wait for it.
+        # A rank with such a batch would not gather the weights that read images, while the others wait for it.
         raise UserError(f'{where}: has no image, which every record needs with data.format = "vision"; leave it out')
-    return [{**message, "content": [_located(part, where, folder) for part in message["content"]]} for message in found]
+    return [
+        {**message, "content": [_located(part, where, record.folder) for part in message["content"]]}
+        for message in found
+    ]
 
 
 def _located(part: Message, where: str, folder: Path) -> Message:
+    """Make the path of an image absolute, and check the image."""
     if part["type"] != "image":
         return part
     image = part["image"]
@@ -93,9 +80,10 @@ def _located(part: Message, where: str, folder: Path) -> Message:
 
 
 def open_image(image: str | bytes, where: str, verify: bool = False) -> Any:
-    """An image of PIL, its head read; checked as far as that goes without decoding. Raises `UserError` if it is none.
+    """Open an image, a path or bytes, with PIL, without decoding it. After ``verify`` it cannot be decoded.
 
-    One that was checked is of no other use.
+    Raises:
+        UserError: it is no image; it names ``where``.
     """
     from PIL import Image
 
@@ -111,16 +99,16 @@ def open_image(image: str | bytes, where: str, verify: bool = False) -> Any:
 
 
 class VisionCollate:
-    """Makes batches of samples ``{"messages", "where"}``: ``input_ids``, ``targets``, ``attention_mask`` and what else
-    the processor gives, such as ``pixel_values``.
+    """Makes a batch of samples ``{"messages", "where"}``: ``input_ids``, ``targets``, ``attention_mask`` and the
+    processor's other tensors, such as ``pixel_values``.
 
     Args:
-        processor: of the model, with its ``chat_template`` the tokenizer's.
-        length: inputs of a sequence at most; what is longer is cut at its end.
-        answers_only: only what the assistant says counts.
+        processor: of the model, with the tokenizer's ``chat_template``.
+        length: maximum inputs of a sequence; longer ones are cut at their end.
+        answers_only: only the assistant's turns are targets.
 
     Raises:
-        UserError: when called, for a record with an image that cannot be read, or that would be cut before an image.
+        UserError: when called, for an image that cannot be read, or that the cut would remove.
     """
 
     def __init__(self, processor: Any, length: int, answers_only: bool) -> None:
@@ -130,62 +118,61 @@ class VisionCollate:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         image, begin = getattr(processor, "image_token", IMAGE), getattr(processor, "boi_token", None)
         self._image = self._id(image)
-        # What stands for an image in the text: some write the token that begins images, and put the others after it.
+        # The mark of an image in the text: some templates write the token that begins images, and the processor
+        # puts the others after it.
         self._marks = [self._image] if begin is None else [self._image, self._id(begin)]
-        self._template = Template(self._tokenizer, answers_only)
+        self._template = ChatTemplate(self._tokenizer, answers_only)
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         rendered = [self._template.render(sample["messages"], sample["where"]) for sample in samples]
         images = [self._load(sample) for sample in samples]
-        whole = self._process([each.text for each in rendered], images)
+        processed = self._process([each.text for each in rendered], images)
         plain = self._template.documents(rendered)
         rows = []
         for number, sample in enumerate(samples):
-            ids = whole["input_ids"][number][whole["attention_mask"][number].bool()].numpy()
-            counted = self._counted(ids, plain[number].ids, plain[number].counted, images[number], sample["where"])
-            rows.append((ids, counted))
-        return self._batch(whole, rows, samples)
+            ids = processed["input_ids"][number][processed["attention_mask"][number].bool()].numpy()
+            rows.append(Document(ids, self._counted(ids, plain[number], images[number], sample["where"])))
+        return self._batch(processed, rows, samples)
 
-    def _batch(self, whole: Mapping[str, Any], rows: list[tuple[Ids, Ids]], samples: Sequence[Sample]) -> Batch:
-        """Inputs and targets, shifted by one, cut and padded; what stands for each token is cut and padded likewise."""
-        width = min(self._length, max(len(ids) for ids, _ in rows) - 1)
+    def _batch(self, processed: Mapping[str, Any], rows: list[Document], samples: Sequence[Sample]) -> Batch:
+        """Shift inputs and targets by one, cut and pad them, and cut every tensor of their shape likewise."""
+        width = min(self._length, max(len(row.ids) for row in rows) - 1)
         shape = (len(rows), width)
         inputs = np.full(shape, self._tokenizer.pad_token_id, dtype=np.int64)
         targets, mask = np.full(shape, IGNORED, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        for row, ((ids, counted), sample) in enumerate(zip(rows, samples, strict=True)):
-            count = min(len(ids) - 1, width)
-            if (ids[count:] == self._image).any():
+        for number, (row, sample) in enumerate(zip(rows, samples, strict=True)):
+            count = min(len(row.ids) - 1, width)
+            if (row.ids[count:] == self._image).any():
                 raise UserError(
-                    f"{sample['where']}: its images end beyond {width} of {len(ids)} tokens; raise "
+                    f"{sample['where']}: its images end beyond {width} of {len(row.ids)} tokens; raise "
                     "train.sequence_length, or leave it out"
                 )
-            inputs[row, :count], mask[row, :count] = ids[:count], 1
-            targets[row, :count] = np.where(counted[1 : count + 1], ids[1 : count + 1], IGNORED)
+            shifted = row.sample()
+            inputs[number, :count], mask[number, :count] = shifted["input_ids"][:count], 1
+            targets[number, :count] = shifted["targets"][:count]
         batch = {"input_ids": inputs, "targets": targets, "attention_mask": mask}
         made = {key: torch.from_numpy(value) for key, value in batch.items()}
-        padded = whole["input_ids"].shape
-        for key, value in whole.items():
+        padded = processed["input_ids"].shape
+        for key, value in processed.items():
             if key not in made and isinstance(value, torch.Tensor):
                 made[key] = value[:, :width] if value.shape[:2] == padded else value
         return made
 
-    def _counted(self, ids: Ids, plain: Ids, counted: Ids, images: list[Any], where: str) -> Ids:
-        """Which of the processor's tokens are targets, from which of the text's are."""
-        mark = next((each for each in self._marks if (plain == each).any()), self._image)
-        places = np.flatnonzero(plain == mark)
+    def _counted(self, ids: Ids, plain: Document, images: list[Any], where: str) -> Ids:
+        """Map the targets of the text to the processor's tokens: bool [len(ids)]."""
+        mark = next((each for each in self._marks if (plain.ids == each).any()), self._image)
+        places = np.flatnonzero(plain.ids == mark)
         if len(places) == 1:
-            grown = np.array([len(ids) - len(plain)])
+            grown = np.array([len(ids) - len(plain.ids)])
         else:
             grown = np.array([self._grown(image, mark) for image in images], dtype=np.int64)
         if len(places) == len(images) == len(grown):
-            moved = (
-                np.arange(len(plain))
-                + np.concatenate([[0], np.cumsum(grown)])[np.searchsorted(places, np.arange(len(plain)), side="left")]
-            )
-            text = plain != mark
-            if moved[-1] == len(ids) - 1 and (ids[moved[text]] == plain[text]).all():
+            numbers = np.arange(len(plain.ids))
+            moved = numbers + np.concatenate([[0], np.cumsum(grown)])[np.searchsorted(places, numbers, side="left")]
+            text = plain.ids != mark
+            if moved[-1] == len(ids) - 1 and (ids[moved[text]] == plain.ids[text]).all():
                 result = np.zeros(len(ids), dtype=np.bool_)
-                result[moved[text]] = counted[text]
+                result[moved[text]] = plain.counted[text]
                 return result
         raise UserError(
             f"{where}: the processor's tokens are not those of the text with its {len(images)} images; correct the "
@@ -196,7 +183,7 @@ class VisionCollate:
         return int(self._tokenizer.convert_tokens_to_ids(str(token)))
 
     def _grown(self, image: Any, mark: int) -> int:
-        """How many tokens more than the one in the text an image has."""
+        """Return the number of tokens that the processor adds to an image's mark."""
         text = self._tokenizer.convert_ids_to_tokens(mark)
         return int(self._process([text], [[image]])["input_ids"].shape[1]) - 1
 
@@ -212,16 +199,15 @@ class VisionCollate:
 
     @staticmethod
     def _load(sample: Sample) -> list[Any]:
+        parts = [part for message in sample["messages"] for part in message["content"] if part["type"] == "image"]
         loaded = []
-        for message in sample["messages"]:
-            for part in message["content"]:
-                if part["type"] == "image":
-                    with open_image(part["image"], sample["where"]) as image:
-                        try:
-                            loaded.append(image.convert("RGB"))
-                        except (OSError, SyntaxError, ValueError) as error:  # as PIL tells damage
-                            raise UserError(
-                                f"{sample['where']}: the image {part['image']!s:.200} cannot be read ({error}); "
-                                "replace it, or leave it out"
-                            ) from None
+        for part in parts:
+            with open_image(part["image"], sample["where"]) as image:
+                try:
+                    loaded.append(image.convert("RGB"))
+                except (OSError, SyntaxError, ValueError) as error:  # how PIL reports damage
+                    raise UserError(
+                        f"{sample['where']}: the image {part['image']!s:.200} cannot be read ({error}); "
+                        "replace it, or leave it out"
+                    ) from None
         return loaded

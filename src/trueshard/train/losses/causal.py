@@ -1,72 +1,185 @@
-"""Cross entropy of a causal language model, over batches of ``trueshard.train.data.samples``.
+"""The losses of the trainer: what it asks of one, next-token cross entropy, and direct preference optimisation.
 
-- Targets are aligned with inputs: what is to be predicted at a place stands at that place.
-- The whole logits (tokens × vocabulary, in float32 with their gradient the largest tensors of a step) are never held,
-  where the model returns what its head gives; elsewhere they are, and that is said once.
+- Targets are aligned with inputs: the token to predict at a position stands at that position.
+- The whole logits (tokens × vocabulary, in float32 with their gradient the largest tensors of a step) are never held
+  if the model returns the output of its head unchanged; otherwise they are, with one warning.
+- DPO (Rafailov et al. 2023, equation 7; label smoothing: Mitchell 2023) compares with a reference: another model,
+  frozen and sharded, or the model itself with its PEFT adapter off, which costs no memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from trueshard import _torch, names
+from trueshard import _torch
+from trueshard.model import names
 from trueshard.train.data.samples import IGNORED, Batch
-from trueshard.train.losses import chunks
-from trueshard.train.losses.head import at_head, logits_of
+from trueshard.train.losses import head as chunks
+from trueshard.train.losses.head import Forward, at_head, logits_of
 
-Forward = Callable[[torch.Tensor], torch.Tensor]
-ReduceAtHead = Callable[[nn.Module, Forward, torch.Tensor, torch.Tensor], torch.Tensor]
+
+@runtime_checkable
+class Loss(Protocol):
+    """A loss that counts the terms of its mean.
+
+    Optional: ``unit``, the name of a term ("token" by default, for which an evaluation has a perplexity), and
+    ``tokens(batch)``, the number of tokens that the model reads (by default the terms), for tokens a second.
+    """
+
+    def count(self, batch: Any) -> int:
+        """Return the number of terms in the sum over a microbatch: its target tokens."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the sum of the terms of a microbatch: 0-dim, float32 or wider."""
+
+
+class Mean:
+    """Adapts a function (model, batch) → mean loss: every microbatch of every rank has the same weight."""
+
+    unit = "microbatch"
+
+    def __init__(self, function: Callable[[nn.Module, Any], torch.Tensor]) -> None:
+        self._function = function
+
+    def count(self, batch: Any) -> int:
+        """Return 1."""
+        return 1
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return self._function(model, batch)
 
 
 class CausalLoss:
-    """The cross entropy of the next token, summed: a ``trueshard.train.trainer.Loss``.
+    """Summed cross entropy of the next token: a ``Loss``.
 
     Args:
         whole_logits: compute it from the whole logits.
     """
 
     def __init__(self, whole_logits: bool = False) -> None:
-        self._tokens = TokenLosses(whole_logits)
+        self._tokens = _TokenLosses(whole_logits)
 
     @property
     def whole_logits(self) -> bool:
-        """Whether the whole logits are held: as asked for, or as the model turned out to need."""
+        """True if the whole logits are held: as asked for, or because the model needs it."""
         return self._tokens.whole_logits
 
     def count(self, batch: Batch) -> int:
-        """The number of targets that count."""
+        """Return the number of targets."""
         return int(batch["targets"].ne(IGNORED).sum())
 
     def tokens(self, batch: Batch) -> int:
-        """The number of tokens that the model reads."""
-        return tokens_of(batch)
+        """Return the number of tokens that the model reads."""
+        return _tokens_of(batch)
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The summed cross entropy of a microbatch: 0-dim, float32, in nats.
+        """Return the summed cross entropy of a microbatch: 0-dim, float32, in nats. Collective if sharded.
 
         Args:
-            model: of transformers, sharded or not. Every rank calls it at the same time.
-            batch: ``input_ids`` and ``targets`` [batch, length]; the rest is given to the model as it is.
+            model: of transformers.
+            batch: ``input_ids`` and ``targets`` [batch, length]; other tensors are passed to the model.
 
         Raises:
-            ValueError: the model gives no logits for each place of ``input_ids``.
+            ValueError: the model gives no logits for each position of ``input_ids``.
         """
-        return self._tokens(model, batch, _sum, lambda losses: losses.sum())
+        return self._tokens(model, batch, _sum, torch.sum)
 
 
-def tokens_of(batch: Batch) -> int:
-    """Tokens in a microbatch, without the padding that an attention mask tells of."""
-    return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
+class PreferenceLoss:
+    """DPO loss, summed over pairs: a ``Loss``.
+
+    For a chosen and a rejected answer, with the margin m = log π(chosen) - log π(rejected) minus the same of the
+    reference, it is -(1 - s) log sigmoid(βm) - s log sigmoid(-βm).
+
+    Args:
+        reference: the frozen model before training, on the same device, sharded if the model is. None: the model with
+            its adapter off; it must be a PEFT model.
+        beta: β, strength of the pull towards the reference.
+        label_smoothing: s, probability that a preference is swapped.
+        whole_logits: compute from the whole logits.
+    """
+
+    unit = "pair"
+
+    def __init__(
+        self,
+        reference: nn.Module | None = None,
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        whole_logits: bool = False,
+    ) -> None:
+        self.reference = None if reference is None else reference.eval()
+        self.beta, self.label_smoothing = beta, label_smoothing
+        self._policy, self._other = _TokenLosses(whole_logits), _TokenLosses(whole_logits)
+
+    def count(self, batch: Batch) -> int:
+        """Return the number of pairs."""
+        return batch["input_ids"].shape[0] // 2
+
+    def tokens(self, batch: Batch) -> int:
+        """Return the number of tokens that the model reads."""
+        return _tokens_of(batch)
+
+    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the summed loss of a microbatch: 0-dim, float32. Collective if sharded.
+
+        Args:
+            model: the trained one.
+            batch: ``input_ids`` and ``targets`` [2 × pairs, length]: the chosen answers, then the rejected ones in the
+                same order; other tensors are passed to the models.
+        """
+        adapter_off = without_adapter(model) if self.reference is None else contextlib.nullcontext()
+        with torch.no_grad(), adapter_off:
+            before = self._margins(self._other, model if self.reference is None else self.reference, batch)
+        margins = self.beta * (self._margins(self._policy, model, batch) - before)
+        right, wrong = F.logsigmoid(margins), F.logsigmoid(-margins)
+        return -((1 - self.label_smoothing) * right + self.label_smoothing * wrong).sum()
+
+    def _margins(self, losses: _TokenLosses, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return log-probability of the chosen minus the rejected answers, [pairs]."""
+        rows = -losses(model, batch, _sum_rows, lambda found: found.sum(1))
+        chosen, rejected = rows.chunk(2)
+        return chosen - rejected
 
 
-class TokenLosses:
-    """Cross entropies of tokens, reduced at the head, or from the whole logits.
+@contextlib.contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Run a PEFT model as its base, in evaluation mode; sharded or not.
+
+    PEFT changes ``requires_grad`` along with it, on which sharded units would free their buffers; so it is restored at
+    once.
+    """
+    root: Any = names.unwrap(model)
+    if not callable(getattr(root, "disable_adapter", None)):
+        raise ValueError(f"a {type(root).__name__} has no adapter to turn off; give PreferenceLoss a reference")
+    trainable = [(parameter, parameter.requires_grad) for parameter in root.parameters()]
+    training = model.training
+
+    def restore() -> None:
+        for parameter, wanted in trainable:
+            if parameter.requires_grad != wanted:
+                parameter.requires_grad_(wanted)
+
+    try:
+        with root.disable_adapter():
+            restore()
+            model.eval()
+            yield
+    finally:
+        restore()
+        model.train(training)
+
+
+class _TokenLosses:
+    """Cross entropies of tokens, reduced at the head of the model, or from the whole logits.
 
     Args:
         whole_logits: always from the whole logits.
@@ -80,10 +193,10 @@ class TokenLosses:
         self,
         model: nn.Module,
         batch: Batch,
-        reduce_at_head: ReduceAtHead,
+        reduce_at_head: Callable[[nn.Module, Forward, torch.Tensor, torch.Tensor], torch.Tensor],
         reduce: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Reduced losses, any shape.
+        """Return reduced losses, any shape.
 
         Args:
             model, batch: as for ``CausalLoss``.
@@ -108,17 +221,24 @@ class TokenLosses:
             assert random is not None, "a model changed what it does to its logits"
             _restore(random, targets.device)
             self.whole_logits = self._known = True
-            kind = _torch.own_class(names.unwrap(model)).__name__
-            _say(f"{kind} changes the logits that its head gives, so the loss is computed from all of them at once")
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                kind = _torch.own_class(names.unwrap(model)).__name__
+                warnings.warn(
+                    f"{kind} changes the logits that its head gives, so the loss is computed from all of them at once",
+                    stacklevel=2,
+                )
         logits = logits_of(model, inputs)
         if logits.shape[:-1] != targets.shape:
             raise ValueError(
                 f"the model gives logits of shape {list(logits.shape)} for {list(targets.shape)} targets; it must give "
                 "one row for each input token"
             )
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        losses = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
-        return reduce(losses.view(targets.shape))
+        return reduce(chunks.losses_of(logits.flatten(0, 1), targets.flatten()).view(targets.shape))
+
+
+def _tokens_of(batch: Batch) -> int:
+    """Return the number of tokens of a microbatch, without padding."""
+    return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
 
 
 def _sum(head: nn.Module, own: Forward, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -128,8 +248,12 @@ def _sum(head: nn.Module, own: Forward, hidden: torch.Tensor, targets: torch.Ten
     return chunks.each(own, hidden, targets.flatten()).sum()
 
 
+def _sum_rows(head: nn.Module, own: Forward, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return chunks.each(own, hidden, targets.flatten()).view(targets.shape).sum(1)
+
+
 def _random_state(device: torch.device) -> list[torch.Tensor]:
-    """Of the generators that a pass may use."""
+    """Return the states of the generators that a forward may use."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
     return [torch.get_rng_state(), *([] if module is None else [module.get_rng_state(device)])]
 
@@ -138,8 +262,3 @@ def _restore(states: list[torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.get_device_module(device).set_rng_state(state, device)
-
-
-def _say(text: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        warnings.warn(text, stacklevel=2)

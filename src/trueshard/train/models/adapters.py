@@ -1,8 +1,8 @@
 """LoRA and DoRA adapters, through PEFT.
 
 - Adapters are float32 over a base in 16 bits, as PEFT makes them.
-- On the meta device a model gets them without memory; ``initialise`` gives them their values after ``shard()``, and
-  ``settle`` those that follow from the base's (DoRA's magnitudes, copies of modules that are trained whole).
+- On the meta device they have no memory. After ``shard()``, ``initialise`` gives them their values, and ``settle`` the
+  values that follow from the base's (DoRA's magnitudes, copies of modules that are trained whole).
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from trueshard import _torch
 from trueshard.errors import UserError, one_line
-from trueshard.names import nearest
+from trueshard.text import nearest
 from trueshard.train.config import AdapterSection
+from trueshard.train.models.parameters import copy_module, gather, registered, seeded
 from trueshard.train.models.quantized import QuantizedLinear, dequantise
-from trueshard.train.models.rows import copy_rows, memory, seeded, whole
 
 _OWN = {
     "r": "rank",
@@ -33,32 +33,32 @@ _OWN = {
 """Fields of PEFT's configuration → keys of ``[adapter]``."""
 
 _MAGNITUDES = "lora_magnitude_vector"
-"""Where DoRA keeps the norms of the weight's rows, which ``settle`` computes."""
+"""Name of DoRA's norms of the rows of the weight, which ``settle`` computes."""
 
 _WITHOUT_VALUES = {
     *("bias", "use_rslora", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern"),
     *("alpha_pattern", "fan_in_fan_out", "lora_bias", "revision", "inference_mode", "init_lora_weights"),
 }
-"""Fields that mean the same on the meta device."""
+"""Fields that have the same effect on the meta device."""
 
 
 def needs_values(section: AdapterSection) -> bool:
-    """Whether the adapter's beginning is computed from the base's weights, so that it cannot be made without them."""
+    """True if the adapter's first values are computed from the base's weights."""
     by_value = section.arguments.get("init_lora_weights", True) not in (True, False, "gaussian")
     return by_value or bool(section.arguments.keys() - _WITHOUT_VALUES)
 
 
 def add_adapter(model: Any, section: AdapterSection, task: str | None, checking: bool = False) -> nn.Module:
-    """The PEFT model around ``model``, which is changed in place.
+    """Return the PEFT model around ``model``, which is changed in place.
 
     Args:
         model: of transformers.
-        section: what is wanted.
+        section: of the configuration.
         task: PEFT's task type.
-        checking: whatever the beginning, make only shapes.
+        checking: only shapes matter, whatever the first values.
 
     Raises:
-        UserError: PEFT is not installed, there is no such module, or PEFT refuses something.
+        UserError: PEFT is not installed, a module does not exist, or PEFT refuses the configuration.
     """
     try:
         import peft
@@ -104,13 +104,13 @@ def _check(model: nn.Module, section: AdapterSection, known: set[str]) -> None:
 
 
 def is_saved_whole(name: str, section: AdapterSection | None) -> bool:
-    """Whether a module of the base is, or is in, one that is trained whole beside the adapter."""
+    """True if a module of the base is, or is in, one that is trained whole beside the adapter."""
     inside = f".{name}."
     return section is not None and any(f".{end}." in inside for end in section.save_modules)
 
 
 def layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, layer) of each layer that has an adapter."""
+    """Yield (name, layer) of each layer with an adapter."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in model.named_modules():
@@ -119,7 +119,7 @@ def layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _wrappers(model: nn.Module) -> Iterator[Any]:
-    """Each module that is trained whole: with its original and its copies."""
+    """Yield each module that is trained whole; it holds its original and its copies."""
     from peft.utils import ModulesToSaveWrapper
 
     for module in model.modules():
@@ -128,7 +128,7 @@ def _wrappers(model: nn.Module) -> Iterator[Any]:
 
 
 def added(model: nn.Module) -> set[str]:
-    """Names of the parameters and buffers that the adapter brought."""
+    """Return the names of the adapter's parameters and buffers."""
     found: list[tuple[str, nn.Module]] = [
         (f"{name}.{key}", part) for name, layer in layers(model) for key, part in _parts(layer)
     ]
@@ -140,7 +140,7 @@ def added(model: nn.Module) -> set[str]:
 
 
 def _parts(layer: Any) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of what an adapter adds to a layer."""
+    """Yield (name, module) of what an adapter adds to a layer."""
     for name in dict.fromkeys(layer.adapter_layer_names):
         part = getattr(layer, name, None)
         if isinstance(part, nn.Module):
@@ -148,15 +148,15 @@ def _parts(layer: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def initialise(model: nn.Module, twin: nn.Module, seed: int, device: torch.device) -> None:
-    """Give the adapters of ``model`` memory and, but for what follows from the base, their first values.
+    """Give the adapters of ``model`` memory and their first values, except those that ``settle`` computes.
 
     Args:
         model: with adapters on the meta device, sharded or not.
         twin: the same, not sharded; its adapters are initialised one by one, and left on the meta device.
-        seed: each layer's values follow from it and the layer's name.
+        seed: the values of a layer follow from it and the layer's name.
         device: where shards rest.
     """
-    twins = dict(layers(twin))
+    twins, peft_model = dict(layers(twin)), cast(Any, twin)
     for name, layer in layers(model):
         for _, part in _parts(layer):
             part.to_empty(device=device)
@@ -167,46 +167,41 @@ def initialise(model: nn.Module, twin: nn.Module, seed: int, device: torch.devic
                 for module in part.modules():
                     if callable(reset := getattr(module, "reset_parameters", None)):
                         reset()
-            for adapter, config in _configurations(twin):
+            for adapter, config in peft_model.peft_config.items():
                 if config.init_lora_weights:
                     other.reset_lora_parameters(adapter, config.init_lora_weights)
             ours = dict(_parts(layer))
             for key, part in _parts(other):
                 if key != _MAGNITUDES:
-                    copy_rows(ours[key], part)
+                    copy_module(ours[key], part)
                 part.to_empty(device="meta")
     for wrapper in _wrappers(model):
         wrapper.modules_to_save.to_empty(device=device)
 
 
-def _configurations(model: Any) -> list[tuple[str, Any]]:
-    return list(model.peft_config.items())
-
-
 @torch.no_grad()
 def settle(model: nn.Module) -> None:
-    """Compute what an adapter takes over from the base. Collective where the model is sharded, a layer at a time."""
+    """Compute the values of an adapter that follow from the base, a layer at a time. Collective if sharded."""
     for wrapper in _wrappers(model):
         for copied in wrapper.modules_to_save.values():
-            copy_rows(copied, wrapper.original_module)
+            copy_module(copied, wrapper.original_module)
     for _, layer in layers(model):
         for adapter, dora in getattr(layer, _MAGNITUDES, {}).items():
-            base = layer.get_base_layer()
             fresh = _torch.own_class(dora)(fan_in_fan_out=dora.fan_in_fan_out)
             stand_in = nn.Module()
-            stand_in.weight = nn.Parameter(_whole_weight(base), requires_grad=False)
+            stand_in.weight = nn.Parameter(_whole_weight(layer.get_base_layer()), requires_grad=False)
             first, second = (_factor(layer, side, adapter) for side in "AB")
             fresh.update_layer(base_layer=stand_in, lora_A=first, lora_B=second, scaling=layer.scaling[adapter])
-            copy_rows(dora, fresh)
+            copy_module(dora, fresh)
 
 
 def _factor(layer: Any, side: str, adapter: str) -> torch.Tensor:
     modules = getattr(layer, f"lora_{side}")
     found = modules[adapter].weight if adapter in modules else getattr(layer, f"lora_embedding_{side}")[adapter]
-    return whole(found)
+    return gather(found)
 
 
 def _whole_weight(base: nn.Module) -> torch.Tensor:
     if isinstance(base, QuantizedLinear):
-        return dequantise(whole(base.packed), base.kind, base.in_features, base.dtype)
-    return whole(memory(base, "weight"))
+        return dequantise(gather(base.packed), base.kind, base.in_features, base.dtype)
+    return gather(registered(base, "weight"))

@@ -1,42 +1,86 @@
 """The model of a run, from a Hugging Face directory or configuration, never from the network.
 
 - ``architecture`` is cheap and raises every ``UserError``; the launcher calls it before a process starts.
-- ``build`` makes the model without memory; it is sharded so, and then ``fill`` gives each rank its own rows. No rank
-  holds the whole model.
+- ``build`` makes the model without memory; after ``shard()``, ``fill`` gives each rank its own rows. No rank holds the
+  whole model.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from trueshard.errors import UserError, with_kind
-from trueshard.train.config import Config
-from trueshard.train.models.adapters import needs_values
-from trueshard.train.models.filling import fill
-from trueshard.train.models.making import empty, with_values
-from trueshard.train.models.settings import key_of, settings_of
+from trueshard.train.config import AdapterSection, Config, ModelSection
+from trueshard.train.models.adapters import add_adapter, is_saved_whole, needs_values
+from trueshard.train.models.parameters import freeze, seeded
+from trueshard.train.models.quantized import Quantization, quantise_layers
 
-__all__ = ["architecture", "build", "fill", "plain_settings", "quiet_transformers", "reference"]
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """A family of transformers models with one auto class."""
+
+    auto_name: str
+    mapping: str
+    """Name of transformers' mapping from ``model_type``."""
+    noun: str
+    example: str
+
+    @property
+    def auto(self) -> Any:
+        """The auto class."""
+        import transformers
+
+        return getattr(transformers, self.auto_name)
+
+    @property
+    def known(self) -> Mapping[str, Any]:
+        """Mapping whose keys are the ``model_type`` values of the family."""
+        from transformers.models.auto import modeling_auto
+
+        known: Mapping[str, Any] = getattr(modeling_auto, self.mapping)
+        return known
+
+
+CAUSAL = ModelFamily("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model", "llama")
+VISION = ModelFamily(
+    "AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "model of images and text", "llava"
+)
+
+
+def family_of(data_format: str) -> ModelFamily:
+    """Return the family of models for `data.format`."""
+    return VISION if data_format == "vision" else CAUSAL
 
 
 def architecture(config: Config, vocab_size: int, image_token: int | None = None) -> Any:
-    """The transformers configuration of the model, for a tokenizer of `vocab_size` tokens.
+    """Return the transformers configuration of the model.
 
     Args:
-        config: what is asked for.
+        config: of the run.
         vocab_size: of the tokenizer, special tokens included.
-        image_token: with format "vision", the number of the tokenizer's token that stands for a part of an image.
+        image_token: with format "vision", the id of the tokenizer's image token.
 
     Raises:
-        UserError: there is none, transformers does not know it, it is of another kind than the data's format needs, its
-            fields do not go together, its vocabulary is smaller than the tokenizer's, or what is to be frozen,
-            quantised or adapted is not there.
+        UserError: there is none, transformers does not know it, it is of another family than the data need, its fields
+            do not fit, its vocabulary is smaller than the tokenizer's, or what is to be frozen, quantised or adapted
+            does not exist.
     """
-    settings = settings_of(config, vocab_size, image_token)
-    key = key_of(config.model)
+    section, family, key = config.model, family_of(config.data.format), _key_of(config.model)
+    settings = _from_fields(section, family, vocab_size) if section.architecture else _from_files(section, family)
+    if image_token is not None:
+        _set_image_token(section, settings, image_token)
     try:
         model: Any = empty(config, settings, checking=True)
     except UserError:
@@ -55,13 +99,13 @@ def architecture(config: Config, vocab_size: int, image_token: int | None = None
 
 
 def build(config: Config, settings: Any) -> nn.Module:
-    """The model on the meta device, in `model.dtype`: quantised, with its adapter, and frozen as asked for.
+    """Return the model on the meta device, in `model.dtype`: quantised, adapted and frozen as configured.
 
-    ``fill`` gives it memory and values, best after ``shard()``. A model with an adapter whose beginning is computed
-    from the weights (`init_lora_weights = "pissa"`) is made whole on the CPU instead.
+    ``fill`` gives it memory and values, best after ``shard()``. A model whose adapter starts from the weights
+    (`init_lora_weights = "pissa"`) is made whole on the CPU instead.
 
     Args:
-        config: what is asked for.
+        config: of the run.
         settings: from ``architecture``.
 
     Raises:
@@ -73,9 +117,9 @@ def build(config: Config, settings: Any) -> nn.Module:
 
 
 def reference(config: Config, settings: Any) -> nn.Module | None:
-    """The model before training, frozen, without memory: for preference tuning; to be sharded and filled like it.
+    """Return the model before training, frozen, on the meta device, for preference tuning.
 
-    None with an adapter: there it is the model with its adapter off.
+    None with an adapter: the reference is then the model with its adapter off.
     """
     if config.adapter is not None:
         return None
@@ -83,8 +127,43 @@ def reference(config: Config, settings: Any) -> nn.Module | None:
     return empty(plain, settings).requires_grad_(False).eval()
 
 
+def empty(config: Config, settings: Any, checking: bool = False) -> nn.Module:
+    """Return the model on the meta device, quantised, adapted and frozen as configured, in `model.dtype`.
+
+    Args:
+        config, settings: as for ``build``.
+        checking: only shapes matter.
+
+    Raises:
+        UserError: the configuration does not fit the model.
+    """
+    with torch.device("meta"):
+        base = family_of(config.data.format).auto.from_config(settings, dtype=getattr(torch, config.model.dtype))
+        return _changed(config, base, checking)
+
+
+def with_values(config: Config, settings: Any) -> nn.Module:
+    """Return the model with its values, whole in host memory; random ones follow from `train.seed`.
+
+    Raises:
+        UserError: its files cannot be read.
+    """
+    dtype, auto = getattr(torch, config.model.dtype), family_of(config.data.format).auto
+    with seeded(config.train.seed, "", torch.device("cpu")):
+        if config.model.path is None:
+            return _changed(config, auto.from_config(settings, dtype=dtype))
+        path = config.model.place()
+        try:
+            base = auto.from_pretrained(str(path), config=settings, dtype=dtype, local_files_only=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"model.path: the weights in {path} cannot be loaded ({with_kind(error)}); check the files"
+            ) from error
+        return _changed(config, base.train())
+
+
 def quiet_transformers() -> None:
-    """Leave the terminal to the trainer: no advice and no progress bars from transformers, whose errors are raised."""
+    """Turn off advice and progress bars of transformers; its errors are raised."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -92,8 +171,153 @@ def quiet_transformers() -> None:
 
 
 def plain_settings(settings: Any) -> dict[str, Any]:
-    """The architecture as JSON values, without what does not change the model: to compare a resumed run with."""
+    """Return the architecture as JSON values, to compare with on a resume, without what does not change the model."""
     passing = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
     return {
         key: value for key, value in json.loads(settings.to_json_string(use_diff=False)).items() if key not in passing
     }
+
+
+def _changed(config: Config, base: Any, checking: bool = False) -> nn.Module:
+    """Quantise, adapt and freeze a model."""
+    model: nn.Module = base
+    section, adapter = config.model, config.adapter
+    if section.quantize != "none":
+        _quantise(base, section.quantize, adapter, checking)
+    if adapter is not None:
+        model = add_adapter(base, adapter, "CAUSAL_LM" if config.data.format != "vision" else None, checking)
+    freeze(model, section.freeze)
+    return model
+
+
+def _quantise(base: Any, kind: Quantization, adapter: AdapterSection | None, checking: bool) -> None:
+    """Quantise the linear layers of ``base``, except its head and modules that are trained whole."""
+    if adapter is not None and needs_values(adapter):
+        raise UserError(
+            "model.quantize does not go with adapter.arguments that begin with or change the base's weights; set it to "
+            '"none", or remove them'
+        )
+    head, before = base.get_output_embeddings(), base.num_parameters()
+    kept = {name for name, module in base.named_modules() if module is head}
+    found = quantise_layers(base, kind, lambda name: name not in kept and not is_saved_whole(name, adapter))
+    if not found:
+        raise UserError(f'model.quantize: {type(base).__name__} has no linear layer to quantise; set it to "none"')
+    if checking and found < 0.5 * before and (not dist.is_initialized() or dist.get_rank() == 0):
+        warnings.warn(
+            f"model.quantize reaches {found / before:.0%} of the weights of {type(base).__name__}: the head, and what "
+            "is in no linear layer (embeddings, experts that are held together), stays as it is",
+            stacklevel=2,
+        )
+
+
+# ---- from `[model]` to a transformers configuration
+
+
+def _key_of(section: ModelSection) -> str:
+    """Return the key that names the model."""
+    return next(f"model.{name}" for name in ("path", "config", "architecture") if getattr(section, name) is not None)
+
+
+def _from_fields(section: ModelSection, family: ModelFamily, vocab_size: int) -> Any:
+    from transformers import AutoConfig
+
+    assert section.architecture is not None
+    _check_known(section.architecture, "model.architecture", family)
+    default = AutoConfig.for_model(section.architecture)
+    _check_fields(section.fields, default, "model.fields", section.architecture)
+    fields = dict(section.fields)
+    nested = getattr(default, "text_config", None)
+    if nested is None:
+        fields["vocab_size"] = vocab_size
+    else:
+        text = {"model_type": nested.model_type} | dict(fields.get("text_config", {}))
+        fields["text_config"] = text | {"vocab_size": vocab_size}
+        if getattr(default, "vision_config", None) is not None and "vision_config" in fields:
+            fields["vision_config"] = {"model_type": default.vision_config.model_type} | dict(fields["vision_config"])
+    try:
+        return AutoConfig.for_model(section.architecture, **fields)
+    except Exception as error:  # transformers validates in several ways
+        raise UserError(
+            f"model.fields: {section.architecture} refuses them ({with_kind(error)}); correct them"
+        ) from None
+
+
+def _check_fields(fields: Mapping[str, Any], default: Any, where: str, what: str) -> None:
+    """Compare the names of ``fields`` with those of a default configuration, and of its nested ones."""
+    from transformers import AutoConfig
+
+    if "vocab_size" in fields:
+        raise UserError(f"{where}.vocab_size: the vocabulary size is the tokenizer's; remove it")
+    valid = default.to_dict()
+    for name, value in fields.items():
+        if name not in valid:
+            near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
+            hint = f"nearest valid one: {where}.{near[0]}" if near else "see its transformers configuration"
+            raise UserError(f"unknown key {where}.{name} for the architecture {what!r}; {hint}")
+        if name in ("text_config", "vision_config") and valid[name] is not None:
+            if not isinstance(value, Mapping):
+                raise UserError(f"{where}.{name}: wanted a table, found {value!r}")
+            inner = getattr(default, name)
+            if (other := value.get("model_type", inner.model_type)) != inner.model_type:
+                try:
+                    inner = AutoConfig.for_model(other)
+                except ValueError:
+                    raise UserError(f"{where}.{name}.model_type: {other!r} is unknown to transformers") from None
+            _check_fields({k: v for k, v in value.items() if k != "model_type"}, inner, f"{where}.{name}", other)
+
+
+def _from_files(section: ModelSection, family: ModelFamily) -> Any:
+    from transformers import AutoConfig
+
+    key, path = _key_of(section), section.place()
+    file = path / "config.json" if path.is_dir() or section.path else path
+    if not path.exists():
+        raise UserError(f"{key}: {path} does not exist; give a Hugging Face model directory on this machine")
+    if not file.is_file():
+        raise UserError(f"{key}: {path} is not a model directory: it has no config.json; give one that has")
+    try:
+        model_type = json.loads(file.read_text(encoding="utf-8"))["model_type"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise UserError(
+            f'{key}: {file} is not a transformers configuration ({with_kind(error)}); it needs a "model_type"'
+        ) from None
+    _check_known(model_type, f"{key}: {file}", family)
+    if section.path and (path / "adapter" / "adapter_config.json").exists():
+        raise UserError(
+            f"model.path: {path} is a checkpoint of an adapter and its base; make one model of them first: "
+            f"trueshard export {path} OUT --to merged"
+        )
+    if section.path and not any(found for pattern in WEIGHTS for found in path.glob(pattern)):
+        raise UserError(
+            f"model.path: {path} has no weights ({', '.join(WEIGHTS)}); to train from scratch use model.config instead"
+        )
+    try:
+        settings = AutoConfig.from_pretrained(str(file), local_files_only=True)
+    except Exception as error:  # transformers validates in several ways
+        raise UserError(f"{key}: {file} is refused by transformers ({with_kind(error)}); correct it") from None
+    settings._name_or_path = str(file.parent.absolute()) if section.path else ""  # PEFT records the base's place
+    return settings
+
+
+def _check_known(model_type: Any, where: str, family: ModelFamily) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if model_type in family.known:
+        return
+    state = f"is not a {family.noun}" if model_type in CONFIG_MAPPING_NAMES else "is unknown to transformers"
+    near = difflib.get_close_matches(str(model_type), family.known, n=3, cutoff=0.5)
+    remedy = f"near matches: {', '.join(near)}" if near else f"give a model_type it knows, such as {family.example!r}"
+    raise UserError(f"{where}: the architecture {model_type!r} {state}; {remedy}")
+
+
+def _set_image_token(section: ModelSection, settings: Any, image_token: int) -> None:
+    """Set or check the image token: model and tokenizer must agree on it."""
+    keys = [key for key in ("image_token_id", "image_token_index") if hasattr(settings, key)]
+    for key in keys:
+        if section.architecture is not None and key not in section.fields:
+            setattr(settings, key, image_token)
+        elif getattr(settings, key) != image_token:
+            raise UserError(
+                f"{_key_of(section)}: the model's {key} is {getattr(settings, key)}, the tokenizer's image token is "
+                f"{image_token}; use the model's own tokenizer"
+            )

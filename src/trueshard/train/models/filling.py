@@ -1,15 +1,16 @@
-"""Gives a model that was built without memory its values, after ``shard()``: each rank gets its own rows.
+"""Values for a sharded model that was built on the meta device; each rank gets its own rows.
 
-- Weights in files are read by rows. Random ones are made a block at a time, by transformers' own initialisation, from
-  ``train.seed`` and the block's name: the same at every number of ranks, and no rank ever holds more than a block.
+- Weights in files are read by rows. Random ones are made a block at a time with transformers' own initialisation, from
+  ``train.seed`` and the block's name: the same at every number of ranks, and no rank holds more than a block.
 - A quantised model is read in full precision by a twin that is sharded alike, and quantised row by row.
-- What that cannot do (files that are not safetensors, a model whose initialisation crosses blocks) is done in host
-  memory, whole, on every rank.
+- Otherwise (files that are not safetensors, initialisation across blocks) each rank makes the whole model in host
+  memory.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +19,30 @@ import torch.distributed as dist
 from torch import nn
 
 import trueshard
-from trueshard import _torch, names
-from trueshard.checkpoint.layout import adapted_places
+from trueshard import _torch
+from trueshard.checkpoint.layout import adapted_keys
 from trueshard.checkpoint.manifest import MANIFEST
 from trueshard.errors import UserError, one_line
-from trueshard.runtime import runtime_of
+from trueshard.model import names
+from trueshard.model.first_values import initialisers, is_unwritten, mark_unwritten
+from trueshard.model.units import choose_units
+from trueshard.runtime.passes import runtime_of
 from trueshard.train.config import Config
 from trueshard.train.models import adapters
-from trueshard.train.models.initialising import initialise
-from trueshard.train.models.making import empty, with_values
+from trueshard.train.models.build import empty, with_values
+from trueshard.train.models.parameters import copy_tensor, give_memory, registered, resting_device, seeded
 from trueshard.train.models.quantized import QuantizedLinear, quantise
-from trueshard.train.models.rows import copy_tensor, give_memory, memory, resting_device
 
 
 def fill(config: Config, model: nn.Module) -> None:
-    """Give memory and values to all of ``model`` that is on the meta device. Collective.
+    """Give memory and values to a model on the meta device. Collective.
 
     Args:
-        config: that ``build`` was given.
-        model: what ``build`` or ``reference`` returned, sharded; one that has its values is left alone.
+        config: of the run.
+        model: from ``build`` or ``reference``, sharded; one that has its values stays as it is.
 
     Raises:
-        UserError: the files do not have what the model needs; on every rank.
+        UserError: the files lack tensors of the model; on every rank.
     """
     root = names.unwrap(model)
     if not any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers())):
@@ -66,27 +69,18 @@ def _fill_quantised(config: Config, settings: Any, root: nn.Module) -> None:
     twin = empty(plain, settings)
     runtime = runtime_of(root)
     assert runtime is not None
-    with warnings.catch_warnings():  # that it is one unit, where it is: it is never gathered
+    with warnings.catch_warnings():  # that it may be a single unit: it is never gathered
         warnings.simplefilter("ignore")
         trueshard.shard(twin, mesh=runtime.mesh, offload=runtime.plan.offload)
     fill(plain, twin)
-    _take(root, twin)
-
-
-def _initialise(config: Config, settings: Any, root: nn.Module) -> None:
-    device = resting_device(root)
-    give_memory(root)
-    if not initialise(root, empty(config, settings), config.train.seed, device):
-        _take(root, with_values(config, settings))
-    elif _is_adapted(root):
-        adapters.initialise(root, empty(config, settings), config.train.seed, device)
+    _copy_model(root, twin)
 
 
 def _read(config: Config, settings: Any, root: nn.Module) -> None:
     path = config.model.place()
     adapted = _is_adapted(root)
     if not any(path.glob("*.safetensors")):
-        _take(root, with_values(config, settings))
+        _copy_model(root, with_values(config, settings))
         return
     if adapted:
         adapters.initialise(root, empty(config, settings), config.train.seed, resting_device(root))
@@ -94,8 +88,8 @@ def _read(config: Config, settings: Any, root: nn.Module) -> None:
         found = trueshard.load(path, model=root, strict=False, convert=True, rng=False, names=_base_names(root, path))
     except (ValueError, OSError) as error:
         text = one_line(error)
-        if "more than reading bytes" in text:  # then transformers can put it together
-            _take(root, with_values(config, settings))
+        if "more than reading bytes" in text:  # transformers can assemble it
+            _copy_model(root, with_values(config, settings))
             return
         raise UserError(f"model.path: {text}") from error
     added = adapters.added(root) if adapted else set()
@@ -111,43 +105,120 @@ def _read(config: Config, settings: Any, root: nn.Module) -> None:
 
 
 def _base_names(root: nn.Module, path: Path) -> dict[str, str] | None:
-    """For an adapted model and a checkpoint of the library's own: name → name in the model before it was adapted.
-
-    In other directories ``load`` finds these by itself.
-    """
+    """Return name → name before the model was adapted, for one of our checkpoints; ``load`` knows other directories."""
     if not (path / MANIFEST).is_file():
         return None
-    places = adapted_places(root, "") or {}
+    places = adapted_keys(root, "") or {}
     return {name: place.key for name, place in places.items() if place.stem == "model"}
 
 
-def _take(root: nn.Module, donor: nn.Module) -> None:
-    """Copy, or quantise, what a model of the same structure has: whole, or sharded alike."""
+def _copy_model(root: nn.Module, donor: nn.Module) -> None:
+    """Copy or quantise the values of a model of the same structure, whole or sharded alike."""
     give_memory(root)
     donors = dict(names.named_modules(donor))
     for name, module in names.named_modules(root):
         other = donors[name]
         if isinstance(module, QuantizedLinear) and not isinstance(other, QuantizedLinear):
             _quantise_rows(module, other)
-        else:
-            _copy_own(module, other)
-
-
-def _copy_own(module: nn.Module, other: nn.Module) -> None:
-    for held, theirs in ((module._parameters, other._parameters), (module._buffers, other._buffers)):
-        for attribute, tensor in held.items():
-            source = theirs[attribute]
-            if tensor is not None and source is not None:
-                copy_tensor(tensor, source)
+            continue
+        for registry in (_torch.own_parameters, _torch.own_buffers):
+            held, theirs = registry(module), registry(other)
+            for attribute, tensor in held.items():
+                source = theirs[attribute]
+                if tensor is not None and source is not None:
+                    copy_tensor(tensor, source)
 
 
 @torch.no_grad()
 def _quantise_rows(module: QuantizedLinear, other: nn.Module) -> None:
-    weight = memory(other, "weight")
-    packed = quantise(_torch.local(weight), module.kind)
+    packed = quantise(_torch.local(registered(other, "weight")), module.kind)
     if _torch.local(module.packed).shape == packed.shape:
         _torch.local(module.packed).copy_(packed)
     else:  # the donor is whole
         copy_tensor(module.packed, packed)
     if module.bias is not None:
-        copy_tensor(memory(module, "bias"), memory(other, "bias"))
+        copy_tensor(registered(module, "bias"), registered(other, "bias"))
+
+
+# ---- random values, a block at a time
+
+
+def _initialise(config: Config, settings: Any, root: nn.Module) -> None:
+    device = resting_device(root)
+    give_memory(root)
+    if not _initialise_blocks(root, empty(config, settings), config.train.seed, device):
+        _copy_model(root, with_values(config, settings))
+    elif _is_adapted(root):
+        adapters.initialise(root, empty(config, settings), config.train.seed, device)
+
+
+@torch.no_grad()
+def _initialise_blocks(model: nn.Module, twin: nn.Module, seed: int, device: torch.device) -> bool:
+    """Give ``model`` its first values, except for its adapters.
+
+    Args:
+        model: with memory, sharded or not.
+        twin: the same on the meta device, not sharded. Each of its blocks gets memory for a while.
+        seed: the values of a block follow from it and the block's name.
+        device: where blocks are initialised.
+
+    Returns:
+        False if the model cannot be initialised by blocks; values are then undefined.
+    """
+    owners = initialisers(twin)
+    tensors = {
+        name: tensor
+        for kind in ("parameters", "buffers")
+        for name, _, _, tensor in names.named_tensors(names.unwrap(model), kind)
+    }
+    added = adapters.added(twin) if _is_adapted(twin) else set()
+    for name, module, below in list(_pieces(twin, "", set(choose_units(twin, "auto")))):
+        if not below and not _leaves_children(module, owners):
+            return False
+        module.to_empty(device=device, recurse=below)
+        own = {key: tensor for key, tensor in _tensors(name, module, below) if tensor.numel()}
+        for tensor in own.values():
+            mark_unwritten(tensor)
+        with seeded(seed, name, device):
+            for each in _upwards(module) if below else [module]:
+                if id(each) in owners:
+                    owners[id(each)](each)
+        for key, tensor in own.items():
+            if key in added:
+                continue
+            if is_unwritten(tensor):
+                return False
+            copy_tensor(tensors[key], tensor)
+        module.to_empty(device="meta", recurse=below)
+    return True
+
+
+def _pieces(module: nn.Module, name: str, blocks: set[str]) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yield (name, module, True if with all modules below it): children first, as transformers does."""
+    if name in blocks or not any(block.startswith(f"{name}." if name else "") for block in blocks):
+        yield name, module, True
+        return
+    for child_name, child in module.named_children():
+        yield from _pieces(child, f"{name}.{child_name}" if name else child_name, blocks)
+    yield name, module, False
+
+
+def _tensors(name: str, module: nn.Module, below: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(name, recurse=below, remove_duplicate=False)
+    yield from module.named_buffers(name, recurse=below, remove_duplicate=False)
+
+
+def _upwards(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _upwards(child)
+    yield module
+
+
+def _leaves_children(module: nn.Module, owners: dict[int, Callable[[nn.Module], Any]]) -> bool:
+    """True if initialising a module that contains blocks, all on the meta device, writes to nothing below it."""
+    own = {id(tensor) for _, tensor in _tensors("", module, False)}
+    tensors = [each for each in (*module.parameters(), *module.buffers()) if id(each) not in own]
+    before = [_torch.version(tensor) for tensor in tensors]
+    if id(module) in owners:
+        owners[id(module)](module)
+    return before == [_torch.version(tensor) for tensor in tensors]

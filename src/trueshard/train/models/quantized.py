@@ -1,11 +1,11 @@
-"""Frozen linear layers whose weights are stored in 8 or 4 bits, in plain torch.
+"""Frozen linear layers with weights in 8 or 4 bits, in plain torch.
 
-- "int8": rounded to 255 steps between ± the greatest of 64 inputs' weights. "nf4": to the 16 quantiles of a normal
-  distribution (Dettmers et al. 2023, QLoRA, appendix E), likewise scaled.
-- One uint8 tensor a layer holds the codes of a row and after them the row's scales as bytes: it is sharded by rows like
-  any weight, gathered as it is stored (FSDP2 casts floating point only), and rows can be quantised where they are.
-- The weight is made again in backward, so activations do not hold it. ``weight`` is made whenever it is read: PEFT
-  takes the layer for the ``nn.Linear`` that it is.
+- "int8": rounded to 255 levels, scaled by the largest absolute value of each 64 inputs. "nf4": rounded to 16 quantiles
+  of a normal distribution (Dettmers et al. 2023, QLoRA, appendix E), scaled likewise.
+- One uint8 tensor a layer holds each row's codes and then its scales as bytes: it is sharded by rows like any weight,
+  gathered as it is stored (FSDP2 casts floating point only), and rows can be quantised in place.
+- The weight is dequantised again in backward, so activations do not hold it, and whenever ``weight`` is read: to PEFT
+  the layer is an ``nn.Linear``.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-Kind = Literal["int8", "nf4"]
+Quantization = Literal["int8", "nf4"]
 
 BLOCK = 64
-"""Inputs that share a scale."""
+"""Number of inputs that share a scale."""
 _SCALE_BYTES = 4
 
 
 class QuantizedLinear(nn.Linear):
-    """``nn.Linear`` over a quantised weight, which gets no gradient.
+    """``nn.Linear`` with a quantised weight, which gets no gradient.
 
     Args:
-        linear: what it stands for; on the meta device, this will be there, too.
+        linear: replaced by it; on the meta device, so is the new layer.
         kind: "int8" or "nf4".
     """
 
-    def __init__(self, linear: nn.Linear, kind: Kind) -> None:
+    def __init__(self, linear: nn.Linear, kind: Quantization) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.kind = linear.in_features, linear.out_features, kind
         self.dtype = linear.weight.dtype
-        """Of ``weight``."""
+        """Dtype of ``weight``."""
         self.packed = nn.Parameter(quantise(linear.weight.detach(), kind), requires_grad=False)
         """uint8 [out_features, bytes of a row]."""
         self.bias = linear.bias
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """[out_features, in_features], made anew."""
+        """Dequantised weight, [out_features, in_features]."""
         return dequantise(self.packed, self.kind, self.in_features, self.dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] → [..., out_features], in the dtype of ``input``."""
+        """Return [..., out_features] for [..., in_features], in the dtype of ``input``."""
         output: torch.Tensor = _Product.apply(input, self.packed, self.bias, self.kind)
         return output
 
@@ -56,10 +56,10 @@ class QuantizedLinear(nn.Linear):
         return f"{super().extra_repr()}, kind={self.kind}"
 
 
-def quantise_layers(model: nn.Module, kind: Kind, wanted: Callable[[str], bool]) -> int:
-    """Replace the linear layers of ``model`` that are ``wanted``, by name, in place; returns their weights' number.
+def quantise_layers(model: nn.Module, kind: Quantization, wanted: Callable[[str], bool]) -> int:
+    """Replace the ``wanted`` linear layers of ``model``, in place; return their number of weights.
 
-    What is a subclass of ``nn.Linear`` is left alone.
+    Subclasses of ``nn.Linear`` are left alone.
     """
     found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear and wanted(name)]
     made = {id(module): QuantizedLinear(module, kind) for _, module in found}
@@ -69,8 +69,8 @@ def quantise_layers(model: nn.Module, kind: Kind, wanted: Callable[[str], bool])
     return sum(module.weight.numel() for _, module in found)
 
 
-def quantise(weight: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Any rows of a weight, [rows, inputs] of floating point → uint8 [rows, bytes of a row]."""
+def quantise(weight: torch.Tensor, kind: Quantization) -> torch.Tensor:
+    """Quantise rows of a weight: [rows, inputs] of floating point → uint8 [rows, bytes of a row]."""
     blocks = -(-weight.shape[1] // BLOCK)
     values = F.pad(weight.float(), (0, blocks * BLOCK - weight.shape[1])).unflatten(1, (blocks, BLOCK))
     scales = values.abs().amax(2)
@@ -84,8 +84,8 @@ def quantise(weight: torch.Tensor, kind: Kind) -> torch.Tensor:
     return torch.cat([codes, scales.view(torch.uint8)], dim=1)
 
 
-def dequantise(packed: torch.Tensor, kind: Kind, inputs: int, dtype: torch.dtype) -> torch.Tensor:
-    """What ``quantise`` made → [rows, inputs] in ``dtype``."""
+def dequantise(packed: torch.Tensor, kind: Quantization, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    """Invert ``quantise``: uint8 [rows, bytes of a row] → [rows, inputs] in ``dtype``."""
     blocks = -(-inputs // BLOCK)
     codes, scales = packed.split([packed.shape[1] - blocks * _SCALE_BYTES, blocks * _SCALE_BYTES], dim=1)
     scale = scales.clone(memory_format=torch.contiguous_format).view(torch.float32).unsqueeze(2)
@@ -104,8 +104,8 @@ def _levels(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _quantiles() -> list[float]:
-    """The 16 values of "normal float 4": eight quantiles on the positive side, seven on the negative, and zero."""
-    last = 0.9677083  # so that the outermost is as far from 1 as half a step, averaged over both sides
+    """Return the 16 levels of "normal float 4": eight positive quantiles, seven negative ones, and zero."""
+    last = 0.9677083  # the outermost level is half a step away from 1, averaged over both sides
     like: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     positive = torch.special.ndtri(torch.linspace(last, 0.5, 9, **like)[:-1])
     negative = -torch.special.ndtri(torch.linspace(last, 0.5, 8, **like)[:-1])
@@ -115,11 +115,11 @@ def _quantiles() -> list[float]:
 
 
 class _Product(torch.autograd.Function):
-    """input × weightᵀ + bias; keeps the codes for backward, and nothing else."""
+    """Compute input × weightᵀ + bias; saves only the codes for backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, kind: Kind
+        ctx: Any, input: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, kind: Quantization
     ) -> torch.Tensor:
         ctx.save_for_backward(packed)
         ctx.kind, ctx.inputs = kind, input.shape[-1]

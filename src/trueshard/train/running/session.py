@@ -1,71 +1,77 @@
-"""One rank's training from beginning to end: what is resumed, the steps, what is left and said afterwards."""
+"""One rank's training from beginning to end: what it resumes, its steps, and what it leaves and says afterwards."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import trueshard
 from trueshard.errors import UserError, written_to
+from trueshard.launching import STOPPED
 from trueshard.train import recipe
-from trueshard.train.config import Config
-from trueshard.train.data.prepared import NOUNS
+from trueshard.train.config import Config, SampleSection
+from trueshard.train.data.prepared import NOUNS, Prepared
 from trueshard.train.models.build import plain_settings
-from trueshard.train.running import planned, resuming
-from trueshard.train.running.launch import Ranks
-from trueshard.train.running.preflight import Ready
-from trueshard.train.running.signals import STOPPED, StopRequest
-from trueshard.train.sample import sample
+from trueshard.train.running import resuming
+from trueshard.train.running.checks import Ready
 from trueshard.train.showing import report
 from trueshard.train.showing.metrics import read_metrics
 from trueshard.train.trainer import NonFiniteLoss, Trainer
 
 
 def train(
-    config: Config, ready: Ready, ranks: Ranks, stop: StopRequest, *, profile: bool = False, override: bool = False
+    config: Config,
+    ready: Ready,
+    device: torch.device,
+    wants_stop: Callable[[], bool],
+    *,
+    profile: bool = False,
+    override: bool = False,
 ) -> int:
-    """Train from the run's last checkpoint, or from the start, to the last step; returns the exit code. Collective."""
+    """Train from the run's newest checkpoint, or from the start, to the last step; return the exit code. Collective."""
     trainer, plan = recipe.build_trainer(
         config,
         ready.architecture,
         ready.data,
-        lambda: stop.requested,
-        device=ranks.device,
+        wants_stop,
+        device=device,
         memory_planned=ready.memory_planned,
         profile=profile,
     )
-    if ranks.rank == 0:
+    is_first = trainer.rank == 0
+    if is_first:
+        ranks = f"{trainer.ranks} {device.type} rank{'s' if trainer.ranks > 1 else ''}"
         print(plan)
-        print(f"{_size(trainer)} on {_ranks(ranks)}, {_data(config, ready)}", flush=True)
-    resume(config, ready, ranks, trainer, override)
-    if ranks.rank == 0:  # not before: what a run that cannot go on says of itself is of no use to the next
+        print(f"{_size(trainer.model)} on {ranks}, {_described(ready.data, config.data.format)}", flush=True)
+    resume(config, ready.data, trainer, override)
+    if is_first:  # only now: a run that cannot resume must not change what the next start compares with
         resuming.write_settings(config, plain_settings(ready.architecture), trainer.step)
-        if ranks.device.type == "cpu":  # elsewhere it stands there with its forecast
-            planned.write(config, plan)
+        if device.type == "cpu":  # elsewhere it was written with its forecast
+            from trueshard.train.running import forecast  # the planner
+
+            forecast.write(config.run.folder, plan)
     try:
-        with written_to(recipe.folder_of(config)):
+        with written_to(config.run.folder):
             complete = trainer.fit()
     except NonFiniteLoss as error:
         raise UserError(f"{error}. Lower optimizer.lr, or set train.skip_nonfinite to leave such steps out") from error
-    if not complete and stopped_by_signal(trainer):
-        if ranks.rank == 0:
-            saved = recipe.checkpoints_of(config).path(trainer.step)
-            print(f"Stopped after step {trainer.step}; saved in {saved}. The same command resumes.", flush=True)
-        dist.barrier()
-        return STOPPED
-    finish(config, ready, ranks, trainer)
+    is_stopped = not complete and trainer.stopped == "asked to"
+    if not is_stopped:
+        finish(config, ready.data, trainer)
+    elif is_first:
+        saved = recipe.checkpoints_of(config).path(trainer.step)
+        print(f"Stopped after step {trainer.step}; saved in {saved}. The same command resumes.", flush=True)
     dist.barrier()
-    return 0
+    return STOPPED if is_stopped else 0
 
 
-def stopped_by_signal(trainer: Trainer) -> bool:
-    """Whether the run ended because it was asked to, and not because it need not go on."""
-    return trainer.stopped == "asked to"
-
-
-def resume(config: Config, ready: Ready, ranks: Ranks, trainer: Trainer, override: bool) -> None:
-    """Load the newest checkpoint in place; raises `UserError` if it is damaged, or of other data."""
+def resume(config: Config, data: Prepared, trainer: Trainer, override: bool) -> None:
+    """Load the newest checkpoint in place; raise `UserError` if it is damaged, or of other data."""
     path = recipe.checkpoints_of(config).latest()
     if path is None:
         return
@@ -75,22 +81,22 @@ def resume(config: Config, ready: Ready, ranks: Ranks, trainer: Trainer, overrid
         detail = " ".join(str(error).partition(" strict=False")[0].split())
         remedy = (
             "delete it to go on from the one before it"
-            if damaged(path)
+            if is_damaged(path)
             else "it is whole: set the configuration back to what it was made with, or choose another run.dir"
         )
         raise UserError(f"{path} does not load: {detail}; {remedy}") from error
     assert found is not None
-    if found["data"]["crc32"] != ready.data.summary.crc32 and not override:
+    if found["data"]["crc32"] != data.summary.crc32 and not override:
         raise UserError(
-            f"data.path: what {ready.data.folder} holds is not what {path} was trained on; put it back as it was, "
+            f"data.path: what {data.folder} holds is not what {path} was trained on; put it back as it was, "
             "choose another run.dir, or go on all the same with --override"
         )
-    if ranks.rank == 0:
+    if trainer.rank == 0:
         print(f"Resumed after step {trainer.step} from {path}", flush=True)
 
 
-def damaged(path: Path) -> bool:
-    """Whether a checkpoint does not hold what was saved."""
+def is_damaged(path: Path) -> bool:
+    """Return True if a checkpoint does not hold what was saved."""
     try:
         trueshard.check(path)
     except (ValueError, OSError):
@@ -98,16 +104,22 @@ def damaged(path: Path) -> bool:
     return False
 
 
-def finish(config: Config, ready: Ready, ranks: Ranks, trainer: Trainer) -> None:
-    """Sample, draw, and say what the run has made. All ranks sample, rank 0 does the rest."""
-    continuation, folder = None, recipe.folder_of(config)
-    if config.sample.tokens and config.data.format == "text":
-        length, seed = config.train.sequence_length, config.train.seed
-        continuation = sample(trainer.model, ready.data.tokenizer(), config.sample, length, seed, ranks.device)
-    if ranks.rank != 0:
+def finish(config: Config, data: Prepared, trainer: Trainer) -> None:
+    """Sample, draw the loss, and list the files of the run. All ranks sample; rank 0 does the rest."""
+    continuation, folder, is_text = None, config.run.folder, config.data.format == "text"
+    if config.sample.tokens and is_text:
+        continuation = sample(
+            trainer.model,
+            data.tokenizer(),
+            config.sample,
+            config.train.sequence_length,
+            config.train.seed,
+            trainer.device,
+        )
+    if trainer.rank != 0:
         return
     records = read_metrics(folder / "metrics.jsonl")
-    entropy = ready.data.summary.unigram_entropy if config.data.format == "text" else None
+    entropy = data.summary.unigram_entropy if is_text else None
     report.draw_loss(records, entropy, folder / "loss.png")
     unit = getattr(trainer.loss, "unit", "token")
     print(f"\n{report.final_line(records, entropy, unit)}")
@@ -121,20 +133,51 @@ def finish(config: Config, ready: Ready, ranks: Ranks, trainer: Trainer) -> None
     print(f"\nFiles made:\n{report.file_list(folder, kept, saved.best())}", flush=True)
 
 
-def _size(trainer: Trainer) -> str:
-    every = list(trainer.model.parameters())
+@torch.no_grad()
+def sample(
+    model: nn.Module, tokenizer: Any, section: SampleSection, context: int, seed: int, device: torch.device
+) -> str:
+    """Return `section.prompt` and `section.tokens` sampled tokens after it. Collective.
+
+    Every rank runs the forward of the sharded model on the same tokens; rank 0 chooses the next token and sends it to
+    the others, so that ranks cannot drift apart. Each token is a whole forward pass over the last `context` tokens:
+    it works for every architecture, and is fast enough for a few dozen tokens.
+    """
+    prompt = tokenizer(section.prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
+    tokens = torch.tensor([prompt], dtype=torch.int64, device=device)  # (1, length)
+    generator = torch.Generator().manual_seed(seed)
+    training = model.training
+    model.eval()
+    for _ in range(section.tokens):
+        logits = model(input_ids=tokens[:, -context:], use_cache=False).logits[0, -1].float().cpu()
+        chosen = _choose(logits[: len(tokenizer)], section.temperature, generator).to(device)
+        dist.broadcast(chosen, src=0)
+        tokens = torch.cat([tokens, chosen[None]], dim=1)
+    model.train(training)
+    return str(tokenizer.decode(tokens[0].tolist(), skip_special_tokens=True))
+
+
+def _choose(
+    logits: torch.Tensor,  # (vocabulary,), float32
+    temperature: float,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """Return the next token, int64 of shape (1,)."""
+    if temperature == 0:
+        return logits.argmax(keepdim=True)
+    return torch.multinomial(torch.softmax(logits / temperature, dim=0), 1, generator=generator)
+
+
+def _size(model: nn.Module) -> str:
+    every = list(model.parameters())
     count = sum(parameter.numel() for parameter in every)
     trained = sum(parameter.numel() for parameter in every if parameter.requires_grad)
     return f"{count:,} parameters" + (f" ({trained:,} trained)" if trained != count else "")
 
 
-def _data(config: Config, ready: Ready) -> str:
-    summary, noun = ready.data.summary, {"text": "documents"}.get(config.data.format, NOUNS[config.data.format])
+def _described(data: Prepared, form: str) -> str:
+    summary = data.summary
     if summary.documents is None:
-        return f"a stream of {NOUNS[config.data.format]}"
+        return f"a stream of {NOUNS[form]}"
     tokens = "" if summary.tokens is None else f"{summary.tokens:,} tokens of text in "
-    return f"{tokens}{summary.documents:,} {noun}"
-
-
-def _ranks(ranks: Ranks) -> str:
-    return f"{ranks.world} {ranks.device.type} rank{'s' if ranks.world > 1 else ''}"
+    return f"{tokens}{summary.documents:,} {'documents' if form == 'text' else NOUNS[form]}"

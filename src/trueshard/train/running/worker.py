@@ -1,11 +1,14 @@
-"""One rank of a run: join the others, check, train, and leave so that nobody waits and one voice speaks.
+"""One rank of a run: join the others, check, train, and end so that no rank waits and one voice speaks.
 
-- When a rank fails, the others fail after it, in a collective that lost its peer. Those, and an error that rank 0 tells
-  as well, are held back for `YIELD` seconds: time in which torch elastic ends the process, so that what is printed
-  is the cause. Where nobody ends it, it speaks then.
+- Slurm's variables are translated to torch's.
+- The first SIGINT, SIGTERM or SIGHUP sets a flag that the loop reads between steps, so that it can save; a second one
+  ends the process at once, even inside a collective. Before the first step there is nothing to save, and every signal
+  ends the process at once. A worker whose launcher has died stops by itself.
+- When a rank fails, the others fail after it, in a collective that lost its peer. These errors, and those that rank 0
+  reports as well, are held back for `HOLD_BACK` seconds, in which the launcher ends the process: the cause is printed.
 - Rank 0 holds the lock of the run's folder: it dies with it.
-- Out of memory, a rank leaves a record. Our launcher, or the next start under a torchrun that starts again, finds what
-  would fit; where neither will, the rank that was first does, while the others wait.
+- Out of memory, a rank leaves a record. Our launcher, or the next start under a torchrun that starts again, looks for a
+  remedy; where neither will, the rank that failed first does, while the others wait.
 """
 
 from __future__ import annotations
@@ -15,209 +18,360 @@ import dataclasses
 import datetime
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
 import traceback
+import uuid
+from collections.abc import Mapping, MutableMapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
+from trueshard.distributed import ensure_process_group
 from trueshard.errors import UserError, one_line
+from trueshard.launching import FAILED, STOPPED, USER_ERROR
+from trueshard.machine import cpu_cores
 from trueshard.train.config import Config
-from trueshard.train.recipe import folder_of
-from trueshard.train.running import lock, memory, tighten
-from trueshard.train.running.launch import FAILED, OUT_OF_MEMORY, USER_ERROR, Ranks, join
-from trueshard.train.running.located import located
-from trueshard.train.running.preflight import Ready, check, check_writable, tell_changes, tell_if_complete
+from trueshard.train.running import lock, out_of_memory, resuming
+from trueshard.train.running.checks import Ready, check, check_writable, located, tell_changes, tell_if_complete
 from trueshard.train.running.session import train
-from trueshard.train.running.signals import STOPPED, StopRequest
 
-YIELD = 5.0
+OUT_OF_MEMORY = 4
+"""Exit code of a worker that has left a record of its shortage of memory for the launcher."""
+RUN_ID = "trueshard-"
+"""Beginning of the run identifiers that our launcher sets, by which a worker recognises it."""
+HOLD_BACK = 5.0
 """Seconds a rank waits before it reports a failure that is probably another's."""
-PATIENCE = datetime.timedelta(days=1)
-"""How long the others wait while rank 0 makes the data."""
-SPEECH = 300.0
-"""Seconds that ranks wait for the one that finds out what would fit."""
+DATA_LIMIT = datetime.timedelta(days=1)
+"""Time limit of the other ranks while rank 0 makes the data."""
+REMEDY_LIMIT = 300.0
+"""Seconds that ranks wait for the one that looks for a remedy."""
+POLL = 0.02
+"""Seconds between two looks of rank 0 into the store."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+# ---- joining the others
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among those of the run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    is_ours: bool = False
+    """True if our own launcher started it and says what a worker leaves to it."""
+    ends_agent: bool = False
+    """True if a torchrun started it that would start it again after any failure."""
+
+
+def launcher_of(environment: Mapping[str, str]) -> str | None:
+    """Return the program that started this process as a worker; None if it was started by hand."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "a launcher that set RANK and WORLD_SIZE"
+    return "srun" if "SLURM_PROCID" in environment and _slurm_tasks(environment) > 1 else None
+
+
+def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return torch's variables of a worker, from those that srun sets for each task.
+
+    Raises `UserError` if the list of nodes cannot be read.
+    """
+    tasks, nodes = _slurm_tasks(environment), int(environment.get("SLURM_NNODES", "1"))
+    node_list = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
+    address = _first_node(node_list) if nodes > 1 and node_list else "127.0.0.1"
+    port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", environment["SLURM_PROCID"]),
+        "LOCAL_WORLD_SIZE": _slurm_tasks_here(environment, tasks),
+        "MASTER_ADDR": environment.get("MASTER_ADDR", address),
+        "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
+    }
+
+
+def _slurm_tasks(environment: Mapping[str, str]) -> int:
+    return int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))
+
+
+def _first_node(node_list: str) -> str:
+    """Return the first host of a Slurm list: gpu03 of "gpu[03-04,7],cpu1"."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", node_list)
+    if match is None:
+        raise UserError(f"SLURM_JOB_NODELIST: {node_list!r} cannot be read; set MASTER_ADDR to the first node")
+    return "".join(part or "" for part in match.groups())
+
+
+def _slurm_tasks_here(environment: Mapping[str, str], tasks: int) -> str:
+    """Return the tasks on this node: SLURM_STEP_TASKS_PER_NODE reads "2(x3),1" for 2, 2, 2, 1."""
+    counts: list[str] = []
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", str(tasks)))
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [count] * int(times or 1)
+    node = int(environment.get("SLURM_NODEID", "0"))
+    return counts[node] if node < len(counts) else str(tasks)
+
+
+def join(environment: MutableMapping[str, str], timeout: float) -> World:
+    """Take this worker's rank from the environment and join the process group of the run.
+
+    On the CPU, the cores of the machine are divided among its workers.
+
+    Args:
+        timeout: seconds that a collective may take.
+    """
+    if "RANK" not in environment:
+        environment.update(torch_variables(environment))
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    local_rank = int(environment.get("LOCAL_RANK", rank))
+    local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"rank {rank}: this machine has {torch.cuda.device_count()} CUDA devices for {local_size} processes; "
+                "start one process for each device"
+            )
+        device = torch.device("cuda", local_rank)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(max(1, cpu_cores() // local_size))
+    is_ours = environment.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID)
+    store = None
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not is_ours:
+        address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        limit = datetime.timedelta(seconds=timeout)
+        shared = dist.TCPStore(address, port, is_master=False, timeout=limit)
+        store = agreed_store(shared, rank, size, timeout)
+    ensure_process_group(datetime.timedelta(seconds=timeout), store)
+    most, count = (int(environment.get(f"TORCHELASTIC_{key}", "0")) for key in ("MAX_RESTARTS", "RESTART_COUNT"))
+    return World(rank, size, local_rank, local_size, device, is_ours, ends_agent=count < most)
+
+
+def agreed_store(shared: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
+    """Return a part of a store that may hold what earlier ranks have left, the same part on all ranks of now.
+
+    torchrun (2.13) gives the workers that it starts again the store of those before them, in which the addresses of the
+    dead still stand; its count of restarts does not tell the two apart, because each node counts by itself. So each
+    rank asks under a name that only it knows, and rank 0 answers every name with one prefix until all ranks of its own
+    time have confirmed it. What the dead have asked is answered too, and never read.
+
+    Args:
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        torch.distributed.DistStoreError: not all ranks came in time.
+    """
+    meeting = dist.PrefixStore("trueshard", shared)
+    own = uuid.uuid4().hex
+    meeting.set(f"asks/{rank}", own)
+    if rank:
+        prefix = meeting.get(f"answer/{own}").decode()
+        meeting.set(f"confirmed/{prefix}/{rank}", own)
+        return dist.PrefixStore(prefix, meeting)
+    deadline = time.monotonic() + timeout
+    missing = set(range(1, size))
+    while missing:
+        for other in sorted(missing):
+            if meeting.check([f"asks/{other}"]):
+                meeting.set(f"answer/{meeting.get(f'asks/{other}').decode()}", own)
+        missing = {other for other in missing if not meeting.check([f"confirmed/{own}/{other}"])}
+        if missing and time.monotonic() > deadline:
+            ranks = ", ".join(map(str, sorted(missing)))
+            raise dist.DistStoreError(f"waited {timeout:.0f} seconds for rank {ranks} to join")
+        time.sleep(POLL if missing else 0)
+    return dist.PrefixStore(own, meeting)
+
+
+class StopRequest:
+    """The wish to stop, from a signal or because the launcher has died."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        """True if a signal has come since `requested` was first called."""
+        self._handles_signals = False
+        self._parent = os.getppid()
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+    def requested(self) -> bool:
+        """Return True if this rank was asked to stop; ranks agree by an all-reduce of it."""
+        if not self._handles_signals:
+            self._handles_signals = True
+            for number in SIGNALS:
+                signal.signal(number, self._handle)
+        return self.asked or os.getppid() != self._parent
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+
+
+# ---- the work
 
 
 @dataclass
 class _End:
-    """How this rank ends."""
+    """The end of this rank: its exit code and message."""
 
     code: int
     message: str = ""
-    wait: bool = False
-    """Another rank probably says it better."""
+    hold_back: bool = False
+    """True if another rank probably reports it better."""
     is_final: bool = False
-    """Starting again would come to the same."""
-    shortage: memory.Shortage | None = None
+    """True if starting again would come to the same."""
+    shortage: out_of_memory.Shortage | None = None
 
 
-class _Rank:
-    """What is known of this rank so far, for whatever ends it."""
+class _Worker:
+    """State of this rank so far, for whatever ends it."""
 
     def __init__(self, config: Config, override: bool, profile: bool) -> None:
         self.config, self.override, self.profile = config, override, profile
-        self.number = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-        self.ranks: Ranks | None = None
+        self.rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+        self.stop = StopRequest()
+        self.world: World | None = None
         self.ready: Ready | None = None
-        self.meter: memory.Meter | None = None
+        self.meter: out_of_memory.MemoryMeter | None = None
 
 
 def work(config: Config, *, override: bool = False, profile: bool = False) -> NoReturn:
     """Run this process's rank of the training, and end the process with the exit code of the run."""
-    rank = _Rank(config, override, profile)
-    stop = StopRequest()
+    worker = _Worker(config, override, profile)
     with contextlib.ExitStack() as held:
-        end = _run(rank, stop, held)
+        end = _run(worker, held)
         if end.shortage is not None:
-            end = _out_of_memory(rank, end.shortage)
-    if end.wait and stop.asked:  # whoever ends the others knows why already
+            end = _out_of_memory(worker, end.shortage)
+    if end.hold_back and worker.stop.asked:  # whoever ends the others knows why already
         os._exit(end.code)
-    _leave(rank, end)
+    _leave(worker, end)
 
 
-def _run(rank: _Rank, stop: StopRequest, held: contextlib.ExitStack) -> _End:
+def _run(worker: _Worker, held: contextlib.ExitStack) -> _End:
     try:
-        rank.ranks = ranks = join(os.environ, rank.config.run.timeout)
-        rank.config, ready = _check_together(rank, ranks, held)
-        rank.ready = ready
-        if tell_if_complete(rank.config, ready, ranks.rank == 0):
+        worker.world = world = join(os.environ, worker.config.run.timeout)
+        worker.ready = ready = _check_together(worker, world, held)
+        if tell_if_complete(worker.config.run.folder, ready, world.rank == 0):
             return _End(0)
-        rank.meter = memory.Meter(ranks.device, ranks.local_world)
-        code = train(rank.config, ready, ranks, stop, profile=rank.profile, override=rank.override)
+        worker.meter = out_of_memory.MemoryMeter(world.device, world.local_size)
+        stop = worker.stop.requested
+        code = train(worker.config, ready, world.device, stop, profile=worker.profile, override=worker.override)
         dist.destroy_process_group()
         return _End(code, is_final=code == STOPPED)
     except UserError as error:
-        return _End(USER_ERROR, f"trueshard: {error}", wait=rank.number != 0, is_final=True)
+        return _End(USER_ERROR, f"trueshard: {error}", hold_back=worker.rank != 0, is_final=True)
     except Exception as error:
-        if memory.is_out_of_memory(error) and rank.meter is not None:
-            return _End(OUT_OF_MEMORY, shortage=rank.meter.shortage(rank.number, error))
+        if out_of_memory.is_out_of_memory(error) and worker.meter is not None:
+            return _End(OUT_OF_MEMORY, shortage=worker.meter.shortage(worker.rank, error))
         if _lost_peer(error):
-            return _End(FAILED, _lost(rank, error), wait=True)
-        return _End(FAILED, f"trueshard: rank {rank.number} failed:\n{traceback.format_exc()}")
+            return _End(
+                FAILED,
+                f"trueshard: rank {worker.rank} lost the others, which ended or could not be reached within "
+                f"{worker.config.run.timeout} seconds (run.timeout); the same command goes on from the newest "
+                f"checkpoint ({one_line(error, 200)})",
+                hold_back=True,
+            )
+        return _End(FAILED, f"trueshard: rank {worker.rank} failed:\n{traceback.format_exc()}")
 
 
-def _check_together(rank: _Rank, ranks: Ranks, held: contextlib.ExitStack) -> tuple[Config, Ready]:
-    """Check on rank 0, which makes what is missing, then on the others; an error is raised on all."""
+def _check_together(worker: _Worker, world: World, held: contextlib.ExitStack) -> Ready:
+    """Check on rank 0, which makes what is missing and settles the configuration, then on the others.
+
+    An error is raised on all ranks.
+    """
     ready: Ready | None = None
-    told: list[Any] = ["", {}]
-    patient = dist.new_group(backend="gloo", timeout=PATIENCE)
-    if ranks.rank == 0:
+    told: list[Any] = ["", None]
+    patient = dist.new_group(backend="gloo", timeout=DATA_LIMIT)
+    if world.rank == 0:
         try:
-            check_writable(rank.config)
-            held.enter_context(lock.held(folder_of(rank.config)))
-            config, ready = _check(rank, ranks)
-            told[1] = _differences(rank.config, config)
+            check_writable(worker.config.run.folder)
+            held.enter_context(lock.held(worker.config.run.folder))
+            told[1], ready = _check_first(worker, world)
         except UserError as error:
             told[0] = str(error)
     dist.broadcast_object_list(told, src=0, group=patient)
     dist.destroy_process_group(patient)
-    problem, words = told
+    problem, worker.config = told[0], told[1] or worker.config
     if problem:
         raise UserError(problem)
-    config = tighten.changed(rank.config, words)
-    return config, ready or check(config, ranks.world, make=False, override=rank.override)
+    return ready or check(worker.config, world.size, make=False, override=worker.override)
 
 
-def _check(rank: _Rank, ranks: Ranks) -> tuple[Config, Ready]:
-    """What the checks find, and the configuration as memory has made it. On rank 0."""
-    config = located(tighten.applied(rank.config, ranks.world))
-    ready = check(config, ranks.world, override=rank.override)
-    if not ranks.is_ours:
+def _check_first(worker: _Worker, world: World) -> tuple[Config, Ready]:
+    """Return the configuration as the run and its memory have made it, and what the checks find. On rank 0."""
+    config = located(resuming.tightened(worker.config, world.size))
+    ready = check(config, world.size, override=worker.override)
+    if not world.is_ours:
         tell_changes(ready)
-    if memory.is_left(folder_of(config)):  # of an earlier start
-        settled = None
+    remedy = None
+    if out_of_memory.is_left(config.run.folder):  # of an earlier start
         if config.train.on_oom == "tighten":
-            from trueshard.train.running.fitting import settle
-
-            settled = settle(config, ready.architecture, ranks.world, ranks.local_world, ranks.device)
+            remedy = out_of_memory.find_remedy(config, ready.architecture, world.size, world.local_size, world.device)
         else:
-            memory.clear(folder_of(config))
-        if settled is not None and settled.words is None:
-            raise UserError(settled.message)
-        if settled is not None and settled.words is not None:
-            print(f"trueshard: {settled.message}", file=sys.stderr, flush=True)
-            config = tighten.changed(config, settled.words)
-    if ranks.device.type == "cuda":
-        ready = dataclasses.replace(ready, memory_planned=_planned(config, ready, ranks))
+            out_of_memory.clear(config.run.folder)
+    if remedy is not None:
+        if remedy.settings is None:
+            raise UserError(remedy.message)
+        print(f"trueshard: {remedy.message}", file=sys.stderr, flush=True)
+        config = resuming.with_settings(config, remedy.settings)
+    if world.device.type == "cuda":
+        ready = dataclasses.replace(ready, memory_planned=_planned_memory(config, ready, world))
     return config, ready
 
 
-def _planned(config: Config, ready: Ready, ranks: Ranks) -> int | None:
-    """Forecast the run, and store the plan with it; returns the bytes of a rank."""
-    from trueshard.train.running import planned
+def _planned_memory(config: Config, ready: Ready, world: World) -> int | None:
+    """Forecast the run and write `plan.json`; return the bytes of a rank, or None if there is no forecast."""
+    from trueshard.train.running import forecast  # the planner
 
-    device = planned.hardware_here(ranks.device, ranks.local_world)
     try:
-        found = planned.study(config, ready.architecture, ranks.world, device, ranks.local_world)
-    except planned.Unplanned as error:
-        planned.write(config, error)
+        hardware = forecast.hardware_here(world.device, world.local_size)
+        found = forecast.study(config, ready.architecture, world.size, hardware, world.local_size)
+    except forecast.Unplanned as error:
+        forecast.write(config.run.folder, error)
         print(f"No forecast of memory and speed: {error}", flush=True)
         return None
-    planned.write(config, found)
-    return planned.bytes_of(found.forecast)
+    forecast.write(config.run.folder, found)
+    return forecast.bytes_of(found.forecast)
 
 
-def _differences(config: Config, other: Config) -> dict[str, Any]:
-    """The settings of `other` that are not those of `config`, by dotted key."""
-    was, now = config.model_dump(by_alias=True), other.model_dump(by_alias=True)
-    return {
-        f"{section}.{key}": value
-        for section, table in now.items()
-        if table != was[section]
-        for key, value in table.items()
-        if value != was[section][key]
-    }
-
-
-def _out_of_memory(rank: _Rank, shortage: memory.Shortage) -> _End:
-    """Leave the record, and find out what would fit if nobody else will."""
-    assert rank.ranks is not None
-    assert rank.ready is not None
-    ranks, folder = rank.ranks, folder_of(rank.config)
-    is_first = memory.leave(folder, shortage)
-    if ranks.is_ours or (ranks.ends_agent and rank.config.train.on_oom == "tighten"):
+def _out_of_memory(worker: _Worker, shortage: out_of_memory.Shortage) -> _End:
+    """Leave the record, and look for a remedy if nobody else will."""
+    assert worker.world is not None
+    assert worker.ready is not None
+    world, folder = worker.world, worker.config.run.folder
+    is_first = out_of_memory.leave(folder, shortage)
+    if world.is_ours or (world.ends_agent and worker.config.train.on_oom == "tighten"):
         return _End(OUT_OF_MEMORY)
     if not is_first:
-        deadline = time.monotonic() + SPEECH
+        deadline = time.monotonic() + REMEDY_LIMIT
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        while memory.is_left(folder) and time.monotonic() < deadline:
+        while out_of_memory.is_left(folder) and time.monotonic() < deadline:
             time.sleep(0.1)
-        time.sleep(YIELD)
+        time.sleep(HOLD_BACK)
         return _End(FAILED)
-    settled = _settled_aside(rank.config, rank.ready.architecture, ranks.world, ranks.local_world, ranks.device)
-    return _End(FAILED, f"trueshard: {settled}", is_final=True)
-
-
-def _settled_aside(*arguments: Any) -> str:
-    """What would fit, found out by a process of its own: this one has no memory left."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_tell_what_fits, args=(theirs, arguments))
-    process.start()
-    theirs.close()
-    try:
-        return str(ours.recv())
-    except EOFError:
-        return "memory ran out, and there was too little of it to find out what would fit"
-    finally:
-        process.join()
-
-
-def _tell_what_fits(line: Connection, arguments: tuple[Any, ...]) -> None:
-    from trueshard.train.running.fitting import settle
-
-    settled = settle(*arguments)
-    assert settled is not None
-    line.send(settled.message)
+    arguments = (worker.config, worker.ready.architecture, world.size, world.local_size, world.device)
+    try:  # in a process of its own: this one has no memory left
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            remedy = pool.submit(out_of_memory.find_remedy, *arguments).result()
+        message = "" if remedy is None else remedy.message
+    except Exception:
+        message = "memory ran out, and there was too little of it to find out what would fit"
+    return _End(FAILED, f"trueshard: {message}", is_final=True)
 
 
 def _lost_peer(error: Exception) -> bool:
-    """Whether an error looks like the consequence of another rank's end."""
+    """Return True if an error looks like the consequence of another rank's end."""
     if isinstance(error, dist.DistError):
         return True
     text = str(error).lower()
@@ -225,37 +379,22 @@ def _lost_peer(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(sign in text for sign in (*signs, "timed out", "timeout"))
 
 
-def _lost(rank: _Rank, error: Exception) -> str:
-    """What a rank says that was left alone: one line."""
-    detail, seconds = one_line(error), rank.config.run.timeout
-    return (
-        f"trueshard: rank {rank.number} lost the others, which ended or could not be reached within {seconds} seconds "
-        f"(run.timeout); the same command goes on from the newest checkpoint ({detail[:200]})"
-    )
+def _leave(worker: _Worker, end: _End) -> NoReturn:
+    """Print the message, after a while if another rank probably says it better, and end the process.
 
-
-def _leave(rank: _Rank, end: _End) -> NoReturn:
-    """Say why, after a while if another rank probably says it better, and end the process.
-
-    Without the clean-up of the interpreter: it could wait for other ranks; and a thread of the communication library
-    that asks for the interpreter's lock meanwhile aborts the process ("terminate called without an active exception"),
-    after all work was done.
+    Without the interpreter's clean-up: it could wait for other ranks; and a thread of the communication library that
+    asks for the interpreter's lock meanwhile aborts the process ("terminate called without an active exception") after
+    all work was done. If starting again would come to the same, end the torchrun that would do it, too.
     """
-    if end.wait:
+    if end.hold_back:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(end.code))
-        time.sleep(YIELD)
+        time.sleep(HOLD_BACK)
     if end.message:
         print(end.message, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    if end.is_final and rank.ranks is not None and rank.ranks.ends_agent:
-        _end_agent(end.code)
+    if end.is_final and worker.world is not None and worker.world.ends_agent:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(end.code))
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(HOLD_BACK)
     os._exit(end.code)
-
-
-def _end_agent(code: int) -> NoReturn:
-    """End the torchrun that would start this worker again, though that would come to the same."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-    os.kill(os.getppid(), signal.SIGTERM)
-    time.sleep(YIELD)
-    os._exit(code)

@@ -1,9 +1,23 @@
-"""`metrics.jsonl`: one JSON object a step, numbered 1, 2, 3, … without gaps or repeats, also after a resume.
+"""Metrics of a step, and the file `metrics.jsonl` with all of them.
 
-- The file is the truth about a run's figures: a resume drops the lines of steps that are taken again, by writing the
-  others beside and renaming.
-- Each line reaches the operating system before the next step begins: a killed process loses none.
-- It is JSON as every language reads it: what is not finite is null, and is read back as NaN.
+Model FLOPs utilisation (MFU) is a model's operations over a device's peak:
+
+- Operations a token: 6 N + 12 L H Q T, with N parameters, L layers, H heads of size Q and T tokens a sequence (PaLM,
+  Chowdhery et al. 2022, appendix B). Forward takes 2 operations a parameter, the gradients of inputs and of weights 2
+  each, so a frozen parameter counts 4. Embedding lookups and recomputation count nothing.
+- The peak is that of the planner's catalogue for the device's name. An unknown device or model has no MFU.
+
+Records:
+
+- An unknown value is absent, never 0.
+- Memory and data wait are the largest of all ranks: one all-reduce of three numbers a step.
+- Seconds are those of the step alone: evaluations and checkpoints do not slow tokens/s, they have values of their own.
+
+`metrics.jsonl` has one JSON object a step, numbered 1, 2, 3, … without gaps or repeats, also after a resume:
+
+- A resume drops the lines of steps that are repeated, and replaces the file atomically.
+- Each line is flushed before the next step begins: a killed process loses none.
+- Non-finite numbers are null, so that every language can read it, and are read back as NaN.
 """
 
 from __future__ import annotations
@@ -11,20 +25,121 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from trueshard.errors import UserError
-from trueshard.replacing import replace_text
-from trueshard.train.events import Callback
-
-if TYPE_CHECKING:
-    from trueshard.train.trainer import Trainer
+from trueshard.files import replace_text
+from trueshard.planner.hardware import hardware, recognise
+from trueshard.train.trainer import Callback, Trainer
 
 NAME = "metrics.jsonl"
 
 
+def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
+    """Return the floating-point operations of forward and backward for each token.
+
+    Args:
+        model: a dense transformer with a transformers configuration, sharded or not, before quantisation.
+        sequence_length: tokens.
+
+    Returns:
+        None if the formula does not hold: experts, several towers, no such configuration.
+    """
+    config = getattr(model, "config", None)
+    layers, heads = (getattr(config, key, None) for key in ("num_hidden_layers", "num_attention_heads"))
+    experts = ("num_experts", "num_local_experts", "n_routed_experts", "vision_config", "audio_config")
+    if not isinstance(layers, int) or not isinstance(heads, int) or any(getattr(config, key, None) for key in experts):
+        return None
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    looked_up, used = set[int](), set[int]()
+    for module in model.modules():
+        own = looked_up if isinstance(module, nn.Embedding) else used
+        own.update(map(id, module.parameters(recurse=False)))
+    counted = [each for each in model.parameters() if id(each) not in looked_up - used]
+    weights = sum((6 if each.requires_grad else 4) * each.numel() for each in counted)
+    return float(weights + 12 * layers * heads * size * sequence_length)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the dense operations a second of a device in ``dtype``; None for a CPU or an unknown device."""
+    if device.type != "cuda":
+        return None
+    name = recognise(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory)
+    if name is None:
+        return None
+    tensor_cores = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    return hardware(name).peak("tfloat32" if tensor_cores else str(dtype).removeprefix("torch."))
+
+
+class Measures(Callback):
+    """Adds to the record of each step; to be given first, so that other callbacks see it. Collective.
+
+    - ``tokens_per_second``: of all ranks; ``tokens_per_second_per_rank``;
+    - ``mfu``: 0 to 1;
+    - ``memory_allocated``, ``memory_reserved``: bytes of the fullest rank; on a CUDA device the peaks of torch's
+      allocator since the last step, on a CPU the process's resident bytes as ``memory_allocated`` alone;
+    - ``memory_planned``: bytes to be reserved, as planned.
+
+    Args:
+        flops_per_token: floating-point operations of forward and backward.
+        peak_flops: operations a second of one device.
+        memory_planned: bytes of a rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+        memory_planned: int | None = None,
+    ) -> None:
+        self._flops, self._peak, self._planned = flops_per_token, peak_flops, memory_planned
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(trainer.device)
+
+    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        rate = record["step_tokens"] / max(record["seconds"], 1e-9)
+        record["tokens_per_second"] = rate
+        record["tokens_per_second_per_rank"] = rate / trainer.ranks
+        if self._flops is not None and self._peak is not None:
+            record["mfu"] = rate * self._flops / (self._peak * trainer.ranks)
+        record |= _largest(_memory(trainer.device) | {"data_wait": record["data_wait"]}, trainer.device)
+        if self._planned is not None:
+            record["memory_planned"] = self._planned
+
+
+def _memory(device: torch.device) -> dict[str, int]:
+    """Return the bytes of this process; on a CUDA device the peaks since the last call."""
+    if device.type == "cuda":
+        found = {
+            "memory_allocated": torch.cuda.max_memory_allocated(device),
+            "memory_reserved": torch.cuda.max_memory_reserved(device),
+        }
+        torch.cuda.reset_peak_memory_stats(device)
+        return found
+    import psutil
+
+    return {"memory_allocated": psutil.Process().memory_info().rss}
+
+
+def _largest(values: dict[str, float], device: torch.device) -> dict[str, float]:
+    """Return each value's maximum over ranks; integers stay integers (float64 holds bytes exactly)."""
+    if not dist.is_initialized():
+        return values
+    shared = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    found = zip(values.items(), shared.tolist(), strict=True)
+    return {key: type(value)(most) for (key, value), most in found}
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of the file, in its order; none where there is no file. A last line that a crash cut off is left out.
+    """Read the records of a file; none if it does not exist. A last line that a crash cut off is left out.
 
     Raises:
         UserError: another line is damaged.
@@ -48,18 +163,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def line_of(record: dict[str, Any]) -> str:
-    """A record as a line of the file."""
-    plain = {key: _plain(value) for key, value in record.items()}
+def _line(record: dict[str, Any]) -> str:
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }
     return json.dumps(plain, allow_nan=False) + "\n"
 
 
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 class MetricsWriter(Callback):
-    """Writes `metrics.jsonl` in a folder, on rank 0. To be given after the callbacks that add to the record."""
+    """Writes `metrics.jsonl` in a folder, on rank 0; to be given after the callbacks that add to the record."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
@@ -70,12 +182,12 @@ class MetricsWriter(Callback):
             return
         kept = [record for record in read_metrics(self.path) if record["step"] <= trainer.step]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(self.path, "".join(map(line_of, kept)))
+        replace_text(self.path, "".join(map(_line, kept)))
         self._file = self.path.open("a", encoding="utf-8")
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(line_of(record))
+            self._file.write(_line(record))
             self._file.flush()
 
     def on_end(self, trainer: Trainer) -> None:

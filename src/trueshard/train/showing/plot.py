@@ -1,26 +1,57 @@
-"""`trueshard plot`: the curves of runs, as a picture and as a page."""
+"""`trueshard plot`: the curves of runs as a PNG and as an HTML page.
+
+- A run is its folder, or the `metrics.jsonl` in it.
+- A long run is drawn from intervals of equally many steps: the mean, lowest and highest value of each.
+- A step without a value is no point: evaluations are joined by lines, a loss that was not finite leaves a gap.
+- The page has the points of each curve, in the frame and style of the planner's page; smoothing, axes and zoom are the
+  reader's.
+"""
 
 from __future__ import annotations
 
+import datetime
+import io
+import itertools
+import math
 import os
+import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from trueshard.errors import UserError
-from trueshard.train.showing.page import page
-from trueshard.train.showing.picture import picture
-from trueshard.train.showing.runs import Run, read_runs
+from trueshard.files import replacing
+from trueshard.planner.report.frame import SCRIPT, STYLE, framed
+from trueshard.text import nearest
+from trueshard.train.showing.metrics import NAME, read_metrics
+from trueshard.train.showing.report import final_line, final_loss
 
-FORMS: dict[str, Callable[[Sequence[Run]], bytes]] = {".png": picture, ".html": lambda runs: page(runs).encode()}
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Values = NDArray[np.float64]
+Record = dict[str, Any]
+
+HERE = "trueshard.train.showing"
+POINTS = 1200
+"""Maximum points of a curve: about the columns of a wide screen."""
+COLOURS = ("#2f5fd0", "#d9730d", "#128a63", "#c23b80", "#7a57d1", "#8a6d1a", "#0f8aa8", "#c0392b")
+"""Colours of runs, in turn."""
+FEW = 30
+"""Maximum points that are drawn as dots and not smoothed."""
 
 
 def plot(runs: Sequence[Path], out: Path | None = None) -> list[Path]:
-    """Draw loss, evaluation, gradient norm, learning rate, tokens/s and memory of runs; returns the files made.
+    """Draw loss, evaluation, gradient norm, learning rate, tokens/s and memory of runs; return the files.
 
     Args:
         runs: folders of runs, or their `metrics.jsonl`.
-        out: a `.png` or a `.html` file, replaced when the new one is complete. None: `curves.png` and `curves.html`,
-            in the folder of the run where it is one, in the current one where there are several.
+        out: a `.png` or a `.html` file, replaced once the new one is complete. None: `curves.png` and `curves.html`, in
+            the folder of a single run, in the current folder for several.
 
     Raises:
         UserError: no such run, one without steps, a damaged file, or an `out` that cannot be written.
@@ -39,7 +70,312 @@ def plot(runs: Sequence[Path], out: Path | None = None) -> list[Path]:
             raise UserError(f"--out {target}: there is no folder {target.absolute().parent} that can be written to")
     for target in targets:
         made = FORMS[target.suffix.lower()](found)
-        scratch = target.with_name(f".{target.name}.new")
-        scratch.write_bytes(made)
-        scratch.replace(target)
+        with replacing(target) as scratch:
+            scratch.write_bytes(made)
     return targets
+
+
+# ---- runs
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """The records of a run that has taken steps."""
+
+    name: str
+    """Unique among the runs."""
+    records: list[Record]
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunRecords]:
+    """Read runs, each named by the shortest end of its path that is unique.
+
+    Raises:
+        UserError: a run does not exist, has no step yet, is given twice, or its file is damaged.
+    """
+    files = [_file(path) for path in paths]
+    twice = next((path for i, path in enumerate(paths) if files[i] in files[:i]), None)
+    if twice is not None:
+        raise UserError(f"{twice} is given twice; leave one out")
+    runs = []
+    for path, file, name in zip(paths, files, _names([file.parent for file in files]), strict=True):
+        records = read_metrics(file)
+        if not records:
+            raise UserError(f"{path} has taken no step yet; try again when it has")
+        runs.append(RunRecords(name, records))
+    return runs
+
+
+def _file(path: Path) -> Path:
+    file = path.expanduser().resolve()
+    if file.is_dir():
+        if not (file / NAME).exists():
+            below = sorted(each.parent.name for each in file.glob(f"*/{NAME}"))
+            inside = f"; runs in it: {', '.join(below[:5])}" if below else ""
+            raise UserError(f"{path} has no {NAME}: it is not a run's folder, or the run has taken no step{inside}")
+        return file / NAME
+    if not file.exists():
+        beside = [each.name for each in file.parent.glob("*") if each.is_dir() or each.suffix == ".jsonl"]
+        near = nearest(file.name, beside)
+        raise UserError(f"{path} does not exist.{near} A run is its folder, or the {NAME} in it")
+    return file
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return as few last parts of each path as make all of them different."""
+    longest = max(len(folder.parts) for folder in folders)
+    candidates = (["/".join(folder.parts[-count:]) for folder in folders] for count in range(1, longest + 1))
+    return next(names for names in candidates if len(set(names)) == len(names))
+
+
+# ---- curves
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One diagram."""
+
+    key: str
+    title: str
+    unit: str
+    """nats, bytes, part (of 1), rate, seconds or empty."""
+    value: Callable[[Record], float | None]
+    noisy: bool = False
+    """True if values vary from step to step, and are smoothed."""
+
+
+@dataclass(frozen=True)
+class RunCurve:
+    """One quantity of one run; float64 [points] each."""
+
+    step: Values
+    tokens: Values
+    """Tokens read by then; NaN if unknown."""
+    mean: Values
+    low: Values
+    high: Values
+    count: Values
+    """Number of steps in each point."""
+
+
+def _of(key: str) -> Callable[[Record], float | None]:
+    return lambda record: record.get(key)
+
+
+def _memory(record: Record) -> float | None:
+    return record.get("memory_reserved", record.get("memory_allocated"))
+
+
+def _waited(record: Record) -> float | None:
+    return record["data_wait"] / record["seconds"] if record.get("seconds") and "data_wait" in record else None
+
+
+PANELS = (
+    Panel("loss", "Loss", "nats", _of("loss"), noisy=True),
+    Panel("evaluation_loss", "Evaluation loss", "nats", _of("evaluation_loss")),
+    Panel("grad_norm", "Gradient norm", "", _of("grad_norm"), noisy=True),
+    Panel("lr", "Learning rate", "", _of("lr")),
+    Panel("tokens_per_second", "Tokens a second, all ranks", "rate", _of("tokens_per_second"), noisy=True),
+    Panel("mfu", "Model FLOPs utilisation", "part", _of("mfu"), noisy=True),
+    Panel("memory", "Memory of the fullest rank", "bytes", _memory),
+    Panel("data_wait", "Waiting for data, part of the step", "part", _waited, noisy=True),
+)
+PLANNED = Panel("memory_planned", "planned", "bytes", _of("memory_planned"))
+"""Drawn with the memory."""
+
+
+def curve(records: Sequence[Record], panel: Panel, points: int = POINTS) -> RunCurve | None:
+    """Return the quantity of a panel over the steps, in at most ``points``; None if no step has it."""
+    found = [(record, panel.value(record)) for record in records]
+    rows = [
+        (record["step"], record.get("tokens", math.nan), value if math.isfinite(value) else math.nan)
+        for record, value in found
+        if value is not None
+    ]
+    if not any(math.isfinite(value) for *_, value in rows):
+        return None
+    step, tokens, values = np.array(rows, np.float64).T
+    if len(rows) <= points:
+        return RunCurve(step, tokens, values, values, values, np.ones_like(values))
+    edges = np.linspace(0, len(rows), points + 1).astype(np.int64)
+    starts, last = edges[:-1], edges[1:] - 1
+    finite = np.isfinite(values)
+    count = np.add.reduceat(finite.astype(np.float64), starts)
+    known = count > 0
+    summed = np.add.reduceat(np.where(finite, values, 0.0), starts)
+    low = np.minimum.reduceat(np.where(finite, values, np.inf), starts)
+    high = np.maximum.reduceat(np.where(finite, values, -np.inf), starts)
+    mean = np.divide(summed, count, out=np.full(points, np.nan), where=known)
+    return RunCurve(step[last], tokens[last], mean, np.where(known, low, np.nan), np.where(known, high, np.nan), count)
+
+
+def smoothed(curve: RunCurve, half_life: float) -> Values:
+    """Return the weighted mean around each point; a point `half_life` steps away has weight 1/2. NaN stays.
+
+    Near the beginning the half-life is a tenth of the steps so far, so that the line follows a steep fall.
+    """
+    lives = np.minimum(half_life, np.maximum(curve.step - curve.step[0], 1) / 10)
+    decays = 0.5 ** (np.diff(curve.step, prepend=curve.step[0]) / lives)
+    known = np.isfinite(curve.mean)
+    weights = np.where(known, curve.count, 0.0)
+    sums = np.where(known, curve.mean, 0.0) * weights
+    later = np.append(decays[1:], 1.0)[::-1]
+
+    def around(values: Values) -> Values:
+        return _decayed(values, decays) + _decayed(values[::-1], later)[::-1] - values
+
+    return np.divide(around(sums), around(weights), out=np.full_like(sums, np.nan), where=known)
+
+
+def _decayed(values: Values, decays: Values) -> Values:
+    """Return the running sum of the values, multiplied by the decay before each."""
+    pairs = zip(values.tolist(), decays.tolist(), strict=True)
+    sums = itertools.accumulate(pairs, lambda total, pair: total * pair[1] + pair[0], initial=0.0)
+    return np.fromiter(itertools.islice(sums, 1, None), np.float64, len(values))
+
+
+def half_life(runs: Sequence[RunRecords]) -> int:
+    """Return the steps to smooth over: of 1, 2, 5, 10, 20, …, the nearest to a hundredth of the longest run."""
+    steps = max(len(run.records) for run in runs)
+    choices = [digit * 10**power for power in range(6) for digit in (1, 2, 5)]
+    return min(choices, key=lambda each: abs(math.log(each / max(steps / 100, 0.5))))
+
+
+def _panels(runs: Sequence[RunRecords]) -> list[Panel]:
+    return [panel for panel in PANELS if any(curve(run.records, panel) for run in runs)]
+
+
+# ---- the picture
+
+
+def picture(runs: Sequence[RunRecords]) -> bytes:
+    """Return a PNG with each panel that a run has values for, and a colour for each run."""
+    from matplotlib.figure import Figure
+
+    panels = _panels(runs)
+    rows = 1 + len(panels) // 2
+    figure = Figure(figsize=(12, 3.1 * rows + 0.8), layout="constrained")
+    grid = figure.add_gridspec(rows, 2, height_ratios=[1.4] + [1.0] * (rows - 1))
+    _draw(figure.add_subplot(grid[0, :]), panels[0], runs)
+    for number, panel in enumerate(panels[1:]):
+        alone = number == len(panels) - 2 and number % 2 == 0
+        _draw(figure.add_subplot(grid[1 + number // 2, slice(None) if alone else number % 2]), panel, runs)
+    if len(runs) > 1:
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper left", ncols=min(len(runs), 4), frameon=False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=130, format="png")
+    return buffer.getvalue()
+
+
+def _draw(axes: Axes, panel: Panel, runs: Sequence[RunRecords]) -> None:
+    shown: list[Values] = []
+    scale = 2.0**-30 if panel.unit == "bytes" else 1.0
+    for number, run in enumerate(runs):
+        found, colour = curve(run.records, panel), COLOURS[number % len(COLOURS)]
+        if found is None:
+            axes.plot([], [], color=colour, label=run.name)
+            continue
+        line, few = found.mean * scale, len(found.step) <= FEW
+        if panel.noisy and not few:
+            axes.plot(found.step, line, color=colour, linewidth=0.7, alpha=0.3)
+            axes.fill_between(found.step, found.low * scale, found.high * scale, color=colour, alpha=0.12, linewidth=0)
+            shown.append(np.nanpercentile(line, [1, 99]))
+            line = smoothed(found, half_life(runs)) * scale
+        axes.plot(
+            found.step, line, color=colour, linewidth=1.6, label=run.name, marker="o" if few else "", markersize=3.5
+        )
+        shown.append(line)
+        planned = curve(run.records, PLANNED) if panel.key == "memory" else None
+        if planned is not None:
+            axes.plot(planned.step, planned.mean * scale, color=colour, linewidth=1.2, linestyle="--")
+            shown.append(planned.mean * scale)
+    _dress(axes, panel, np.concatenate(shown), any(curve(run.records, PLANNED) for run in runs))
+
+
+def _dress(axes: Axes, panel: Panel, shown: Values, planned: bool) -> None:
+    """Set title, limits and ticks; rare outliers of the faint lines are cut off."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
+
+    words = {"nats": " (nats a token)", "bytes": " (GiB" + (", dashed: planned)" if planned else ")")}
+    axes.set_title(panel.title + words.get(panel.unit, ""), fontsize=10.5, loc="left")
+    low, high = np.nanmin(shown), np.nanmax(shown)
+    room = 0.06 * ((high - low) or abs(high) or 1.0)
+    from_zero = panel.unit in ("bytes", "part", "rate") or panel.key == "lr"
+    axes.set_ylim(0 if from_zero and low >= 0 else low - room, high + (0.06 * high or room if from_zero else room))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    if panel.unit == "part":
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+    elif panel.unit == "rate":
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_xlabel("step", fontsize=9)
+    axes.tick_params(labelsize=9)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+# ---- the page
+
+
+def page(runs: Sequence[RunRecords]) -> str:
+    """Return the page."""
+    headline = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    data = {
+        "headline": headline,
+        "drawn": f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M}",
+        "half_life": half_life(runs),
+        "tokens": all("tokens" in record for run in runs for record in run.records),
+        "panels": [
+            {"key": each.key, "title": each.title, "unit": each.unit, "noisy": each.noisy} for each in _panels(runs)
+        ],
+        "runs": [_run(run) for run in runs],
+    }
+    return framed(
+        title=headline,
+        text="\n".join(f"{run.name}: {final_line(run.records)}" for run in runs),
+        data=data,
+        main=(HERE, "curves.html"),
+        styles=[STYLE, (HERE, "curves.css")],
+        scripts=[SCRIPT, (HERE, "curves_chart.js"), (HERE, "curves.js")],
+    )
+
+
+def _run(run: RunRecords) -> dict[str, Any]:
+    loss, _ = final_loss(run.records)
+    found = {panel.key: curve(run.records, panel) for panel in (*PANELS, PLANNED)}
+    evaluated, memory, last = found["evaluation_loss"], found["memory"], run.records[-1]
+    return {
+        "name": run.name,
+        "steps": last["step"],
+        "tokens": last.get("tokens"),
+        "loss": _number(loss),
+        "best": None if evaluated is None else _number(float(np.nanmin(evaluated.mean))),
+        "rate": _median(run, "tokens_per_second"),
+        "mfu": _median(run, "mfu"),
+        "memory": None if memory is None else float(np.nanmax(memory.high)),
+        "seconds": sum(record.get("seconds", 0.0) for record in run.records),
+        "curves": {key: _plain(each) for key, each in found.items() if each is not None},
+    }
+
+
+def _median(run: RunRecords, key: str) -> float | None:
+    """Return the median: slow steps at the start or beside a checkpoint do not move it."""
+    values = [record[key] for record in run.records if key in record]
+    return _number(statistics.median(values)) if values else None
+
+
+def _plain(found: RunCurve) -> dict[str, list[float | None]]:
+    """Return a curve as JSON values; low, high and count only if points stand for several steps."""
+    keys = ["step", "tokens", "mean", *(["low", "high", "count"] if (found.count > 1).any() else [])]
+    return {key: [_number(value) for value in getattr(found, key).tolist()] for key in keys}
+
+
+def _number(value: float) -> float | None:
+    """Round to seven digits; return an integer if it is whole, and None if it is not finite."""
+    if not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) else float(f"{value:.7g}")
+
+
+FORMS: dict[str, Callable[[Sequence[RunRecords]], bytes]] = {".png": picture, ".html": lambda runs: page(runs).encode()}

@@ -1,31 +1,29 @@
-"""A trace of some steps, as torch's profiler records it: for Perfetto, or chrome://tracing.
+"""A trace of some steps by torch's profiler, for Perfetto or chrome://tracing.
 
-- Every rank writes its own, gzipped, under its name only once it is complete.
-- Steps are counted from the start of the process: also a resumed run is profiled, after its own warm-up.
+- Each rank writes its own, gzipped, which gets its name once it is complete.
+- Steps count from the start of the process: a resumed run is profiled too, after its own warm-up.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from trueshard.train.events import Callback
-
-if TYPE_CHECKING:
-    from trueshard.train.trainer import Trainer
+from trueshard.files import replacing
+from trueshard.train.trainer import Callback, Trainer
 
 
 class Profile(Callback):
-    """Records the steps `first` … `last` on every rank, and writes `rank-N.json.gz` of each.
+    """Profiles the steps `first` … `last` on every rank, each into `rank-N.json.gz`.
 
     Args:
-        folder: for the traces; made if it is not there.
-        first: 2 is the second step after the start or the resume; the step before is recorded as well and dropped, so
-            that the profiler's own start is not in the trace.
-        last: no less than `first`. If the run ends before, the trace has the steps that were taken.
+        folder: for the traces; made if missing.
+        first: from 2 on; 2 is the second step after the start or the resume. The step before is profiled and dropped,
+            so that the profiler's own start is not in the trace.
+        last: at least `first`. If the run ends earlier, the trace has the steps that were taken.
     """
 
     def __init__(self, folder: Path, first: int, last: int) -> None:
@@ -37,7 +35,7 @@ class Profile(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         self._rank = trainer.rank
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to stderr when it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it writes to stderr at its start and stop
         activities = [torch.profiler.ProfilerActivity.CPU]
         if trainer.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -56,12 +54,9 @@ class Profile(Callback):
         if self._profiler is not None:
             self._profiler.step()
         if self._taken == self._last:
-            self._end()
+            self.on_end(trainer)
 
     def on_end(self, trainer: Trainer) -> None:
-        self._end()
-
-    def _end(self) -> None:
         if self._profiler is None:
             return
         profiler, self._profiler = self._profiler, None
@@ -78,7 +73,6 @@ class Profile(Callback):
     def _write(self, profiler: torch.profiler.profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"rank-{self._rank}.json.gz"
-        scratch = file.with_name(f"new-{file.name}")  # its ending says that it is to be gzipped
-        profiler.export_chrome_trace(str(scratch))
-        scratch.replace(file)
+        with replacing(file) as scratch:  # of the same suffix, by which the profiler gzips
+            profiler.export_chrome_trace(str(scratch))
         self._written = True

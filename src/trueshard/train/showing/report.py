@@ -1,4 +1,10 @@
-"""What a finished run leaves beside its checkpoints, and the words that name each file."""
+"""The progress of a run on the terminal, and its report at the end.
+
+- On a terminal a progress bar, with all other output above it; elsewhere plain lines, at most one a step.
+- Values that are unknown, or have no room, are left out.
+- Rates are those of several steps together: on plain lines, of all steps since the line before.
+- At the end: the loss as a line and as a picture, and a list of the files of the run.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +13,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-LAST_STEPS = 20
-"""How many steps the final loss is averaged over: a single batch is noisy."""
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
 
+from trueshard.files import replacing
+from trueshard.train.trainer import Callback, Trainer
+
+GIB = 2**30
+WAITING = 0.05
+"""Fraction of a step spent waiting for data from which on it is shown."""
+WIDTHS = {"loss": 0, "tokens/s": 66, "MFU": 84, "memory": 100, "waiting": 116}
+"""Minimum columns of a terminal at which the bar shows a value."""
+LAST_STEPS = 20
+"""Number of steps in the mean of the final loss: a single batch is noisy."""
 MEANINGS = {
     "metrics.jsonl": "loss, gradient norm, learning rate, tokens/s and more of each step",
     "loss.png": "the loss curve",
@@ -23,25 +41,132 @@ MEANINGS = {
     "data/tokens.bin": "the data as tokens",
     "data/data.json": "what the tokens were made from",
 }
+"""Files of a run → their description."""
+
+
+class Display(Callback):
+    """Shows steps on rank 0; to be given after the callbacks that add to the record.
+
+    Args:
+        log_every: steps between plain lines; the first and the last step have one too. On a terminal, the number of
+            steps in a rate.
+    """
+
+    def __init__(self, log_every: int = 10) -> None:
+        self._log_every = log_every
+        self._shown, self._first, self._steps = False, 1, 0
+        self._since: list[dict[str, Any]] = []
+        self._bar: Progress | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._shown, self._first, self._steps = trainer.rank == 0, trainer.step + 1, trainer.steps
+        console = Console(highlight=False)
+        if self._shown and console.is_terminal and not console.is_dumb_terminal:
+            self._bar = bar(console)
+            self._task = self._bar.add_task("", total=trainer.steps, completed=trainer.step, record={})
+            self._bar.start()
+
+    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        if not self._shown:
+            return
+        step, finite = record["step"], math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
+        self._since.append(record)
+        if not finite and trainer.scaler is None:
+            print(
+                f"step {step}/{self._steps}  loss {record['loss']:.4f}, gradient norm {record['grad_norm']:.4f}: "
+                f"not finite, skipped ({trainer.skipped} of at most {trainer.skip_nonfinite})",
+                flush=True,
+            )
+        elif self._bar is None and (step % self._log_every == 0 or step in (self._first, self._steps)):
+            print(f"step {step}/{self._steps}  {'  '.join(figures(together(self._since)).values())}", flush=True)
+            self._since = []
+        if self._bar is not None:
+            self._since = self._since[-self._log_every :]
+            self._bar.update(self._task, completed=step, record=together(self._since))
+
+    def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
+        if self._shown:
+            best = "  best so far" if record["loss"] <= trainer.best else ""
+            perplexity = f"  perplexity {_short(record['perplexity'])}" if "perplexity" in record else ""
+            print(f"evaluation at step {trainer.step}  loss {record['loss']:.4f}{perplexity}{best}", flush=True)
+
+    def on_end(self, trainer: Trainer) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def together(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the last record, with the rates and the seconds of all of them."""
+    seconds = max(sum(record["seconds"] for record in records), 1e-9)
+    found = records[-1] | {"seconds": seconds, "data_wait": sum(record["data_wait"] for record in records)}
+    for key in ("tokens_per_second", "mfu"):
+        if key in found:
+            found[key] = sum(record[key] * record["seconds"] for record in records) / seconds
+    return found
+
+
+def figures(record: dict[str, Any]) -> dict[str, str]:
+    """Return the known values of a step as text, by the keys of `WIDTHS`."""
+    said = {"loss": f"loss {record['loss']:.4f}", "tokens/s": f"{record['tokens_per_second']:,.0f} tokens/s"}
+    if "mfu" in record:
+        said["MFU"] = f"MFU {record['mfu']:.1%}"
+    used = record.get("memory_reserved", record.get("memory_allocated"))
+    if used is not None:
+        planned = f" of {record['memory_planned'] / GIB:.1f}" if "memory_planned" in record else ""
+        said["memory"] = f"{used / GIB:.1f}{planned} GiB"
+    waited = record["data_wait"] / record["seconds"]
+    if waited >= WAITING:
+        said["waiting"] = f"{min(waited, 1):.0%} data wait"
+    return said
+
+
+class _Figures(ProgressColumn):
+    """The values of the last step for which the terminal has room."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(Column(no_wrap=True))
+        self._console = console
+
+    def render(self, task: Task) -> Text:
+        record = task.fields["record"]
+        if not record:
+            return Text("first step …", style="dim")
+        room = [words for key, words in figures(record).items() if self._console.width >= WIDTHS[key]]
+        return Text("  ".join(room))
+
+
+def bar(console: Console) -> Progress:
+    """Return a progress bar whose task has a field `record`: the last step's, or empty."""
+    return Progress(
+        TextColumn("step [bold]{task.completed}[/]/{task.total}", table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=None, table_column=Column(ratio=1)),
+        _Figures(console),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+        console=console,
+        expand=True,
+        speed_estimate_period=3600,  # steps may take minutes
+    )
+
+
+# ---- at the end
 
 
 def draw_loss(records: Sequence[dict[str, Any]], entropy: float | None, file: Path) -> None:
-    """Draw the loss of each step and of the evaluations into a PNG.
+    """Draw the loss of steps and evaluations into a PNG.
 
     Args:
         records: of `metrics.jsonl`, at least one.
-        entropy: of the text's single tokens, in nats, for comparison.
-        file: replaced when the picture is complete.
+        entropy: unigram entropy of the text, in nats, for comparison.
+        file: replaced once the picture is complete.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     steps, losses = [record["step"] for record in records], [record["loss"] for record in records]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(steps, losses, linewidth=0.8, color="tab:blue", alpha=0.35, label="loss of each step")
-    means = [mean(losses[max(0, end - LAST_STEPS) : end]) for end in range(1, len(losses) + 1)]
+    means = [_mean(losses[max(0, end - LAST_STEPS) : end]) for end in range(1, len(losses) + 1)]
     axes.plot(steps, means, linewidth=1.8, color="tab:blue", label=f"mean of the last {LAST_STEPS} steps")
     evaluated = [(record["step"], record["evaluation_loss"]) for record in records if "evaluation_loss" in record]
     if evaluated:
@@ -51,45 +176,43 @@ def draw_loss(records: Sequence[dict[str, Any]], entropy: float | None, file: Pa
     axes.set(xlabel="step", ylabel="nats per token", xlim=(min(steps), max(max(steps), min(steps) + 1)))
     axes.grid(alpha=0.3)
     axes.legend()
-    scratch = file.with_suffix(".png.new")
-    figure.savefig(scratch, dpi=150, format="png")
-    scratch.replace(file)
+    with replacing(file) as scratch:
+        figure.savefig(scratch, dpi=150, format="png")
 
 
-def mean(values: Sequence[float]) -> float:
-    """Of those that are finite; NaN where there is none."""
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean of the finite values; NaN if there is none."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
 
 
 def final_loss(records: Sequence[dict[str, Any]]) -> tuple[float, int]:
-    """Mean loss of the last steps, nats a token, and how many steps those are."""
+    """Return the mean loss of the last steps, in nats a token, and the number of those steps."""
     last = [record["loss"] for record in records[-LAST_STEPS:]]
-    return mean(last), len(last)
-
-
-def figure(value: float) -> str:
-    """With two decimals, or as a power of ten where that would be long."""
-    return f"{value:,.2f}" if value < 1e6 else f"{value:.2e}"
+    return _mean(last), len(last)
 
 
 def final_line(records: Sequence[dict[str, Any]], entropy: float | None = None, unit: str = "token") -> str:
-    """How the run came out: its loss, its last evaluation and, for text, the entropy of single tokens."""
+    """Describe the result of a run: its loss, its last evaluation and, for text, the unigram entropy."""
     loss, count = final_loss(records)
     over = f" (mean of the last {count} steps)" if count > 1 else ""
     said = [f"Loss {loss:.3f} nats a {unit}{over}"]
     evaluated = [record for record in records if "evaluation_loss" in record]
     if evaluated:
         last = evaluated[-1]
-        perplexity = f", perplexity {figure(last['evaluation_perplexity'])}" if "evaluation_perplexity" in last else ""
+        perplexity = f", perplexity {_short(last['evaluation_perplexity'])}" if "evaluation_perplexity" in last else ""
         said.append(f"evaluation {last['evaluation_loss']:.3f}{perplexity}")
     if entropy is not None:
         said.append(f"unigram entropy of the text {entropy:.3f}")
     return "; ".join(said)
 
 
+def _short(value: float) -> str:
+    return f"{value:,.2f}" if value < 1e6 else f"{value:.2e}"
+
+
 def file_list(folder: Path, checkpoints: Sequence[Path], best: Path | None = None) -> str:
-    """The files of the run, one a line, each with what it is; a folder whose files belong together ends in a slash."""
+    """List the files of a run with a description, one a line; a folder of related files ends in a slash."""
     words = "a checkpoint: model, optimizer and progress"
     saved = {f"checkpoints/{path.name}/": words + (", the best one" if path == best else "") for path in checkpoints}
     meanings = {f"{folder}/{name}": what for name, what in (MEANINGS | saved).items() if (folder / name).exists()}

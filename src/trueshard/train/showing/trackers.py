@@ -1,8 +1,8 @@
-"""Where metrics go beside `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, or anything in the same shape.
+"""Trackers of metrics beside `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, or any class of the same shape.
 
-- A tracker is three methods. Each package is imported when its tracker starts, and looked for when it is made.
-- A resumed run goes on in the same curves, and each step is in them once.
-- A tracker that fails while training goes on is left out from then on, and says so: the file has the figures.
+- A tracker is three methods. Its package is looked for when it is made, and imported when it starts.
+- A resumed run continues its curves, with each step once.
+- A tracker that fails during training is dropped with a message: the file has the metrics.
 """
 
 from __future__ import annotations
@@ -13,53 +13,47 @@ import sys
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from trueshard.errors import UserError, one_line
-from trueshard.names import nearest
-from trueshard.replacing import replace_text
-from trueshard.train.events import Callback
-
-if TYPE_CHECKING:
-    from trueshard.train.trainer import Trainer
+from trueshard.files import replace_text
+from trueshard.text import nearest
+from trueshard.train.trainer import Callback, Trainer
 
 
 class Tracker(Protocol):
-    """What shows metrics elsewhere; all of it is called on rank 0 alone."""
+    """Shows metrics elsewhere; called on rank 0 only."""
 
     def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
-        """Begin, or go on.
+        """Begin or continue a run.
 
         Args:
-            config: the run's configuration, JSON values.
-            folder: the run's, the same when it is resumed.
-            project: a name for several runs.
-            step: the last that was taken; what an earlier start was told of later ones will be told again.
+            config: of the run, JSON values.
+            folder: of the run, the same after a resume.
+            project: name for several runs.
+            step: last step taken; later ones that an earlier start was told of will be told again.
         """
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The figures of a step."""
+        """Take the metrics of a step."""
 
     def finish(self) -> None:
-        """No more come."""
+        """End the run."""
 
 
 class TensorBoard:
-    """Writes to `tensorboard/` in the run's folder, and each step to the operating system before the next begins."""
-
-    def __init__(self) -> None:
-        need("tensorboard")
+    """Writes to `tensorboard/` in the run's folder, and flushes each step."""
 
     def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
         self._summary = Summary
-        # Readers leave out the points from purge_step on that earlier files have.
+        # Readers leave out points of earlier files from purge_step on.
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        # One event for all figures: add_scalar() for each takes twenty times as long.
+        # One event for all values: an add_scalar() for each takes twenty times as long.
         points = [self._summary.Value(tag=key, simple_value=value) for key, value in values.items()]
         self._writer.file_writer.add_summary(self._summary(value=points), step)
         self._writer.flush()
@@ -68,11 +62,22 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
-    """Weights & Biases. Its environment variables count: WANDB_MODE=offline keeps everything in `wandb/` of the run."""
+class _RunTracker:
+    """Logs to a run of wandb or of trackio, from the first step that it does not have."""
 
-    def __init__(self) -> None:
-        need("wandb")
+    _run: Any
+    _next: int
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step >= self._next:
+            self._run.log(dict(values), step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class WandB(_RunTracker):
+    """Weights & Biases. Its environment variables apply: WANDB_MODE=offline keeps everything in `wandb/` of the run."""
 
     def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
         import wandb
@@ -81,7 +86,7 @@ class WandB:
             self._run = wandb.init(
                 project=project,
                 name=folder.resolve().name,
-                id=run_id(folder),
+                id=_run_id(folder),
                 dir=str(folder),
                 config=dict(config),
                 resume="allow",
@@ -91,37 +96,20 @@ class WandB:
                 f"log.to: wandb does not start: {one_line(error)}; log in with `wandb login`, set WANDB_MODE=offline, "
                 "or leave it out"
             ) from error
-        self._known = self._run.step
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        if step >= self._known:
-            self._run.log(dict(values), step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
+        self._next = self._run.step
 
 
-class Trackio:
+class Trackio(_RunTracker):
     """trackio, on this machine or where its environment variables say."""
-
-    def __init__(self) -> None:
-        need("trackio")
 
     def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
-        name = f"{folder.resolve().name}-{run_id(folder)}"
+        name = f"{folder.resolve().name}-{_run_id(folder)}"
         known = SQLiteStorage.get_max_step_for_run(project, name)
-        self._known = -1 if known is None else known
+        self._next = 0 if known is None else known + 1
         self._run = trackio.init(project=project, name=name, config=dict(config), resume="allow", embed=False)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        if step > self._known:
-            self._run.log(dict(values), step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
 
 
 TRACKERS: dict[str, type[TensorBoard] | type[WandB] | type[Trackio]] = {
@@ -129,10 +117,11 @@ TRACKERS: dict[str, type[TensorBoard] | type[WandB] | type[Trackio]] = {
     "wandb": WandB,
     "trackio": Trackio,
 }
+"""Name in `log.to`, which is also the package → tracker."""
 
 
 def trackers(names: Iterable[str]) -> list[Tracker]:
-    """The trackers of `log.to`.
+    """Return the trackers of `log.to`.
 
     Raises:
         UserError: an unknown name, or a package that is not installed.
@@ -141,18 +130,14 @@ def trackers(names: Iterable[str]) -> list[Tracker]:
     for name in names:
         if name not in TRACKERS:
             raise UserError(f"log.to: {name!r} is no tracker.{nearest(name, TRACKERS)} Known: {', '.join(TRACKERS)}")
+        if sys.modules.get(name, ...) is None or importlib.util.find_spec(name) is None:
+            raise UserError(f'log.to: the package {name!r} is not installed; install it, or leave "{name}" out')
         found.append(TRACKERS[name]())
     return found
 
 
-def need(package: str) -> None:
-    """Raise `UserError` if a tracker's package is not installed."""
-    if sys.modules.get(package, ...) is None or importlib.util.find_spec(package) is None:
-        raise UserError(f'log.to: the package {package!r} is not installed; install it, or leave "{package}" out')
-
-
-def run_id(folder: Path) -> str:
-    """What the run in `folder` is called for trackers: made once, and kept there in `tracking-id`."""
+def _run_id(folder: Path) -> str:
+    """Return the id of the run for trackers, made once and kept in its folder as `tracking-id`."""
     file = folder / "tracking-id"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -161,13 +146,13 @@ def run_id(folder: Path) -> str:
 
 
 class Tracking(Callback):
-    """Tells trackers of each step, on rank 0. To be given after the callbacks that add to the record.
+    """Passes each step to trackers, on rank 0; to be given after the callbacks that add to the record.
 
     Args:
-        trackers: started when training is.
+        trackers: started with the training.
         config: of the run, JSON values.
         folder: of the run.
-        project: a name for several runs.
+        project: name for several runs.
     """
 
     def __init__(self, trackers: Sequence[Tracker], config: Mapping[str, Any], folder: Path, project: str) -> None:

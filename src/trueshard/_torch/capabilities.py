@@ -1,0 +1,115 @@
+"""Probe the installed torch, once, at the first ``shard()``, for the names that this package uses.
+
+- Needed for correct results: missing is an error that names it.
+- Only for speed: missing takes the slower way, and the warning says so.
+- A torch newer than tested gives one warning that names its version.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib
+import inspect
+import re
+import types
+import warnings
+from typing import Any
+
+import torch
+
+from trueshard.machine import TESTED_TORCH
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+NEEDED = {
+    f"{_FSDP}._fsdp_state.FSDPState": "_lazy_init _is_root _state_ctx _training_state _auto_reshard_after_forward",
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup": "fsdp_params is_unsharded _init_mp_dtypes mesh_info "
+    "post_forward_mesh_info unshard wait_for_unshard post_forward post_backward",
+    f"{_FSDP}._fsdp_param.FSDPParam": "_unsharded_param _param_fqn sharded_param offload_to_cpu mp_policy "
+    "all_gather_outputs unsharded_accumulated_grad reset_sharded_param post_forward_mesh_info _orig_size "
+    "_init_sharded_post_forward_param_metadata",
+    "torch.distributed.fsdp.FSDPModule": "_get_fsdp_state _orig_cls_mro_index",
+    "torch.distributed.tensor.DTensor": "_local_tensor _op_dispatcher",
+    "torch.Tensor": "_backward_hooks _post_accumulate_grad_hooks _version",
+    "torch.nn.Module": "_parameters _buffers _modules _forward_pre_hooks _compiled_call_impl",
+    "torch.optim.Optimizer": "_patch_step_function",
+    "torch._C": "_current_graph_task_id",
+}
+"""Class or module → attributes without which results would be wrong."""
+
+FOR_SPEED = {
+    f"{_FSDP}._fsdp_param.FSDPParam": "_sharded_param_data padded_sharded_param_size",
+    "torch.distributed.tensor.DTensor": "_spec",
+    "torch": "_foreach_mul_ _foreach_norm",
+}
+"""Class or module → attributes without which steps take longer."""
+
+
+@functools.cache
+def check_torch() -> None:
+    """Probe torch, once a process.
+
+    Raises:
+        RuntimeError: torch lacks something that is needed; the message names it, and the versions that have it.
+    """
+    oldest, newest = TESTED_TORCH
+    if missing := _missing(NEEDED):
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {', '.join(missing)}, which sharding needs: install torch {oldest} to "
+            f"{newest}, or a newer trueshard"
+        )
+    slower = missing_for_speed()
+    words = [f"torch {torch.__version__} is newer than what is tested ({oldest} to {newest})"] if _is_newer() else []
+    words += [f"steps take longer, since torch has no {', '.join(sorted(slower))}"] if slower else []
+    if words:
+        warnings.warn("; ".join(words), stacklevel=4)
+
+
+def _is_newer() -> bool:
+    """True if torch's release is later than the newest that is tested."""
+    return _release(torch.__version__) > _release(TESTED_TORCH[1])
+
+
+@functools.cache
+def missing_for_speed() -> frozenset[str]:
+    """Return what torch lacks of ``FOR_SPEED``, as ``"FSDPParam._sharded_param_data"``."""
+    return frozenset(_missing(FOR_SPEED))
+
+
+def _missing(wanted: dict[str, str]) -> list[str]:
+    found = []
+    for path, attributes in wanted.items():
+        owner = _resolved(path)
+        known = set() if owner is None else _names(owner)
+        found += [f"{path.rpartition('.')[2]}.{name}" for name in attributes.split() if name not in known]
+    return found
+
+
+def _resolved(path: str) -> Any:
+    """Return a module, or a class by its module's path and its name; None if there is none."""
+    module, _, name = path.rpartition(".")
+    for place, attribute in ((path, None), (module, name)):
+        try:
+            found = importlib.import_module(place)
+        except ImportError:
+            continue
+        return found if attribute is None else getattr(found, attribute, None)
+    return None
+
+
+def _names(owner: Any) -> set[str]:
+    """Return the attributes of a class or module; of a class also those that its methods set on instances."""
+    found = set(dir(owner))
+    for cls in inspect.getmro(owner) if inspect.isclass(owner) else ():
+        for value in vars(cls).values():
+            function = inspect.unwrap(getattr(value, "fget", None) or value) if callable(value) else None
+            stack = [code] if isinstance(code := getattr(function, "__code__", None), types.CodeType) else []
+            while stack:
+                code = stack.pop()
+                found.update(each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")
+                stack += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return found
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))

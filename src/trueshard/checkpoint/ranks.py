@@ -1,0 +1,150 @@
+"""Ranks that save or load together: the values they exchange, and which rows of a tensor each holds and writes.
+
+They exchange values over a gloo group of their own, so that a save in the background does not come between the
+collectives of training, and a rank that calls ``save`` or ``load`` alone ends in an error instead of receiving another
+rank's gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from trueshard import _torch
+from trueshard.distributed import rows_of
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class RankGroup:
+    """The ranks that save or load together: those of the meshes of ``tensors``, or all."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+        self.rank, self.world, self._group = 0, 1, None
+        if not dist.is_initialized() or dist.get_backend() == "fake":
+            return
+        meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
+        ranks = sorted({int(rank) for mesh in meshes for rank in mesh.mesh.flatten()})
+        members = tuple(ranks or range(dist.get_world_size()))
+        self.rank, self.world = members.index(dist.get_rank()), len(members)
+        if self.world > 1:
+            known = _groups.setdefault(_torch.world(), {})
+            if members not in known:
+                known[members] = _collective(
+                    lambda: dist.new_group(
+                        list(members),
+                        backend="gloo",
+                        timeout=_torch.timeout_of(_torch.world()),
+                        use_local_synchronization=True,
+                        group_desc="trueshard-checkpoint",
+                    )
+                )
+            self._group = known[members]
+
+    def attempt(self, failed: str, function: Callable[[], Any]) -> list[Any]:
+        """Call ``function`` on every rank, and return every rank's result (pickled), in rank order. Collective.
+
+        Raises:
+            RuntimeError: it raised on another rank; the message begins with ``failed``. If on this one, its own error.
+        """
+        value, error = None, None
+        try:
+            value = function()
+        except BaseException as caught:
+            error = caught
+        told: list[Any] = [(None if error is None else f"{type(error).__name__}: {error}", value)]
+        if self._group is not None:
+            told *= self.world
+            _collective(lambda: dist.all_gather_object(told, told[0], group=self._group))
+        if error is not None:
+            raise error
+        for rank, (message, _) in enumerate(told):
+            if message is not None:
+                raise RuntimeError(f"{failed}: rank {rank} failed: {message}")
+        return [each for _, each in told]
+
+
+def _collective(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "save() and load() are collective, and not every rank came: call them on all ranks, with the same "
+            f"arguments ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def check_same(function: str, arguments: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError``, naming the first difference, unless all ranks' arguments (name → value) are the same."""
+    first = arguments[0]
+    for rank, given in enumerate(arguments):
+        for key in [*first, *(key for key in given if key not in first)]:
+            if given.get(key) != first.get(key):
+                one, other = (str(each.get(key, "missing"))[:200] for each in (first, given))
+                raise ValueError(
+                    f"{function} was given different things on different ranks: {key!r} is {one} on rank 0 and {other} "
+                    f"on rank {rank}; give all ranks the same"
+                )
+
+
+def rows_here(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return (first row, rows) of this rank's shard; a plain tensor is whole on every rank, a 0-dim one is one row."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    if not isinstance(tensor, DTensor):
+        return 0, rows
+    mesh, start, count = tensor.device_mesh, 0, rows
+    for dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            if placement.dim != 0:
+                raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is cut along dimension {placement.dim}")
+            first, count = rows_of(count, mesh.get_local_rank(dim), mesh.size(dim))
+            start += first
+        elif not placement.is_replicate():
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is placed as {placement}, a partial sum")
+    return start, count
+
+
+def bytes_here(tensor: torch.Tensor, nbytes: int | None = None) -> tuple[int, int]:
+    """Return (begin, end) of this rank's shard among the bytes of the whole tensor, in row order.
+
+    ``nbytes``: of the whole tensor where it is stored, if in another dtype.
+    """
+    start, rows = rows_here(tensor)
+    size = tensor.dtype.itemsize if nbytes is None else nbytes // max(tensor.numel(), 1)
+    width = math.prod(tensor.shape[1:]) * size
+    return start * width, (start + rows) * width
+
+
+def placement_word(tensor: torch.Tensor) -> str:
+    """Return a tensor's placements as text."""
+    return str(tensor.placements) if isinstance(tensor, DTensor) else "plain"
+
+
+def is_writer(tensor: DTensor, number: int) -> bool:
+    """True if this rank writes its shard, among those that hold the same one; ``number``: ranks take turns by it."""
+    mesh = tensor.device_mesh
+    replicated = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    return all(mesh.get_local_rank(dim) == number % mesh.size(dim) for dim in replicated)
+
+
+def is_unpadded(tensor: DTensor) -> bool:
+    """True if all ranks' shards are equally large, so that FSDP2 keeps them without padding."""
+    sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return tensor.ndim > 0 and tensor.shape[0] % math.prod(tensor.device_mesh.size(dim) for dim in sharded) == 0
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the elements of this rank's shard in row order, without a copy if it is on the CPU and contiguous."""
+    local = _torch.local(tensor).detach().cpu().contiguous()
+    if local.is_conj() or local.is_neg():
+        local = local.resolve_conj().resolve_neg()
+    elements: Any = local.view(-1).view(torch.uint8).numpy()
+    return memoryview(elements)

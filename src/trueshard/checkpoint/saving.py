@@ -1,0 +1,317 @@
+"""Save a checkpoint: each rank writes its own bytes of the final files, and the directory appears when all are on disk.
+
+1. Content is collected and compared; every rank computes the same layout.
+2. With ``wait=False`` this rank's part is copied to host memory, and the rest happens on a thread. A thread, not a
+   process: writing and checksums release the interpreter's lock, and nothing has to be copied twice.
+3. Rank 0 makes the files with their headers; every rank writes its ranges, flushes them to disk, reads them again.
+4. Rank 0 writes the manifest and gives the directory its name.
+
+If anything fails on any rank, all ranks raise, and what was written is removed. One save runs at a time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from trueshard import _torch
+from trueshard.checkpoint import layout, ranks, state
+from trueshard.checkpoint.manifest import FileRecord, Manifest
+from trueshard.checkpoint.ranks import RankGroup, check_same
+from trueshard.checkpoint.tensorfile import TensorEntry, crc32_joined
+from trueshard.checkpoint.writing import CheckpointWriter, Written, writer_for
+from trueshard.log import logger, timed
+
+_RESERVED = ("model", "optimizer", "rng")
+
+
+@torch.no_grad()
+def save(
+    path: str | os.PathLike[str],
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    wait: bool = True,
+    verify: bool = True,
+    tokenizer: Any = None,
+    **more: Any,
+) -> Saving | None:
+    """Write a checkpoint. Collective; has no effect on training.
+
+    Args:
+        path: the directory to make; it must not exist, and has this name only once it is complete. Or a URL of fsspec,
+            which is a checkpoint as soon as its manifest is there.
+        model: a module, sharded or not, or a dict of several.
+        optimizer: an optimizer of their parameters, or a dict of several.
+        wait: False: return once this rank's part is copied to host memory (one shard of what is saved), and write in
+            the background. The next ``save`` or ``load`` waits for it, and raises its error.
+        verify: read the files again, past the system's cache where possible, and compare checksums.
+        tokenizer: one of transformers; its files are put beside the model's.
+        more: nested dicts of tensors and JSON values, or objects with ``state_dict()``.
+
+    Returns:
+        None; with ``wait=False``, an object to wait for.
+
+    Raises:
+        FileExistsError: something is at ``path`` already.
+        ValueError, TypeError: an argument cannot be saved, or differs between ranks; the message names it.
+        OSError: it cannot be written; nothing is left behind.
+        RuntimeError: another rank failed, or did not call ``save``.
+    """
+    wait_for_running()
+    job = _prepare(path, model, optimizer, tokenizer, more, verify)
+    if wait:
+        job.run()
+        return None
+    job.stage()
+    return Saving(job.run, f"saving {path}")
+
+
+@dataclass
+class SaveJob:
+    """A save that all ranks have agreed on."""
+
+    writer: CheckpointWriter
+    group: RankGroup
+    manifest: Manifest
+    headers: dict[str, bytes]
+    """First bytes of tensor files, and whole index files."""
+    companions: Callable[[], dict[str, bytes]]
+    """Returns the files without tensors."""
+    mine: dict[str, tuple[int, Any]]
+    """Key → (first byte in the tensor, this rank's rows of it)."""
+    verify: bool
+
+    def stage(self) -> None:
+        """Copy this rank's part to host memory."""
+        staged = {}
+        for key, (begin, tensor) in self.mine.items():
+            local = _torch.local(tensor).detach()
+            staged[key] = begin, torch.empty(local.shape, dtype=local.dtype).copy_(local)
+        self.mine = staged
+
+    def run(self) -> None:
+        """Write and publish, and log how long it took. Collective."""
+        with timed(f"save of {self.writer.where}"):
+            self._run()
+
+    def _run(self) -> None:
+        rank, where = self.group.rank, self.writer.where
+        attempt = functools.partial(self.group.attempt, f"{where} was not saved")
+        try:
+            attempt(lambda: None if rank else self.writer.begin(*self._files()))
+            everyone = attempt(lambda: self.writer.write(rank, self.mine, self.manifest.tensors, self.verify))
+            attempt(lambda: None if rank else self._publish(everyone))
+        except BaseException:
+            self.mine = {}
+            if rank == 0:
+                self.writer.abandon()
+            raise
+        self.writer.end()
+
+    def _files(self) -> tuple[dict[str, bytes], dict[str, int]]:
+        """Return each file's first bytes and its size; record them in the manifest. Rank 0."""
+        files = self.headers | self.companions()
+        sizes = {file: len(data) for file, data in files.items()}
+        for entry in self.manifest.tensors.values():
+            for piece in entry.pieces:
+                sizes[piece.file] = max(sizes[piece.file], piece.end)
+        for file, data in files.items():
+            record = FileRecord.of(data, is_header=file in self.headers and file.endswith(".safetensors"))
+            record.size = sizes[file]
+            self.manifest.files[file] = record
+        return files, sizes
+
+    def _publish(self, everyone: list[Written]) -> None:
+        """Combine the checksums and pieces of all ranks, and write the manifest. Rank 0."""
+        for key, entry in self.manifest.tensors.items():
+            parts = sorted((each.parts[key], each.pieces.get(key)) for each in everyone if key in each.parts)
+            ends = [0, *(end for (_, end, _), _ in parts)]
+            if [begin for (begin, _, _), _ in parts] != ends[:-1] or ends[-1] != entry.nbytes:
+                held = ", ".join(f"{begin} to {end}" for (begin, end, _), _ in parts)
+                raise RuntimeError(f"{key!r}: the ranks' parts, bytes {held}, do not make up its {entry.nbytes}")
+            entry.crc32 = crc32_joined((checksum, end - begin) for (begin, end, checksum), _ in parts)
+            entry.pieces = [piece for _, piece in parts if piece is not None] or entry.pieces
+        for each in everyone:
+            self.manifest.files.update(each.files)
+        self.writer.publish(self.manifest.to_bytes())
+
+
+def _prepare(
+    path: str | os.PathLike[str], model: Any, optimizer: Any, tokenizer: Any, more: Mapping[str, Any], verify: bool
+) -> SaveJob:
+    """Collect, compare and lay out. Collective: one exchange, since training waits for it."""
+    group = RankGroup(state.parameters_of(model))
+    token = secrets.token_hex(4) if group.rank == 0 else ""
+    models: dict[str, Any] = {}
+    content, bits = state.Content(), torch.empty(0)
+    table: list[list[Any]] = []
+
+    def collect() -> tuple[Any, ...]:
+        nonlocal content, table, bits
+        if bad := [key for key in more if key in _RESERVED or "/" in key]:
+            raise ValueError(f"{bad[0]!r} cannot be the name of an entry; give it another")
+        models.update(state.models_of(model))
+        content = state.collect(models, state.optimizers_of(optimizer), more)
+        for key, tensor in content.tensors.items():
+            _check_kind(key, tensor)
+        table, bits = state.random_state()
+        entries = content.manifest.tensors
+        entries["rng"] = TensorEntry(["rng"], [group.world, len(bits)], "uint8")
+        if group.rank == 0:
+            writer_for(path, token).check_free()
+        given = {"path": os.fspath(path), "verify": verify, "rng": table, "more": sorted(more)}
+        plain = {key: entries[key] for key, tensor in content.tensors.items() if _is_plain_state(key, tensor)}
+        states = {prefix: record["state"] for prefix, record in content.manifest.optimizers.items()}
+        return token, given | _same_everywhere(content), plain, states
+
+    everyone = group.attempt(f"{path} was not saved", collect)
+    check_same("save()", [same for _, same, _, _ in everyone])
+    # From here on every rank computes the same, or fails alike.
+    manifest = content.manifest
+    first_with = _merge(manifest, [(plain, states) for _, _, plain, states in everyone])
+    mine = _my_part(content, first_with, group.rank)
+    mine["rng"] = group.rank * len(bits), bits
+    manifest.rng = [table] * group.world
+    now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
+    manifest.about = {
+        "written": now,
+        "trueshard": version("trueshard"),
+        "torch": torch.__version__,
+        "ranks": group.world,
+    }
+    writer = writer_for(path, everyone[0][0])
+    headers = {}
+    if writer.positioned:
+        headers = layout.lay_out(manifest.tensors, layout.file_keys(models, manifest.tensors), marked=True)
+    return SaveJob(writer, group, manifest, headers, layout.companions(models, tokenizer), mine, verify)
+
+
+def _check_kind(key: str, tensor: torch.Tensor) -> None:
+    local = _torch.local(tensor)
+    if tensor.is_meta or local.is_meta:
+        raise ValueError(f"{key!r} is on the meta device and has no values; load or initialise it first")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{key!r} is a {tensor.layout} tensor; give its parts as entries of their own")
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) and not isinstance(local, torch.nn.Parameter):
+        raise TypeError(
+            f"{key!r} is a {type(local).__name__}, whose bytes depend on how it is cut, so it would not load at "
+            "another number of ranks; leave its optimizer or model out, or convert it"
+        )
+
+
+def _is_plain_state(key: str, tensor: torch.Tensor) -> bool:
+    """True for optimizer state that only some ranks may have: that of a parameter updated by its owner."""
+    return key.startswith("optimizer") and not isinstance(tensor, DTensor)
+
+
+def _same_everywhere(content: state.Content) -> dict[str, Any]:
+    """Return what must be the same on every rank."""
+    tensors = {
+        key: [ranks.placement_word(tensor), list(tensor.shape), str(tensor.dtype)]
+        for key, tensor in content.tensors.items()
+        if not _is_plain_state(key, tensor)
+    }
+    return state.groups_of(content.manifest.optimizers) | tensors
+
+
+def _merge(manifest: Manifest, everyone: list[tuple[dict[str, TensorEntry], dict[str, Any]]]) -> dict[str, int]:
+    """Add ``everyone``'s plain state tensors and optimizer state to ``manifest``, in the same order on every rank.
+
+    Returns key of each plain state tensor → the first rank that has it, which writes it.
+    """
+    first_with: dict[str, int] = {}
+    entries = manifest.tensors
+    for rank, (plain, states) in enumerate(everyone):
+        for key, entry in plain.items():
+            first_with.setdefault(key, rank)
+            entries.setdefault(key, entry)
+        for prefix, theirs in states.items():
+            manifest.optimizers[prefix]["state"] = theirs | manifest.optimizers[prefix]["state"]
+    for record in manifest.optimizers.values():
+        order = {name: i for i, name in enumerate(name for group in record["groups"] for name in group["params"])}
+        record["state"] = dict(sorted(record["state"].items(), key=lambda each: order.get(each[0], len(order))))
+    for key in sorted(key for key in entries if key.startswith("optimizer")):
+        entries[key] = entries.pop(key)
+    return first_with
+
+
+def _my_part(content: state.Content, first_with: Mapping[str, int], rank: int) -> dict[str, tuple[int, Any]]:
+    """Return key → (first byte in the tensor, rows) of all that this rank writes."""
+    mine: dict[str, tuple[int, Any]] = {}
+    for number, key in enumerate(content.manifest.tensors):
+        tensor = content.tensors.get(key)
+        if isinstance(tensor, DTensor):
+            begin, end = ranks.bytes_here(tensor)
+            if end > begin and ranks.is_writer(tensor, number):
+                mine[key] = begin, tensor
+        elif tensor is not None and first_with.get(key, 0) == rank:
+            mine[key] = 0, tensor
+    return mine
+
+
+class Saving:
+    """A save in the background: ``work``, called ``what`` in messages."""
+
+    def __init__(self, work: Callable[[], None], what: str) -> None:
+        global _running
+        self._work, self.what = work, what
+        self.failure: BaseException | None = None
+        """Not raised yet."""
+        _running = self
+        atexit.unregister(_report)
+        atexit.register(_report)
+        # No daemon: a script that ends waits for its checkpoint.
+        self._thread = threading.Thread(target=self._run, name=f"trueshard: {what}")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.failure = error
+
+    @property
+    def done(self) -> bool:
+        """True once it has ended, successfully or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete.
+
+        Raises:
+            OSError, RuntimeError: it failed, with the error that a ``save`` which waits would have raised.
+        """
+        global _running
+        self._thread.join()
+        if _running is self:
+            _running = None
+        error, self.failure = self.failure, None
+        if error is not None:
+            raise error
+
+
+_running: Saving | None = None
+
+
+def _report() -> None:
+    """At exit, report a failed save nobody waited on."""
+    if _running is not None and _running.failure is not None:
+        logger.error("trueshard: %s failed: %s", _running.what, _running.failure)
+
+
+def wait_for_running() -> None:
+    """Wait for the save in the background, if any, and raise its error."""
+    if _running is not None:
+        _running.wait()

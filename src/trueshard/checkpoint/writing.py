@@ -1,0 +1,327 @@
+"""Write a checkpoint's files.
+
+- To a local directory: every rank writes its byte ranges of the same files, under a temporary name; renaming the
+  directory makes it a checkpoint. A lock on the temporary directory tells that a save is in progress; without one a
+  process that died left it behind, and the next save beside it removes it.
+- To a URL of fsspec: each rank writes a file of its own; the manifest, written last, makes it a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trueshard.checkpoint.catalogue import file_system, is_url
+from trueshard.checkpoint.manifest import MANIFEST, FileRecord
+from trueshard.checkpoint.ranks import as_bytes
+from trueshard.checkpoint.tensorfile import BLOCK, Piece, TensorEntry, crc32, crc32_of_range, make_header
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # a system without locks: nothing left behind is removed
+    fcntl = None
+
+_BEGUN = ".trueshard-partial"
+"""A file that a remote directory has until its manifest is there."""
+_PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{8}")
+
+
+@dataclass
+class Written:
+    """The checksums, pieces and files that one rank has written."""
+
+    parts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """Key → (begin, end, checksum) of the rank's bytes of the tensor."""
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    """Key → where they are, if the rank has files of its own."""
+    files: dict[str, FileRecord] = field(default_factory=dict)
+
+
+class LocalWriter:
+    """Writes to a directory of the file system. ``token``: eight hexadecimal digits, the same on every rank."""
+
+    positioned = True
+    """True if ranks write to the same files."""
+
+    def __init__(self, final: Path, token: str) -> None:
+        self.where, self._final = str(final), Path(os.path.abspath(final))
+        self._partial = self._final.with_name(f".{self._final.name}.partial-{token}")
+        self._lock: int | None = None
+
+    def check_free(self) -> None:
+        """Raise ``FileExistsError`` if something is there already. Rank 0."""
+        if os.path.lexists(self._final):
+            raise FileExistsError(f"{self.where} exists already; save under another name, or remove it first")
+
+    def begin(self, files: Mapping[str, bytes], sizes: Mapping[str, int]) -> None:
+        """Make files (name → first bytes) at their full size. Rank 0."""
+        parent = self._final.parent
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            text = f"cannot make {parent}: it, or a part of its path, is a file; choose another place"
+            raise NotADirectoryError(text) from error
+        # Clearing needs the parent's lock too, so it never meets a directory that is not locked yet.
+        guard = _locked(parent, wait=True)
+        try:
+            _clear(parent)
+            self._partial.mkdir()
+            self._lock = _locked(self._partial)
+        finally:
+            if guard is not None:
+                os.close(guard)
+        for name, data in files.items():
+            path = self._partial / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write_file(path, data, sizes[name])
+
+    def write(self, rank: int, mine: Mapping[str, Any], entries: Mapping[str, TensorEntry], verify: bool) -> Written:
+        """Write ``mine`` (key → (first byte in the tensor, this rank's rows of it)) durably.
+
+        If ``verify``, read it again and compare checksums.
+        """
+        written = Written()
+        by_file: dict[str, list[str]] = {}
+        for key in mine:
+            by_file.setdefault(entries[key].pieces[0].file, []).append(key)
+        for name, keys in by_file.items():
+            path = self._partial / name
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                for key in keys:
+                    begin, tensor = mine[key]
+                    data = as_bytes(tensor)
+                    with _naming(path, key):
+                        checksum = _write_at(descriptor, entries[key].pieces[0].begin + begin, data)
+                    written.parts[key] = begin, begin + len(data), checksum
+                with _naming(path):
+                    os.fsync(descriptor)
+                for key in keys if verify else []:
+                    _verify(descriptor, entries[key].pieces[0].begin, written.parts[key], path, key)
+            finally:
+                os.close(descriptor)
+        return written
+
+    def publish(self, manifest: bytes) -> None:
+        """Make it a checkpoint. Rank 0."""
+        _write_file(self._partial / MANIFEST, manifest)
+        for folder in {self._partial, *(path for path in self._partial.rglob("*") if path.is_dir())}:
+            sync(folder)
+        move_into_place(self._partial, self._final, self.where)
+
+    def abandon(self) -> None:
+        """Remove everything. Rank 0."""
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self.end()
+
+    def end(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _write_file(path: Path, data: bytes, size: int = 0) -> None:
+    """Write a new file that begins with ``data``, and has ``size`` bytes if that is more, to disk."""
+    with _naming(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            _write_at(descriptor, 0, memoryview(data))
+            if size > len(data):
+                os.ftruncate(descriptor, size)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _write_at(descriptor: int, at: int, data: memoryview) -> int:
+    """Write ``data`` at byte ``at``; return its checksum."""
+    checksum = 0
+    for begin in range(0, len(data), BLOCK):
+        block = data[begin : begin + BLOCK]
+        checksum = crc32(block, checksum)
+        while block:
+            count = os.pwrite(descriptor, block, at)
+            at, block = at + count, block[count:]
+    return checksum
+
+
+def _verify(descriptor: int, start: int, part: tuple[int, int, int], path: Path, key: str) -> None:
+    """Raise ``OSError`` if the part (begin, end, checksum) of the tensor that starts at byte ``start`` differs."""
+    begin, end, expected = part
+    if hasattr(os, "posix_fadvise"):  # read from the disk, not from the cache
+        os.posix_fadvise(descriptor, start + begin, end - begin, os.POSIX_FADV_DONTNEED)
+    buffer = bytearray(min(BLOCK, end - begin))
+
+    def read(first: int, last: int) -> memoryview:
+        view = memoryview(buffer)[: last - first]
+        return view[: os.preadv(descriptor, [view], first)]
+
+    if crc32_of_range(read, start + begin, start + end) != expected:
+        raise OSError(f"{path.name} does not hold what was written to it: {key!r} reads differently; look at the disk")
+
+
+def move_into_place(made: Path, final: Path, shown: str) -> None:
+    """Rename ``made``, which is on disk, to ``final``, durably.
+
+    Raises:
+        FileExistsError: something was made at ``final``, shown as ``shown``, in the meantime.
+    """
+    try:
+        if os.path.lexists(final):  # a rename would replace a file or an empty directory
+            raise FileExistsError
+        os.rename(made, final)
+    except OSError as error:
+        if os.path.lexists(final):
+            raise FileExistsError(
+                f"{shown} was made by another process in the meantime; nothing was changed"
+            ) from error
+        raise
+    sync(final.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint: one rename, and it is none any more. What a failure leaves behind, the next save removes."""
+    left = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
+    try:
+        os.rename(path, left)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(left, ignore_errors=True)
+
+
+def _locked(directory: Path, wait: bool = False) -> int | None:
+    """Return a descriptor that locks ``directory`` until it is closed or its process dies; None if it is locked."""
+    if fcntl is None:
+        return None
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _clear(parent: Path) -> None:
+    """Remove what the saves of processes that died have left behind."""
+    for path in parent.iterdir():
+        if _PARTIAL.fullmatch(path.name) is None or not path.is_dir() or path.is_symlink():
+            continue
+        with contextlib.suppress(OSError):
+            lock = _locked(path)
+            if lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+
+
+@contextlib.contextmanager
+def _naming(path: Path | str, key: str | None = None) -> Iterator[None]:
+    """Add file and tensor to the system's errors."""
+    try:
+        yield
+    except OSError as error:
+        folder, _, name = str(path).rpartition("/")
+        what = f"{name}, tensor {key!r}" if key else name
+        raise OSError(error.errno, f"{error.strerror or error} (writing {what})", folder) from error
+
+
+class RemoteWriter:
+    """Writes to a directory of an fsspec file system, with the methods of ``LocalWriter``."""
+
+    positioned = False
+
+    def __init__(self, url: str) -> None:
+        self.where = url.rstrip("/")
+        self._fs, self._root = file_system(url)
+
+    def check_free(self) -> None:
+        if not self._fs.exists(self._root) or not self._fs.find(self._root):
+            return
+        if self._fs.exists(f"{self._root}/{MANIFEST}") or not self._fs.exists(f"{self._root}/{_BEGUN}"):
+            raise FileExistsError(f"{self.where} exists already; save under another name, or remove it first")
+        self._fs.rm(self._root, recursive=True)  # of a save that did not finish
+
+    def begin(self, files: Mapping[str, bytes], sizes: Mapping[str, int]) -> None:
+        self._fs.makedirs(self._root, exist_ok=True)
+        for name, data in {_BEGUN: b"", **files}.items():
+            self._fs.makedirs(f"{self._root}/{name}".rpartition("/")[0], exist_ok=True)
+            with _naming(f"{self.where}/{name}"):
+                self._fs.pipe_file(f"{self._root}/{name}", data)
+
+    def write(self, rank: int, mine: Mapping[str, Any], entries: Mapping[str, TensorEntry], verify: bool) -> Written:
+        written = Written()
+        if not mine:
+            return written
+        file = f"rank-{rank:05d}.safetensors"
+        rows = {}
+        for key, (_, tensor) in mine.items():
+            shape = list(entries[key].shape)
+            if shape and entries[key].nbytes:
+                shape[0] = shape[0] * len(as_bytes(tensor)) // entries[key].nbytes
+            rows[key] = TensorEntry([], shape, entries[key].dtype)
+        header, ranges = make_header(rows, marked=True)
+        with _naming(f"{self.where}/{file}", next(iter(mine))), self._fs.open(f"{self._root}/{file}", "wb") as stream:
+            stream.write(header)
+            for key, (first, last) in sorted(ranges.items(), key=lambda each: each[1]):
+                begin, tensor = mine[key]
+                data = as_bytes(tensor)
+                for at in range(0, len(data), BLOCK):
+                    stream.write(data[at : at + BLOCK])
+                written.parts[key] = begin, begin + len(data), crc32(data)
+                written.pieces[key] = Piece(file, first, last)
+        written.files[file] = FileRecord.of(header, True)
+        written.files[file].size = max(last for _, last in ranges.values())
+        if verify:
+            self._verify(file, written)
+        return written
+
+    def _verify(self, file: str, written: Written) -> None:
+        with self._fs.open(f"{self._root}/{file}", "rb") as stream:
+
+            def read(begin: int, end: int) -> bytes:
+                stream.seek(begin)
+                return bytes(stream.read(end - begin))
+
+            for key, piece in written.pieces.items():
+                if crc32_of_range(read, piece.begin, piece.end) != written.parts[key][2]:
+                    raise OSError(
+                        f"{self.where}/{file} does not hold what was written to it: {key!r} reads differently"
+                    )
+
+    def publish(self, manifest: bytes) -> None:
+        with _naming(f"{self.where}/{MANIFEST}"):
+            self._fs.pipe_file(f"{self._root}/{MANIFEST}", manifest)
+            self._fs.rm_file(f"{self._root}/{_BEGUN}")
+
+    def abandon(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm(self._root, recursive=True)
+
+    def end(self) -> None:
+        """Do nothing: there is no lock."""
+
+
+CheckpointWriter = LocalWriter | RemoteWriter
+
+
+def writer_for(path: str | os.PathLike[str], token: str) -> CheckpointWriter:
+    """Return the writer for ``path``; ``token``: of a ``LocalWriter``."""
+    return RemoteWriter(str(path)) if is_url(path) else LocalWriter(Path(path), token)

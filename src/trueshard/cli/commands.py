@@ -1,0 +1,97 @@
+"""The commands by name. Heavy modules are imported inside the command that needs them, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from trueshard.cli.doctor import doctor
+from trueshard.cli.options import Json
+from trueshard.cli.plan import plan
+from trueshard.cli.train import convert, demo, plot, train
+from trueshard.cli.verify import verify
+from trueshard.errors import UserError, refused
+from trueshard.launching import STOPPED
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+"""The option parser's error: click's class, or that of the copy of click inside newer releases of typer."""
+
+assert USAGE_ERROR.__name__ == "UsageError"
+
+
+@app.callback()
+def _trueshard() -> None:
+    """Fully-sharded training on PyTorch FSDP2."""
+
+
+for command in (train, plan, verify, doctor, plot, convert, demo):
+    app.command()(command)
+
+
+Checkpoint = Annotated[str, typer.Argument(help="A checkpoint: a directory or a URL.", metavar="CKPT")]
+
+
+@app.command()
+def check(checkpoint: Checkpoint) -> None:
+    """Read every byte of a checkpoint and compare it with what was saved; exit code 1 if it is damaged."""
+    from trueshard import checkpoint as package
+
+    with refused():
+        try:
+            print(package.check(checkpoint))
+        except package.DamagedCheckpoint as error:
+            for problem in error.problems:
+                print(problem, file=sys.stderr)
+            raise typer.Exit(1) from None
+
+
+@app.command()
+def inspect(
+    checkpoint: Checkpoint,
+    other: Annotated[str | None, typer.Argument(help="Another, to say what differs.", metavar="[OTHER]")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what is in a checkpoint or a Hugging Face directory, or what differs between two."""
+    from trueshard import checkpoint as package
+
+    with refused():
+        found = package.inspect(checkpoint, other)
+        print(found.to_json() if as_json else found)
+
+
+@app.command()
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[str, typer.Argument(help="What to make; it must not exist.", metavar="OUT")],
+    to: Annotated[str, typer.Option("--to", help="hf, safetensors, adapter, merged or dcp.", metavar="FORM")] = "hf",
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Convert to it, such as bfloat16.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Which, of a checkpoint of several.")] = None,
+    adapter: Annotated[str | None, typer.Option("--adapter", help="Which, of a model with several.")] = None,
+) -> None:
+    """Write a checkpoint in another form: a Hugging Face directory, one file, a PEFT adapter, DCP."""
+    from trueshard import checkpoint as package
+
+    with refused():
+        print(package.export(checkpoint, out, to, dtype, model=model, adapter=adapter))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command line on `arguments` and return the exit code; a wrong input raises `UserError`."""
+    try:
+        code = typer.main.get_command(app).main(args=list(arguments), prog_name="trueshard", standalone_mode=False)
+    except BrokenPipeError:  # whoever read it has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except USAGE_ERROR as error:
+        message = getattr(error, "format_message", error.__str__)()
+        raise UserError(f"{' '.join(message.split()).rstrip('.')}. See `trueshard --help`.") from None
+    except (KeyboardInterrupt, typer.Abort):
+        print("Stopped.", file=sys.stderr)
+        return STOPPED
+    return int(code or 0)

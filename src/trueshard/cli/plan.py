@@ -1,0 +1,113 @@
+"""Options of ``trueshard plan``, and its output."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trueshard.choices import Choices, reshard_word
+from trueshard.cli import options
+from trueshard.errors import UserError, refused
+
+
+def _count(what: str) -> Any:
+    return typer.Option(help=what, metavar="N", min=1, show_default=False)
+
+
+def _dtype(what: str) -> Any:
+    return typer.Option(help=f"{what}: bf16, fp16 or fp32.", metavar="DTYPE", show_default=False)
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A folder with a config.json, that file, or file.py:factory.", metavar="MODEL")
+    ] = "",
+    hardware: Annotated[str, typer.Option(help="A device of the catalogue, or a TOML file.", metavar="NAME")] = "h100",
+    ranks: Annotated[int, typer.Option(help="Processes, one a device.", metavar="N", min=1)] = 8,
+    ranks_per_node: Annotated[int | None, _count("Devices of a node.")] = None,
+    replicate: Annotated[int | None, _count("Whole copies of the model, each over a part of the ranks.")] = None,
+    sequence: options.Tokens = None,
+    microbatch: Annotated[int | None, _count("Samples of a rank in one forward.")] = None,
+    accumulation: Annotated[int | None, _count("Microbatches a step.")] = None,
+    global_batch: Annotated[int | None, _count("Samples of all ranks in a step.")] = None,
+    param_dtype: Annotated[str | None, _dtype("What units compute in")] = None,
+    reduce_dtype: Annotated[str | None, _dtype("What gradients are reduced in")] = None,
+    storage_dtype: Annotated[str | None, _dtype("What parameters are stored in")] = None,
+    optimizer: options.Optimizer = None,
+    units: options.Units = None,
+    reshard_after_forward: options.ReshardAfterForward = "auto",
+    activation_checkpointing: options.ActivationCheckpointing = "auto",
+    offload: Annotated[
+        str | None, typer.Option(help="none, cpu, or auto (left out: if nothing else fits).", metavar="WORD")
+    ] = None,
+    compiled: options.Compile = Choices.compile,
+    memory: Annotated[
+        str | None, typer.Option(help="What torch may reserve on a rank, such as 70GiB.", metavar="SIZE")
+    ] = None,
+    given: options.PlanFile = None,
+    diff: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Say how two plans differ.", metavar="A B", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan, for shard(plan=...).", metavar="FILE")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with memory and time line.", metavar="FILE")] = None,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Run rank 0 on this machine's GPU, and compare.", show_default=False)
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Say what training a model costs on a cluster, and choose how to shard it. Needs neither GPUs nor weights."""
+    from trueshard.planner import planning
+    from trueshard.planner.hardware import hardware as named_hardware
+    from trueshard.planner.inputs.workloads import workload_of
+    from trueshard.planner.report import compare, page, report
+    from trueshard.planner.simulation import rehearse as rehearsing
+
+    with refused():
+        if diff is not None:
+            print(compare.diff(*map(planning.read_plan, diff)))
+            return
+        if not model:
+            raise UserError("plan needs a MODEL: a folder with a config.json, that file, or file.py:factory")
+        if rehearse:
+            rehearsing.require("cuda")
+        for file in (out, html):
+            if file is not None:
+                planning.check_writable(file)
+        found = planning.work_out(
+            model,
+            hardware,
+            ranks,
+            memory,
+            ranks_per_node=ranks_per_node,
+            replicate=replicate,
+            sequence=sequence,
+            microbatch=microbatch,
+            accumulation=accumulation,
+            global_batch=global_batch,
+            optimizer=optimizer,
+            storage_dtype=storage_dtype,
+            units=units or Choices.units,
+            reshard_after_forward=reshard_word(reshard_after_forward),
+            activation_checkpointing=activation_checkpointing,
+            mixed_precision=planning.precision(param_dtype, reduce_dtype),
+            compile=compiled,
+            offload=offload,
+            plan=None if given is None else planning.read_plan(given),
+        )
+        if out is not None:
+            planning.write_plan(found.plan, out)
+        if html is not None:
+            page.write_page(found, html)
+        rehearsal = None
+        if rehearse:
+            workload = workload_of(model, sequence=sequence, optimizer=optimizer, storage_dtype=storage_dtype)
+            rehearsal = rehearsing.rehearse(rehearsing.job_of(found, workload), named_hardware(hardware))
+        if as_json:
+            more = {} if rehearsal is None else {"rehearsal": dataclasses.asdict(rehearsal)}
+            print(json.dumps(report.as_json(found) | more, indent=2))
+        else:
+            print(report.text(found), *([] if rehearsal is None else ["", rehearsal]), sep="\n")

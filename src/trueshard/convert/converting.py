@@ -1,0 +1,353 @@
+"""`trueshard convert`: turn a configuration of another framework into one of `trueshard train`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from trueshard.convert.engine import Draft, Entry, Wrong, nearest, section_of, shown
+from trueshard.convert.tables import ENVIRONMENT, FILES, FRAMEWORKS, Framework
+from trueshard.errors import UserError, one_line
+from trueshard.files import replace_text
+from trueshard.train.config import Config
+from trueshard.train.parse import toml_key, toml_value
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".env", ".sh")
+ASSIGNED = re.compile(r"\s*(?:(?:export|env)\s+)?[A-Za-z_][A-Za-z0-9_]*=")
+OURS = ("run", "shard", "data")
+WORDS = {
+    "set": "the same",
+    "near": "differs",
+    "always": "so anyway",
+    "command": "when started",
+    "none": "no equivalent",
+}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A configuration, and how it came about."""
+
+    source: str
+    """The framework's name, as `--from` takes it."""
+    title: str
+    """The same in prose, and whether it was guessed."""
+    toml: str
+    """The text of the configuration."""
+    entries: tuple[Entry, ...]
+    """What became of each key that was given, in order."""
+    missing: tuple[str, ...]
+    """Our keys that only the user can know; each stands in the text as a comment."""
+    command: str
+    """The command that starts the run."""
+
+    def report(self) -> str:
+        """Return a line for each key: what it became, how it differs, or why it has no equivalent."""
+        rows = [(WORDS[each.status], f"{each.key} = {shown(each.value)}", _became(each)) for each in self.entries]
+        wide = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+        lines = [f"From {self.title}: {len({each.key for each in self.entries})} keys."]
+        lines += [f"{state.ljust(wide[0])}  {key.ljust(wide[1])}  {note}".rstrip() for state, key, note in rows]
+        if self.missing:
+            lines.append(f"Yours to set: {', '.join(self.missing)}.")
+        return "\n".join([*lines, f"Start it: {self.command}"])
+
+    def write(self, out: Path) -> None:
+        """Write the text to a new file, whole or not at all.
+
+        Raises `UserError` where it exists or cannot be written.
+        """
+        if out.exists():
+            raise UserError(f"--out {out}: it exists already; remove it, or give another name")
+        try:
+            replace_text(out, self.toml)
+        except OSError as error:
+            raise UserError(f"--out {out}: cannot be written ({error.strerror}); give another place") from None
+
+
+def convert(
+    path: Path | None,
+    source: str | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    ranks: int | None = None,
+    out: Path | None = None,
+) -> Converted:
+    """Convert a file, or the environment.
+
+    Args:
+        path: YAML, JSON or TOML, or a shell file that sets variables; None: `environment` is converted.
+        source: "accelerate", "torchtitan", "composer", "hf" or "environment"; None: guessed from the keys.
+        environment: variables; those of other programs are passed over.
+        ranks: processes of the run; None: as the source says, if it does.
+        out: name of the new configuration, for the command that starts it.
+
+    Raises:
+        UserError: no such file, a key that the framework does not know, or a value that it would not take.
+    """
+    tree, kind, title = _find(path, source, environment)
+    where = str(path) if path is not None else "the environment"
+    try:
+        given = dict(_flat(kind.prepare(tree), set(kind.index)))
+    except Wrong as error:
+        raise UserError(f"{where}: {error}") from None
+    _refuse_unknown(given, kind, where)
+    if ranks is not None and ranks < 1:
+        raise UserError(f"--ranks {ranks}: it is a whole number from 1 on")
+    name = kind.name if path is None else path.stem.lstrip(".") or kind.name
+    draft = Draft(kind.index, given, kind.defaults(given), ranks, name)
+    _apply(kind, draft, where)
+    command = _command(draft, str(out) if out is not None else f"{name}.toml")
+    text = _toml(draft, _head(draft, f"From {where}, of {title}", command))
+    _check(text, draft, where)
+    return Converted(kind.name, title, text, draft.in_order(), tuple(_in_order(draft.asked)), command)
+
+
+# What is given: a tree, and the framework whose it is.
+
+
+def _find(
+    path: Path | None, source: str | None, environment: Mapping[str, str] | None
+) -> tuple[dict[str, Any], Framework, str]:
+    """Return (tree, framework, the framework in prose)."""
+    chosen = next((each for each in FRAMEWORKS if each.name == source), None)
+    if source is not None and chosen is None:
+        raise UserError(f"--from {source}: unknown; use one of {', '.join(each.name for each in FRAMEWORKS)}")
+    if path is None:
+        if chosen not in (None, ENVIRONMENT):
+            raise UserError(f"--from {source}: which file? give its path")
+        variables = dict(environment or {})
+        if not ENVIRONMENT.prepare(variables):
+            raise UserError("no variable FSDP_*, ACCELERATE_* or PARALLELISM_CONFIG_* is set; give the path of a file")
+        return variables, ENVIRONMENT, ENVIRONMENT.title
+    tree = _read(path)
+    shell = path.suffix.lower() in (".env", ".sh") or path.name == ".env"
+    if shell and chosen not in (None, ENVIRONMENT):
+        raise UserError(f"--from {source}: {path} is a shell file; leave --from out")
+    kind = chosen or (ENVIRONMENT if shell else _guess(tree, path, FILES))
+    return tree, kind, kind.title if chosen else f"{kind.title} (guessed by its {'ending' if shell else 'keys'})"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a YAML, JSON or TOML file, or the variables that a shell file sets.
+
+    Raises `UserError` for a file that is missing, malformed, or of another kind.
+    """
+    try:
+        content = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({one_line(error)}); give a text file") from None
+    kind = path.suffix.lower() if path.name != ".env" else ".env"
+    if kind not in SUFFIXES:
+        raise UserError(f"{path}: a file of an unknown kind; give one that ends in {', '.join(SUFFIXES)}")
+    try:
+        tree = _parse(content, kind)
+    except (ValueError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path}: malformed: {one_line(error)}; correct that place") from None
+    if not isinstance(tree, dict) or not tree:
+        raise UserError(f"{path}: no keys are in it; give the file that holds the configuration")
+    return tree
+
+
+def _parse(content: str, kind: str) -> Any:
+    if kind in (".env", ".sh"):
+        return _variables(content)
+    if kind == ".toml":
+        return tomllib.loads(content)
+    if kind == ".json":
+        return json.loads(content)
+    try:
+        import yaml
+    except ImportError:
+        raise UserError("PyYAML is missing, which reads YAML; install pyyaml") from None
+    try:
+        return yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _variables(content: str) -> dict[str, str]:
+    """Return the variables that a shell file assigns, by `export`, alone, or before a command."""
+    found: dict[str, str] = {}
+    for line in content.replace("\\\n", " ").splitlines():
+        if not ASSIGNED.match(line):
+            continue
+        for word in shlex.split(line, comments=True):
+            name, equals, value = word.partition("=")
+            if equals and name.isidentifier():
+                found[name] = value
+            elif word not in ("export", "env"):
+                break
+    return found
+
+
+def _guess(tree: Mapping[str, Any], path: Path, sources: Sequence[Framework]) -> Framework:
+    """Return the framework whose keys these are; raises `UserError` where that is not plain."""
+    if path.suffix.lower() == ".toml" and set(OURS) & set(tree):
+        raise UserError(f"{path}: this is a configuration of TrueShard; start it with `trueshard train {path}`")
+    candidates = [source for source in sources if set(source.marks) & set(tree)]
+    if len(candidates) != 1:
+        hits = {source.name: _hits(source, tree) for source in candidates or sources}
+        best = max(hits.values())
+        candidates = [source for source in candidates or sources if hits[source.name] == best > 0]
+    if len(candidates) != 1:
+        which = " or ".join(source.title for source in candidates) or "none of the frameworks"
+        names = ", ".join(source.name for source in sources)
+        raise UserError(f"{path}: its keys are those of {which}; say which with --from ({names})")
+    return candidates[0]
+
+
+def _hits(source: Framework, tree: Mapping[str, Any]) -> int:
+    """Return the number of keys that the framework knows, less those that it does not."""
+    known = set(source.index)
+    try:
+        return sum(1 if key in known else -1 for key, _ in _flat(source.prepare(dict(tree)), known))
+    except Wrong:
+        return 0
+
+
+def _flat(tree: Mapping[str, Any], known: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value), going into tables unless they are themselves a known key."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        inside = any(each.startswith(f"{key}.") for each in known)
+        if key not in known and inside and isinstance(value, dict):
+            yield from _flat(value, known, f"{key}.")
+        elif key in known or not (inside and value is None):
+            yield key, value
+
+
+def _refuse_unknown(given: Mapping[str, Any], source: Framework, where: str) -> None:
+    """Raise `UserError` for the first key that the framework does not know, with the nearest one that it does."""
+    known = list(source.index)
+    for key in given:
+        if key not in source.index:
+            near = nearest(key, known) or nearest(key.rpartition(".")[2], [each.rpartition(".")[2] for each in known])
+            raise UserError(f"{where}: unknown key {key} for {source.title}{near}; correct it, or remove it")
+
+
+# What it becomes.
+
+
+def _apply(kind: Framework, draft: Draft, where: str) -> None:
+    """Apply all rules: of keys that are given, of those with a default, then what depends on several."""
+    seen = {kind.index[key].keys for key in draft.given}
+    absent = [key for key in draft.defaults if kind.index[key].keys not in seen]
+    key = ""
+    try:
+        for key in sorted([*draft.given, *absent], key=lambda each: kind.index[each].last):
+            draft.apply(key)
+        key = ""
+        kind.finish(draft)
+        _ask_for_the_rest(draft)
+    except Wrong as error:
+        place = "" if not key or str(error).startswith(key) else f"{key}: "
+        raise UserError(f"{where}: {place}{error}; correct it") from None
+    untold = set(draft.given) - {entry.key for entry in draft.entries}
+    assert not untold, f"no rule told what became of {sorted(untold)}"
+
+
+def _ask_for_the_rest(draft: Draft) -> None:
+    """Ask for what a run needs and the source does not hold."""
+    if "run.dir" not in draft.tree:
+        draft.tree["run.dir"] = f"runs/{draft.name}"
+        draft.origins["run.dir"] = "chosen by its name"
+    if not {"model.path", "model.config", "model.architecture"} & {*draft.tree, *draft.asked}:
+        draft.ask("model.path", '"path/to/model"', "a directory with config.json, weights and tokenizer")
+    draft.ask("data.path", '"path/to/data"', "a folder, a file, or the name of a data set")
+    if "train.epochs" not in draft.tree:
+        draft.ask("train.steps", "1000", "steps in the whole run, or train.epochs")
+
+
+def _command(draft: Draft, out: str) -> str:
+    """Return the command that starts the run."""
+    if draft.machines is not None and draft.machines > 1:
+        each = draft.ranks // draft.machines if draft.ranks else "RANKS"
+        return f"torchrun --nnodes {draft.machines} --nproc-per-node {each} -m trueshard train {out}"
+    return f"trueshard train {out}" + (f" --nproc {draft.ranks}" if draft.ranks else "")
+
+
+# What is written and reported.
+
+
+def _head(draft: Draft, origin: str, command: str) -> list[str]:
+    """Return the lines above the configuration: its origin, what is asked, what differs, what has no equivalent."""
+    lines = [f"{origin}, by `trueshard convert`. Start it with: {command}"]
+    if draft.asked:
+        lines += [f"Yours to set, where a line ends in it: {', '.join(_in_order(draft.asked))}"]
+    for what, status in (("Differs:", "near"), ("No equivalent:", "none")):
+        entries = [each for each in draft.in_order() if each.status == status]
+        if entries:
+            lines += ["", what, *(f"- {each.key} = {shown(each.value)}: {each.note}" for each in entries)]
+    return lines
+
+
+def _toml(draft: Draft, head: Sequence[str]) -> str:
+    """Return `head` as comments, then each key with its origin as a comment, and each asked key as a comment."""
+    lines = [f"# {line}".rstrip() for line in head]
+    keys = _in_order([*draft.tree, *draft.asked])
+    for section in Config.model_fields:
+        own = [key for key in keys if key.startswith(f"{section}.")]
+        if own:
+            lines += ["", f"[{section}]", *(_line(draft, key) for key in own)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(draft: Draft, key: str) -> str:
+    name = ".".join(toml_key(part) for part in key.split(".")[1:])
+    if key in draft.tree:
+        return f"{name} = {toml_value(draft.tree[key])}  # {draft.origins[key]}"
+    example, what = draft.asked[key]
+    return f"# {name} = {example}  # yours: {what}"
+
+
+def _in_order(keys: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """Sort keys of ours as a file has them."""
+    order = _places()
+    return sorted(keys, key=lambda key: order[".".join(key.split(".")[:2])])
+
+
+@functools.cache
+def _places() -> dict[str, int]:
+    """Return the place of each key of ours in a file."""
+    sections = {section: section_of(section).model_fields for section in Config.model_fields}
+    keys = [f"{section}.{field.alias or name}" for section in sections for name, field in sections[section].items()]
+    return {key: place for place, key in enumerate(keys)}
+
+
+def _became(entry: Entry) -> str:
+    return f"{entry.becomes} ({entry.note})" if entry.becomes and entry.note else entry.becomes or entry.note
+
+
+def _check(text: str, draft: Draft, where: str) -> None:
+    """Raise `UserError` if the text is no configuration once what is asked is set."""
+    tree = tomllib.loads(text)
+    for key, (example, _) in draft.asked.items():
+        *parents, last = key.split(".")
+        table = tree
+        for parent in parents:
+            table = table.setdefault(parent, {})
+        table[last] = tomllib.loads(f"value = {example}")["value"]
+    try:
+        Config.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        ours = ".".join(str(part) for part in first["loc"])
+        cause = first["ctx"]["error"] if first["type"] == "value_error" else first["msg"].lower()
+        origin = next((draft.origins[key] for key in draft.origins if ours.startswith(key)), "its values")
+        raise UserError(f"{where}: {origin}: {cause}; correct it") from None

@@ -1,0 +1,347 @@
+"""The engine of a conversion: applies rules to another framework's keys and collects our configuration.
+
+- A `Rule` says what one of their keys, or several alike, becomes. Rules are data, which `tables` reads.
+- A `Draft` is our configuration in the making, with an `Entry` for each of their keys: its status and why.
+- What a rule cannot say as data is a function `(draft, key, value) -> None` that it names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from trueshard.train.config import Config, Section
+from trueshard.train.parse import toml_value
+
+Status = Literal["set", "near", "always", "command", "none"]
+"""set: the same here. near: set, and something differs. always: nothing to set. command: said when the run is started.
+none: no equivalent."""
+Kind = Literal["set", "always", "none", "command", "part", "later", "function"]
+"""set: the value goes to our key. always: it is so here anyway. none: no equivalent. command: said when the run is
+started. part: takes effect through another key, whose rule reads it. later: reported with the keys it goes with, by
+one of their rules or at the end. function: by a function."""
+
+
+class Wrong(ValueError):
+    """A value that its own framework would not take, or two that contradict each other."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """One value of a key, where its rule lists them."""
+
+    sets: Mapping[str, Any]
+    """Our keys and their values; empty: nothing to set."""
+    differs: str = ""
+    none: str = ""
+    """Why there is no equivalent; empty: there is one."""
+    always: str = "nothing to set"
+    copies: str = ""
+    """One whole copy of the model in each of the "ranks" or "machines"; empty: sharded over all."""
+    ask: tuple[str, str, str] | None = None
+    """Our key that is left to the user, an example (TOML), and what to give; "{}" is their word."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What any of `keys` becomes."""
+
+    keys: tuple[str, ...]
+    """Dotted names in the source."""
+    kind: Kind
+    becomes: str
+    """Our key, an option of the command line, "always so" or "no equivalent"."""
+    why: str
+    """One sentence: how, what differs, or what to do instead."""
+    shown: tuple[str, ...]
+    """The keys as documented."""
+    default: Any = None
+    """The source's value where the key is absent, if that decides something here."""
+    last: bool = False
+    """True: applied after all others, since it depends on them."""
+    read: Callable[[Any], Any] = lambda value: value
+    """Turns the source's value into ours; raises `Wrong`."""
+    words: Mapping[str, Word] = field(default_factory=dict)
+    unset: frozenset[Any] = frozenset()
+    """Plain values that mean "not given"."""
+    unless: Mapping[Any, str] = field(default_factory=dict)
+    """Plain values of an "always" key that have no equivalent, and why."""
+    needs: tuple[str, ...] = ()
+    """Other keys; where none of them has a value other than "no", this one has no effect."""
+    yields: tuple[str, ...] = ()
+    """Other keys, any of which counts instead of this one."""
+    beside: tuple[str, ...] = ()
+    """Other keys that the function reads."""
+    function: Callable[[Draft, str, Any], None] | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of one key."""
+
+    key: str
+    value: Any
+    status: Status
+    becomes: str
+    """`key = value` of ours, or empty."""
+    note: str
+    """What differs, or why there is no equivalent."""
+
+
+class Draft:
+    """Our configuration in the making.
+
+    Args:
+        rules: the rule of each key that the source knows.
+        given: the source's keys, dotted, and their values.
+        defaults: the source's values for keys that are absent.
+        ranks: processes of the run; None: unknown.
+        name: of the run.
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[str, Rule],
+        given: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        ranks: int | None,
+        name: str,
+    ) -> None:
+        self.rules = rules
+        self.given = dict(given)
+        self.defaults = dict(defaults)
+        self.ranks = ranks
+        self.machines: int | None = None
+        self.name = name
+        self.tree: dict[str, Any] = {}
+        """Our dotted keys and their values."""
+        self.origins: dict[str, str] = {}
+        """The comment beside each of our keys: where its value comes from."""
+        self.asked: dict[str, tuple[str, str]] = {}
+        """Our keys that only the user can know: an example of a value, as TOML, and what to give."""
+        self.entries: list[Entry] = []
+        self._by_default: set[str] = set()
+
+    def apply(self, key: str) -> None:
+        """Apply the rule of one of their keys; raises `Wrong` for a value the source would not take."""
+        rule, value = self.rules[key], self.get(key)
+        if instead := next(filter(self.get, rule.yields), None):
+            self.tell(key, value, "always", f"{instead} counts instead")
+        elif rule.needs and all(str(self.get(each) or "no").lower() in FALSE for each in rule.needs):
+            self.tell(key, value, "always", f"of no effect without {either(rule.needs)}")
+        elif rule.function is not None:
+            rule.function(self, key, value)
+        elif rule.kind == "set" and rule.words:
+            self.put_word(key, value)
+        elif rule.kind == "set":
+            found = None if value is None or plain(value) in rule.unset else rule.read(value)
+            if found is None:
+                self.tell(key, value, "always", "as the default here")
+            else:
+                self.put(rule.becomes, found, key, value)
+        elif rule.kind == "always":
+            lost = rule.unless.get(plain(value))
+            self.tell(key, value, "none" if lost else "always", lost or rule.why)
+        elif rule.kind == "none":
+            lost = None if plain(value) in rule.unset else rule.why
+            self.tell(key, value, "none" if lost else "always", lost or "not asked for")
+        elif rule.kind == "command":
+            self.tell(key, value, "command", rule.becomes)
+        elif rule.kind == "part":
+            self.tell(key, value, "set", rule.why, rule.becomes)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of one of their keys, given or by default."""
+        return self.given.get(key, self.defaults.get(key, default))
+
+    def tell(self, key: str, value: Any, status: Status, note: str, becomes: str = "") -> None:
+        """Record what became of one of their keys. Defaults are not recorded."""
+        if key in self.given:
+            self.entries.append(Entry(key, value, status, becomes, note))
+
+    def put(self, ours: str, value: Any, key: str, given: Any, status: Status = "set", note: str = "") -> None:
+        """Set a key of ours; raises `Wrong` if another of their keys has set it to something else."""
+        if key not in self.given and (ours in self.tree or value == our_default(ours)):
+            return
+        if ours in self.tree and self.tree[ours] != value and ours not in self._by_default:
+            raise Wrong(f"{key} = {given} contradicts {self.origins[ours]}: both decide {ours}; keep one")
+        (self._by_default.discard if key in self.given else self._by_default.add)(ours)
+        self.tree[ours] = value
+        self.origins[ours] = f"{key} = {shown(given)}" if key in self.given else f"{key} = {shown(given)}, its default"
+        self.tell(key, given, status, note, f"{ours} = {toml_value(value)}")
+
+    def put_word(self, key: str, value: Any) -> Word | None:
+        """Do what the rule of `key` lists for a value; return that word, or None for a value that is not given."""
+        words = self.rules[key].words
+        if (value is None and "none" not in words) or plain(value) in self.rules[key].unset:
+            self.tell(key, value, "always", "not given")
+            return None
+        if set(words) == {"true", "false"}:
+            value = boolean(value)
+        word = self.word(key, value)
+        for ours, each in word.sets.items():
+            self.put(ours, each, key, value, "near" if word.differs else "set", word.differs)
+        if word.none:
+            self.tell(key, value, "none", word.none)
+        elif not word.sets:
+            self.tell(key, value, "always", word.always)
+        if word.copies:
+            self.replicate(word.copies, key, value)
+        if word.ask:
+            self.ask(word.ask[0], word.ask[1], word.ask[2].format(str(value).lower()))
+        return word
+
+    def word(self, key: str, value: Any) -> Word:
+        """Return what the rule of `key` lists for a value, whose case does not count; "*" is any other.
+
+        Raises `Wrong` for a value that is not listed.
+        """
+        words = self.rules[key].words
+        found = "none" if value is None else str(value).strip()
+        known = {word.lower(): word for word in words}
+        if found.lower() not in known and "*" not in words:
+            raise Wrong(f"found {found!r}, wanted {either(words)}{nearest(found, words)}")
+        return words[known.get(found.lower(), "*")]
+
+    def replicate(self, copies: str, key: str, value: Any) -> None:
+        """Keep one whole copy of the model in each rank (`copies="ranks"`) or machine ("machines")."""
+        number = self.ranks if copies == "ranks" else self.machines
+        if number is None:
+            self.ask("shard.replicate", "1", f"as many as there are {copies}: a whole copy in each")
+        else:
+            self.put("shard.replicate", number, key, value)
+
+    def ask(self, ours: str, example: str, what: str) -> None:
+        """Leave a key of ours to the user, unless it is set."""
+        if ours not in self.tree:
+            self.asked.setdefault(ours, (example, what))
+
+    def in_order(self) -> tuple[Entry, ...]:
+        """Return what became of each key, in the order in which they were given."""
+        order = {key: place for place, key in enumerate(self.given)}
+        return tuple(sorted(self.entries, key=lambda entry: order[entry.key]))
+
+
+def our_default(ours: str) -> Any:
+    """Return the default of a key of ours; None where it is required, or inside a table."""
+    section, name = ours.split(".", 1)
+    for attribute, info in section_of(section).model_fields.items():
+        if name == (info.alias or attribute):
+            return None if info.is_required() else info.get_default(call_default_factory=True)
+    return None
+
+
+def section_of(name: str) -> type[Section]:
+    """Return the class of a section of ours."""
+    annotation = Config.model_fields[name].annotation
+    kinds = [annotation, *get_args(annotation)]
+    return next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
+
+
+def shown(value: Any) -> str:
+    """Return a value of theirs for a comment: one line of at most 60 characters."""
+    text = " ".join((value if isinstance(value, str) else json.dumps(value, default=str)).split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def either(words: Iterable[Any]) -> str:
+    """Join words as "a, b or c"."""
+    listed = [str(word) for word in words]
+    return " or ".join([", ".join(listed[:-1]), listed[-1]] if len(listed) > 1 else listed)
+
+
+def nearest(word: str, known: Iterable[Any]) -> str:
+    """Return "; nearest: b", or nothing."""
+    lower = {str(each).lower(): str(each) for each in known}
+    near = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)
+    return f"; nearest: {lower[near[0]]}" if near else ""
+
+
+# Readers: values as other frameworks write them. YAML, JSON and environment variables do not agree on what a number is.
+
+TRUE, FALSE = ("true", "yes", "y", "t", "on", "1"), ("false", "no", "n", "f", "off", "0")
+
+
+def boolean(value: Any) -> bool:
+    """Read true or false, also as a word; raises `Wrong`, as every reader does."""
+    text = str(value).strip().lower()
+    if text in TRUE or text in FALSE:
+        return text in TRUE
+    raise Wrong(f"found {value!r}, wanted true or false")
+
+
+def number(value: Any) -> float:
+    """Read a finite number; YAML gives "5e-5" as a word."""
+    try:
+        if not isinstance(value, bool) and math.isfinite(found := float(value)):
+            return found
+    except (TypeError, ValueError):
+        pass
+    raise Wrong(f"found {value!r}, wanted a number")
+
+
+def number_or_inf(value: Any) -> float:
+    """Read a number, where 0 stands for "no bound"."""
+    return number(value) or math.inf
+
+
+def integer(value: Any) -> int:
+    """Read a whole number."""
+    found = number(value)
+    if found != int(found):
+        raise Wrong(f"found {value!r}, wanted a whole number")
+    return int(found)
+
+
+def positive(value: Any) -> int:
+    """Read a whole number from 1 on."""
+    found = integer(value)
+    if found < 1:
+        raise Wrong(f"found {value!r}, wanted a whole number from 1 on")
+    return found
+
+
+def rounded_up(value: Any) -> int:
+    """Read a number above 0 and round it up."""
+    found = number(value)
+    if found <= 0:
+        raise Wrong(f"found {value!r}, wanted a number above 0")
+    return math.ceil(found)
+
+
+def names(value: Any) -> list[str]:
+    """Read words with commas between them, or an array of words; empty ones are dropped."""
+    listed = value.split(",") if isinstance(value, str) else value
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(each, str) for each in listed):
+        raise Wrong(f"found {value!r}, wanted names with commas between them")
+    return [each.strip() for each in listed if each.strip()]
+
+
+def text(value: Any) -> str:
+    """Read a word that is not empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise Wrong(f"found {value!r}, wanted a word")
+    return value.strip()
+
+
+def table(value: Any) -> dict[str, Any]:
+    """Read keys and values; None is an empty table."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise Wrong(f"found {value!r}, wanted a table")
+    return dict(value)
+
+
+def plain(value: Any) -> Any:
+    """Return a value that compares: words in lower case, "true" and digits as what they mean, empty tables as None."""
+    if isinstance(value, str):
+        word = value.strip().lower()
+        return int(word) if word.isdecimal() else {"true": True, "false": False}.get(word, word)
+    if isinstance(value, (dict, list, tuple)):
+        return str(value) if value else None
+    return value

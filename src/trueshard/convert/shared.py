@@ -1,0 +1,209 @@
+"""Functions that rules of several frameworks name: FSDP's words, Accelerate's launcher, and batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+from trueshard.convert.engine import Draft, Wrong, integer, names, positive
+
+# FSDP's words, which Accelerate, transformers and PEFT pass on under several names.
+
+
+def strategy(draft: Draft, key: str, value: Any) -> None:
+    """Read `sharding_strategy` or `reshard_after_forward`, of which version 1 of FSDP uses the first, 2 the other.
+
+    Accelerate's launcher sets both, one of them by default.
+    """
+    rule = draft.rules[key]
+    counts = rule.keys[str(draft.given.get(rule.beside[0], 1)) == "2"]
+    if key != counts and counts in draft.given:
+        draft.word(key, value)
+        draft.tell(key, value, "always", f"not looked at beside {counts}, there either")
+    else:
+        draft.put_word(key, value)
+
+
+def units(draft: Draft, key: str, value: Any) -> None:
+    """Read the class names of units, which count only with the wrap policy for transformers."""
+    policy = draft.rules[key].beside[0]
+    chosen = draft.given.get(policy, "TRANSFORMER_BASED_WRAP")
+    named = [] if value is None else names(value)
+    if not named:
+        draft.tell(key, value, "always", "empty: the model's own hints")
+    elif str(chosen).upper() != "TRANSFORMER_BASED_WRAP":
+        draft.tell(key, value, "none", f"not looked at beside {policy} = {chosen}, there either")
+    else:
+        draft.put("shard.units", named, key, value)
+
+
+REDUCED = "gradients are reduced in float32, there in the compute dtype: more exact, twice the bytes"
+POLICY = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "cast_forward_inputs")
+DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
+DTYPES |= {"float32": "fp32", "fp32": "fp32"}
+
+
+def mixed_precision_policy(draft: Draft, key: str, value: Any) -> None:
+    """Read `mixed_precision_policy`: a word, or a table of dtypes."""
+    if not isinstance(value, dict):
+        draft.put_word(key, value)
+        return
+    if unknown := sorted(set(value) - set(POLICY)):
+        raise Wrong(f"unknown key {unknown[0]!r}, wanted param_dtype, reduce_dtype, buffer_dtype or output_dtype")
+    compute, reduced = (_dtype(value.get(name)) for name in POLICY[:2])
+    if compute in (None, "fp32"):
+        draft.tell(key, value, "always", "computed as stored")
+        return
+    differs = "" if reduced == "fp32" else REDUCED
+    draft.put("shard.mixed_precision", compute, key, value, "near" if differs else "set", differs)
+
+
+def _dtype(value: Any) -> str | None:
+    """Return bf16, fp16 or fp32 for any name of a dtype; None for None."""
+    if value is None:
+        return None
+    found = DTYPES.get(str(value).removeprefix("torch.").lower())
+    if found is None:
+        raise Wrong(f"found {value!r}, wanted a dtype: {', '.join(DTYPES)}")
+    return found
+
+
+def keep(draft: Draft, key: str, value: Any) -> None:
+    """Read how many checkpoints stay; 0 and less: all."""
+    if integer(value) < 1:
+        draft.tell(key, value, "near", "all stay there; here at most train.keep")
+        draft.ask("train.keep", "100", "how many checkpoints stay; all do there")
+    else:
+        draft.put("train.keep", positive(value), key, value)
+
+
+def trackers(draft: Draft, key: str, value: Any) -> None:
+    """Read names of loggers, or a table with a section for each, of which trackers have an equivalent."""
+    named = list(value) if isinstance(value, dict) else names(value or [])
+    here = [each for each in named if each in ("tensorboard", "wandb", "trackio")]
+    lost = [each for each in named if each not in here and each != "none"]
+    if here:
+        draft.put("log.to", here, key, here if isinstance(value, dict) else value)
+    if lost:
+        draft.tell(key, lost, "none", "trackers here: tensorboard, wandb, trackio; metrics.jsonl is always written")
+    if not here and not lost:
+        draft.tell(key, value, "always", "none but metrics.jsonl")
+
+
+# Accelerate's launcher: its YAML and the environment variables that it sets.
+
+
+def accelerate_tree(tree: dict[str, Any], sections: Set[str]) -> dict[str, Any]:
+    """Give each key of a section the section's prefix, as Accelerate does, and drop empty sections."""
+    found = dict(tree)
+    for section, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_"), ("parallelism_config", "")):
+        inner = found.get(section)
+        if isinstance(inner, dict):
+            found[section] = {f"{'' if key.startswith(prefix) else prefix}{key}": inner[key] for key in inner}
+        elif inner is None:
+            found.pop(section, None)
+    return found
+
+
+def accelerate_variables(tree: dict[str, Any], sections: Set[str]) -> dict[str, Any]:
+    """Return the variables that Accelerate and PEFT read, out of an environment."""
+    prefixes = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
+    return {key: value for key, value in tree.items() if key.startswith(prefixes) or key == "WORLD_SIZE"}
+
+
+def distributed_type(draft: Draft, key: str, value: Any) -> None:
+    """Read which engine trains; MULTI_* is DistributedDataParallel, a whole copy in each rank."""
+    kind = str(value).upper().removeprefix("DISTRIBUTEDTYPE.")
+    if kind.startswith("MULTI_"):
+        draft.put("shard.reshard_after_forward", "never", key, value)
+        draft.replicate("ranks", key, value)
+    elif kind == "NO":
+        draft.ranks = draft.ranks or 1
+        draft.tell(key, value, "command", "--nproc 1")
+    else:
+        draft.put_word(key, kind)
+
+
+def processes(draft: Draft, key: str, value: Any) -> None:
+    """Read the number of ranks of Accelerate's YAML; -1: said when the run is started."""
+    count = integer(value)
+    if count == -1:
+        draft.tell(key, value, "command", "given when the run is started: --nproc")
+        return
+    draft.ranks = draft.ranks or positive(value)
+    where = "" if draft.ranks == count else f"; {draft.ranks} counts instead"
+    draft.tell(key, value, "command", f"--nproc, or torchrun's --nproc-per-node × --nnodes{where}")
+
+
+def machines(draft: Draft, key: str, value: Any) -> None:
+    """Read the number of machines."""
+    draft.machines = positive(value)
+    draft.tell(key, value, "command", "torchrun --nnodes" if draft.machines > 1 else "one machine")
+
+
+# Batch sizes, which several keys decide together.
+
+
+def batch(
+    draft: Draft, per_rank: str = "", accumulate: str = "", total: str = "", microbatches: int | None = None
+) -> None:
+    """Set `train.batch_size` and `train.accumulate`.
+
+    Args:
+        per_rank: key of the sequences of a rank; empty: the source has none.
+        accumulate: key of the microbatches of a rank in a step.
+        total: key of the sequences of all ranks in a step.
+        microbatches: how many times `per_rank` a rank has in a step; None: `train.accumulate` times.
+    """
+    sequences, whole = count(draft, per_rank), count(draft, total)
+    if whole is not None:
+        _batch_of_all_ranks(draft, whole, total, sequences, per_rank)
+        return
+    if total:
+        draft.tell(total, draft.get(total), "always", f"not given: {per_rank} × ranks")
+    if accumulate:
+        draft.put("train.accumulate", count(draft, accumulate) or 1, accumulate, draft.get(accumulate))
+    microbatches = microbatches or draft.tree.get("train.accumulate", 1)
+    if sequences is not None and draft.ranks is not None:
+        draft.put("train.batch_size", sequences * draft.ranks * microbatches, per_rank, draft.get(per_rank))
+        draft.origins["train.batch_size"] = f"{sequences} a rank × {draft.ranks} ranks × {microbatches} accumulated"
+        return
+    factors = [f"{sequences} a rank" if sequences else "sequences a rank", f"{draft.ranks or ''} ranks".strip()]
+    hint = "; --ranks works it out" if sequences and not draft.ranks else ""
+    example = (sequences or 1) * (draft.ranks or 1) * microbatches
+    draft.ask("train.batch_size", str(example), f"{' × '.join(factors)} × {microbatches} accumulated{hint}")
+    if per_rank:
+        becomes = "train.batch_size, of a whole step"
+        draft.tell(per_rank, draft.get(per_rank), "set", "which needs the number of ranks", becomes)
+
+
+def _batch_of_all_ranks(draft: Draft, whole: int, total: str, sequences: int | None, per_rank: str) -> None:
+    """Set the batch from that of all ranks; `train.accumulate` follows from what a rank takes at a time."""
+    draft.put("train.batch_size", whole, total, draft.get(total))
+    if sequences is None:
+        if per_rank:
+            draft.tell(per_rank, draft.get(per_rank), "always", "not given")
+    elif draft.ranks is None:
+        draft.ask("train.accumulate", "1", f"{whole} / ({sequences} a rank × ranks); --ranks works it out")
+        draft.tell(per_rank, draft.get(per_rank), "set", "which needs the number of ranks", "train.accumulate")
+    else:
+        microbatches, rest = divmod(whole, sequences * draft.ranks)
+        if rest or not microbatches:
+            raise Wrong(
+                f"{total} = {whole} is no multiple of {per_rank} = {sequences} × {draft.ranks} ranks; "
+                f"change one of them, or --ranks"
+            )
+        note = f"{whole} of all / ({sequences} × {draft.ranks} ranks)"
+        draft.put("train.accumulate", microbatches, per_rank, draft.get(per_rank), "set", note)
+        draft.origins["train.accumulate"] = note
+
+
+def count(draft: Draft, key: str) -> int | None:
+    """Return a key's number from 1 on; None where it is not given (absent, -1 or "auto")."""
+    value = draft.get(key) if key else None
+    if value is None or value in (-1, "auto"):
+        return None
+    try:
+        return positive(value)
+    except Wrong as error:
+        raise Wrong(f"{key}: {error}") from None

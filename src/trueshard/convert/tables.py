@@ -1,0 +1,203 @@
+"""The frameworks that can be converted, each a table in `frameworks/`; and the tables as Markdown.
+
+A table has what concerns the framework as a whole, then a `[[rule]]` for each key, or several alike:
+
+- `keys`: their names, dotted. `shown`: the names in the documents, where these differ.
+- One of `set` = our key; `always` = why it is so here anyway; `none` = why there is no equivalent; `command` = an
+  option; `part` or `later` = our key that another of theirs decides too; `function` = a function's name, and `becomes`.
+- `why`: how, what differs, or what to do instead. `default`: theirs, if that decides something here.
+- With `set`: `read` = a reader's name, or `words` = a list of values, or of names of `[words]` in `shared.toml`: `of` =
+  theirs ("*": any other), `value` = ours (or `sets` = several of our keys), and the rest as in `Word`.
+- `unset` and `off`: values that mean "not given" and "not asked for". `unless`: values without equivalent. `needs`,
+  `yields`, `beside`, `last`: as in `Rule`.
+- `include` = rules of `shared.toml` or of this file, their keys with a prefix (the first one is shown as `shown`),
+  under other `names`, or in capitals (`upper`).
+
+`python -m trueshard.convert.tables docs/coming-from.md` puts the tables between their marks.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from trueshard.convert import composer, engine, huggingface, shared, torchtitan
+from trueshard.convert.engine import Draft, Kind, Rule, Word
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FOLDER = Path(__file__).with_name("frameworks")
+MODULES = {"composer": composer, "huggingface": huggingface, "shared": shared, "torchtitan": torchtitan}
+NOTHING = (None, "", "none")
+FIXED = {"always": "always so", "none": "no equivalent"}
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A kind of configuration that can be converted."""
+
+    name: str
+    """As `--from` takes it."""
+    title: str
+    """The framework's name in prose."""
+    rules: tuple[Rule, ...]
+    finish: Callable[[Draft], None]
+    """Sets what several keys decide, such as batch sizes, and asks for what is missing."""
+    arrange: Callable[[dict[str, Any], Set[str]], dict[str, Any]]
+    """Turns older or shorter forms of a tree into the full present one; gets the known keys of the top level."""
+    marks: tuple[str, ...]
+    """Keys of the top level that only this kind has."""
+    silent: tuple[str, ...]
+    """A file of these sections alone says nothing of other keys; any other leaves them at their defaults."""
+
+    @functools.cached_property
+    def index(self) -> dict[str, Rule]:
+        """The rule of each known key."""
+        return {key: rule for rule in self.rules for key in rule.keys}
+
+    def prepare(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Return a tree in the full present form; raises `Wrong` for one that cannot be brought into it."""
+        return self.arrange(tree, {key.partition(".")[0] for key in self.index})
+
+    def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the framework's values for absent keys, where they count."""
+        if self.silent and {key.partition(".")[0] for key in given} <= set(self.silent):
+            return {}
+        return {rule.keys[0]: rule.default for rule in self.rules if rule.default is not None}
+
+
+@functools.cache
+def table(name: str) -> dict[str, Any]:
+    """Return a file of `frameworks/` as it stands."""
+    return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def framework(file: str) -> Framework:
+    """Return a framework from its file."""
+    tree = table(file)
+    return Framework(
+        name=tree["name"],
+        title=tree["title"],
+        rules=tuple(_rule(row) for row in _rows(tree)),
+        finish=_named(tree["finish"]),
+        arrange=_named(tree["prepare"]) if "prepare" in tree else lambda given, sections: given,
+        marks=tuple(tree.get("marks", ())),
+        silent=tuple(tree.get("silent", ())),
+    )
+
+
+def _rows(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rules of a table, with those it includes in their place."""
+    for row in tree["rule"]:
+        if "include" not in row:
+            yield {**row, "keys": _listed(row["keys"])}
+            continue
+        for each in tree.get(row["include"]) or table("shared")[row["include"]]:
+            keys = _listed(each["keys"])
+            shown = [row["shown"] + key for key in keys] if "shown" in row else spelled(row, keys)[: len(keys)]
+            yield {**each, "keys": spelled(row, keys), "beside": spelled(row, each.get("beside", ())), "shown": shown}
+
+
+def spelled(include: Mapping[str, Any], keys: Any) -> list[str]:
+    """Return included keys as the framework spells them, under each of its prefixes."""
+    named = [include.get("names", {}).get(key, key) for key in keys]
+    spelling = [prefix + key for prefix in _listed(include["prefix"]) for key in named]
+    return [key.upper() for key in spelling] if include.get("upper") else spelling
+
+
+def _rule(row: Mapping[str, Any]) -> Rule:
+    kind: Kind = next((kind for kind in get_args(Kind) if kind in row), "set")
+    becomes = FIXED.get(kind) or row.get("becomes") or row[kind]
+    unless = {engine.plain(value): each["none"] for each in row.get("unless", ()) for value in each["of"]}
+    why = row[kind] if kind in FIXED else row["why"]
+    unset = (None, *row["unset"]) if "unset" in row else (*NOTHING, *row.get("off", ())) if kind == "none" else ()
+    return Rule(
+        keys=tuple(row["keys"]),
+        kind=kind,
+        becomes=becomes,
+        why=why,
+        shown=tuple(_listed(row.get("shown", row["keys"]))),
+        default=row.get("default"),
+        last=row.get("last", False),
+        read=_named(row["read"]) if "read" in row else lambda value: value,
+        words=dict(_words(row.get("words", ()), becomes)),
+        unset=frozenset(map(engine.plain, unset)),
+        unless=unless,
+        needs=tuple(row.get("needs", ())),
+        yields=tuple(row.get("yields", ())),
+        beside=tuple(row.get("beside", ())),
+        function=_named(row["function"]) if kind == "function" else None,
+    )
+
+
+def _words(listed: Any, becomes: str) -> Iterator[tuple[str, Word]]:
+    for each in _listed(listed):
+        if isinstance(each, str):
+            yield from _words(table("shared")["words"][each], becomes)
+            continue
+        more = {name: each[name] for name in ("differs", "none", "always", "copies") if name in each}
+        sets = {becomes: each["value"]} if "value" in each else {}
+        ask = tuple(each["ask"]) if "ask" in each else None
+        word = Word({**sets, **each.get("sets", {})}, ask=ask, **more)
+        yield from ((of, word) for of in _listed(each["of"]))
+
+
+def _named(name: str) -> Any:
+    """Return a reader of `engine`, or a function of the module before the dot."""
+    module, _, function = name.rpartition(".")
+    return getattr(MODULES[module] if module else engine, function)
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else list(value)
+
+
+FILES = tuple(map(framework, ("accelerate", "torchtitan", "composer", "huggingface")))
+ENVIRONMENT = framework("environment")
+FRAMEWORKS = (*FILES, ENVIRONMENT)
+
+HEAD = "| key | becomes | how, or why not |\n|---|---|---|"
+
+
+def markdown(source: Framework) -> str:
+    """Return a table with a row for each rule: its keys, what they become, and why."""
+    rows = [
+        f"| {', '.join(f'`{key}`' for key in rule.shown)} | {_cell(rule.becomes)} | {_cell(_sentence(rule))} |"
+        for rule in source.rules
+    ]
+    return "\n".join([HEAD, *rows])
+
+
+def fill(page: str) -> str:
+    """Return a page with the present table between the marks of each framework."""
+    for source in FRAMEWORKS:
+        begin, end = f"<!-- table {source.name} -->", f"<!-- end {source.name} -->"
+        before, _, rest = page.partition(begin)
+        _, _, after = rest.partition(end)
+        page = f"{before}{begin}\n{markdown(source)}\n{end}{after}"
+    return page
+
+
+def _sentence(rule: Rule) -> str:
+    """Return why, and which values have no equivalent."""
+    reasons: dict[str, list[str]] = {}
+    for value, reason in rule.unless.items():
+        reasons.setdefault(reason, []).append(f"`{str(value).lower()}`")
+    return "; ".join([rule.why, *(f"{', '.join(each)}: {reason}" for reason, each in reasons.items())])
+
+
+def _cell(text: str) -> str:
+    ours = "." in text and " " not in text and "*" not in text
+    return f"`{text}`" if ours or text.startswith("[") else text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    place.write_text(fill(place.read_text(encoding="utf-8")), encoding="utf-8")

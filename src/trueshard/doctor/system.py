@@ -1,0 +1,312 @@
+"""Look at this machine: versions and extras, CPU and GPUs and their links, limits of the host, environment variables.
+
+What TrueShard needs is read from the metadata that pip wrote when it installed TrueShard, so that what is said here is
+what `pip install` would do.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import trueshard
+from trueshard.doctor import Finding
+from trueshard.doctor.processes import answer
+from trueshard.machine import TESTED_TORCH, cpu_cores, cpu_quota, memory_bytes
+from trueshard.text import size
+
+# Versions.
+
+OURS = "trueshard"
+DEVELOPMENT = ("bench", "docs", "test")
+"""Extras that nobody needs for training."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """A package that is asked for."""
+
+    name: str
+    wants: str
+    """Versions, such as ">=2.11"; empty for any."""
+    found: str | None
+    """The version that is installed, or None."""
+    fits: bool
+
+    def __str__(self) -> str:
+        """Return "torch 2.13.0", "peft 0.9 (wants >=0.17)" or "peft (missing)"."""
+        if self.found is None:
+            return f"{self.name} (missing)"
+        return f"{self.name} {self.found}" + ("" if self.fits else f" (wants {self.wants})")
+
+
+def needs(extra: str = "") -> list[Need]:
+    """Return what TrueShard itself asks for (`extra=""`), or what an extra asks for beyond that.
+
+    An extra that names other extras of TrueShard has their packages too. Raises `PackageNotFoundError` if TrueShard was
+    not installed, but is found as a folder.
+    """
+    return list({need.name: need for need in _needs(extra)}.values())
+
+
+def _needs(extra: str) -> Iterator[Need]:
+    for requirement in map(Requirement, metadata.requires(OURS) or []):
+        marker = requirement.marker
+        always = marker is None or marker.evaluate({"extra": ""})
+        if always is bool(extra) or not (marker is None or marker.evaluate({"extra": extra})):
+            continue
+        if canonicalize_name(requirement.name) == OURS:
+            for other in requirement.extras:
+                yield from _needs(other)
+            continue
+        try:
+            found = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            found = None
+        fits = found is not None and requirement.specifier.contains(found, prereleases=True)
+        yield Need(requirement.name, str(requirement.specifier), found, fits)
+
+
+def versions(torch: dict[str, Any] | str) -> Iterator[Finding]:
+    """Yield the system, Python, torch, TrueShard and its packages.
+
+    Args:
+        torch: as `torch_facts`; or why torch cannot be imported.
+    """
+    yield Finding("system", platform.platform())
+    yield _torch(torch)
+    try:
+        installed = metadata.metadata(OURS)
+    except metadata.PackageNotFoundError:
+        says = f"{trueshard.__version__} in {Path(trueshard.__file__).parent} is not installed"
+        yield Finding(OURS, says, "warning", "pip install trueshard, or pip install -e . in its folder")
+        return
+    if installed["Version"] == trueshard.__version__:
+        yield Finding(OURS, trueshard.__version__)
+    else:
+        says = f"{trueshard.__version__}, but installed as {installed['Version']}"
+        yield Finding(OURS, says, "warning", "install it again: pip install -e . in its folder")
+    python, wants = platform.python_version(), installed["Requires-Python"]
+    if SpecifierSet(wants).contains(python, prereleases=True):
+        yield Finding("python", python)
+    else:
+        yield Finding("python", f"{python}, wants {wants}", "problem", f"make an environment with Python {wants}")
+    for need in needs():
+        if need.fits and need.name != "torch":
+            yield Finding(need.name, str(need.found))
+        elif need.name != "torch":
+            says = f"{need.found or 'missing'}, wants {need.wants or 'any version'}"
+            yield Finding(need.name, says, "problem", f"pip install '{need.name}{need.wants}'")
+
+
+def _torch(torch: dict[str, Any] | str) -> Finding:
+    """Hold the version of torch against those that TrueShard is tested on."""
+    oldest, newest = TESTED_TORCH
+    if isinstance(torch, str):
+        remedy = "run python -c 'import torch' to see why, and install the build for your driver"
+        return Finding("torch", f"cannot be imported: {torch}", "problem", remedy)
+    build = next((f"{kind} {torch[kind]}" for kind in ("cuda", "hip") if torch[kind]), "CPU build")
+    says = f"{torch['version']}, {build}"
+    release = Version(torch["version"]).release[:2]
+    if release < Version(oldest).release:
+        return Finding("torch", f"{says}, older than {oldest}", "problem", f"pip install 'torch>={oldest}'")
+    if release > Version(newest).release:
+        return Finding("torch", f"{says}, newer than what TrueShard is tested on ({oldest} to {newest})", "warning")
+    return Finding("torch", says)
+
+
+def by_extra() -> Iterator[Finding]:
+    """Yield for each extra whether all of it is there."""
+    for extra in metadata.metadata(OURS).get_all("Provides-Extra") or []:
+        found = needs(extra)
+        install = f"pip install '{OURS}[{extra}]'"
+        absent = [need.name for need in found if need.found is None]
+        wrong = [need for need in found if need.found is not None and not need.fits]
+        if wrong:
+            yield Finding(extra, ", ".join(map(str, wrong)), "warning", install)
+        elif absent:
+            use = "for development; " if extra in DEVELOPMENT else ""
+            yield Finding(extra, f"missing: {', '.join(absent)}", "note", f"{use}{install}")
+        elif found:
+            yield Finding(extra, ", ".join(map(str, found)))
+
+
+# Devices.
+
+LIMIT = 30
+"""Seconds that nvidia-smi may take; with a broken driver it hangs."""
+LINKS = {
+    "PIX": "one PCIe switch",
+    "PXB": "several PCIe switches",
+    "PHB": "a PCIe host bridge",
+    "NODE": "PCIe within a NUMA node",
+    "SYS": "PCIe across CPU sockets",
+}
+"""Names of nvidia-smi for links other than NVLink, from the fastest to the slowest."""
+
+
+def devices(torch: dict[str, Any] | str) -> Iterator[Finding]:
+    """Yield cores, memory, GPUs and their links.
+
+    Args:
+        torch: as `torch_facts`; or why torch cannot be imported.
+    """
+    yield _cpu()
+    yield Finding("memory", size(memory_bytes()))
+    gpus = [] if isinstance(torch, str) else torch["gpus"]
+    for number, gpu in enumerate(gpus):
+        slow = "" if gpu["bf16"] else ", computes bfloat16 slowly (use float16)"
+        yield Finding(f"gpu {number}", f"{gpu['name']}, {size(gpu['memory'])}{slow}")
+    driver = _driver() if shutil.which("nvidia-smi") else None
+    if driver is not None:
+        yield driver
+    if not isinstance(torch, str):
+        yield from (Finding("torch says", " ".join(line.split()), "warning") for line in torch["said"])
+        if not gpus:
+            yield _without_gpu(torch, driver)
+        elif len(gpus) > 1 and driver is not None:
+            yield _links()
+
+
+def _cpu() -> Finding:
+    cores, quota = cpu_cores(), cpu_quota()
+    if quota is not None and quota < cores:
+        remedy = f"start at most {max(1, int(quota))} processes on the CPU"
+        return Finding("cpu", f"{cores} cores, time of {quota:g} of them", "note", remedy)
+    return Finding("cpu", f"{cores} {'core' if cores == 1 else 'cores'}")
+
+
+def _driver() -> Finding:
+    said, failed = answer(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], LIMIT)
+    if failed:
+        return Finding("nvidia driver", failed, "warning", "run nvidia-smi by hand; the driver may have to be reloaded")
+    return Finding("nvidia driver", ", ".join(sorted(set(said.split()))))
+
+
+def _without_gpu(torch: dict[str, Any], driver: Finding | None) -> Finding:
+    """Say why torch sees no GPU, where there might be one."""
+    if driver is not None and driver.level == "ok" and torch["cuda"] is None:
+        return Finding("gpu", "there is one, but this torch is built without CUDA", "warning", "install a CUDA build")
+    if torch["cuda"] or torch["hip"]:
+        remedy = "compare the driver with torch's CUDA version, and look at CUDA_VISIBLE_DEVICES"
+        return Finding("gpu", "this torch is built for GPUs and sees none", "warning", remedy)
+    if torch["accelerator"]:
+        return Finding("accelerator", f"{torch['accelerator']}; not examined further", "note")
+    return Finding("gpu", "none; training runs on the CPU", "note")
+
+
+def _links() -> Finding:
+    said, failed = answer(["nvidia-smi", "topo", "-m"], LIMIT)
+    if failed:
+        return Finding("links", f"nvidia-smi topo -m: {failed}", "note")
+    found = links(said)
+    if not found:
+        return Finding("links", "nvidia-smi topo -m shows no pair of GPUs", "note")
+    says = ", ".join(f"{count} by {kind}" for kind, count in found.items())
+    return Finding("links", f"of {sum(found.values())} pairs of GPUs, {says}")
+
+
+def links(topology: str) -> dict[str, int]:
+    """Count pairs of GPUs by their link, from the fastest, in the output of `nvidia-smi topo -m`."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)
+    rows = [line.split() for line in plain.splitlines()]
+    matrix = [row[1:] for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
+    pairs = [matrix[a][b] for a, b in combinations(range(len(matrix)), 2) if b < len(matrix[a])]
+    pairs.sort(key=lambda word: list(LINKS).index(word) if word in LINKS else -1)
+    return dict(Counter(f"NVLink ({word})" if word.startswith("NV") else LINKS.get(word, word) for word in pairs))
+
+
+# The host and the environment.
+
+GIB = 2**30
+SHARED = Path("/dev/shm")
+SHARED_ENOUGH = GIB
+"""Bytes of shared memory below which NCCL's buffers and data loaders with processes run out; Docker gives 64 MiB."""
+FILES_ENOUGH = 1024
+"""Open files that a process may need: connections to other ranks, shards of data, parts of a checkpoint."""
+TEMPORARY_ENOUGH = GIB
+"""Bytes of temporary space that torch.compile and pip get by with."""
+SHOWN = re.compile(
+    r"(CUDA|NCCL|GLOO|TORCH|PYTORCH|TORCHINDUCTOR|TRITON|HF|SLURM_(NNODES|NTASKS|JOB_NUM_NODES))(_|$).*"
+    r"|(OMP|MKL|OPENBLAS)_NUM_THREADS|RANK|WORLD_SIZE|LOCAL_RANK|MASTER_(ADDR|PORT)|TOKENIZERS_PARALLELISM"
+    r"|WANDB_MODE|CC|CXX|TMPDIR|LD_PRELOAD|PYTHONPATH|PYTHONOPTIMIZE"
+)
+"""Environment variables that change how training runs."""
+SECRET = re.compile(r"TOKEN$|KEY|SECRET|PASSWORD")
+"""Variables whose value is not shown."""
+SLOW = {
+    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
+    "NCCL_P2P_DISABLE": "GPUs do not use NVLink or peer-to-peer PCIe",
+    "NCCL_SHM_DISABLE": "GPUs that are not peers talk over the network",
+    "NCCL_IB_DISABLE": "machines talk over TCP although there may be InfiniBand",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every allocation goes to the driver",
+}
+"""Switches for debugging, and what they cost if they are left on."""
+
+
+def host() -> Iterator[Finding]:
+    """Yield shared memory, open files, the compiler and temporary space."""
+    if SHARED.is_dir():
+        total = shutil.disk_usage(SHARED).total
+        small = total < SHARED_ENOUGH
+        remedy = "start the container with --shm-size=16g or --ipc=host" if small else ""
+        yield Finding(str(SHARED), size(total), "warning" if small else "ok", remedy)
+    yield _open_files()
+    yield _compiler()
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    little = free < TEMPORARY_ENOUGH
+    remedy = "free some, or set TMPDIR to another folder" if little else ""
+    yield Finding("temporary files", f"{size(free)} free in {folder}", "warning" if little else "ok", remedy)
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    says = "no limit" if soft == resource.RLIM_INFINITY else f"{soft:,} a process"
+    if soft == resource.RLIM_INFINITY or soft >= FILES_ENOUGH:
+        return Finding("open files", says)
+    allowed = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    return Finding("open files", says, "warning", f"ulimit -n {allowed}")
+
+
+def _compiler() -> Finding:
+    """Look for the compiler of torch.compile's CPU kernels."""
+    named = os.environ.get("CXX")
+    found = next((path for name in ([named] if named else ["g++", "clang++"]) if (path := shutil.which(name))), None)
+    if found is None:
+        says = f"CXX={named} is not there" if named else "neither g++ nor clang++"
+        return Finding("compiler", f"{says}; compile = true fails on the CPU", "note", "install g++")
+    return Finding("compiler", found)
+
+
+def environment(variables: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield variables that change how training runs; secrets without their value, the home folder as `~`."""
+    home = variables.get("HOME", "")
+    for name in sorted(filter(SHOWN.fullmatch, variables)):
+        value = variables[name]
+        if home not in ("", "/"):
+            value = value.replace(home, "~")
+        if SECRET.search(name):
+            value = "(set)"
+        if name in SLOW and value not in ("", "0"):
+            yield Finding(name, f"{value}: {SLOW[name]}", "warning", f"unset {name}")
+        else:
+            yield Finding(name, value or "(empty)", "note")
+    if "RANK" in variables and "MASTER_ADDR" not in variables:
+        yield Finding("RANK", "is set without MASTER_ADDR", "problem", "unset RANK, or start with torchrun")

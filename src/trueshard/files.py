@@ -1,0 +1,67 @@
+"""Replace a file whole, and lock one for as long as a process lives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield a scratch path beside ``file``, of the same suffix, that takes its place at the end.
+
+    If the block raises, ``file`` is as it was and the scratch file is removed.
+    """
+    scratch = file.with_name(f".new-{os.getpid()}-{file.name}")
+    try:
+        yield scratch
+        scratch.replace(file)
+    finally:
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Replace ``file`` by ``text`` in UTF-8, whole or not at all."""
+    with replacing(file) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def locked(file: Path, patience: float) -> Iterator[None]:
+    """Hold a lock on ``file``, which is made, names the holder, and is removed at the end.
+
+    The lock dies with its process, and a file left behind by one is taken over.
+
+    Args:
+        file: in a folder that exists.
+        patience: seconds to wait for another holder.
+
+    Raises:
+        TimeoutError: the lock is still held; the message is its holder.
+    """
+    import filelock
+
+    lock = filelock.FileLock(file, timeout=patience, poll_interval=0.1)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise TimeoutError(_holder(file)) from None
+    try:
+        file.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}), encoding="utf-8")
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        lock.release()
+
+
+def _holder(file: Path) -> str:
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        return f"process {record['pid']} on {record['host']}"
+    except (OSError, ValueError, KeyError):
+        return "another process"

@@ -1,0 +1,223 @@
+"""Start N copies of a command on this machine, wait for them, and report how each ended.
+
+- The processes are those of torch elastic's ``SubprocessContext``. Each is a session of its own, so that a Ctrl-C in a
+  terminal reaches the launcher alone. When one fails, the others get SIGTERM and, 30 seconds later, SIGKILL.
+- The first SIGINT, SIGTERM, SIGHUP or SIGQUIT that the launcher receives is passed on, and the processes have ``grace``
+  seconds to end; a second one kills them. The caller learns of the signal from ``Ended``, not from an exception.
+- When the time limit has passed, each process prints the stacks of its threads and is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+FAILED = 1
+"""Exit code of a run after any failure without a code of its own."""
+USER_ERROR = 2
+"""Exit code after a ``UserError``."""
+STOPPED = 130
+"""Exit code of a run that a signal stopped, whichever signal it was."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that ask a launcher to end."""
+
+_POLL = 0.1
+"""Seconds between two looks at the processes."""
+_TAIL = 100
+"""Lines that ``last_lines`` returns at most: a stack of a deep model, whose most recent call comes first."""
+_HANDLED_BY_ELASTIC = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_PRELUDE = """
+import sys
+sys.path[:] = {path!r}
+import faulthandler, os, signal
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+signal.signal(signal.SIGINT, lambda *_: os._exit({stopped}))
+{statement}
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of all processes."""
+
+    codes: Mapping[int, int]
+    """Exit code by rank, below 0 for a signal, of every process that failed by itself: without those that got SIGTERM
+    because another one had failed. Empty if all succeeded, were stopped by a signal, or ran into the limit."""
+    signal: int | None = None
+    """The signal by which this process was asked to end."""
+    is_late: bool = False
+    """True if the time limit passed."""
+
+    def raise_for_signal(self) -> None:
+        """Raise what Python raises for the signal that was received: ``KeyboardInterrupt``, or ``SystemExit``."""
+        if self.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.signal is not None:
+            raise SystemExit(128 + self.signal)
+
+
+def how(code: int) -> str:
+    """Return an exit code in words: "was ended by SIGKILL", or "ended with exit code 7"."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def python_command(statement: str, *arguments: str) -> list[str]:
+    """Return a command line that runs ``statement`` in a new Python with this one's import path.
+
+    The process prints its stacks on SIGUSR1, and exits with ``STOPPED`` on a Ctrl-C until it installs its own handler.
+
+    Args:
+        statement: Python source.
+        arguments: ``sys.argv[1:]`` of the process.
+    """
+    code = _PRELUDE.format(path=sys.path, stopped=STOPPED, statement=statement)
+    return [sys.executable, "-c", code, *arguments]
+
+
+def run_ranks(
+    command: Sequence[str],
+    ranks: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    logs: Path | None = None,
+    limit: float | None = None,
+    grace: float = 0.0,
+) -> Ended:
+    """Run ``command`` once a rank, with ``RANK``, ``WORLD_SIZE`` and their local forms set, until all have ended.
+
+    Args:
+        command: the program and its arguments, the same for every rank.
+        ranks: number of processes.
+        environment: variables set on top of this process's own, such as ``MASTER_ADDR`` and ``MASTER_PORT``.
+        logs: folder for each rank's stdout and stderr, see ``last_lines``; None: the processes share this terminal.
+        limit: seconds after which processes that still run print their stacks and are killed; None: no limit.
+        grace: seconds that the processes have to end after a signal was passed on.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+    specs = (
+        DefaultLogsSpecs(log_dir=os.devnull)  # no folder that could be left over
+        if logs is None
+        else DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL)
+    )
+    context = SubprocessContext(
+        name="trueshard",
+        entrypoint=command[0],
+        args={rank: tuple(command[1:]) for rank in range(ranks)},
+        envs={rank: {**(environment or {}), **_variables(rank, ranks)} for rank in range(ranks)},
+        logs_specs=specs,
+    )
+    with _quiet_elastic(), _collected_signals() as received:
+        try:
+            with _no_elastic_handlers():
+                context.start()
+            return _wait(context, received, limit, grace)
+        finally:
+            context.close(signal.SIGKILL)
+
+
+def last_lines(logs: Path, rank: int) -> str:
+    """Return the last lines that a rank of ``run_ranks(logs=...)`` wrote to stderr; "" if it wrote none."""
+    files = sorted(logs.glob(f"**/{rank}/stderr.log"))
+    lines = files[-1].read_text(encoding="utf-8", errors="replace").splitlines() if files else []
+    return "\n".join(lines[-_TAIL:])
+
+
+def _variables(rank: int, ranks: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        _HANDLED_BY_ELASTIC: ",".join(each.name for each in SIGNALS),
+    }
+
+
+def _wait(context: Any, received: list[int], limit: float | None, grace: float) -> Ended:
+    deadline = float("inf") if limit is None else time.monotonic() + limit
+    while not received:
+        result = context.wait(timeout=0)
+        if result is not None:
+            return Ended(_own_failures(result.failures), received[0] if received else None)
+        if time.monotonic() > deadline:
+            _signal(context, signal.SIGUSR1)
+            time.sleep(1)  # in which they print their stacks
+            return Ended({}, is_late=True)
+        time.sleep(_POLL)
+    _signal(context, received[0])
+    deadline = time.monotonic() + grace
+    while _running(context) and len(received) == 1 and time.monotonic() < deadline:
+        time.sleep(_POLL)
+    return Ended({}, received[0])
+
+
+def _own_failures(failures: Mapping[int, Any]) -> dict[int, int]:
+    """Return exit codes by rank, without SIGTERM if any failed otherwise: elastic sends it to those that are left."""
+    codes = {rank: each.exitcode for rank, each in failures.items()}
+    own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
+    return own or codes
+
+
+def _running(context: Any) -> list[int]:
+    return [each.proc.pid for each in context.subprocess_handlers.values() if each.proc.poll() is None]
+
+
+def _signal(context: Any, number: int) -> None:
+    for pid in _running(context):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, number)
+
+
+@contextlib.contextmanager
+def _collected_signals() -> Iterator[list[int]]:
+    """Collect ``SIGNALS`` in a list instead of acting on them. In a thread, which gets none, do nothing."""
+    received: list[int] = []
+
+    def collect(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, collect) for number in SIGNALS} if is_main else {}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _no_elastic_handlers() -> Iterator[None]:
+    """Keep elastic from installing signal handlers, which raise wherever the process is: also between two starts."""
+    before = os.environ.get(_HANDLED_BY_ELASTIC)
+    os.environ[_HANDLED_BY_ELASTIC] = ""
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_HANDLED_BY_ELASTIC]
+        else:
+            os.environ[_HANDLED_BY_ELASTIC] = before
+
+
+@contextlib.contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """Silence elastic's account of signals and failures: callers report them."""
+    elastic, silent = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
+    before, elastic.propagate = elastic.propagate, False
+    elastic.addHandler(silent)
+    try:
+        yield
+    finally:
+        elastic.removeHandler(silent)
+        elastic.propagate = before

@@ -1,0 +1,147 @@
+"""Compare ranks: the model they were given, whether a step failed, and the values they start from.
+
+- Before anything is touched, ranks compare what they were given; a difference is an error on every rank.
+- Values that differ become rank 0's, as in DistributedDataParallel, with a warning. Checksums are compared, so equal
+  values cost no traffic.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from trueshard.distributed import device_of, gather_objects, is_simulated
+from trueshard.model.intent import Intent
+
+_BLOCK = 1 << 22
+_ODD = -7_046_029_254_386_353_131  # 2**64 / golden ratio, as a signed integer
+
+
+def agree_on_structure(intent: Intent, facts: Sequence[tuple[str, Any]], mesh: DeviceMesh) -> None:
+    """Raise on every rank if the ranks were given different models, optimizers or arguments. Collective.
+
+    Args:
+        intent: this rank's.
+        facts: (name, value with a stable ``repr``): results of the arguments of ``shard()``.
+        mesh: the ranks.
+
+    Raises:
+        ValueError: names the first thing that differs and the rank.
+    """
+    mine = [
+        (f"{kind[:-1]} {record.name!r}", repr(record))
+        for kind in ("parameters", "buffers")
+        for record in getattr(intent, kind)
+    ]
+    for i, optimizer in enumerate(intent.optimizers):
+        mine.append((f"optimizer {i}", f"{optimizer.kind} with {len(optimizer.groups)} groups"))
+        for g, group in enumerate(optimizer.groups):
+            mine.append((f"optimizer {i}, group {g}", f"holds {', '.join(group.parameters)}"))
+            mine += [(f"optimizer {i}, group {g}, {key}", _stable(value)) for key, value in group.settings.items()]
+        mine += [(f"optimizer {i}, state of {name!r}", repr(state)) for name, state in sorted(optimizer.state.items())]
+    mine += [(name, repr(value)) for name, value in facts]
+    digest = hashlib.sha256(repr(mine).encode()).hexdigest()
+    if len(set(gather_objects(digest, mesh))) == 1:
+        return
+    everyone = gather_objects(mine, mesh)
+    for rank, theirs in enumerate(everyone):
+        for a, b in zip(everyone[0], theirs, strict=False):
+            if a != b:
+                raise ValueError(
+                    f"ranks were given different models: rank 0 has {' '.join(a)}, rank {rank} {' '.join(b)}"
+                )
+        if len(theirs) != len(everyone[0]):
+            raise ValueError(
+                f"ranks were given different models: rank 0 has {len(everyone[0])} things, rank {rank} {len(theirs)}"
+            )
+
+
+def union(words: Iterable[str], mesh: DeviceMesh) -> set[str]:
+    """Return the union of every rank's words. Collective."""
+    return set().union(*gather_objects(sorted(words), mesh))
+
+
+def _stable(value: Any) -> str:
+    """Return text that can be compared between processes: numbers and words by value, the rest by type."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+        return repr(value.item())
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_stable, value))}]"
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def agree_on_success(error: BaseException | None, mesh: DeviceMesh) -> None:
+    """Raise on every rank if any failed. Collective, so every rank must come here, failed or not."""
+    told = gather_objects(None if error is None else f"{type(error).__name__}: {error}", mesh)
+    if error is not None:
+        raise error
+    for rank, message in enumerate(told):
+        if message is not None:
+            raise RuntimeError(f"shard() failed on rank {rank}, so it was undone on every rank: {message}")
+
+
+@torch.no_grad()
+def take_from_first_rank(tensors: Sequence[tuple[str, torch.Tensor]], mesh: DeviceMesh) -> list[str]:
+    """Give ``tensors`` rank 0's values, in new memory, where ranks differ; return their names. Collective.
+
+    Args:
+        tensors: (name, tensor), the same names, shapes and dtypes on every rank. Meta and DTensors are left alone.
+        mesh: the ranks; "rank 0" is the first of the mesh.
+    """
+    if mesh.size() == 1 or is_simulated(mesh):
+        return []
+    real = [(name, t) for name, t in tensors if not t.is_meta and not isinstance(t, DTensor) and t.numel()]
+    real = [(name, t) for name, t in real if type(t) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)]
+    device = device_of(mesh)
+    sums = torch.tensor([_checksum(t) for _, t in real], dtype=torch.int64, device=device)
+    differing: set[int] = set()
+    for dim in reversed(range(mesh.ndim)):
+        group = mesh.get_group(dim)
+        if group.size() == 1 or not real:
+            continue
+        theirs = [torch.empty_like(sums) for _ in range(group.size())]
+        dist.all_gather(theirs, sums, group=group)
+        unequal = torch.stack([each != theirs[0] for each in theirs]).any(0).nonzero().flatten().tolist()
+        for i in unequal:
+            tensor = real[i][1]
+            value = tensor.detach().to(device, copy=True).contiguous()
+            dist.broadcast(value, src=dist.get_global_rank(group, 0), group=group)
+            # Not in place: whoever undoes a failed shard() puts the old memory back.
+            tensor.data = value.to(tensor.device)
+            sums[i] = theirs[0][i]
+        differing.update(unequal)
+    # Along the first dimension only some ranks see a difference: let all of them name it.
+    told: set[str] = set().union(*gather_objects([real[i][0] for i in sorted(differing)], mesh))
+    return [name for name, _ in real if name in told]
+
+
+def announce(kind: str, differing: Sequence[str]) -> None:
+    """Warn, once, that ``differing`` tensors took rank 0's values."""
+    if differing:
+        shown = ", ".join(repr(name) for name in differing[:5]) + (", …" if len(differing) > 5 else "")
+        warnings.warn(
+            f"{len(differing)} {kind} differed between ranks and now have rank 0's values: {shown}. "
+            "Seed every rank alike before making the model to silence this.",
+            stacklevel=4,
+        )
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Return a position-dependent checksum of the bytes of ``tensor``."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    whole = raw.numel() // 8 * 8
+    total = 0
+    # Products and sums wrap around modulo 2**64, which is what a checksum wants.
+    for words in (*raw[:whole].view(torch.int64).split(_BLOCK), raw[whole:].to(torch.int64)):
+        weights = torch.arange(1, words.numel() + 1, device=words.device) * _ODD
+        total = (total * 1_000_003 + int((words * weights).sum())) % (2**61 - 1)
+    return total

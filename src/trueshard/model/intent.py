@@ -1,0 +1,246 @@
+"""The Intent: names, ties, dtypes, trainability and optimizer membership, recorded before anything is touched.
+
+- Identity is the object: a parameter is one record however many names it has, and names come from the module tree.
+- An Intent holds no tensor, so it keeps no memory alive; ``Originals`` holds the tensors while ``shard()`` runs.
+- ``difference`` compares two Intents and names the first thing that is not the same.
+- ``refuse`` names a part of the model that sharding would change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from trueshard import _torch
+from trueshard.model import names
+from trueshard.model.units import has_forward
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One parameter or buffer object."""
+
+    names: tuple[str, ...]
+    """Every name, in the model's order: more than one is a tie."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    attributes: tuple[str, ...] = ()
+    """Names of the attributes that the user set on it (``p.name = ...``)."""
+    module: str = ""
+    """Class of the module that holds it, and its mode: training or eval."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """One parameter group of one optimizer."""
+
+    parameters: tuple[str, ...]
+    """First names, in the group's order."""
+    settings: Mapping[str, Any]
+    """Every other key, with the very objects."""
+
+
+@dataclass(frozen=True)
+class OptimizerRecord:
+    """One optimizer: its groups, and the state of each parameter."""
+
+    kind: str
+    groups: tuple[GroupRecord, ...]
+    state: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]]
+    """Parameter name → state key → (shape, dtype) of a tensor, None of anything else."""
+
+
+@dataclass(frozen=True)
+class Intent:
+    """All that must be the same after sharding as before."""
+
+    parameters: tuple[TensorRecord, ...]
+    buffers: tuple[TensorRecord, ...]
+    optimizers: tuple[OptimizerRecord, ...]
+    state_keys: tuple[str, ...] = ()
+    """``list(model.state_dict())``."""
+
+
+@dataclass
+class Originals:
+    """The objects behind an Intent's records, in the same order; dropped when ``shard()`` is done."""
+
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    buffers: list[torch.Tensor] = field(default_factory=list)
+
+
+def capture(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Intent, Originals]:
+    """Record ``model`` and ``optimizers``.
+
+    Raises:
+        ValueError: a parameter is not initialised yet, or an optimizer holds a parameter that the model does not own.
+    """
+    originals = Originals()
+    parameters = _records(model, "parameters", originals.parameters)
+    buffers = _records(model, "buffers", originals.buffers)
+    name_of = {id(tensor): record.name for record, tensor in zip(parameters, originals.parameters, strict=True)}
+    records = tuple(_optimizer(optimizer, name_of) for optimizer in optimizers)
+    return Intent(parameters, buffers, records, _state_keys(model)), originals
+
+
+def _state_keys(model: nn.Module) -> tuple[str, ...]:
+    return tuple(names.unwrap(model).state_dict(keep_vars=True))
+
+
+def _records(model: nn.Module, kind: str, objects: list[Any]) -> tuple[TensorRecord, ...]:
+    found: dict[int, list[str]] = {}
+    holder: dict[int, str] = {}
+    for name, module, _, tensor in names.named_tensors(model, kind):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name!r} has no shape yet (its module initialises itself at the first forward): run the model once "
+                "on a small batch before shard(), and make the optimizer after that"
+            )
+        if id(tensor) not in found:
+            objects.append(tensor)
+        found.setdefault(id(tensor), []).append(name)
+        holder.setdefault(
+            id(tensor), f"{_torch.own_class(module).__name__}, {'training' if module.training else 'eval'}"
+        )
+    return tuple(
+        TensorRecord(
+            names=tuple(found[id(tensor)]),
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            requires_grad=tensor.requires_grad,
+            attributes=tuple(sorted(attributes_of(tensor))),
+            module=holder[id(tensor)],
+        )
+        for tensor in objects
+    )
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that the user set on ``tensor``."""
+    return {key: value for key, value in tensor.__dict__.items() if key not in _torch.PARAMETER_ATTRIBUTES}
+
+
+def _optimizer(optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> OptimizerRecord:
+    kind = type(optimizer).__name__
+    groups = []
+    for g, group in enumerate(optimizer.param_groups):
+        members = []
+        for p, parameter in enumerate(group["params"]):
+            if id(parameter) not in name_of:
+                given = group.get("param_names")
+                known = f" ({given[p]!r})" if given else ""
+                raise ValueError(
+                    f"{kind}: parameter {p} of group {g}{known}, of shape {tuple(parameter.shape)}, is not a parameter "
+                    "of the model given to shard(); make the optimizer from that model's parameters, or leave it out"
+                )
+            members.append(name_of[id(parameter)])
+        groups.append(GroupRecord(tuple(members), {k: v for k, v in group.items() if k != "params"}))
+    state: dict[str, dict[str, Any]] = {}
+    for parameter, entries in optimizer.state.items():
+        if isinstance(parameter, torch.Tensor) and id(parameter) in name_of:
+            state[name_of[id(parameter)]] = {
+                key: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
+                for key, value in entries.items()
+            }
+    return OptimizerRecord(kind, tuple(groups), state)
+
+
+def difference(before: Intent, after: Intent) -> str | None:
+    """Return the first difference of two Intents, with its name; None if there is none."""
+    for kind in ("parameters", "buffers"):
+        one: tuple[TensorRecord, ...] = getattr(before, kind)
+        two: tuple[TensorRecord, ...] = getattr(after, kind)
+        for a, b in zip(one, two, strict=False):
+            if a != b:
+                return f"{kind[:-1]} {a.name!r}: {_field(a, b)}"
+        if len(one) != len(two):
+            return f"{len(one)} {kind} became {len(two)}"
+    if before.state_keys != after.state_keys:
+        lost = [key for key in before.state_keys if key not in after.state_keys]
+        new = [key for key in after.state_keys if key not in before.state_keys]
+        return f"state_dict() keys changed: lost {lost[:3]}, new {new[:3]}" if lost or new else "state_dict() reordered"
+    for i, (x, y) in enumerate(zip(before.optimizers, after.optimizers, strict=True)):
+        if words := _optimizer_difference(x, y):
+            return f"optimizer {i} ({x.kind}): {words}"
+    return None
+
+
+def _field(a: TensorRecord, b: TensorRecord) -> str:
+    for key in ("names", "shape", "dtype", "requires_grad", "attributes", "module"):
+        if getattr(a, key) != getattr(b, key):
+            return f"{key} was {getattr(a, key)}, is {getattr(b, key)}"
+    raise AssertionError("records are equal")
+
+
+def _optimizer_difference(a: OptimizerRecord, b: OptimizerRecord) -> str | None:
+    if len(a.groups) != len(b.groups):
+        return f"{len(a.groups)} groups became {len(b.groups)}"
+    for g, (x, y) in enumerate(zip(a.groups, b.groups, strict=True)):
+        if x.parameters != y.parameters:
+            return f"group {g}: parameters were {x.parameters[:4]}…, are {y.parameters[:4]}…"
+        if list(x.settings) != list(y.settings):
+            return f"group {g}: keys were {list(x.settings)}, are {list(y.settings)}"
+        for key in x.settings:
+            if x.settings[key] is not y.settings[key]:
+                return f"group {g}: {key!r} was replaced"
+    if a.state != b.state:
+        changed = [name for name in {**a.state, **b.state} if a.state.get(name) != b.state.get(name)]
+        return f"state of {changed[0]!r} changed" if changed else None
+    return None
+
+
+# Refusals
+
+
+def refuse(root: nn.Module, intent: Intent, originals: Originals) -> None:
+    """Raise for the first part of the model that sharding would change.
+
+    Raises:
+        ValueError: names the parameter or module, and the remedy.
+    """
+    if not has_forward(root):
+        raise ValueError(
+            f"a {type(root).__name__} has no forward, so nothing says when to gather it; put it in a module that calls "
+            "it, or shard its members one by one"
+        )
+    for name, module in names.named_modules(root):
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            if module.sparse:
+                raise ValueError(f"{name!r} has sparse gradients, which cannot be reduce-scattered; set sparse=False")
+            if module.max_norm is not None:
+                raise ValueError(
+                    f"{name!r} rescales its weight in forward (max_norm), which would be lost with the gathered copy; "
+                    "set max_norm=None and rescale after the optimizer's step"
+                )
+    _refuse_shared_memory(intent, originals)
+
+
+def _refuse_shared_memory(intent: Intent, originals: Originals) -> None:
+    """Raise for two parameters over the same memory: a tie that cannot be seen, and that sharding would cut."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for record, tensor in zip(intent.parameters, originals.parameters, strict=True):
+        if type(tensor) is not nn.Parameter or tensor.numel() == 0:
+            continue
+        extent = 1 + sum(int(n - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        span = (start, start + extent * tensor.itemsize, record.name)
+        spans.setdefault(_torch.storage_identity(tensor), []).append(span)
+    for members in spans.values():
+        members.sort()
+        for (_, end, one), (start, _, two) in pairwise(members):
+            if start < end:
+                raise ValueError(
+                    f"{one!r} and {two!r} are two parameters over the same memory; sharding would make them "
+                    "independent. Assign the same Parameter to both names instead"
+                )

@@ -1,0 +1,106 @@
+"""Names of modules and parameters, whatever wraps them.
+
+- A parameter has the name that the user's own modules give it. ``torch.compile(module)`` and ``checkpoint_wrapper``
+  stand between a module and its parent and put their own attribute into every name below; that attribute is no name.
+- Wrappers stay where the user put them. ``hide_wrappers`` makes them transparent, so that ``named_parameters()``,
+  ``state_dict()`` and ``load_state_dict()`` of every module above (and of the wrapper itself) speak the user's names.
+- Never by editing strings: names come from walking the module tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from trueshard import _torch
+from trueshard.text import nearest
+
+__all__ = ["all_named_modules", "hide_wrappers", "named_modules", "named_tensors", "nearest", "unwrap"]
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the user's own module behind ``torch.compile``'s and activation checkpointing's wrappers."""
+    while (attribute := _torch.wrapper_attribute(module)) is not None:
+        module = getattr(module, attribute)
+    return module
+
+
+def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) in the order of ``nn.Module.named_modules``, each module once, without wrappers."""
+    seen: set[nn.Module] = set()
+    for name, module, _ in _walk(unwrap(root), "", None):
+        if module not in seen:
+            seen.add(module)
+            yield name, module
+
+
+def all_named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+    """Yield (name, module, parent) for every place in the tree: a shared module once for each of its names."""
+    return _walk(unwrap(root), "", None)
+
+
+def _walk(module: nn.Module, name: str, parent: nn.Module | None) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+    yield name, module, parent
+    for child_name, child in _torch.own_modules(module).items():
+        if child is not None:
+            yield from _walk(unwrap(child), f"{name}.{child_name}" if name else child_name, module)
+
+
+def named_tensors(root: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """Yield (name, module, attribute, tensor) for every place: a tied tensor once for each of its names.
+
+    Args:
+        root: the model.
+        kind: ``"parameters"`` or ``"buffers"``.
+    """
+    tables: dict[str, Any] = {"parameters": _torch.own_parameters, "buffers": _torch.own_buffers}
+    for prefix, module, _ in all_named_modules(root):
+        for attribute, tensor in tables[kind](module).items():
+            if tensor is not None:
+                yield (f"{prefix}.{attribute}" if prefix else attribute), module, attribute, tensor
+
+
+class _Transparent(nn.Module):
+    """Mixin for a wrapper's class: the wrapper's own attribute vanishes from names, all else stays."""
+
+    def _wrapped(self) -> tuple[str, nn.Module]:
+        attribute = _torch.wrapper_attribute(self)
+        assert attribute is not None
+        return attribute, _torch.own_modules(self)[attribute]  # type: ignore[return-value]
+
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        return self._wrapped()[1].named_modules(memo, prefix, remove_duplicate)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapped()[1].named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapped()[1].state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapped()[1].load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Called by a module above: it will look for this wrapper's child under the child's attribute.
+        attribute, _ = self._wrapped()
+        if not _torch.renames_when_loading(self):
+            for key in [key for key in state_dict if key.startswith(prefix)]:
+                state_dict[f"{prefix}{attribute}.{key[len(prefix) :]}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+_transparent_classes: dict[type, type] = {}
+
+
+def hide_wrappers(root: nn.Module) -> None:
+    """Make every naming wrapper at and below ``root`` transparent, in place."""
+    for module in list(root.modules()):
+        cls = type(module)
+        if _torch.wrapper_attribute(module) is None or issubclass(cls, _Transparent):
+            continue
+        if cls not in _transparent_classes:
+            _transparent_classes[cls] = type(cls.__name__, (_Transparent, cls), {})
+        object.__setattr__(module, "__class__", _transparent_classes[cls])

@@ -1,0 +1,152 @@
+"""Snapshots of a model and its optimizers, from which a failed ``shard()`` is undone.
+
+``Snapshot`` remembers objects, not copies of data: what ``fully_shard`` and the hooks around it change are the module's
+class, entries of its ``__dict__``, hooks, and which tensor a parameter points at. ``Trace`` is the difference between
+two moments; with it a sharded model can be looked at as it was, which is how it is copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trueshard import _torch
+
+#: nn.Module's own containers: the object stays, its content is remembered.
+_CONTAINERS = tuple(key for key, value in nn.Module().__dict__.items() if isinstance(value, (dict, set)))
+
+
+@dataclass
+class _ModuleState:
+    module: nn.Module
+    cls: type
+    attributes: dict[str, Any]
+    contents: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _ModuleState:
+        held = module.__dict__
+        contents = {key: held[key].copy() for key in _CONTAINERS if key in held}
+        return cls(module, type(module), dict(held), contents)
+
+    def restore(self) -> None:
+        object.__setattr__(self.module, "__class__", self.cls)
+        self.module.__dict__.clear()
+        self.module.__dict__.update(self.attributes)
+        for key, content in self.contents.items():
+            held = self.module.__dict__[key]
+            held.clear()
+            held.update(content)
+
+
+@dataclass
+class _TensorState:
+    tensor: torch.Tensor
+    data: torch.Tensor
+    attributes: dict[str, Any]
+    hooks: tuple[Any, Any]
+    grad: torch.Tensor | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _TensorState:
+        grad = tensor.grad if tensor.is_leaf else None
+        return cls(tensor, tensor.data, dict(tensor.__dict__), _torch.gradient_hooks(tensor), grad)
+
+    def restore(self) -> None:
+        self.tensor.data = self.data
+        self.tensor.__dict__.clear()
+        self.tensor.__dict__.update(self.attributes)
+        _torch.set_gradient_hooks(self.tensor, self.hooks)
+        if self.tensor.is_leaf:
+            self.tensor.grad = self.grad
+
+
+class Snapshot:
+    """The state of ``model`` and ``optimizers`` when it is made."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        self.modules = [_ModuleState.of(module) for module in _every_module(model)]
+        tensors = {id(t): t for state in self.modules for t in _own_tensors(state.module)}
+        for optimizer in optimizers:
+            for entries in optimizer.state.values():
+                values = entries.values() if isinstance(entries, dict) else ()
+                tensors |= {id(value): value for value in values if isinstance(value, torch.Tensor)}
+        grads = [tensor.grad for tensor in tensors.values() if tensor.is_leaf and tensor.grad is not None]
+        tensors |= {id(grad): grad for grad in grads}
+        self.tensors = [_TensorState.of(tensor) for tensor in tensors.values()]
+        self.groups = [(group, list(group["params"])) for o in optimizers for group in o.param_groups]
+        self.states = [(optimizer.state, list(optimizer.state.items())) for optimizer in optimizers]
+
+    def restore(self) -> None:
+        """Restore everything."""
+        _torch.forget(state.module for state in self.modules)
+        for module in self.modules:
+            module.restore()
+        for tensor in self.tensors:
+            tensor.restore()
+        for group, parameters in self.groups:
+            group["params"][:] = parameters
+        for state, items in self.states:
+            state.clear()
+            state.update(items)
+
+
+def _every_module(model: nn.Module) -> list[nn.Module]:
+    """Return every module, wrappers included, whatever ``named_modules`` shows."""
+    found: dict[int, nn.Module] = {}
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            stack.extend(child for child in _torch.own_modules(module).values() if child is not None)
+    return list(found.values())
+
+
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    held = (*_torch.own_parameters(module).values(), *_torch.own_buffers(module).values())
+    return [tensor for tensor in held if tensor is not None]
+
+
+class Trace:
+    """The changes to the modules of a snapshot since it was taken; it keeps no tensor alive."""
+
+    def __init__(self, before: Snapshot) -> None:
+        self._modules: list[tuple[nn.Module, type, set[str], dict[str, Any], dict[str, set[Any]]]] = []
+        for state in before.modules:
+            held = state.module.__dict__
+            added = set(held) - set(state.attributes)
+            changed = {
+                key: value
+                for key, value in state.attributes.items()
+                if key not in _CONTAINERS and held.get(key) is not value
+            }
+            hooks = {
+                key: set(held[key]) - set(content)
+                for key, content in state.contents.items()
+                if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
+            }
+            self._modules.append((state.module, state.cls, added, changed, hooks))
+
+    @contextlib.contextmanager
+    def undone(self, model: nn.Module) -> Iterator[None]:
+        """Inside, undo the changes to the modules of ``model``, which keep the tensors that they have now."""
+        now = [_ModuleState.of(module) for module in _every_module(model)]
+        try:
+            for module, cls, added, changed, hooks in self._modules:
+                object.__setattr__(module, "__class__", cls)
+                for key in added:
+                    module.__dict__.pop(key, None)
+                module.__dict__.update(changed)
+                for key, ids in hooks.items():
+                    for handle in ids:
+                        module.__dict__[key].pop(handle, None) if isinstance(module.__dict__[key], dict) else None
+            yield
+        finally:
+            for state in now:
+                state.restore()

@@ -1,0 +1,211 @@
+"""Choose the modules that are units: whose parameters are gathered together.
+
+- In order: the user's words; the model's hint (``_no_split_modules``, at any depth); else the structure.
+- Structure is the shape of the tree, never attribute names: lists of composite modules are lists of blocks.
+- A list inside a block (experts) belongs to its block, since a rank may skip an expert and the others would wait for
+  it; the module that *holds* a very large list, which every rank runs, is gathered by itself.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from trueshard.model import names
+
+#: A list inside a block is large from here on (elements): 1 GiB in float32.
+LARGE_LIST = 2**28
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def choose_units(model: nn.Module, words: Any) -> dict[str, str]:
+    """Return the chosen modules: name → why. The root is not among them; it always is a unit.
+
+    Args:
+        model: any module.
+        words: ``"auto"`` | class name(s) | class(es) | glob(s) over names | ``callable(name, module) -> bool``.
+            None, ``""``, ``[""]`` and blanks mean ``"auto"``.
+
+    Raises:
+        ValueError: a word that matches nothing, or a match that has no forward of its own.
+        TypeError: a word of another type.
+    """
+    modules = dict(names.named_modules(model))
+    if callable(words) and not isinstance(words, type):
+        chosen = {name: "units callable" for name, module in names.named_modules(model) if name and words(name, module)}
+    else:
+        said = _spoken(words)
+        chosen = {}
+        if said == ["auto"] or not said:
+            chosen = _from_hints(model) or _from_structure(model)
+        elif "auto" in said:
+            raise ValueError('units: "auto" stands alone; leave it out or give it by itself')
+        else:
+            for word in said:
+                chosen.update(_matching(model, word))
+    for name in chosen:
+        _refuse_container(name, modules[name])
+    return {name: chosen[name] for name in modules if name in chosen}
+
+
+def _spoken(words: Any) -> list[str | type]:
+    """Return the words as a list, without empty ones."""
+    if words is None:
+        return []
+    if isinstance(words, (str, type)):
+        words = [words]
+    if not isinstance(words, Iterable):
+        raise TypeError(f"units must be words, classes or a callable, not {type(words).__name__}")
+    said: list[str | type] = []
+    for word in words:
+        if isinstance(word, str):
+            if word.strip():
+                said.append(word.strip())
+        elif isinstance(word, type) and issubclass(word, nn.Module):
+            said.append(word)
+        else:
+            raise TypeError(f"units: {word!r} is neither a name, a glob, nor a module class")
+    return said
+
+
+def _matching(model: nn.Module, word: str | type) -> dict[str, str]:
+    modules = [(name, module) for name, module in names.named_modules(model) if name]
+    if isinstance(word, type):
+        found = {name: f"class {word.__name__}" for name, module in modules if isinstance(module, word)}
+        shown = word.__name__
+    elif any(character in word for character in "*?["):
+        found = {name: f"glob {word}" for name, _ in modules if fnmatch.fnmatchcase(name, word)}
+        shown = word
+    else:
+        found = {name: f"class {word}" for name, module in modules if word in _class_names(module)}
+        found = found or {name: "named" for name, _ in modules if name == word}
+        shown = word
+    if found:
+        return found
+    classes = sorted({type(module).__name__ for _, module in modules})
+    near = names.nearest(shown, [*classes, *(name for name, _ in modules)])
+    raise ValueError(f"units: nothing in the model is called {shown!r}.{near} Classes present: {', '.join(classes)}")
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    return {cls.__name__ for cls in type(module).__mro__ if cls not in (nn.Module, object)}
+
+
+def has_forward(module: nn.Module) -> bool:
+    """True if the module can be called: a bare list or dict of modules has no forward."""
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+
+
+def _refuse_container(name: str, module: nn.Module) -> None:
+    if not has_forward(module):
+        raise ValueError(
+            f"units: {name!r} is a {type(module).__name__} without a forward, so nothing says when to gather it; "
+            f"name its children instead, for example the glob {f'{name}.*' if name else '*'!r}"
+        )
+
+
+def hinted_classes(model: nn.Module) -> list[str]:
+    """Return the class names under ``_no_split_modules`` anywhere in the model, as through PEFT's wrappers."""
+    hints: list[str] = []
+    for _, module in names.named_modules(model):
+        hint = getattr(module, "_no_split_modules", None)
+        if isinstance(hint, str):
+            hint = [hint]
+        if isinstance(hint, (list, tuple, set, frozenset)):
+            for each in sorted(hint, key=str) if isinstance(hint, (set, frozenset)) else hint:
+                if isinstance(each, str) and each.strip() and each.strip() not in hints:
+                    hints.append(each.strip())
+    return hints
+
+
+def _from_hints(model: nn.Module) -> dict[str, str]:
+    hints = set(hinted_classes(model))
+    found: dict[str, str] = {}
+    for name, module in names.named_modules(model):
+        hit = hints & _class_names(module) if hints else set()
+        if name and hit and has_forward(module) and _composite(module):
+            found[name] = f"model hint {min(hit)}"
+    # A hint inside a hint (an expert's class beside its block's) belongs to the outer one.
+    return {name: why for name, why in found.items() if not any(name.startswith(f"{outer}.") for outer in found)}
+
+
+def _composite(module: nn.Module) -> bool:
+    """True for a module made of others, or of a class of the user's; not for a single layer of torch.nn."""
+    return has_forward(module) and (
+        next(module.children(), None) is not None or not type(module).__module__.startswith("torch.nn.")
+    )
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _from_structure(model: nn.Module) -> dict[str, str]:
+    root = names.unwrap(model)
+    found = _lists_of_blocks(root, "") or _repeated_siblings(root, "") or _lists_of_layers(root, "")
+    modules = dict(names.named_modules(root))
+    large: dict[str, str] = {}
+    for name in found:
+        for inner, holder in _holders_of_large_lists(modules[name], name):
+            if inner != name and has_forward(holder):
+                large[inner] = "holds a large list"
+    return {**found, **large}
+
+
+def _children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    return [
+        (f"{prefix}.{name}" if prefix else name, names.unwrap(child))
+        for name, child in module.named_children()
+        if _holds_parameters(child)
+    ]
+
+
+def _lists_of_blocks(module: nn.Module, prefix: str) -> dict[str, str]:
+    """Return the members of the outermost lists that hold at least two composite modules."""
+    children = _children(module, prefix)
+    if isinstance(module, _LISTS):
+        blocks = [name for name, child in children if _composite(child)]
+        if len(blocks) >= 2:
+            return dict.fromkeys(blocks, "block of a list")
+    found: dict[str, str] = {}
+    for name, child in children:
+        found.update(_lists_of_blocks(child, name))
+    return found
+
+
+def _repeated_siblings(module: nn.Module, prefix: str) -> dict[str, str]:
+    """Return siblings of one composite class outside any list (``self.block1``, ``self.block2``), innermost level."""
+    children = _children(module, prefix)
+    found: dict[str, str] = {}
+    for name, child in children:
+        found.update(_repeated_siblings(child, name))
+    if found:
+        return found
+    of_class: dict[type, list[str]] = {}
+    for name, child in children:
+        if _composite(child):
+            of_class.setdefault(type(child), []).append(name)
+    return {name: "repeated sibling" for group in of_class.values() if len(group) >= 2 for name in group}
+
+
+def _lists_of_layers(module: nn.Module, prefix: str) -> dict[str, str]:
+    """Return the single layers of the lists, if at least two, where nothing composite repeats."""
+    children = _children(module, prefix)
+    layers = [name for name, child in children if has_forward(child)]
+    if isinstance(module, _LISTS) and len(layers) >= 2:
+        return dict.fromkeys(layers, "layer of a list")
+    found: dict[str, str] = {}
+    for name, child in children:
+        found.update(_lists_of_layers(child, name))
+    return found
+
+
+def _holders_of_large_lists(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
+    for name, child in _children(module, prefix):
+        if isinstance(child, _LISTS) and sum(p.numel() for p in child.parameters()) >= LARGE_LIST:
+            yield prefix, module
+        yield from _holders_of_large_lists(child, name)

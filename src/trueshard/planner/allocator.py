@@ -1,0 +1,152 @@
+"""A model of PyTorch's CUDA caching allocator: how much memory it reserves on the device for a sequence of requests.
+
+It decides as ``c10/cuda/CUDACachingAllocator.cpp`` does with default settings on a device that has enough memory.
+Constants are from ``c10/core/AllocatorConfig.h`` of torch 2.13.
+
+- A request is rounded up to 512 bytes. Up to 1 MiB it comes from the small pool, above from the large one. Each stream
+  has its own pools; memory never moves from one to another.
+- Best fit: the smallest free block that is large enough is taken, the one at the lowest address among equals. It is
+  split if 512 bytes remain in the small pool, more than 1 MiB in the large one.
+- If no block fits, a segment is reserved: 2 MiB for the small pool, 20 MiB for requests under 10 MiB, the request$
+  rounded up to 2 MiB above. A freed block is coalesced with free neighbours of its segment and stays reserved.
+
+The model differs in one point: addresses of segments only ever rise. The driver's may not, which changes ties alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from trueshard.planner.trace import Stream
+
+MINIMUM = 512
+"""Requests are rounded up to a multiple of it (kMinBlockSize)."""
+SMALL = 1 << 20
+"""Largest request of the small pool (kSmallSize)."""
+SMALL_SEGMENT = 2 << 20
+"""Segment of the small pool (kSmallBuffer)."""
+LARGE_SEGMENT = 20 << 20
+"""Segment for requests of the large pool under ``MIN_LARGE`` (large_segment_size)."""
+MIN_LARGE = 10 << 20
+"""Requests from this size on get a segment of their own (kMinLargeAlloc)."""
+ROUND_LARGE = 2 << 20
+"""Such a segment's size is a multiple of it (kRoundLarge)."""
+
+
+class Block:
+    """A part of a segment, in use or free."""
+
+    __slots__ = ("address", "free", "next", "pool", "prev", "size")
+
+    def __init__(self, pool: Pool, address: int, size: int) -> None:
+        self.pool = pool
+        self.address = address
+        self.size = size
+        self.free = False
+        self.prev: Block | None = None
+        """Neighbour at lower addresses in the same segment."""
+        self.next: Block | None = None
+
+    def split(self, size: int) -> Block:
+        """Shorten the block to its first ``size`` bytes; return the remainder, which is not in the free list."""
+        remainder = Block(self.pool, self.address + size, self.size - size)
+        remainder.prev, remainder.next = self, self.next
+        if self.next is not None:
+            self.next.prev = remainder
+        self.next = remainder
+        self.size = size
+        return remainder
+
+    def coalesce(self) -> None:
+        """Merge with adjacent free blocks; self must not be in the free list."""
+        before, after = self.prev, self.next
+        if before is not None and before.free:
+            before.pool.remove(before)
+            self.address = before.address
+            self.size += before.size
+            self.prev = before.prev
+            if before.prev is not None:
+                before.prev.next = self
+        if after is not None and after.free:
+            after.pool.remove(after)
+            self.size += after.size
+            self.next = after.next
+            if after.next is not None:
+                after.next.prev = self
+
+
+class Pool:
+    """Free blocks of one stream, for small or for large requests."""
+
+    __slots__ = ("free", "remainder", "segment")
+
+    def __init__(self, small: bool) -> None:
+        self.segment = SMALL_SEGMENT if small else LARGE_SEGMENT
+        self.remainder = MINIMUM if small else SMALL + MINIMUM
+        """Smallest remainder that is split off."""
+        self.free: list[tuple[int, int, Block]] = []
+        """(size, address, block), sorted; addresses are unique."""
+
+    def add(self, block: Block) -> None:
+        """Insert a block into the free list."""
+        block.free = True
+        insort(self.free, (block.size, block.address, block))
+
+    def remove(self, block: Block) -> None:
+        """Remove a block from the free list."""
+        block.free = False
+        del self.free[bisect_left(self.free, (block.size, block.address))]
+
+    def take(self, size: int) -> Block | None:
+        """Remove and return the best fit for ``size`` bytes; None if no free block is large enough."""
+        index = bisect_left(self.free, (size,))
+        if index == len(self.free):
+            return None
+        block = self.free.pop(index)[2]
+        block.free = False
+        return block
+
+
+class CachingAllocator:
+    """The allocator of one device; all sizes in bytes."""
+
+    def __init__(self) -> None:
+        self.allocated = 0
+        """In blocks in use, as ``torch.cuda.memory_allocated``."""
+        self.reserved = 0
+        """In segments, as ``torch.cuda.memory_reserved``; it only grows."""
+        self.peak_allocated = 0
+        self._pools: dict[tuple[Stream, bool], Pool] = {}
+
+    def allocate(self, bytes: int, stream: Stream = "compute") -> Block:
+        """Return a block of at least ``bytes`` (which must be positive), to be used on ``stream``."""
+        size = _round_up(bytes, MINIMUM)
+        pool = self._pools.get((stream, size <= SMALL))
+        if pool is None:
+            pool = self._pools[stream, size <= SMALL] = Pool(size <= SMALL)
+        block = pool.take(size) or self._new_segment(pool, size)
+        if block.size - size >= pool.remainder:
+            pool.add(block.split(size))
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Return a block to its pool; it must not be used afterwards."""
+        self.allocated -= block.size
+        block.coalesce()
+        block.pool.add(block)
+
+    def cached(self) -> list[Block]:
+        """Return the free blocks, by pool, size and address."""
+        return [block for pool in self._pools.values() for _, _, block in pool.free]
+
+    def _new_segment(self, pool: Pool, size: int) -> Block:
+        total = pool.segment if size < MIN_LARGE else _round_up(size, ROUND_LARGE)
+        block = Block(pool, self.reserved, total)
+        self.reserved += total
+        return block
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return (size + multiple - 1) // multiple * multiple

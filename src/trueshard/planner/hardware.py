@@ -1,0 +1,246 @@
+"""The catalogue of devices and nodes: their data sheets' figures, and the share of these that training reaches."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from trueshard.text import nearest, size
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Mode = Literal["eager", "compile"]
+
+
+def _number(value: Any) -> Any:
+    """Refuse what pydantic would convert to a number."""
+    if isinstance(value, bool | str):
+        raise ValueError("must be a number")
+    return value
+
+
+def _has_float32(peaks: Mapping[str, float]) -> Mapping[str, float]:
+    if "float32" not in peaks:
+        raise ValueError("float32 is missing")
+    return peaks
+
+
+Rate = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
+"""Of bytes or operations a second."""
+Share = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
+Seconds = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
+Bytes = Annotated[int, BeforeValidator(_number), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(_number), Field(gt=0)]
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Efficiency:
+    """Shares of a device's peak that kernels reach, from 0 to 1, and the fixed cost of each kernel."""
+
+    matmul: Share
+    """Of ``peak_flops``, in matrix products and convolutions."""
+    attention: Share
+    """Of ``peak_flops``, in fused attention, counting only operations that a causal mask leaves."""
+    memory: Share
+    """Of ``memory_bandwidth``, in memory-bound kernels."""
+    launch_seconds: Seconds
+    """Host time to launch one operation."""
+    collective_seconds: Seconds
+    """Additional host time to gather or reduce a unit's parameters."""
+    kernel_seconds: Seconds
+    """Shortest time that an operation occupies the device."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Hardware:
+    """A device and the node around it. Bytes, seconds, bytes a second, operations a second."""
+
+    name: str
+    """Key of the catalogue, or the stem of the file that it was read from."""
+    title: str
+    source: str
+    """Source of the figures."""
+    memory_bytes: Count
+    memory_bandwidth: Rate
+    peak_flops: Annotated[Mapping[str, Rate], AfterValidator(_has_float32)]
+    """Dense, by torch's name of the dtype; ``"tfloat32"`` is float32 where TF32 is allowed, ``"float8"`` any of 8."""
+    link: str
+    """Name of the link between devices of a node."""
+    link_bandwidth: Rate
+    """Of one device, one direction."""
+    link_efficiency: Share
+    """Share of the bandwidth that a ring collective reaches."""
+    link_latency: Seconds
+    """Of one step of a ring."""
+    network_bandwidth: Rate
+    """Between nodes: a device's share of its node's adapters, one direction."""
+    network_efficiency: Share
+    network_latency: Seconds
+    ranks_per_node: Count
+    """Devices of a usual node."""
+    host_bandwidth: Rate
+    """Of copies between the device and pinned host memory, one direction."""
+    host_memory_bandwidth: Rate
+    """Of the node's main memory, a device's share."""
+    context_bytes: Bytes
+    """Allocated by the driver and loaded kernels, outside of torch's allocator."""
+    communicator_bytes: Bytes
+    """Allocated by each communicator, outside of torch's allocator."""
+    workspace_bytes: Bytes
+    """Allocated by torch's allocator at the first matrix product."""
+    streams: Annotated[bool, Field(strict=True)]
+    """True if communication overlaps computation; on a CPU everything is sequential."""
+    eager: Efficiency
+    compile: Efficiency
+
+    def efficiency(self, mode: Mode) -> Efficiency:
+        """Return the shares for a mode."""
+        return self.compile if mode == "compile" else self.eager
+
+    def peak(self, dtype: str) -> float:
+        """Return dense operations a second in a dtype; float32's if the catalogue has none for it."""
+        known = self.peak_flops
+        return known.get("float8" if dtype.startswith("float8") else dtype, known["float32"])
+
+
+def hardware(name: str, **overrides: Any) -> Hardware:
+    """Return a device of the catalogue, or of a file.
+
+    Args:
+        name: a key of the catalogue in any case, or the path of a TOML file (``*.toml``) with one device's keys at its
+            top level; its key ``base`` names the device of the catalogue that gives all other keys.
+        overrides: fields of :class:`Hardware` to replace. Mappings (``peak_flops``, ``eager``, ``compile``) replace
+            only the keys that they hold.
+
+    Raises:
+        ValueError: unknown name, unknown key, or a value of a wrong type or sign, naming it.
+    """
+    if name.endswith(".toml"):
+        row, key = _of_file(Path(name)), Path(name).stem
+    else:
+        key = name.lower()
+        row = _row(key, name)
+    return _build(key, _merged(row, overrides), name)
+
+
+def known() -> tuple[str, ...]:
+    """Return all names of the catalogue."""
+    return tuple(_catalogue())
+
+
+def recognise(title: str, memory_bytes: int) -> str | None:
+    """Return the catalogue's name of a device; None if it has none.
+
+    All words of the title must be known: "H100 NVL" and "RTX 4090 Laptop GPU" are other devices than "H100" and
+    "RTX 4090". Total memory tells variants of one title apart.
+
+    Args:
+        title: as ``torch.cuda.get_device_name()``.
+        memory_bytes: as ``torch.cuda.get_device_properties().total_memory``.
+    """
+    words = _model_words(title.lower().replace("rtx ", "rtx"))
+    found = {name: hardware(name).memory_bytes for name in known() if name != "cpu" and _model_words(name) == words}
+    name = min(found, key=lambda each: abs(found[each] - memory_bytes), default=None)
+    return name if name is not None and abs(found[name] / memory_bytes - 1) < _SAME_MEMORY else None
+
+
+def hardware_here(device: torch.device) -> Hardware:
+    """Return the catalogue's entry for a device of this machine, with the memory that the device has.
+
+    Args:
+        device: a CUDA device, or the CPU, whose memory is the catalogue's.
+
+    Raises:
+        ValueError: the catalogue does not know the device.
+    """
+    if device.type == "cpu":
+        return hardware("cpu")
+    title = torch.cuda.get_device_name(device)
+    memory_bytes = int(torch.cuda.get_device_properties(device).total_memory)
+    name = recognise(title, memory_bytes)
+    if name is None:
+        raise ValueError(
+            f"the planner's catalogue has no device {title!r} with {size(memory_bytes)}: name one with --hardware "
+            f"(hardware= in Python), one of {', '.join(known())}, or a TOML file that describes it"
+        )
+    return hardware(name, memory_bytes=memory_bytes)
+
+
+_SAME_MEMORY = 0.08
+"""Relative difference up to which two figures of total memory are taken for the same device's."""
+_INDIFFERENT = {"nvidia", "amd", "instinct", "geforce", "tesla", "sxm", "sxm4", "sxm5", "oam", "hbm2e", "hbm3", "hbm3e"}
+"""Words of a device's title that tell nothing besides its model and memory."""
+
+
+def _model_words(title: str) -> set[str]:
+    return {each for each in re.findall(r"[a-z0-9]+", title) if not re.fullmatch(r"\d+gb", each)} - _INDIFFERENT
+
+
+@functools.cache
+def _catalogue() -> dict[str, dict[str, Any]]:
+    text = resources.files(__package__).joinpath("hardware.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def _row(key: str, asked: str) -> dict[str, Any]:
+    catalogue = _catalogue()
+    if key not in catalogue:
+        raise ValueError(f"hardware {asked!r} is not known.{nearest(key, catalogue)} Known: {', '.join(catalogue)}")
+    row = dict(catalogue[key])
+    base = row.pop("base", None)
+    return row if base is None else _merged(_row(base, base), row)
+
+
+def _of_file(path: Path) -> dict[str, Any]:
+    try:
+        row = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"hardware file {str(path)!r} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"hardware file {str(path)!r} is not TOML: {error}") from None
+    row = {"title": path.stem, "source": f"{path.name}", **row}
+    base = row.pop("base", None)
+    if base is None:
+        return row
+    if not isinstance(base, str):
+        raise ValueError(f"hardware file {str(path)!r}: base={base!r} must be a name of the catalogue")
+    return _merged(_row(base.lower(), base), row)
+
+
+def _merged(row: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(row)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = {**old, **value} if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _build(key: str, row: Mapping[str, Any], asked: str) -> Hardware:
+    where = f"hardware {asked!r}: "
+    try:
+        return Hardware(**{**row, "name": key})
+    except ValidationError as error:
+        problem = error.errors()[0]
+    *outer, last = [str(each) for each in problem["loc"]]
+    path = ".".join([*outer, last])
+    if problem["type"] == "unexpected_keyword_argument":
+        valid = [each.name for each in fields(Efficiency if outer else Hardware)]
+        raise ValueError(f"{where}{path!r} is no key.{nearest(last, valid)} Known: {', '.join(valid)}")
+    if problem["type"] == "missing":
+        raise ValueError(f"{where}{path} is missing")
+    raise ValueError(f"{where}{path}={problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}")

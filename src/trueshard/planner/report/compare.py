@@ -1,0 +1,171 @@
+"""Things whose names differ in a number alone, as one: ``layers.0``, ``layers.1``, ``layers.2`` as ``layers.0-2``.
+
+What differs between two plans, by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from trueshard.plans import Plan
+from trueshard.text import size
+
+T = TypeVar("T")
+
+DASH = "\N{EN DASH}"
+
+
+@dataclass(frozen=True)
+class Collapsed(Generic[T]):
+    """One or several things under one name."""
+
+    name: str
+    items: tuple[T, ...]
+
+    @property
+    def times(self) -> str:
+        """How many there are, as ``×32``; empty for one."""
+        return f"×{len(self.items)}" if len(self.items) > 1 else ""
+
+    def __str__(self) -> str:
+        return f"{self.name or '(root)'} {self.times}".rstrip()
+
+
+def collapse(
+    items: Iterable[T], name: Callable[[T], str], same: Callable[[T], Hashable] = lambda item: None
+) -> list[Collapsed[T]]:
+    """Put together what has equal ``same`` and a name that differs in one number; in the order of first appearance.
+
+    The number is the last of the name. Where a name is several joined by ``" + "``, it is the last of each.
+    """
+    groups: dict[tuple[str, Hashable], list[tuple[int, T]]] = {}
+    for item in items:
+        template, number = _split(name(item))
+        groups.setdefault((template, same(item)), []).append((number, item))
+    found = []
+    for (template, _), members in groups.items():
+        whole = tuple(item for _, item in members)
+        label = template.format(_ranges([number for number, _ in members]))
+        found.append(Collapsed(name(whole[0]) if len(whole) == 1 else label, whole))
+    return found
+
+
+def _split(name: str) -> tuple[str, int]:
+    """(name with ``{0}`` in place of its number, the number); -1 without one."""
+    parts = [re.fullmatch(r"(.*\.|)(\d+)(\.\D.*|)", part) for part in name.split(" + ")]
+    found = [part for part in parts if part is not None]
+    numbers = {part[2] for part in found}
+    if len(found) < len(parts) or len(numbers) != 1:
+        return _plain(name), -1
+    return " + ".join(f"{_plain(part[1])}{{0}}{_plain(part[3])}" for part in found), int(numbers.pop())
+
+
+def _plain(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-3,5``; of many ranges the first three and the last."""
+    ranges: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    words = [str(first) if first == last else f"{first}{DASH}{last}" for first, last in ranges]
+    return ",".join(words if len(words) < 6 else [*words[:3], "…", words[-1]])
+
+
+_NO_SETTINGS = ("units", "replicated", "resolved_for", "forecast")
+
+
+def diff(one: Plan, other: Plan) -> str:
+    """Lines ``name: value → value`` for what is not equal: settings, units, replicated parameters, forecasts.
+
+    Repeated units that differ in the same way are one line. Forecasts are compared if both plans carry one.
+    """
+    first, second = dataclasses.asdict(one), dataclasses.asdict(other)
+    blocks = [
+        list(_changed(_settings(first), _settings(second))),
+        _titled("units", [*_membership(first, second, "units"), *_units(first, second)]),
+        _titled("replicated", list(_membership(first, second, "replicated"))),
+        _titled("forecast", list(_forecasts(first.get("forecast"), second.get("forecast")))),
+    ]
+    lines = [line for block in blocks for line in block]
+    return "\n".join(lines) if lines else "The plans are equal."
+
+
+def _settings(plan: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {name: value for name, value in plan.items() if name not in _NO_SETTINGS}
+    precision = settings.pop("mixed_precision") or {"mixed_precision": None}
+    return settings | {
+        name if name == "mixed_precision" else f"mixed_precision.{name}": precision[name] for name in precision
+    }
+
+
+def _units(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each group of units that differ in the same way."""
+    before = {unit["name"]: unit for unit in first["units"]}
+    changes = [
+        (unit["name"], "; ".join(_changed(_values(before[unit["name"]]), _values(unit))))
+        for unit in second["units"]
+        if unit["name"] in before
+    ]
+    for row in collapse([each for each in changes if each[1]], lambda each: each[0], lambda each: each[1]):
+        yield f"{row}: {row.items[0][1]}"
+
+
+def _values(unit: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in unit.items() if name != "why"}
+
+
+def _membership(first: Mapping[str, Any], second: Mapping[str, Any], key: str) -> Iterator[str]:
+    names = [[each["name"] for each in plan[key]] for plan in (first, second)]
+    for word, mine, others in (("first", names[0], names[1]), ("second", names[1], names[0])):
+        for row in collapse([name for name in mine if name not in set(others)], lambda name: name):
+            yield f"{row}: only in the {word}"
+
+
+def _forecasts(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> Iterator[str]:
+    if first is not None and second is not None:
+        yield from _changed(_flat(first), _flat(second))
+
+
+def _flat(forecast: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in forecast.items():
+        flat |= (
+            {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, Mapping) else {name: value}
+        )
+    return flat
+
+
+def _changed(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
+    for name in dict.fromkeys([*first, *second]):
+        a, b = first.get(name), second.get(name)
+        if a != b:
+            yield f"{name}: {_word(name, a)} → {_word(name, b)}{_percent(a, b)}"
+
+
+def _percent(a: Any, b: Any) -> str:
+    numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (a, b))
+    return f" ({(b - a) / a:+.1%})" if numbers and a else ""
+
+
+def _word(name: str, value: Any) -> str:
+    if ("bytes" in name or "received" in name or "by_kind" in name) and isinstance(value, int):
+        return size(value)
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _titled(title: str, lines: list[str]) -> list[str]:
+    return [f"{title}:", *(f"  {line}" for line in lines)] if lines else []

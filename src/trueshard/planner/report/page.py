@@ -1,0 +1,221 @@
+"""A study as one HTML file: memory over the step, its time line, alternatives, the largest tensors at the peak."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trueshard.files import replace_text
+from trueshard.planner import ledger
+from trueshard.planner.ledger import Curve, Numbers, Peak
+from trueshard.planner.report import report, thinning
+from trueshard.planner.report.compare import Collapsed, collapse
+from trueshard.planner.report.frame import SCRIPT, SHOWING, STYLE, framed
+from trueshard.planner.trace import Allocation, Kind
+from trueshard.planner.workload import Study
+from trueshard.text import size
+
+STACK: tuple[Kind, ...] = (
+    "parameters",
+    "optimizer",
+    "inputs",
+    "activations",
+    "gradients",
+    "gathered",
+    "communication",
+    "temporary",
+)
+"""Kinds from the bottom up: what rests, then what comes and goes."""
+
+BUCKETS = 1500
+"""Of the memory curve; each keeps its highest and its lowest value."""
+BANDS = 36
+"""Units that the curve tells apart; neighbours are put together where there are more."""
+SPANS = 6000
+"""Of the time line; short neighbours of one unit are put together where there are more."""
+TENSORS = 25
+
+
+def write_page(study: Study, path: str | os.PathLike[str]) -> None:
+    """Write the page to ``path``; a file that is there is replaced when the new one is complete.
+
+    Raises:
+        OSError: the folder does not exist or cannot be written to.
+    """
+    replace_text(Path(path), page(study))
+
+
+def page(study: Study) -> str:
+    """The page as text."""
+    return framed(
+        title=report.headline(study.forecast),
+        text=report.text(study),
+        data=_data(study),
+        main=(SHOWING, "page.html"),
+        styles=[STYLE],
+        scripts=[SCRIPT, *((SHOWING, name) for name in ("page_step.js", "page_draw.js", "page_tables.js"))],
+    )
+
+
+def _data(study: Study) -> dict[str, Any]:
+    forecast = study.forecast
+    live = ledger.curve(study.trace)
+    peak = ledger.peak(study.trace, live)
+    return {
+        "headline": report.headline(forecast),
+        "settings": report.settings(study),
+        "fits": forecast.fits,
+        "verdict": report.verdict(forecast),
+        "tiles": _tiles(study),
+        "reserved": forecast.peak_reserved_bytes,
+        "budget": forecast.budget_bytes,
+        "seconds": study.timeline.seconds,
+        "memory": _memory(study, live, peak),
+        "lanes": thinning.lanes(study.trace, study.timeline, SPANS),
+        "phases": thinning.phases(study.timeline),
+        "alternatives": _alternatives(study),
+        "tensors": _tensors(study, peak),
+        "units": _units(study),
+        "reasons": list(dict.fromkeys(study.reasons)),
+        "assumptions": list(dict.fromkeys(study.assumptions)),
+    }
+
+
+def _tiles(study: Study) -> list[dict[str, Any]]:
+    forecast = study.forecast
+    step = max(forecast.step_seconds, 1e-12)
+    where = f"in {forecast.peak_phase}" + (f" of {forecast.peak_unit}" if forecast.peak_unit else "")
+    exposed = forecast.exposed_communication_seconds
+    rows = [
+        ("Live peak", size(forecast.peak_live_bytes), where),
+        ("Reserved peak", size(forecast.peak_reserved_bytes), f"of {size(forecast.budget_bytes)}"),
+        ("Step", report.duration(forecast.step_seconds), f"{report.duration(forecast.compute_seconds)} computing"),
+        ("Tokens a second", f"{forecast.tokens_per_second_per_rank:,.0f}", "a rank"),
+        ("MFU", f"{forecast.mfu:.1%}", "recomputation not counted"),
+        ("Received", size(forecast.bytes_received_per_step), f"a rank and step; {exposed / step:.1%} of time waiting"),
+    ]
+    return [{"label": label, "value": value, "note": note} for label, value, note in rows]
+
+
+def _memory(study: Study, live: Curve, peak: Peak) -> dict[str, Any]:
+    """The curve at the positions that are kept; parts as ``[index, bytes, index, bytes, ...]`` where they change."""
+    positions = thinning.positions(live.total, BUCKETS)
+    events = study.trace.events
+    places = [events[p].place if p >= 0 else None for p in positions.tolist()]
+    units = list(dict.fromkeys(place.unit if place else "" for place in places))
+    phases = list(dict.fromkeys(place.phase if place else "between" for place in places))
+    return {
+        "seconds": np.round(thinning.seconds_at(study.timeline, positions), 9).tolist(),
+        "unit_names": units,
+        "phase_names": phases,
+        "unit": [units.index(place.unit if place else "") for place in places],
+        "phase": [phases.index(place.phase if place else "between") for place in places],
+        "changes": len(live.total.positions),
+        "kinds": [
+            {"name": kind, "bytes": thinning.runs(live.by_kind[kind].at(positions))}
+            for kind in STACK
+            if live.by_kind[kind].maximum
+        ],
+        "units": [
+            {"name": band.name or "(root)", "bytes": thinning.runs(_together(live, band, positions))}
+            for band in _bands(study, live)
+        ],
+        "peak": int(np.searchsorted(positions, peak.position)),
+    }
+
+
+def _bands(study: Study, live: Curve) -> list[Collapsed[str]]:
+    """Units in the plan's order, put together so that there are at most ``BANDS``."""
+    names = [unit.name for unit in study.plan.units if unit.name in live.by_unit]
+    names += [name for name in live.by_unit if name not in set(names)]
+    each = -(-len(names) // BANDS)
+    place = {name: number // each for number, name in enumerate(names)}
+    found = []
+    for start in range(0, len(names), each or 1):
+        rows = collapse(names[start : start + each], lambda name: name, lambda name: place[name])
+        if len(rows) == 1:
+            found += rows
+        else:
+            label = ", ".join(row.name or "(root)" for row in rows)
+            found.append(Collapsed(label, tuple(name for row in rows for name in row.items)))
+    return found
+
+
+def _together(live: Curve, band: Collapsed[str], positions: Numbers) -> Numbers:
+    total = np.zeros(len(positions), np.int64)
+    for name in band.items:
+        total += live.by_unit[name].at(positions)
+    return total
+
+
+def _alternatives(study: Study) -> list[dict[str, Any]]:
+    """This plan first."""
+    everyone = [study.forecast, *(each.forecast for each in study.alternatives)]
+    words = ["This plan", *(each.words for each in study.alternatives)]
+    front = set(report.pareto(everyone))
+    return [
+        {
+            "words": said,
+            "memory": each.peak_reserved_bytes,
+            "speed": each.tokens_per_second_per_rank,
+            "step": each.step_seconds,
+            "mfu": each.mfu,
+            "fits": each.fits,
+            "front": number in front,
+        }
+        for number, (said, each) in enumerate(zip(words, everyone, strict=True))
+    ]
+
+
+def _tensors(study: Study, peak: Peak) -> list[dict[str, Any]]:
+    """Of what is alive at the peak, equal tensors of repeated units as one: the largest each, and the most together."""
+
+    def what(each: Allocation) -> str:
+        return each.what.removeprefix(f"{each.unit}.") if each.unit else each.what
+
+    def same(each: Allocation) -> tuple[Any, ...]:
+        return (what(each), each.kind, each.shape, each.dtype, each.bytes)
+
+    rows = collapse(ledger.alive(study.trace, peak.position), lambda each: each.unit, same)
+    by_each = sorted(rows, key=lambda row: (-row.items[0].bytes, -len(row.items)))
+    by_sum = sorted(rows, key=lambda row: -row.items[0].bytes * len(row.items))
+    chosen = {id(row): row for row in (*by_each[:TENSORS], *by_sum[:TENSORS])}
+    return [
+        {
+            "what": what(row.items[0]) or "(unnamed)",
+            "unit": row.name or "(root)",
+            "kind": row.items[0].kind,
+            "shape": " × ".join(f"{n:,}" for n in row.items[0].shape),
+            "dtype": row.items[0].dtype,
+            "bytes": row.items[0].bytes,
+            "count": len(row.items),
+        }
+        for row in chosen.values()
+        if row.items[0].bytes
+    ]
+
+
+def _units(study: Study) -> list[dict[str, Any]]:
+    uses = ledger.by_unit(study.trace)
+    found = []
+    for row in report.unit_rows(study):
+        unit, mine = row.items[0], [uses[each.name] for each in row.items if each.name in uses]
+        found.append(
+            {
+                "name": row.name or "(root)",
+                "count": len(row.items),
+                "parameters": unit.parameters,
+                "trainable": unit.trainable,
+                "bytes": unit.bytes,
+                "dtype": unit.dtype,
+                "reshard": report.reshard_words(unit),
+                "recompute": unit.activation_checkpointing,
+                "at_peak": sum(use.at_peak for use in mine),
+                "received": sum(use.received for use in mine),
+                "why": unit.why,
+            }
+        )
+    return found

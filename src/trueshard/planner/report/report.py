@@ -1,0 +1,268 @@
+"""What is said of a study: as text for a terminal, as JSON for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trueshard.planner import ledger
+from trueshard.planner.ledger import UnitUse
+from trueshard.planner.report.compare import Collapsed, collapse
+from trueshard.planner.workload import Study
+from trueshard.plans import Forecast, Unit
+from trueshard.text import size, table
+
+WIDTH = 118
+_NOTHING = UnitUse(0, 0, 0, 0)
+
+
+def text(study: Study) -> str:
+    """The whole study in lines of at most ``WIDTH`` characters: job, units, memory, communication, time, reasons."""
+    forecast = study.forecast
+    blocks = [
+        [line for words in (headline(forecast), settings(study)) for line in textwrap.wrap(words, WIDTH)],
+        _units(study),
+        _memory(forecast),
+        _communication(forecast),
+        _time(study),
+        _listed("Why", (*study.reasons, *_whys(study))),
+        _listed("Taken for granted", study.assumptions),
+        _alternatives(study),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def as_json(study: Study) -> dict[str, Any]:
+    """All of a study but its events, in what ``json.dumps`` takes.
+
+    Every field of ``Forecast`` is a key. ``plan`` is the plan as ``Plan.from_json`` reads it. ``units`` has the plan's
+    units with ``bytes_at_peak``, ``bytes_maximum``, ``bytes_received`` and ``flops`` of each. ``alternatives`` has
+    ``words``, ``on_front`` (no other plan that fits is both faster and smaller) and the forecast's fields.
+    """
+    uses = ledger.by_unit(study.trace)
+    front = set(pareto([study.forecast, *(each.forecast for each in study.alternatives)]))
+    return {
+        **dataclasses.asdict(study.forecast),
+        "on_front": 0 in front,
+        "units": [dataclasses.asdict(unit) | _use(uses.get(unit.name, _NOTHING)) for unit in study.plan.units],
+        "plan": json.loads(study.plan.to_json()),
+        "reasons": list(study.reasons),
+        "assumptions": list(study.assumptions),
+        "alternatives": [
+            {"words": each.words, "on_front": number in front, **dataclasses.asdict(each.forecast)}
+            for number, each in enumerate(study.alternatives, start=1)
+        ],
+    }
+
+
+def pareto(forecasts: Sequence[Forecast]) -> list[int]:
+    """Positions of those that fit and that no other is both at least as fast and at least as small as, smallest first.
+
+    Of several with equal speed and memory the first one counts.
+    """
+    found: list[int] = []
+    fastest = 0.0
+    by_memory = sorted(
+        (each.peak_reserved_bytes, -each.tokens_per_second_per_rank, number)
+        for number, each in enumerate(forecasts)
+        if each.fits
+    )
+    for _, speed, number in by_memory:
+        if -speed > fastest:
+            fastest = -speed
+            found.append(number)
+    return found
+
+
+def headline(forecast: Forecast) -> str:
+    """What runs where, in one line."""
+    nodes = f", {forecast.ranks_per_node} ranks a node" if forecast.ranks > forecast.ranks_per_node else ""
+    return f"{forecast.model} on {forecast.ranks:,} × {forecast.hardware}{nodes}"
+
+
+def settings(study: Study) -> str:
+    """The plan's settings for all units and the size of a step, in one line."""
+    plan, forecast = study.plan, study.forecast
+    words = [f"sequence {forecast.sequence:,}", f"microbatch {forecast.microbatch}"]
+    words += [f"accumulation {forecast.accumulation}"] if forecast.accumulation > 1 else []
+    words.append(forecast.optimizer)
+    if len(plan.ranks) > 1:
+        words.append(f"{plan.ranks[0]} replicas of {plan.ranks[1]} shards")
+    if (mixed := plan.mixed_precision) is not None:
+        compute = mixed.compute or "storage dtype"
+        words.append(f"computes in {compute}, reduces in {mixed.reduce or compute}")
+    words += ["compiled"] if plan.compile else []
+    words += [f"offload to {plan.offload}"] if plan.offload != "none" else []
+    return " · ".join(words)
+
+
+def verdict(forecast: Forecast) -> str:
+    """Whether it fits, and by how much."""
+    spare = forecast.budget_bytes - forecast.peak_reserved_bytes
+    return f"fits, {size(spare)} to spare" if forecast.fits else f"does not fit, {size(max(-spare, 0))} too much"
+
+
+def duration(seconds: float) -> str:
+    """Seconds with at least three digits, in a unit that is easy to read."""
+    value, unit = seconds * 1e6, "µs"
+    for larger in ("ms", "s"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:,.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+
+
+def operations(count: float) -> str:
+    """Floating-point operations with at least two digits, in a unit that is easy to read."""
+    prefixes = ["", "K", "M", "G", "T"]
+    while abs(count) >= 9999.5 and len(prefixes) > 1:
+        count /= 1000
+        prefixes.pop(0)
+    return f"{count:,.0f} {prefixes[0]}FLOP"
+
+
+def unit_rows(study: Study) -> list[Collapsed[Unit]]:
+    """The plan's units, repeated equal ones as one."""
+
+    def same(unit: Unit) -> Unit:
+        return dataclasses.replace(unit, name="", modules=())
+
+    return collapse(study.plan.units, lambda unit: unit.name, same)
+
+
+def reshard_words(unit: Unit) -> str:
+    """``yes``, ``no``, or to how many ranks."""
+    policy = unit.reshard_after_forward
+    return ("yes" if policy else "no") if isinstance(policy, bool) else f"to {policy} ranks"
+
+
+def _use(use: UnitUse) -> dict[str, int]:
+    return {
+        "bytes_at_peak": use.at_peak,
+        "bytes_maximum": use.maximum,
+        "bytes_received": use.received,
+        "flops": use.flops,
+    }
+
+
+def _units(study: Study) -> list[str]:
+    uses = ledger.by_unit(study.trace)
+    head = ("unit", "", "parameters", "size", "dtype", "reshard", "recompute", "at peak", "received")
+    rows = []
+    for row in unit_rows(study):
+        unit, mine = row.items[0], [uses.get(each.name, _NOTHING) for each in row.items]
+        frozen = unit.parameters - unit.trainable
+        recompute = unit.activation_checkpointing + (" (frozen)" if frozen and not unit.trainable else "")
+        rows.append(
+            (
+                _short(row.name or "(root)", 40),
+                row.times,
+                f"{unit.parameters:,}",
+                size(unit.bytes),
+                unit.dtype,
+                reshard_words(unit),
+                recompute,
+                size(sum(use.at_peak for use in mine)),
+                size(sum(use.received for use in mine)),
+            )
+        )
+    rows += [
+        (_short(each.name, 40), "", f"{each.parameters:,}", "", "", "replicated", "", "", "")
+        for each in study.plan.replicated
+    ]
+    lines = [line.rstrip() for line in table(head, rows, right=(1, 2, 3, 7, 8))]
+    if any(row.times for row in unit_rows(study)):
+        lines.append("Parameters and size are those of one unit; memory at the peak and traffic those of the row.")
+    return ["Units", *lines]
+
+
+def _memory(forecast: Forecast) -> list[str]:
+    where = f"in {forecast.peak_phase}" + (f" of {forecast.peak_unit}" if forecast.peak_unit else "")
+    live = max(forecast.peak_live_bytes, 1)
+    rows = [(kind, size(count), f"{count / live:.0%}", "") for kind, count in forecast.peak_by_kind.items()]
+    rows += [
+        ("live", size(forecast.peak_live_bytes), "", _short(f"what tensors take at the peak, {where}", 72)),
+        ("reserved", size(forecast.peak_reserved_bytes), "", "as torch.cuda.max_memory_reserved() would say"),
+        ("budget", size(forecast.budget_bytes), "", verdict(forecast)),
+        ("overhead", size(forecast.overhead_bytes), "", "context and communicators, outside of torch's allocator"),
+    ]
+    return ["Memory of a rank", *_indented(rows, right=(1, 2))]
+
+
+def _communication(forecast: Forecast) -> list[str]:
+    rows = [(op.replace("_", "-"), size(count)) for op, count in forecast.received_by_collective.items()]
+    rows.append(("together", size(forecast.bytes_received_per_step)))
+    return ["Received by a rank in a step", *_indented(rows, right=(1,))]
+
+
+def _time(study: Study) -> list[str]:
+    forecast, host = study.forecast, study.timeline.host_seconds
+    step = max(forecast.step_seconds, 1e-12)
+    again = forecast.flops_per_step - forecast.model_flops_per_step
+    work = operations(forecast.model_flops_per_step) + (
+        f", and {operations(again)} again by recomputing" if again else ""
+    )
+    exposed = forecast.exposed_communication_seconds
+    rows = [
+        ("step", duration(forecast.step_seconds), ""),
+        ("computing", duration(forecast.compute_seconds), work),
+        ("waiting", duration(exposed), f"for communication that nothing hides, {exposed / step:.1%} of the step"),
+        *([("host", duration(host), "in which the device waits for work to be issued")] if host > step / 1000 else []),
+        ("tokens/s", f"{forecast.tokens_per_second_per_rank:,.0f}", "a rank"),
+        ("MFU", f"{forecast.mfu:.1%}", "recomputation not counted"),
+    ]
+    return ["Time of a step", *_indented(rows, right=(1,))]
+
+
+def _whys(study: Study) -> Iterator[str]:
+    for row in collapse(study.plan.units, lambda unit: unit.name, lambda unit: unit.why):
+        if row.items[0].why not in ("", "root"):
+            yield f"{row}: {row.items[0].why}."
+    for each in study.plan.replicated:
+        yield f"{each.name} is replicated: {each.why}."
+
+
+def _alternatives(study: Study) -> list[str]:
+    if not study.alternatives:
+        return []
+    everyone = [study.forecast, *(each.forecast for each in study.alternatives)]
+    words = ["this plan", *(each.words for each in study.alternatives)]
+    rows = [
+        (
+            size(everyone[number].peak_reserved_bytes),
+            f"{everyone[number].tokens_per_second_per_rank:,.0f}",
+            _short(words[number], 80),
+        )
+        for number in pareto(everyone)
+    ]
+    count = f"{len(study.alternatives):,} other plan{'s were' if len(study.alternatives) > 1 else ' was'} worked out"
+    if not rows:
+        return [f"{count}, none fits"]
+    return [
+        f"{count}; of those that fit, nothing is both smaller and faster than these:",
+        *(f"  {line.rstrip()}" for line in table(("reserved", "tokens/s", "plan"), rows, right=(0, 1))),
+    ]
+
+
+def _listed(title: str, sentences: Sequence[str]) -> list[str]:
+    lines = [
+        textwrap.fill(sentence, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        for sentence in dict.fromkeys(sentences)
+    ]
+    return [title, *lines] if lines else []
+
+
+def _indented(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
+    """The rows of a table without head."""
+    return [f"  {line.rstrip()}" for line in table(("",) * len(rows[0]), rows, right)[2:]]
+
+
+def _short(words: str, width: int) -> str:
+    """At most ``width`` characters, cut in the middle."""
+    if len(words) <= width:
+        return words
+    tail = (width - 1) // 2
+    return f"{words[: width - 1 - tail]}…{words[-tail:]}"

@@ -1,0 +1,141 @@
+"""Fewer points for a drawing, so that nothing that matters is lost: peaks stay, and time stays occupied as it was."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trueshard.planner.ledger import Numbers, Series
+from trueshard.planner.timeline import Span, Timeline
+from trueshard.planner.trace import Communication, Kernel, Trace
+
+
+def positions(curve: Series, buckets: int) -> Numbers:
+    """Positions of a curve's changes: all, or of each bucket of equally many the first highest and the first lowest.
+
+    The first and the last are among them.
+    """
+    count = len(curve.positions)
+    if count <= 2 * buckets:
+        return curve.positions
+    edges = np.linspace(0, count, buckets + 1).astype(np.int64)
+    keep = {0, count - 1}
+    for start, end in itertools.pairwise(edges.tolist()):
+        part = curve.bytes[start:end]
+        keep |= {int(start + part.argmax()), int(start + part.argmin())}
+    return curve.positions[sorted(keep)]
+
+
+def runs(values: Numbers) -> list[int]:
+    """``[index, value, index, value, ...]`` where a sequence changes, its first value included."""
+    changed = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
+    found: list[int] = np.stack([changed, values[changed]], axis=1).reshape(-1).tolist()
+    return found
+
+
+def seconds_at(timeline: Timeline, at: Numbers) -> NDArray[np.float64]:
+    """When the compute stream reaches positions of the trace: the end of the last kernel before each."""
+    compute = sorted((span.event, span.end) for span in timeline.spans if span.stream == "compute")
+    events = np.array([event for event, _ in compute], np.int64)
+    ends = np.maximum.accumulate(np.array([0.0, *(end for _, end in compute)]))
+    return ends[np.searchsorted(events, at, side="left")]
+
+
+def phases(timeline: Timeline) -> list[dict[str, Any]]:
+    """Stretches of the compute stream in one phase; ``between`` is left out."""
+    found: list[dict[str, Any]] = []
+    for span in timeline.spans:
+        if span.stream != "compute" or span.phase == "between":
+            continue
+        if found and found[-1]["name"] == span.phase:
+            found[-1]["end"] = span.end
+        else:
+            found.append({"name": span.phase, "start": span.start, "end": span.end})
+    return found
+
+
+def lanes(trace: Trace, timeline: Timeline, limit: int) -> list[dict[str, Any]]:
+    """A lane for each stream that is used, compute first.
+
+    ``spans`` holds ``[start, end, busy, count, name, group, unit]`` of each, in seconds; the last three are indices
+    into ``names``, ``groups`` and ``units``. A group is a phase, ``recompute``, or a stream.
+    """
+    streams: dict[str, list[_Merged]] = {"compute": []}
+    for span in timeline.spans:
+        event = trace.events[span.event]
+        if isinstance(event, Communication):
+            group: str = event.stream
+        elif isinstance(event, Kernel) and event.recomputed and span.stream == "compute":
+            group = "recompute"
+        else:
+            group = span.phase if span.stream == "compute" else span.stream
+        streams.setdefault(span.stream, []).append(_Merged(span, group))
+    for stream, spans in streams.items():
+        spans.sort(key=lambda each: each.start)
+        streams[stream] = _thinned(spans, timeline.seconds, limit)
+    return [_lane(stream, spans) for stream, spans in streams.items()]
+
+
+class _Merged:
+    """Neighbouring spans of one stream, group and unit."""
+
+    __slots__ = ("busy", "count", "end", "group", "names", "start", "unit")
+
+    def __init__(self, span: Span, group: str) -> None:
+        self.start, self.end, self.busy, self.count = span.start, span.end, span.end - span.start, 1
+        self.group, self.unit = group, span.unit
+        self.names: dict[str, float] = defaultdict(float, {span.name: self.busy})
+
+    def take(self, other: _Merged) -> None:
+        self.end = max(self.end, other.end)
+        self.busy += other.busy
+        self.count += other.count
+        for name, seconds in other.names.items():
+            self.names[name] += seconds
+
+    @property
+    def name(self) -> str:
+        """What takes the most time in it."""
+        return max(self.names, key=self.names.__getitem__)
+
+
+def _thinned(spans: list[_Merged], seconds: float, limit: int) -> list[_Merged]:
+    """At most ``limit`` spans where merging allows: neighbours that are short and close, longer ones as needed."""
+    shortest = seconds / 16384
+    while len(spans) > limit and shortest < seconds:
+        merged = spans[:1]
+        for span in spans[1:]:
+            last = merged[-1]
+            close = span.start - last.end <= shortest
+            short = min(span.end - span.start, last.end - last.start) <= shortest
+            if close and short and (span.group, span.unit) == (last.group, last.unit):
+                last.take(span)
+            else:
+                merged.append(span)
+        spans = merged
+        shortest *= 2
+    return spans
+
+
+def _lane(stream: str, spans: Iterable[_Merged]) -> dict[str, Any]:
+    names: dict[str, int] = {}
+    groups: dict[str, int] = {}
+    units: dict[str, int] = {}
+    rows = [
+        [
+            round(span.start, 9),
+            round(span.end, 9),
+            round(span.busy, 9),
+            span.count,
+            names.setdefault(span.name, len(names)),
+            groups.setdefault(span.group, len(groups)),
+            units.setdefault(span.unit, len(units)),
+        ]
+        for span in spans
+    ]
+    return {"stream": stream, "names": [*names], "groups": [*groups], "units": [*units], "spans": rows}

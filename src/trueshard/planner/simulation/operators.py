@@ -1,0 +1,213 @@
+"""Facts about single operators: whether one launches a kernel, its FLOPs, and what a collective moves.
+
+Collectives are counted by the ring algorithms: bytes that reach this rank, its own part left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import flop_registry
+
+from trueshard import _torch
+from trueshard.planner.trace import Collective
+
+COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
+"""Namespaces of collective operators."""
+
+_WITHOUT_TRAFFIC = ("wait_tensor", "barrier", "monitored_barrier_")
+_WITHOUT_KERNEL = frozenset(
+    {
+        *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"),
+        *("lift", "_to_dlpack", "set_", "resize_", "_unsafe_view", "_reshape_alias", "record_stream"),
+    }
+)
+"""Operators besides views that launch no kernel."""
+_LOSSES = ("mse_loss", "smooth_l1_loss")
+"""Losses whose reduced value lies in memory allocated for the unreduced one."""
+_ATTENTION_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
+"""Matrix products of groups of rows, such as experts'."""
+
+
+def short_name(func: Any) -> str:
+    """The operator's name without namespace and overload, for example ``"mul_"``."""
+    name: str = _torch.schema_of(func).name
+    return name.partition("::")[2]
+
+
+def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Every tensor among an operator's arguments or results: these nest lists and tuples, nothing else."""
+    found: list[torch.Tensor] = []
+    for each in values:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            found += tensors_of(each)
+    return found
+
+
+def nbytes(value: torch.Tensor | Iterable[Any]) -> int:
+    """Bytes of a tensor's elements, or of all tensors in a nested list."""
+    if isinstance(value, torch.Tensor):
+        return int(value.numel()) * value.itemsize
+    return sum(nbytes(each) for each in value)
+
+
+def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments that it writes in place."""
+    return tensors_of(args[i] if i < len(args) else kwargs.get(name) for i, name in _written_positions(func))
+
+
+@functools.cache
+def _written_positions(func: Any) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(_torch.schema_of(func).arguments)
+    return tuple((i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write)
+
+
+@functools.cache
+def is_free(func: Any) -> bool:
+    """True if the operator launches no kernel: a view, or memory that is not written."""
+    returns = [each.alias_info for each in _torch.schema_of(func).returns]
+    is_view = bool(returns) and all(each is not None for each in returns) and not _written_positions(func)
+    return is_view or short_name(func) in _WITHOUT_KERNEL
+
+
+def storage_bytes(func: Any, args: Any) -> int | None:
+    """Bytes of the storage under an operator's result where it is larger than the result; else None.
+
+    A reduced loss is written into memory made for the unreduced one. Source: ``mse_loss_out`` of ATen/native/Loss.cpp.
+    """
+    if short_name(func) in _LOSSES and (args[2] if len(args) > 2 else 1):
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return math.prod(shape) * torch.result_type(args[0], args[1]).itemsize
+    return None
+
+
+def run_operator(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run ``func`` on fake tensors."""
+    return _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
+
+
+def _grouped_mm(
+    left: torch.Tensor, right: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    """``_grouped_mm`` for every float: torch's rule for fake tensors accepts bfloat16 alone, kernels accept others.
+
+    Source: ``create_grouped_gemm_output_tensor`` of GroupedMMUtils.h; rows are a multiple of 16 bytes in real models.
+    """
+    groups = [offs.shape[0]] if left.dim() == right.dim() == 2 else []
+    groups = [left.shape[0]] if left.dim() == right.dim() == 3 else groups
+    return left.new_empty([*groups, left.shape[-2], right.shape[-1]], dtype=out_dtype or left.dtype)
+
+
+# Floating-point operations
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> int:
+    """FLOPs of a matrix product, convolution or attention by torch's own formulas; 0 for any other operator."""
+    name = short_name(func)
+    if name.startswith(_ATTENTION_ON_CPU):
+        return _attention_flops(args, backward=name != _ATTENTION_ON_CPU)
+    if func is _GROUPED_MM:
+        return _grouped_flops(*args[:2])
+    formula = flop_registry.get(_torch.packet_of(func))
+    if formula is None:
+        return 0
+    made: Any = results[0] if len(results) == 1 else tuple(results)
+    if name == "convolution_backward":  # gradients that were not requested are missing among the results
+        given = iter(results)
+        made = tuple(next(given) if requested else None for requested in args[-1])
+    return int(formula(*args, **kwargs, out_val=made))
+
+
+def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> int:
+    """Every row is multiplied with one of the groups: 2·m·k·n."""
+    if left.dim() == 3 and right.dim() == 2:
+        return int(2 * right.numel() * left.shape[-2])
+    return int(2 * left.numel() * right.shape[-1])
+
+
+def _attention_flops(args: Any, *, backward: bool) -> int:
+    """Two products forward, five backward, as torch counts attention on other devices: 2·b·h·s·t·d each."""
+    query, key = (args[1], args[2]) if backward else (args[0], args[1])
+    batch, heads, queries, width = query.shape
+    return (10 if backward else 4) * int(batch * heads * queries * key.shape[-2] * width)
+
+
+# Collectives
+
+
+def traffic(func: Any, args: Any) -> tuple[Collective, dist.ProcessGroup, int, int] | None:
+    """Return (kind, group, bytes of the whole tensor, bytes that this rank receives); None if nothing moves.
+
+    Raises:
+        NotImplementedError: an unknown collective.
+    """
+    name = short_name(func)
+    if name in _WITHOUT_TRAFFIC:
+        return None
+    if name not in _TRAFFIC:
+        raise NotImplementedError(
+            f"the planner does not know what the collective {_torch.schema_of(func).name} communicates"
+        )
+    kind, position, count = _TRAFFIC[name]
+    group = _group(args[position])
+    return kind, group, *count(args, group)
+
+
+def _group(value: Any) -> dist.ProcessGroup:
+    if isinstance(value, str):
+        return _torch.group_named(value)
+    return value if isinstance(value, dist.ProcessGroup) else dist.ProcessGroup.unbox(value)
+
+
+def _all_reduced(tensors: Any, group: dist.ProcessGroup) -> tuple[int, int]:
+    whole = nbytes(tensors)
+    return whole, 2 * (group.size() - 1) * whole // group.size()
+
+
+def _exchanged(output: torch.Tensor, splits: Any, group: dist.ProcessGroup) -> tuple[int, int]:
+    """An all-to-all; ``splits``: rows that arrive from each rank, none if all send equally many."""
+    whole = nbytes(output)
+    if not splits:
+        return whole, whole - whole // group.size()
+    return whole, whole // max(1, output.shape[0]) * (sum(splits) - splits[group.rank()])
+
+
+def _broadcast(tensors: Any, root: int, group: dist.ProcessGroup) -> tuple[int, int]:
+    whole = nbytes(tensors)
+    return whole, 0 if group.rank() == root else whole
+
+
+def _gathered(a: Any, group: dist.ProcessGroup) -> tuple[int, int]:
+    return nbytes(a[0]), nbytes(a[0]) - nbytes(a[1])
+
+
+def _scattered(a: Any, group: dist.ProcessGroup) -> tuple[int, int]:
+    return nbytes(a[1]), nbytes(a[1]) - nbytes(a[0])
+
+
+_Count = Callable[[Any, dist.ProcessGroup], tuple[int, int]]
+
+#: Operator → (kind, position of the group among the arguments, function to (whole bytes, received bytes)).
+_TRAFFIC: dict[str, tuple[Collective, int, _Count]] = {
+    "_allgather_base_": ("all_gather", 2, _gathered),
+    "allgather_": ("all_gather", 2, _gathered),
+    "all_gather_into_tensor": ("all_gather", 2, lambda a, _: (a[1] * nbytes(a[0]), (a[1] - 1) * nbytes(a[0]))),
+    "_reduce_scatter_base_": ("reduce_scatter", 2, _scattered),
+    "reduce_scatter_": ("reduce_scatter", 2, _scattered),
+    "reduce_scatter_tensor": ("reduce_scatter", 3, lambda a, _: (nbytes(a[0]), nbytes(a[0]) * (a[2] - 1) // a[2])),
+    "allreduce_": ("all_reduce", 1, lambda a, group: _all_reduced(a[0], group)),
+    "all_reduce": ("all_reduce", 2, lambda a, group: _all_reduced(a[0], group)),
+    "all_reduce_": ("all_reduce", 2, lambda a, group: _all_reduced(a[0], group)),
+    "alltoall_base_": ("all_to_all", 2, lambda a, group: _exchanged(a[0], a[3], group)),
+    "all_to_all_single": ("all_to_all", 3, lambda a, group: _exchanged(a[0], a[1], group)),
+    "broadcast_": ("broadcast", 1, lambda a, group: _broadcast(a[0], a[2], group)),
+    "broadcast": ("broadcast", 2, lambda a, group: _broadcast(a[0], a[1], group)),
+}

@@ -1,1 +1,0 @@
-"""From a trace to a time line: devices, operations, collectives, streams."""

@@ -1,0 +1,275 @@
+"""Apply a Plan to a model, and again to its copies. The only file that calls ``fully_shard``.
+
+- The order: activation checkpointing, compile, sharding, each in place, the innermost unit first.
+- Activation checkpointing replaces a module's own ``forward``: a wrapper module would put its attribute into every name
+  below it. A transformers layer has a switch of its own, which also keeps its key-value cache out of the recomputation.
+- ``selective`` keeps the outputs of attention and of every second matrix product, and recomputes the rest (as
+  TorchTitan's per-operation mode does).
+- ``copy.deepcopy``, which FSDP2 refuses, gives a sharded copy (as ``AveragedModel`` makes for EMA), 1/N of the memory a
+  rank: modules are copied as they were before sharding, on the meta device, the plan is applied to the copy, and the
+  shards are copied over.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from trueshard import _torch
+from trueshard._torch import ShardedModule
+from trueshard.distributed import device_of
+from trueshard.model import names
+from trueshard.model.snapshot import Snapshot, Trace
+from trueshard.optim.stepping import watch
+from trueshard.plans import MixedPrecision, Plan, Unit
+from trueshard.runtime.attachments import Attachments, Original, originals_of
+from trueshard.runtime.methods import GatheredOnAccess
+from trueshard.runtime.passes import Runtime
+from trueshard.runtime.replicated import HoldsWhole
+
+_aten = torch.ops.aten
+_ATTENTION = (
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+)
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
+
+
+def recompute(module: nn.Module, mode: str) -> None:
+    """Make ``module`` recompute its forward in backward, in place.
+
+    Args:
+        module: any module with a forward.
+        mode: ``"full"`` keeps only the inputs for backward; ``"selective"`` also the costly operations' outputs.
+    """
+    options: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = _selective_contexts
+    if any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__):
+        module.gradient_checkpointing = True  # type: ignore[assignment]
+        module._gradient_checkpointing_func = functools.partial(checkpoint, **options)  # type: ignore[assignment]
+        return
+    forward: Callable[..., Any] = module.forward
+
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(functools.partial(forward, **kwargs), *args, **options)
+
+    module.__dict__["forward"] = recomputed
+
+
+def _selective_contexts() -> Any:
+    products = {True: 0, False: 0}
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in _ATTENTION:
+            return CheckpointPolicy.MUST_SAVE
+        if operation in _PRODUCTS:
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+SMALL = 64 << 10
+"""Bytes of a shard up to which an optimizer's step costs the host more than the arithmetic: such shards are joined over
+all units."""
+
+
+def apply(
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    *,
+    hooked: Collection[str] = (),
+    sources: dict[str, torch.Tensor] | None = None,
+) -> dict[int, nn.Parameter]:
+    """Shard ``model`` in place by a plan that has its units.
+
+    Args:
+        model: the user's module, or a wrapper of it.
+        plan: with ``units``, whose names are this model's.
+        mesh: 1-D (shard) or 2-D (replicate, shard).
+        hooked: parameters on which some rank has a gradient hook.
+        sources: for a model on the meta device, shards of the same plan to take the values from, by name.
+
+    Returns:
+        ``id`` of each original parameter → the parameter that took its place.
+    """
+    before = Snapshot(model)
+    names.hide_wrappers(model)
+    root = names.unwrap(model)
+    modules = dict(names.named_modules(root))
+    originals = originals_of(root)
+    replicated = {each.name for each in plan.replicated}
+    whole = {original.parameter for original in originals if original.name in replicated}
+    _prepare_tensors(originals, whole, device_of(mesh))
+    for unit in plan.units:
+        _prepare_modules(unit, [modules[name] for name in unit.modules], plan.compile)
+    for unit in sorted(plan.units, key=lambda unit: -_depth(unit)):
+        _shard_unit(unit, modules, plan, mesh, whole)
+    _torch.join_shards(root, SMALL)
+    if sources is not None:
+        _fill(root, sources, torch.device("cpu") if plan.offload == "cpu" else device_of(mesh))
+    attachments = Attachments(root, plan, mesh, modules, originals, hooked)
+    attachments.move()
+    _allow_deepcopy(attachments.runtime, before)
+    return attachments.new_of
+
+
+def _prepare_tensors(originals: list[Original], whole: set[nn.Parameter], device: torch.device) -> None:
+    for original in originals:
+        parameter = original.parameter
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+        if parameter in whole:
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
+            for module, _ in original.places:
+                _mix_in(module, HoldsWhole)
+
+
+def _mix_in(module: nn.Module, mixin: type) -> None:
+    if not isinstance(module, mixin):
+        cls: Any = type(module)
+        object.__setattr__(module, "__class__", _mixed(cls, mixin))
+
+
+@functools.cache
+def _mixed(cls: type, mixin: type) -> type:
+    return type(cls.__name__, (mixin, cls), {})
+
+
+def _prepare_modules(unit: Unit, modules: list[nn.Module], compile_blocks: bool) -> None:
+    for module in modules:
+        if unit.activation_checkpointing != "none":
+            recompute(module, unit.activation_checkpointing)
+        if compile_blocks and unit.kind == "block" and not _torch.is_compiled_in_place(module):
+            module.compile()
+        if unit.kind != "root" and _torch.own_parameters(module) and not _torch.is_compiled_in_place(module):
+            _mix_in(module, GatheredOnAccess)
+
+
+def _depth(unit: Unit) -> int:
+    return max(name.count(".") + 1 if name else 0 for name in unit.modules)
+
+
+def _shard_unit(
+    unit: Unit, modules: Mapping[str, nn.Module], plan: Plan, mesh: DeviceMesh, whole: set[nn.Parameter]
+) -> None:
+    members = [modules[name] for name in unit.modules]
+    policy = unit.reshard_after_forward
+    # An integer is set after all units are made: fully_shard would make process groups for each unit.
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": policy if isinstance(policy, bool) else True}
+    options["mp_policy"] = precision_policy(plan.mixed_precision)
+    options["offload_policy"] = CPUOffloadPolicy() if plan.offload == "cpu" else OffloadPolicy()
+    if mesh.device_type == "cpu" and plan.offload == "cpu":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if whole:
+        options["ignored_params"] = whole
+    fully_shard(members[0] if len(members) == 1 else members, **options)
+    if not unit.unshard_in_backward:
+        assert isinstance(members[0], ShardedModule)
+        members[0].set_unshard_in_backward(False)
+
+
+def precision_policy(mixed: MixedPrecision | None) -> MixedPrecisionPolicy:
+    """Return torch's policy object for a plan's choice."""
+    if mixed is None:
+        return MixedPrecisionPolicy()
+    dtype = {None: None} | {name: getattr(torch, name) for name in (mixed.compute, mixed.reduce, mixed.output) if name}
+    return MixedPrecisionPolicy(
+        param_dtype=dtype[mixed.compute],
+        reduce_dtype=dtype[mixed.reduce],
+        output_dtype=dtype[mixed.output],
+        cast_forward_inputs=mixed.cast_inputs,
+    )
+
+
+def splits_statistics(root: nn.Module) -> str | None:
+    """Return a warning if batch normalisation would see one rank's part of the batch only."""
+    found = [
+        name
+        for name, module in names.named_modules(root)
+        if isinstance(module, _torch.BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
+    ]
+    if not found:
+        return None
+    return (
+        f"{found[0]!r} (and {len(found) - 1} more) normalises by the statistics of each rank's part of the batch, "
+        "which is not what one device computes; use nn.SyncBatchNorm.convert_sync_batchnorm(model) before shard()"
+    )
+
+
+# copy.deepcopy
+
+
+def _allow_deepcopy(runtime: Runtime, before: Snapshot) -> None:
+    """Make ``copy.deepcopy`` of the sharded model work; of one unit alone it is refused.
+
+    Args:
+        runtime: the model's; everything else has been installed on its modules.
+        before: the modules before that.
+    """
+    root: Any = runtime.root
+    for module in root.modules():
+        if isinstance(module, ShardedModule) and module is not root:
+            module.__dict__["__deepcopy__"] = _refuse
+    root.__dict__["__deepcopy__"] = lambda memo: _copy(runtime, memo)
+    runtime.trace = Trace(before)
+
+
+def _refuse(memo: dict[int, Any]) -> Any:
+    raise RuntimeError("one unit of a sharded model cannot be copied alone; copy the model that was given to shard()")
+
+
+def _copy(runtime: Runtime, memo: dict[int, Any]) -> nn.Module:
+    root: Any = runtime.root
+    assert runtime.trace is not None
+    runtime.free()
+    sources = {name: t for kind in ("parameters", "buffers") for name, _, _, t in names.named_tensors(root, kind)}
+    for tensor in sources.values():
+        if isinstance(tensor, DTensor):
+            shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            empty = nn.Parameter(shape, requires_grad=tensor.requires_grad)
+            empty.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
+            memo[id(tensor)] = empty
+    with runtime.trace.undone(root):
+        new: nn.Module = copy.deepcopy(root, memo)
+    apply(new, runtime.plan, runtime.mesh, sources=sources)
+    # Whatever is copied along with the model (an optimizer) holds the copy's parameters.
+    copies = {name: tensor for name, _, _, tensor in names.named_tensors(names.unwrap(new), "parameters")}
+    watch(names.unwrap(new), {})
+    memo.update((id(tensor), copies[name]) for name, tensor in sources.items() if name in copies)
+    return new
+
+
+@torch.no_grad()
+def _fill(root: nn.Module, sources: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Give a model that is sharded on the meta device memory, and the values of ``sources``, sharded alike."""
+    if all(t.is_meta for t in sources.values()):
+        return
+    root.to_empty(device=device)
+    for kind in ("parameters", "buffers"):
+        for name, _, _, tensor in names.named_tensors(root, kind):
+            _torch.local(tensor).copy_(_torch.local(sources[name]))

@@ -1,0 +1,187 @@
+"""After ``fully_shard``: move what the user set on parameters to the shards, and install the runtime.
+
+Attributes, gradient hooks and gradients belong to the parameter that the user made; FSDP2 puts another in its place,
+and shows a third one, the gathered parameter, to the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from trueshard import _torch
+from trueshard._torch import ShardedModule
+from trueshard.model import names
+from trueshard.model.intent import attributes_of
+from trueshard.optim.rebind import shard_like
+from trueshard.plans import Plan, Unit
+from trueshard.runtime.gradients import GradientHooks
+from trueshard.runtime.methods import (
+    CarryOnce,
+    after_gathering,
+    gather_in_methods,
+    gather_in_submodules,
+    keep_gathered_in,
+    methods_that_compute,
+)
+from trueshard.runtime.passes import Runtime, State
+from trueshard.runtime.replicated import ReplicatedGradients, WholeParameter
+
+
+@dataclass
+class Original:
+    """A parameter before sharding."""
+
+    name: str
+    parameter: nn.Parameter
+    places: list[tuple[nn.Module, str]]
+    """Every (module, attribute) that holds it."""
+
+
+def originals_of(root: nn.Module) -> list[Original]:
+    """Return each parameter once, in the model's order."""
+    found: dict[int, Original] = {}
+    for name, module, attribute, tensor in names.named_tensors(root, "parameters"):
+        assert isinstance(tensor, nn.Parameter)
+        found.setdefault(id(tensor), Original(name, tensor, [])).places.append((module, attribute))
+    return list(found.values())
+
+
+class Attachments:
+    """Moves attributes, hooks and gradients of the originals to the shards; one use.
+
+    Args:
+        root: the model, with every unit sharded.
+        plan: the plan that was applied.
+        mesh: its mesh.
+        modules: the model's modules by name.
+        originals: the parameters as they were.
+        hooked: parameters on which some rank has a gradient hook.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: Plan,
+        mesh: DeviceMesh,
+        modules: Mapping[str, nn.Module],
+        originals: list[Original],
+        hooked: Collection[str],
+    ) -> None:
+        assert isinstance(root, ShardedModule)
+        self.root, self.plan, self.modules, self.originals, self.hooked = root, plan, modules, originals, hooked
+        self.new_of: dict[int, nn.Parameter] = {}
+        """``id`` of each original parameter → the parameter that took its place."""
+        replicated = {each.name for each in plan.replicated}
+        compute = plan.mixed_precision.compute if plan.mixed_precision else None
+        dtype = getattr(torch, compute) if compute else None
+        self.whole = {
+            id(o.parameter): WholeParameter(o.name, o.places, o.parameter, mesh, dtype)
+            for o in originals
+            if o.name in replicated
+        }
+        self.runtime = Runtime(root, plan, mesh, ReplicatedGradients(list(self.whole.values()), mesh))
+        self._unit_of = {module: unit for unit in plan.units for module in unit.modules}
+        self._name_of = {id(module): name for name, module in modules.items()}
+
+    def move(self) -> None:
+        """Move all, and install the runtime: the model is ready for its first pass."""
+        runtime = self.runtime
+        by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {unit.name: [] for unit in self.plan.units}
+        for original in self.originals:
+            module, attribute = original.places[0]
+            new = _torch.own_parameters(module)[attribute]
+            assert new is not None
+            self.new_of[id(original.parameter)] = new
+            new.__dict__.update(attributes_of(original.parameter))
+            if original.parameter.grad is not None and isinstance(new, DTensor):
+                new.grad = shard_like(original.parameter.grad, new)
+            unit = self._enclosing_unit(module)
+            if (whole := self.whole.get(id(original.parameter))) is not None:
+                self._move_whole(whole, original, self._module(unit))
+            else:
+                by_unit[unit.name].append((original.name, new))
+                self._move_sharded(original, new, unit)
+        with_lists = self._units_with_lists()
+        for unit in self.plan.units:
+            module = self._module(unit)
+            runtime.units.append((module, [parameter for _, parameter in by_unit[unit.name]]))
+            runtime.usage.add(module, by_unit[unit.name], holds_list=unit.name in with_lists)
+            if not isinstance(unit.reshard_after_forward, bool):
+                _torch.set_reshard_after_forward(module, unit.reshard_after_forward, runtime.meshes)
+        self._gather_beside_forward()
+        if not any(parameter.is_meta for parameter in self.new_of.values()):
+            _torch.initialise(self.root)
+        runtime.install()
+
+    def _units_with_lists(self) -> set[str]:
+        """Return the units that gather members of a list of modules, of which a rank may use some and not others."""
+        found: set[str] = set()
+        for module in self.modules.values():
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                children = [names.unwrap(child) for child in module.children() if any(True for _ in child.parameters())]
+                inside = [child for child in children if self._name_of[id(child)] not in self._unit_of]
+                homes = [self._enclosing_unit(child).name for child in inside]
+                found |= {home for home in homes if homes.count(home) > 1}
+        return found
+
+    def _enclosing_unit(self, module: nn.Module) -> Unit:
+        name = self._name_of[id(module)]
+        while name not in self._unit_of:
+            name = name.rpartition(".")[0]
+        return self._unit_of[name]
+
+    def _module(self, unit: Unit) -> ShardedModule:
+        module = self.modules[unit.modules[0]]
+        assert isinstance(module, ShardedModule)
+        return module
+
+    def _move_whole(self, whole: WholeParameter, original: Original, unit: ShardedModule) -> None:
+        runtime = self.runtime
+        whole.attributes = attributes_of(original.parameter)
+        whole.leaf.__dict__.update(whole.attributes)
+        whole.computing = lambda: (
+            torch.compiler.is_compiling() or runtime.is_in(State.PASS) or _torch.in_backward() or _torch.in_pass(unit)
+        )
+        whole.used = runtime.begin_backward
+
+    def _move_sharded(self, original: Original, new: nn.Parameter, unit: Unit) -> None:
+        found = attributes_of(original.parameter)
+        gathers = original.name in self.hooked
+        hooks = GradientHooks(original.parameter, gathers) if gathers or GradientHooks.on(original.parameter) else None
+        if hooks is not None:
+            self.runtime.call_hooks(new, hooks, self._module(unit))
+        if found:
+            module, attribute = original.places[0]
+            for name in unit.modules:
+                CarryOnce(module, attribute, found).install(self.modules[name])
+
+    def _gather_beside_forward(self) -> None:
+        runtime = self.runtime
+        gather_in_submodules(runtime)
+        compiled_root = _torch.is_compiled_in_place(self.root)
+        for unit in self.plan.units:
+            module = self._module(unit)
+            if unit.kind in ("root", "block") and len(unit.modules) == 1 and not compiled_root:
+                gather_in_methods(runtime, module, methods_that_compute(module))
+            if unit.kind == "root" and callable(getattr(module, "generate", None)):
+                keep_gathered_in(runtime, "generate")
+            for name in unit.modules:
+                self.modules[name].__dict__["_trueshard_root"] = runtime
+            if unit.kind in ("tied", "dtype"):
+                after_gathering(self._around(unit), module.unshard)
+
+    def _around(self, unit: Unit) -> nn.Module:
+        """Return the innermost other unit around all of ``unit``, whose forward may read them without calling them."""
+        best = ""
+        for other in self.plan.units:
+            name = other.modules[0]
+            inside = all(module.startswith(f"{name}.") for module in unit.modules) if name else True
+            if len(other.modules) == 1 and inside and len(name) >= len(best):
+                best = name
+        return self.modules[best]

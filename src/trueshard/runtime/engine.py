@@ -1,0 +1,220 @@
+"""Resolve a Plan on a model, apply it, and compare the Intent before and after; ``accumulate``; the setter."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from trueshard import _torch, choices, distributed
+from trueshard._torch import ShardedModule
+from trueshard.choices import Choices
+from trueshard.model import agreement, intent, names
+from trueshard.model.groups import Grouping
+from trueshard.model.intent import refuse
+from trueshard.model.snapshot import Snapshot
+from trueshard.model.units import choose_units
+from trueshard.optim.classify import classify, manner, refusal
+from trueshard.optim.rebind import rebind
+from trueshard.optim.stepping import bind, watch
+from trueshard.plans import Plan
+from trueshard.runtime import apply
+from trueshard.runtime.passes import Runtime, runtime_of
+
+
+def shard(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    how: Plan | Choices,
+    mesh: DeviceMesh | None,
+) -> Plan:
+    """Shard ``model`` and ``optimizers`` by a plan or by choices; see ``trueshard.shard``. Collective.
+
+    Args:
+        model: the user's.
+        optimizers: over its parameters.
+        how: a plan, or choices without ``"auto"``.
+        mesh: None: all ranks shard.
+    """
+    mesh = distributed.ensure_mesh(mesh)
+    with together(mesh):
+        _torch.check_torch()
+        check_arguments(model, optimizers, how)
+        snapshot = Snapshot(model, optimizers)
+    try:
+        with together(mesh):
+            names.hide_wrappers(model)
+            before, originals = intent.capture(model, optimizers)
+            refuse(names.unwrap(model), before, originals)
+            resolved = resolve(model, how, tuple(mesh.shape))
+            verdicts = [classify(optimizer) for optimizer in optimizers]
+        pairs = list(zip(before.parameters, originals.parameters, strict=True))
+        facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key != "units"]
+        facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
+        facts += [(f"optimizer {i}'s way to step", manner(each)) for i, each in enumerate(verdicts)]
+        agreement.agree_on_structure(before, facts, mesh)
+        hooked = agreement.union((r.name for r, p in pairs if _torch.gradient_hooks(p)[0]), mesh)
+        with together(mesh):
+            _equalise(before, originals, optimizers, mesh)
+            new_of = apply.apply(model, resolved, mesh, hooked=hooked)
+            for optimizer, verdict in zip(optimizers, verdicts, strict=True):
+                rebind(optimizer, new_of, [each.is_rows for each in verdict])
+            after, _ = intent.capture(model, optimizers)
+            if words := intent.difference(before, after):
+                raise RuntimeError(f"sharding would change the model: {words}")
+            _warn(model, resolved, mesh)
+    except BaseException:
+        snapshot.restore()
+        raise
+    # Only now: parameters that a failure put back must not count as replaced.
+    watch(names.unwrap(model), {record.name: p for record, p in pairs if new_of[id(p)] is not p})
+    _torch.find_every_inf()
+    _torch.average_mixed_lists()
+    for optimizer, verdict in zip(optimizers, verdicts, strict=True):
+        bind(optimizer, verdict)
+    return resolved
+
+
+@contextlib.contextmanager
+def together(mesh: DeviceMesh) -> Iterator[None]:
+    """Raise on every rank of the mesh if the block raises on any. Collective."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
+    agreement.agree_on_success(error, mesh)
+
+
+def _warn(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    if mesh.size() == 1:
+        return
+    if words := apply.splits_statistics(names.unwrap(model)):
+        warnings.warn(words, stacklevel=3)
+    if len(plan.units) == 1:
+        warnings.warn(
+            "the whole model is one unit, so each rank gathers all of it at once; name its blocks with units=...",
+            stacklevel=3,
+        )
+
+
+def check_arguments(model: Any, optimizers: Any, how: Any) -> None:
+    """Raise TypeError or ValueError for an argument of ``shard()`` that is wrong whatever the model holds."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard() takes a torch.nn.Module, not {type(model).__name__}")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"shard() takes torch.optim.Optimizer objects after the model, not {type(optimizer)!r}")
+        if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
+            raise refusal(optimizer, "it has no param_groups or no state", "the optimizer that it wraps")
+    if any(isinstance(module, ShardedModule) for module in names.unwrap(model).modules()):
+        raise ValueError("the model is sharded already; shard() is called once, on the unsharded model")
+    if not isinstance(how, (Plan, Choices)):
+        raise TypeError(f"plan must be a trueshard.Plan, not {type(how).__name__}")
+    if isinstance(how, Choices):
+        how.check()
+
+
+def resolve(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> Plan:
+    """Return the plan with its units, for an unsharded model on a mesh of shape ``ranks``; nothing is touched."""
+    root = names.unwrap(model)
+    plan, units = (how.plan(), how.units) if isinstance(how, Choices) else (how, "auto")
+    if plan.units:
+        found = Grouping.of_plan(root, plan).units()
+        for unit in found:
+            told = plan.unit(unit.name)
+            if (unit.parameters, unit.dtype) != (told.parameters, told.dtype):
+                raise ValueError(
+                    f"the plan's unit {unit.name or '(root)'!r} has {told.parameters:,} elements of {told.dtype}, the "
+                    f"model's has {unit.parameters:,} of {unit.dtype}: the plan was made for another model"
+                )
+            choices.reshard_values(plan, told.reshard_after_forward, ranks[-1])
+        plan = dataclasses.replace(plan, ranks=ranks)
+        return plan if plan.resolved_for == plan.policies else choices.apply_words(plan, ranks[-1])
+    # An embedding is a unit of its own where that saves a gathering: not inside one compiled graph, which it would
+    # break, and not where the root stays gathered to the end of backward anyway.
+    compiled = root is not model or _torch.is_compiled_in_place(root)
+    freed = isinstance(plan.reshard_after_forward, Mapping) or plan.reshard_after_forward not in ("default", "never")
+    grouping = Grouping(root)
+    # Units that were named are the only ones; and the stages of a pipeline run their backward in parts.
+    heads = units == "auto" and not compiled and not plan.pipeline
+    grouping.choose(choose_units(root, units), split_embeddings=freed and not compiled, split_head=heads)
+    plan = dataclasses.replace(plan, units=grouping.units(), replicated=grouping.replications(), ranks=ranks)
+    return choices.apply_words(plan, ranks[-1])
+
+
+def _equalise(before: intent.Intent, originals: intent.Originals, optimizers: Any, mesh: Any) -> None:
+    """Take rank 0's values where ranks were initialised differently, with a warning."""
+    tensors = list(zip((r.name for r in before.parameters), originals.parameters, strict=True))
+    agreement.announce("parameters", agreement.take_from_first_rank(tensors, mesh))
+    buffers = list(zip((r.name for r in before.buffers), originals.buffers, strict=True))
+    agreement.announce("buffers", agreement.take_from_first_rank(buffers, mesh))
+    grads = [(name, tensor.grad) for name, tensor in tensors if tensor.grad is not None]
+    agreement.announce("gradients", agreement.take_from_first_rank(grads, mesh))
+    name_of = {id(p): r.name for r, p in zip(before.parameters, originals.parameters, strict=True)}
+    state = [
+        (f"{name_of[id(parameter)]}.{key}", value)
+        for optimizer in optimizers
+        for parameter, entries in optimizer.state.items()
+        if id(parameter) in name_of
+        for key, value in entries.items()
+        if isinstance(value, torch.Tensor)
+    ]
+    agreement.announce("tensors of optimizer state", agreement.take_from_first_rank(state, mesh))
+
+
+def sharded(model: nn.Module) -> Runtime:
+    """Return the runtime of a sharded model.
+
+    Raises:
+        ValueError: ``shard()`` was not called on ``model``.
+    """
+    runtime = runtime_of(names.unwrap(model))
+    if runtime is None:
+        raise ValueError(f"this {type(model).__name__} is not sharded; call trueshard.shard(model, ...) first")
+    return runtime
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module, *, last: bool) -> Iterator[None]:
+    """Reduce the gradients of backward passes inside only if ``last``; before that they add up on each rank.
+
+    Units with a gradient hook on a parameter reduce every time, since the hook means the global gradient.
+
+    Args:
+        model: a sharded model.
+        last: True for the last microbatch before the optimizer's step.
+    """
+    root = sharded(model).root
+    root.set_requires_gradient_sync(last)
+    try:
+        yield
+    finally:
+        root.set_requires_gradient_sync(True)
+
+
+def set_reshard_after_forward(model: nn.Module, policy: str | int | Mapping[str, str | int | bool]) -> None:
+    """Change when gathered parameters are freed, between steps.
+
+    Args:
+        model: a sharded model.
+        policy: as ``shard()``'s argument.
+
+    Raises:
+        ValueError: as in ``shard()``; nothing is changed then.
+    """
+    runtime = sharded(model)
+    plan = dataclasses.replace(runtime.plan, reshard_after_forward=policy)
+    values = choices.reshard_values(plan, policy, runtime.mesh.shape[-1])
+    plan = dataclasses.replace(plan, resolved_for=plan.policies)
+    for (module, _), value in zip(runtime.units, values, strict=True):
+        module.reshard()
+        _torch.set_reshard_after_forward(module, value, runtime.meshes)
+    units = (dataclasses.replace(u, reshard_after_forward=v) for u, v in zip(plan.units, values, strict=True))
+    runtime.plan = dataclasses.replace(plan, units=tuple(units))

@@ -1,0 +1,175 @@
+"""Gradient hooks of the user, and parameters that only some ranks reached.
+
+``GradientHooks``: a hook means the gradient of the global batch, as on one device. FSDP2 drops hooks, and reduces after
+autograd has called its own; so hooks are called here, on the whole reduced gradient, which costs one all-gather of the
+hooked parameter. The dictionaries of hooks stay torch's, so a handle made before sharding still removes.
+
+``Usage``: FSDP2 reduces the gradients that a rank has, packed together. If ranks reached different parameters (an
+expert without a token), the packs do not fit, or worse, fit by accident.
+
+- Units that hold a list of modules (experts) are reduced whole, with zeros for a missing gradient, which is exact. A
+  parameter that no rank reached keeps its gradient None, as on one device: one small all-reduce a backward tells.
+- Anywhere else a rank that misses a gradient compares with the others, and a difference is an error. If all packs fit
+  by accident, all ranks miss some; so no rank waits for one that has nothing to compare.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from trueshard import _torch
+from trueshard._torch import ShardedModule
+from trueshard.distributed import device_of, gather_objects, groups_of
+
+
+@torch.no_grad()
+def add_gradient(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add ``grad``, placed like ``parameter``, to ``parameter.grad`` on local shards."""
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        _torch.local(parameter.grad).add_(_torch.local(grad))
+
+
+class GradientHooks:
+    """The hooks that the user set on one parameter.
+
+    Args:
+        original: the parameter on which they are set; its hook dictionaries are taken over.
+        gathers: gather the whole gradient for them; the same on every rank.
+    """
+
+    def __init__(self, original: torch.Tensor, gathers: bool = False) -> None:
+        self.before, self.after = _torch.gradient_hooks(original)
+        self.gathers = gathers
+        self._earlier: torch.Tensor | None = None
+
+    @staticmethod
+    def on(tensor: torch.Tensor) -> bool:
+        """True if any hook is set on ``tensor``."""
+        return any(_torch.gradient_hooks(tensor))
+
+    def transform(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the whole gradient as the hooks of ``register_hook`` leave it."""
+        for hook in list((self.before or {}).values()):
+            with torch.no_grad():
+                answer = hook(whole)
+            whole = whole if answer is None else answer
+        return whole
+
+    def accumulated(self, parameter: torch.Tensor) -> None:
+        """Call the hooks of ``register_post_accumulate_grad_hook``."""
+        for hook in list((self.after or {}).values()):
+            hook(parameter)
+
+    def set_aside(self, parameter: torch.Tensor) -> None:
+        """Before reduction, move accumulated gradients aside: hooks see this backward's gradient alone."""
+        if self.gathers and parameter.grad is not None:
+            self._earlier, parameter.grad = parameter.grad, None
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """Call the hooks: FSDP2 has put the reduced gradient into the sharded ``parameter``."""
+        grad = parameter.grad
+        if self.gathers and isinstance(grad, DTensor):
+            whole = self.transform(grad.full_tensor())
+            parameter.grad = distribute_tensor(whole, grad.device_mesh, grad.placements, src_data_rank=None)
+        self.put_back(parameter)
+        self.accumulated(parameter)
+
+    def put_back(self, parameter: torch.Tensor) -> None:
+        """Add this backward's gradient, if any, to what was set aside."""
+        if self._earlier is not None:
+            grad, parameter.grad, self._earlier = parameter.grad, self._earlier, None
+            if grad is not None:
+                add_gradient(parameter, grad)
+
+
+class Usage:
+    """Tracks which parameters of one sharded model get gradients.
+
+    Args:
+        mesh: the ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self._lists: list[tuple[ShardedModule, list[nn.Parameter]]] = []
+        self._elsewhere: list[tuple[str, nn.Parameter]] = []
+        self._marked: set[int] = set()
+        self._used: set[int] = set()
+        self._empty: set[int] | None = None
+
+    def add(self, module: ShardedModule, parameters: Sequence[tuple[str, nn.Parameter]], *, holds_list: bool) -> None:
+        """Track the sharded ``parameters`` of a unit; ``holds_list``: of which ranks may use different ones."""
+        if holds_list and self.mesh.size() > 1 and hasattr(module, "set_reduce_scatter_unused_params"):  # 2.13 on
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+            self._lists.append((module, [parameter for _, parameter in parameters]))
+        elif self.mesh.size() > 1:
+            self._elsewhere += parameters
+
+    def begin(self) -> None:
+        """Begin a backward."""
+        if self._empty is None:
+            self._empty = {id(p) for _, parameters in self._lists for p in parameters if p.grad is None}
+        for module, _ in self._lists:
+            for _, sharded, gathered in _torch.gathered_parameters(module, recurse=False):
+                if gathered.requires_grad and id(gathered) not in self._marked:
+                    self._marked.add(id(gathered))
+                    gathered.register_post_accumulate_grad_hook(self._marker(id(sharded)))
+
+    def _marker(self, key: int) -> Callable[[torch.Tensor], None]:
+        return lambda _: self._used.add(key)
+
+    def end(self) -> None:
+        """End a backward that reduced gradients. Collective, where anything is to be compared.
+
+        Raises:
+            RuntimeError: ranks reached different parameters; the message names one and the remedy.
+        """
+        self._forget_zeros()
+        missing = [name for name, parameter in self._elsewhere if parameter.requires_grad and parameter.grad is None]
+        if missing and len(missing) < len(self._elsewhere):
+            self._compare(missing)
+
+    def forget(self) -> None:
+        """Drop the record of a backward that was cut short."""
+        self._used.clear()
+        self._empty = None
+
+    def _forget_zeros(self) -> None:
+        empty, self._empty = self._empty, None
+        parameters = [p for _, parameters in self._lists for p in parameters if p.requires_grad]
+        if empty is None or not parameters:
+            return
+        reached = torch.tensor(
+            [id(p) in self._used for p in parameters], dtype=torch.uint8, device=device_of(self.mesh)
+        )
+        for group in groups_of(self.mesh):
+            dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=group)
+        for parameter, flag in zip(parameters, reached.tolist(), strict=True):
+            if not flag and id(parameter) in empty:
+                parameter.grad = None
+        self._used.clear()
+
+    def _compare(self, missing: list[str]) -> None:
+        digest = int.from_bytes(hashlib.sha256("\n".join(missing).encode()).digest()[:7], "big")
+        both = torch.tensor([digest, -digest], dtype=torch.int64, device=device_of(self.mesh))
+        for group in groups_of(self.mesh):
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+        if int(both[0]) == -int(both[1]):
+            return
+        everyone: list[Any] = gather_objects(missing, self.mesh)
+        name = next(name for name in sorted(set().union(*everyone)) if not all(name in each for each in everyone))
+        without = [rank for rank, each in enumerate(everyone) if name in each]
+        raise RuntimeError(
+            f"{name!r} got a gradient on some ranks but not on ranks {without}, so this step's gradients are mixed up: "
+            "let every rank use the same parameters (add 0 * module(x).sum() where one is skipped)"
+        )

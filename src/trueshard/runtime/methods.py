@@ -1,0 +1,189 @@
+"""Gather for readers other than ``forward``: methods, submodules called from outside, and plain attribute access.
+
+FSDP2 gathers for a unit's ``forward`` alone. A method that calls the unit's layers or reads its parameters (a ``loss``,
+an ``encode``) becomes a pass of its own; one that only arranges things (``reset_parameters``, ``set_config``) must not,
+since what it writes belongs in the shards. The code of the method tells: it names an attribute that is a parameter or a
+module of the unit, and calls nothing that writes in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from trueshard import _torch
+from trueshard._torch import ShardedModule
+from trueshard.runtime.passes import KEY, Runtime, State
+
+#: Classes of these packages use ``forward`` and submodule calls only, which are gathered anyway.
+_LIBRARIES = ("torch.", "transformers.", "peft.", "trueshard.")
+
+
+def methods_that_compute(module: nn.Module) -> list[str]:
+    """Return the methods of ``module``, without ``forward``, that need its parameters gathered."""
+    children = {name for name, child in _torch.own_modules(module).items() if child is not None}
+    attributes = children | set(_torch.own_parameters(module))
+    functions = dict(_methods(type(module)))
+    reads = {name for name, function in functions.items() if _names(function) & attributes}
+    writes = {name for name, function in functions.items() if any(_writes(word) for word in _names(function))}
+    while more := {name for name in functions if name not in reads and _names(functions[name]) & reads}:
+        reads |= more
+    return sorted(reads - writes)
+
+
+def _methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
+    """Yield the user's own methods of a module class, as Python functions."""
+    seen: set[str] = set()
+    for base in cls.__mro__:
+        if base is nn.Module:
+            return
+        if f"{base.__module__}.".startswith(_LIBRARIES):
+            continue
+        for name, value in vars(base).items():
+            hidden = name.startswith("__") or name == "forward" or hasattr(nn.Module, name)
+            if name not in seen and not hidden and inspect.isfunction(value) and not inspect.isgeneratorfunction(value):
+                seen.add(name)
+                yield name, value
+
+
+def _names(function: types.FunctionType) -> set[str]:
+    """Return every attribute and global that the code of ``function`` names, nested functions included."""
+    found: set[str] = set()
+    stack = [inspect.unwrap(function).__code__]
+    while stack:
+        code = stack.pop()
+        found.update(code.co_names)
+        stack.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return found
+
+
+def _writes(word: str) -> bool:
+    return (word.endswith("_") and not word.endswith("__") and word != "_") or word in ("data", "setattr", "init")
+
+
+def in_a_pass(
+    runtime: Runtime, module: nn.Module, function: Callable[..., Any], gathered: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wrap ``function`` so that a call outside a pass of ``module`` is a pass itself.
+
+    Args:
+        runtime: the model's.
+        module: the unit whose parameters ``function`` reads.
+        function: called inside a pass.
+        gathered: the same function behind FSDP2's forward hooks.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        in_root = module is runtime.root and runtime.is_in(State.PASS)
+        if torch.compiler.is_compiling() or in_root or _torch.in_pass(module):
+            return function(*args, **kwargs)
+        if module is not runtime.root:
+            return gathered(*args, **kwargs)
+        try:
+            runtime.begin()
+            output = gathered(*args, **kwargs)
+            runtime.end(output)
+            return output
+        finally:
+            runtime.leave()
+
+    return call
+
+
+def gather_in_methods(runtime: Runtime, module: ShardedModule, methods: Iterable[str]) -> None:
+    """Make ``methods`` of a unit gather as its forward does."""
+    for name in methods:
+        function = getattr(module, name)
+        register_fsdp_forward_method(module, name)
+        gathered = module.__dict__.pop(name)
+        module.__dict__[name] = in_a_pass(runtime, module, function, gathered)
+
+
+def gather_in_submodules(runtime: Runtime) -> None:
+    """Make the root's own layers gather when they are called from outside a pass (``model.encoder(x)``)."""
+    root: Any = runtime.root
+    root.__dict__["_trueshard_call"] = lambda function, *args, **kwargs: function(*args, **kwargs)
+    register_fsdp_forward_method(root, "_trueshard_call")
+    behind_hooks = root.__dict__["_trueshard_call"]
+    mine = {id(p) for module, parameters in runtime.units if module is runtime.root for p in parameters}
+    for module in root.modules():
+        direct = {id(p) for p in _torch.own_parameters(module).values()}
+        if module is root or not direct & mine:
+            continue
+        forward = module.forward
+        gathered = functools.partial(behind_hooks, forward)
+        module.__dict__["forward"] = in_a_pass(runtime, root, forward, gathered)
+
+
+def keep_gathered_in(runtime: Runtime, method: str) -> None:
+    """Make passes inside ``method`` of the root (a ``generate``) keep what the plan keeps, to the method's end."""
+    function = getattr(runtime.root, method)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return runtime.share_passes(functools.partial(function, *args, **kwargs))
+
+    runtime.root.__dict__[method] = call
+
+
+class GatheredOnAccess(nn.Module):
+    """Mixin for the class of a unit that holds parameters itself: reading one of them in a pass gathers it.
+
+    FSDP2's hooks gather for its forward; but ``F.linear(hidden, embedding.weight)`` reads it from outside, and some
+    modules are never called at all (the output projection of ``nn.MultiheadAttention``).
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if isinstance(value, DTensor) and name in _torch.own_parameters(self) and isinstance(self, ShardedModule):
+            runtime = self.__dict__.get(KEY + "_root")
+            if runtime is None or runtime.is_in(State.READ):
+                return value
+            if runtime.is_in(State.PASS) or _torch.in_backward():
+                runtime.gather_for_reader(self)
+                return super().__getattr__(name)
+        return value
+
+
+def after_gathering(unit: nn.Module, function: Callable[[], Any]) -> Any:
+    """Call ``function()`` when ``unit`` has gathered, before the user's own forward pre-hooks; return the handle."""
+    call = torch.compiler.disable(function)
+    hooks = _torch.forward_pre_hooks(unit)
+    gather = next(iter(hooks))  # FSDP2 puts its hook first
+    handle = unit.register_forward_pre_hook(lambda *_: call() and None, prepend=True)
+    hooks.move_to_end(gather, last=False)
+    return handle
+
+
+class CarryOnce:
+    """Gives the gathered parameter, at the first pass, the attributes that the user set on the original.
+
+    FSDP2 makes the gathered parameter when it gathers for the first time, and keeps that object.
+
+    Args:
+        module: holds the parameter.
+        attribute: the parameter's name there.
+        found: the user's attributes.
+    """
+
+    def __init__(self, module: nn.Module, attribute: str, found: dict[str, Any]) -> None:
+        self.module, self.attribute, self.found = module, attribute, found
+
+    def install(self, unit: nn.Module) -> None:
+        """Wait for the first pass of ``unit``, which gathers the parameter."""
+        self._handle = after_gathering(unit, self._carry)
+
+    def _carry(self) -> None:
+        gathered = _torch.own_parameters(self.module)[self.attribute]
+        if gathered is not None and not isinstance(gathered, DTensor):
+            self._handle.remove()
+            gathered.__dict__.update(self.found)

@@ -1,0 +1,349 @@
+"""Hooks around a sharded model's forward and backward, beside FSDP2's own.
+
+What a model is doing is the list ``Runtime.states``, outermost first; empty: idle.
+
+- ``PASS``: a forward, another method that computes, or a submodule called from outside. Passes nest. Each gathers what
+  it needs and registers for backward, since FSDP2 itself knows only ``forward``.
+- ``SHARED``: a method such as ``generate``, whose passes share what they gather; it is freed at the method's end.
+- ``READ``: a unit is being gathered because somebody reads its parameter outside its forward.
+- ``BACKWARD``: gradients are being computed. Ends in a callback of autograd, or at the next pass after an exception.
+- ``DOUBLE``: from a backward with ``create_graph=True`` to the end of the next. The graph of the first one holds
+  gathered parameters, so nothing is freed, whatever the reshard policy is.
+
+Before a pass, what an exception cut short is cleared, writes to gathered parameters go to their shards, units whose
+shards were written to are freed (FSDP2 would keep the root gathered and compute with old values), and newly unfrozen
+parameters are detected. After a pass without gradients every unit is freed. At the end of a backward, gradients of
+replicated parameters are averaged.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from trueshard import _torch
+from trueshard._torch import ShardedModule
+from trueshard.model import names
+from trueshard.model.snapshot import Trace
+from trueshard.optim.rebind import shard_like
+from trueshard.plans import Plan
+from trueshard.runtime.gradients import GradientHooks, Usage
+from trueshard.runtime.replicated import ReplicatedGradients
+
+KEY = "_trueshard"
+
+_Unit = tuple[ShardedModule, list[nn.Parameter]]
+"""A unit's first module and its sharded parameters."""
+
+
+class State(enum.Enum):
+    """What a sharded model is doing; the file's docstring is the glossary."""
+
+    PASS = enum.auto()
+    SHARED = enum.auto()
+    READ = enum.auto()
+    BACKWARD = enum.auto()
+    DOUBLE = enum.auto()
+
+
+class Runtime:
+    """The record of one ``shard()``, kept on the root module."""
+
+    def __init__(self, root: ShardedModule, plan: Plan, mesh: DeviceMesh, replicated: ReplicatedGradients) -> None:
+        self.root = root
+        self.plan = plan
+        self.mesh = mesh
+        self.replicated = replicated
+        self.usage = Usage(mesh)
+        self.meshes: dict[Any, DeviceMesh] = {}
+        """Smaller meshes, for units that reshard to a number of ranks."""
+        self.units: list[_Unit] = []
+        """In the plan's order."""
+        self.gathered: Callable[[], list[ShardedModule]] = list
+        """Return the units that are gathered now."""
+        self.hooked: list[ShardedModule] = []
+        """Units with a parameter on which the user set a gradient hook: they reduce in every backward."""
+        self.accumulating = False
+        """True while gradients add up on each rank without being reduced: the user's setting, not a state."""
+        self.trace: Trace | None = None
+        self.states: list[State] = []
+        self._parameters_of: dict[ShardedModule, list[nn.Parameter]] = {}
+        self._gathered_before: set[ShardedModule] = set()
+        """Units that were gathered when the outermost pass began."""
+        self._gathered_at_end: list[ShardedModule] = []
+        """Units that the last pass with gradients left gathered for its backward."""
+        self._versions: dict[ShardedModule, int] = {}
+        """Of a unit's shards when they were gathered."""
+        self._gathered_versions: dict[torch.Tensor, int] = {}
+        """Of gathered parameters at the end of a pass."""
+        self._hooks: dict[int, tuple[torch.Tensor, GradientHooks]] = {}
+        self._trainable: list[Any] = []
+        self._inference_buffers = False
+        """True once FSDP2's buffers were made outside inference mode."""
+        self._second_handles: list[Any] = []
+        """Of the hooks that detect the second backward of a double backward."""
+
+    def is_in(self, *states: State) -> bool:
+        """True if any of ``states`` is on."""
+        return any(state in self.states for state in states)
+
+    def _leave_state(self, state: State) -> None:
+        """Remove the innermost ``state``, if it is on."""
+        for i in reversed(range(len(self.states))):
+            if self.states[i] is state:
+                del self.states[i]
+                return
+
+    def install(self) -> None:
+        """Put the hooks on the root. Called after every ``fully_shard``."""
+        root: Any = self.root
+        root.__dict__[KEY] = self
+        self.gathered = _torch.gathered_units(module for module, _ in self.units)
+        self._parameters_of = dict(self.units)
+        self._trainable = self._trainability()
+        self._adopt_hooks()
+        root.register_load_state_dict_pre_hook(self._shard_loaded)
+        root.__dict__["set_requires_gradient_sync"] = self._set_gradient_sync
+        begin, end = torch.compiler.disable(self.begin), torch.compiler.disable(self.end)
+        root.register_forward_pre_hook(lambda *_: begin(), prepend=True)
+        root.register_forward_hook(lambda _module, _args, output: end(output))
+        root.register_forward_hook(lambda *_: self.leave(), always_call=True)
+
+    def _version(self, module: ShardedModule) -> int:
+        return sum(map(_torch.version, self._parameters_of[module]))
+
+    def _set_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Set as torch's setter does, but let units with a gradient hook, which means the global one, always reduce."""
+        type(self.root).set_requires_gradient_sync(self.root, requires_gradient_sync, recurse=recurse)
+        self.accumulating = not requires_gradient_sync
+        for module in self.hooked:
+            type(module).set_requires_gradient_sync(module, True, recurse=False)
+
+    def _shard_loaded(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Cut the whole tensors of a state dict, the same on every rank, into shards."""
+        for name, _holder, _attribute, parameter in names.named_tensors(module, "parameters"):
+            value = state_dict.get(prefix + name)
+            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+                continue
+            if value.shape == parameter.shape:  # torch itself reports the others
+                state_dict[prefix + name] = shard_like(value, parameter)
+
+    # Around a pass
+
+    def begin(self) -> None:
+        """Begin a pass; ``leave`` must follow."""
+        if not self.is_in(State.PASS) and not _torch.in_backward():
+            self._begin_outermost()
+        self.states.append(State.PASS)
+
+    def _begin_outermost(self) -> None:
+        if not _torch.is_initialised(self.root):  # was on the meta device
+            _torch.initialise(self.root)
+        if _torch.interrupted(self.root):
+            _torch.reset_iteration(self.root)
+            self.replicated.forget()
+            self.usage.forget()
+            self._end_state_of_backward()
+        self._end_double_backward()
+        gathered = self.gathered()
+        self._write_back(gathered)
+        for module in gathered:
+            if self._versions.get(module) != self._version(module):
+                module.reshard()
+        if torch.is_inference_mode_enabled() and not self._inference_buffers:
+            self._make_buffers()
+        if (now := self._trainability()) != self._trainable:
+            self._trainable = now
+            self._refresh_trainable()
+        self._adopt_hooks()
+        # What an earlier pass left gathered waits for its backward: a pass without gradients leaves it so.
+        self._gathered_before = set(self.gathered()) if gathered else set()
+
+    def leave(self) -> None:
+        """Leave a pass, whether it returned or raised."""
+        self._leave_state(State.PASS)
+        if not self.is_in(State.PASS, State.SHARED) and not torch.is_grad_enabled() and not _torch.in_backward():
+            self.free_but(self._gathered_before)
+
+    def end(self, output: Any) -> None:
+        """Register the ``output`` of a pass for backward, and remember the versions of what is gathered."""
+        if torch.is_grad_enabled():
+            for tensor in _torch.tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._output_gradient)
+        gathered = self.gathered()
+        for module in gathered:
+            self._versions[module] = self._version(module)
+        if torch.is_grad_enabled():
+            self._gathered_at_end = gathered
+            for module in gathered:
+                for _, _, parameter in _torch.gathered_parameters(module, recurse=False):
+                    self._gathered_versions[parameter] = _torch.version(parameter)
+
+    def share_passes(self, call: Callable[[], Any]) -> Any:
+        """Return ``call()``; its passes keep what the plan keeps until it ends."""
+        before = set(self.gathered())
+        self.states.append(State.SHARED)
+        try:
+            return call()
+        finally:
+            self._leave_state(State.SHARED)
+            if not self.is_in(State.SHARED, State.PASS):
+                self.free_but(before)
+
+    def _write_back(self, modules: list[ShardedModule]) -> None:
+        """Copy to the shards what was written to gathered parameters since the last pass, ``requires_grad`` too."""
+        for module in modules:
+            for _, sharded, gathered in _torch.gathered_parameters(module, recurse=False):
+                if gathered.requires_grad != sharded.requires_grad:
+                    sharded.requires_grad_(gathered.requires_grad)
+                version = _torch.version(gathered)
+                if self._gathered_versions.get(gathered, version) != version:
+                    assert isinstance(sharded, DTensor)
+                    with torch.no_grad():
+                        _torch.local(sharded).copy_(_torch.local(shard_like(gathered, sharded)))
+
+    def _make_buffers(self) -> None:
+        """Gather each unit once: buffers that FSDP2 made in inference mode could never be trained with."""
+        self._inference_buffers = True
+        gathered = self.gathered()
+        with torch.inference_mode(False):
+            for module, _ in self.units:
+                if module not in gathered:
+                    module.unshard()
+                    module.reshard()
+
+    def free(self) -> None:
+        """Free every gathered parameter."""
+        self.free_but(())
+
+    def free_but(self, kept: Collection[ShardedModule]) -> None:
+        """Free the gathered parameters of all units but ``kept``."""
+        for module, _ in self.units:
+            if module not in kept:
+                module.reshard()
+
+    def _trainability(self) -> list[Any]:
+        return [(p.requires_grad, p.dtype) for _, parameters in self.units for p in parameters]
+
+    def _refresh_trainable(self) -> None:
+        """Let FSDP2 read ``requires_grad`` and dtypes again, which it does only once.
+
+        Raises:
+            RuntimeError: a unit now has trainable parameters of two dtypes.
+        """
+        self.free()
+        for unit, (module, parameters) in zip(self.plan.units, self.units, strict=True):
+            dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+            if len(dtypes) > 1:
+                shown = " and ".join(sorted(str(dtype) for dtype in dtypes))
+                raise RuntimeError(
+                    f"unit {unit.name or '(root)'!r} now has trainable parameters of {shown}, which FSDP2 cannot "
+                    "reduce together: set requires_grad before shard(), so that they become units of their own"
+                )
+            _torch.forget_gathered(module)
+        _torch.refresh_dtypes(self.root)
+
+    # In backward
+
+    def _output_gradient(self, grad: torch.Tensor) -> None:
+        """Autograd has the gradient of a pass's output: a backward begins, or goes on."""
+        if torch.is_grad_enabled():
+            self._begin_double_backward()
+        if not self.is_in(State.BACKWARD):
+            for module in self._gathered_at_end:
+                module.unshard()  # again, if state_dict() or the backward of another pass freed it
+        self.begin_backward()
+
+    def begin_backward(self) -> None:
+        """Once a backward: make hooks ready, and ask for a call at its end."""
+        if not self.is_in(State.BACKWARD):
+            self.states.append(State.BACKWARD)
+            for parameter, hooks in self._hooks.values():
+                hooks.set_aside(parameter)
+            self.usage.begin()
+            _torch.at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._end_state_of_backward()
+        self.replicated.reduce(only_hooked=self.accumulating)
+        if not self.accumulating:
+            self.usage.end()
+
+    def _end_state_of_backward(self) -> None:
+        self._leave_state(State.BACKWARD)
+        for parameter, hooks in self._hooks.values():
+            hooks.put_back(parameter)
+
+    def _begin_double_backward(self) -> None:
+        """Keep parameters gathered from this backward, which has ``create_graph=True``, to the end of the next."""
+        if self.is_in(State.DOUBLE):
+            return
+        self.states.append(State.DOUBLE)
+        self.root.set_reshard_after_backward(False)
+        trainable = [each for _, _, each in _torch.gathered_parameters(self.root) if each.requires_grad]
+        self._second_handles = [each.register_post_accumulate_grad_hook(self._second_gradient) for each in trainable]
+
+    def _second_gradient(self, _: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True) leaves gradients that have a graph themselves, and ranks cannot average "
+                "those: use torch.autograd.grad(outputs, inputs, create_graph=True), then backward() on what follows"
+            )
+        _torch.at_end_of_backward(self._end_double_backward)
+
+    def _end_double_backward(self) -> None:
+        """End a double backward, or give it up; nothing if none is on."""
+        if self.is_in(State.DOUBLE):
+            self._leave_state(State.DOUBLE)
+            for handle in self._second_handles:
+                handle.remove()
+            self._second_handles = []
+            self.root.set_reshard_after_backward(True)
+            self.free()
+
+    # Hooks and readers
+
+    def call_hooks(self, parameter: torch.Tensor, hooks: GradientHooks, unit: ShardedModule) -> None:
+        """From now on, call ``hooks`` when the gradient of the sharded ``parameter`` of ``unit`` is reduced."""
+        self._hooks[id(parameter)] = parameter, hooks
+        trainable = parameter.requires_grad
+        # torch takes such hooks on trainable tensors only; a frozen one may be unfrozen later.
+        handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hooks)
+        parameter.requires_grad_(trainable)
+        _torch.call_first(parameter, handle)
+        if unit not in self.hooked:
+            self.hooked.append(unit)
+
+    def _adopt_hooks(self) -> None:
+        """Take over hooks set on shards after ``shard()``: FSDP2 writes their gradients, so autograd calls none."""
+        for unit, parameters in self.units:
+            for parameter in parameters:
+                if _torch.gradient_hooks(parameter)[0] and id(parameter) not in self._hooks:
+                    hooks = GradientHooks(parameter, gathers=True)
+                    hooks.after = None  # FSDP2 calls those itself
+                    self.call_hooks(parameter, hooks, unit)
+
+    def gather_for_reader(self, module: ShardedModule) -> None:
+        """Gather a unit whose parameter is read outside its forward, and from now on keep it to the end of backward.
+
+        The unit's own hooks know nothing of this use, so they would neither free it after nor gather it for backward.
+        """
+        self.states.append(State.READ)
+        try:
+            module.unshard()
+        finally:
+            self._leave_state(State.READ)
+        _torch.set_reshard_after_forward(module, False, self.meshes)
+
+
+def runtime_of(model: nn.Module) -> Runtime | None:
+    """Return the record that ``shard()`` left on ``model``, or None."""
+    found = model.__dict__.get(KEY)
+    return found if isinstance(found, Runtime) else None

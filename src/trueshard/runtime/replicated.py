@@ -1,0 +1,174 @@
+"""Parameters that FSDP2 cannot shard, held whole by every rank.
+
+- To the user such a parameter is a DTensor like all others (placed ``Replicate``), so that optimizers, clipping and
+  averaging see one kind of tensor. To the forward it is a plain leaf over the same memory, as a gathered one is:
+  reading the attribute inside a pass, or a recomputation in backward, gives the leaf.
+- Gradients of the leaves are averaged over ranks once a backward, in one collective a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from trueshard import _torch
+from trueshard.distributed import groups_of
+from trueshard.runtime.gradients import GradientHooks, add_gradient
+
+_KEY = "_trueshard_whole"
+
+
+class WholeParameter:
+    """One replicated parameter.
+
+    Args:
+        name: its first name.
+        places: every (module, attribute) that holds it.
+        original: the parameter before sharding; its memory goes on.
+        mesh: the ranks.
+        compute: dtype in which the forward sees it; None: as stored.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        places: Sequence[tuple[nn.Module, str]],
+        original: nn.Parameter,
+        mesh: DeviceMesh,
+        compute: torch.dtype | None,
+    ) -> None:
+        self.name, self.places, self.compute = name, list(places), compute
+        self.hooks = GradientHooks(original) if GradientHooks.on(original) else None
+        self.attributes: dict[str, Any] = {}
+        self.computing: Callable[[], bool] = lambda: False
+        self.used: Callable[[], Any] = lambda: None
+        module, attribute = self.places[0]
+        held = _torch.own_parameters(module)[
+            attribute
+        ]  # not the original itself: a copy may have been given memory since
+        assert held is not None
+        shown = DTensor.from_local(held.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        parameter = nn.Parameter(shown, requires_grad=original.requires_grad)
+        for module, attribute in self.places:
+            _torch.own_parameters(module)[attribute] = parameter
+            module.__dict__.setdefault(_KEY, {})[attribute] = self
+        self._make_leaf()
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The DTensor that the user sees."""
+        module, attribute = self.places[0]
+        parameter = _torch.own_parameters(module)[attribute]
+        assert parameter is not None
+        return parameter
+
+    def _make_leaf(self) -> None:
+        self._memory = _torch.local(self.parameter)
+        self.leaf = nn.Parameter(self._memory.detach(), requires_grad=False)
+        self.leaf.__dict__.update(self.attributes)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Give the leaf the user's ``requires_grad``; torch takes gradient hooks on trainable tensors only."""
+        if (trainable := self.parameter.requires_grad) != self.leaf.requires_grad:
+            self.leaf.requires_grad_(trainable)
+            if trainable and not _torch.gradient_hooks(self.leaf)[1]:
+                self.leaf.register_post_accumulate_grad_hook(lambda _: self.used())
+
+    def refresh(self) -> None:
+        """Follow changes of the parameter: ``requires_grad_()``, ``to_empty()``, an assigned state dict."""
+        if _torch.local(self.parameter) is not self._memory:
+            self._make_leaf()
+        self._follow()
+
+    def gathered(self) -> torch.Tensor:
+        """Return the plain leaf, in the compute dtype, for the forward."""
+        self.refresh()
+        cast = self.compute is not None and self.leaf.is_floating_point() and self.leaf.dtype != self.compute
+        return self.leaf.to(self.compute) if cast else self.leaf
+
+    def deliver(self, grad: torch.Tensor) -> None:
+        """Add the averaged ``grad`` of this backward to the parameter's, through the user's hooks."""
+        self.leaf.grad = None
+        parameter = self.parameter
+        assert isinstance(parameter, DTensor)
+        # Those from before sharding, then those set on the parameter since: autograd calls neither.
+        every = [hooks for hooks in (self.hooks, GradientHooks(parameter)) if hooks is not None]
+        for hooks in every:
+            grad = hooks.transform(grad)
+        add_gradient(parameter, DTensor.from_local(grad, parameter.device_mesh, parameter.placements, run_check=False))
+        for hooks in every:
+            hooks.accumulated(parameter)
+
+
+class HoldsWhole(nn.Module):
+    """Mixin for the class of a module that holds a replicated parameter."""
+
+    def __getattr__(self, name: str) -> Any:
+        whole = self.__dict__.get(_KEY, {}).get(name)
+        if whole is not None and whole.computing():
+            return whole.gathered()
+        return super().__getattr__(name)
+
+
+class ReplicatedGradients:
+    """Averages the gradients of replicated parameters over ranks.
+
+    Args:
+        parameters: in the model's order, the same on every rank.
+        mesh: the ranks to average over.
+    """
+
+    def __init__(self, parameters: Sequence[WholeParameter], mesh: DeviceMesh) -> None:
+        self.parameters = list(parameters)
+        self.mesh = mesh
+
+    @torch.no_grad()
+    def reduce(self, *, only_hooked: bool = False) -> None:
+        """Average at the end of a backward. Collective over the mesh.
+
+        Args:
+            only_hooked: average only parameters with a gradient hook, which means the global gradient; the others
+                accumulate without communication.
+        """
+        by_device: dict[torch.device, list[WholeParameter]] = {}
+        for whole in self.parameters:
+            whole.refresh()
+            hooked = whole.hooks is not None or GradientHooks.on(whole.parameter)
+            if whole.parameter.requires_grad and (hooked or not only_hooked):
+                by_device.setdefault(whole.leaf.device, []).append(whole)
+        for device, members in by_device.items():
+            for whole, grad in zip(members, self._average(device, members), strict=True):
+                if grad is not None:
+                    whole.deliver(grad)
+
+    def forget(self) -> None:
+        """Drop the gradients of a backward that was cut short."""
+        for whole in self.parameters:
+            whole.leaf.grad = None
+
+    def _average(self, device: torch.device, members: list[WholeParameter]) -> list[torch.Tensor | None]:
+        # A flag per parameter says whether a rank has a gradient: one that no rank used keeps its gradient None.
+        grads = [whole.leaf.grad for whole in members]
+        wide = any(whole.leaf.dtype == torch.float64 for whole in members)
+        dtype = torch.float64 if wide else torch.float32
+        used = torch.tensor([float(grad is not None) for grad in grads], dtype=dtype, device=device)
+        parts = [
+            (torch.zeros_like(whole.leaf) if grad is None else grad).reshape(-1).to(dtype)
+            for whole, grad in zip(members, grads, strict=True)
+        ]
+        flat = torch.cat([used, *parts])
+        for group in groups_of(self.mesh):
+            dist.all_reduce(flat, group=group)
+        flags = flat[: len(members)].tolist()
+        pieces = flat[len(members) :].div_(self.mesh.size()).split([part.numel() for part in parts])
+        return [
+            piece.reshape(whole.leaf.shape).to(whole.leaf.dtype, copy=True) if flag else None
+            for flag, piece, whole in zip(flags, pieces, members, strict=True)
+        ]

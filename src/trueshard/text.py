@@ -1,0 +1,53 @@
+"""Text helpers: sizes in bytes, columns for a terminal, and the nearest known word for an error message."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from trueshard.errors import with_extra
+
+
+def size(count: float) -> str:
+    """Return a number of bytes with a binary unit: ``"1.5 GiB"``."""
+    value, unit = float(count), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+
+
+def parse_size(option: str, given: str | int) -> int:
+    """Return ``"70GiB"``, ``"70 GB"`` or a number in bytes, as ``pydantic.ByteSize`` reads it.
+
+    Raises:
+        ValueError: not a positive size; names ``option``.
+    """
+    with with_extra():
+        from pydantic import ByteSize, TypeAdapter
+
+    try:
+        if re.fullmatch(r"\s*[\d.]+\s*\w*\s*", str(given)) is None:  # pydantic reads "70 GiB of it" as 70 GiB
+            raise ValueError
+        count = int(TypeAdapter(ByteSize).validate_python(given))
+    except ValueError:
+        raise ValueError(f"{option}={given!r} is no size; write it like 70GiB, 80GB or a number of bytes") from None
+    if count < 1:
+        raise ValueError(f"{option}={given!r} must be at least one byte")
+    return count
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Return the lines of a table; ``right``: indices of right-aligned columns."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    align: list[Callable[[str, int], str]] = [str.rjust if i in right else str.ljust for i in range(len(head))]
+    cells = [head, ["-" * width for width in widths], *rows]
+    return ["  ".join(align[i](row[i], widths[i]) for i in range(len(head))).rstrip() for row in cells]
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+    """Return ``" Did you mean …?"`` with the known words nearest to ``name``; ``""`` if none is near."""
+    found = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+    return f" Did you mean {', '.join(repr(word) for word in found)}?" if found else ""

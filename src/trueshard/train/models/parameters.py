@@ -1,0 +1,120 @@
+"""Parameters of a model: chosen by glob, held whole or sharded, and copied row by row.
+
+A glob such as `vision_tower.*` also matches `model.vision_tower.…`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fnmatch
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trueshard import _torch
+from trueshard.checkpoint.ranks import rows_here
+from trueshard.distributed import device_of
+from trueshard.errors import UserError
+from trueshard.model import names
+from trueshard.runtime.passes import runtime_of
+
+
+def match_globs(globs: Iterable[str], names: Collection[str], key: str, what: str = "parameter") -> list[str]:
+    """Return the ``names`` that a glob matches, whole or after one of their dots, in the order of the globs.
+
+    Raises:
+        UserError: a glob matches none; it names ``key``.
+    """
+    found: dict[str, None] = {}
+    for glob in globs:
+        hits = [name for name in names if fnmatch.fnmatchcase(name, glob) or fnmatch.fnmatchcase(name, f"*.{glob}")]
+        if not hits:
+            near = difflib.get_close_matches(glob, names, n=1, cutoff=0.3)
+            hint = f"the nearest is {near[0]}" if near else f"there are {len(names)}"
+            raise UserError(f"{key}: {glob!r} matches no {what}; {hint}")
+        found |= dict.fromkeys(hits)
+    return list(found)
+
+
+def freeze(model: nn.Module, globs: Sequence[str]) -> None:
+    """Freeze the parameters that ``globs`` match, in place.
+
+    Raises:
+        UserError: a glob matches no parameter, or nothing is left to train.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in match_globs(globs, parameters, "model.freeze"):
+        parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError("model.freeze: nothing is left to train; leave out one of its globs")
+
+
+def resting_device(model: nn.Module) -> torch.device:
+    """Return the device where the shards of a sharded model rest between uses."""
+    runtime = runtime_of(names.unwrap(model))
+    assert runtime is not None
+    return torch.device("cpu") if runtime.plan.offload == "cpu" else device_of(runtime.mesh)
+
+
+def give_memory(model: nn.Module) -> None:
+    """Allocate a sharded model, with undefined values: parameters where shards rest, buffers where it computes."""
+    root = names.unwrap(model)
+    root.to_empty(device=resting_device(root))
+    runtime = runtime_of(root)
+    assert runtime is not None
+    device = device_of(runtime.mesh)
+    for module in root.modules():
+        for name, buffer in _torch.own_buffers(module).items():
+            if buffer is not None and buffer.device != device:
+                _torch.own_buffers(module)[name] = torch.empty_like(buffer, device=device)
+
+
+def gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor. Collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def registered(module: nn.Module, attribute: str) -> torch.Tensor:
+    """Return a parameter as it is registered; reading the attribute may compute something else."""
+    found = _torch.own_parameters(module)[attribute]
+    assert found is not None
+    return found
+
+
+@torch.no_grad()
+def copy_module(target: nn.Module, source: nn.Module) -> None:
+    """Copy all parameters and buffers, matched by order. Collective if placements differ."""
+    for kind in ("parameters", "buffers"):
+        ours, theirs = (list(names.named_tensors(each, kind)) for each in (target, source))
+        for (_, _, _, tensor), (_, _, _, value) in zip(ours, theirs, strict=True):
+            copy_tensor(tensor, value)
+
+
+@torch.no_grad()
+def copy_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy this rank's rows of ``source``, a whole or sharded tensor of the same shape."""
+    if isinstance(source, DTensor):
+        if isinstance(target, DTensor) and target.placements == source.placements:
+            _torch.local(target).copy_(_torch.local(source))
+            return
+        source = source.full_tensor()
+    start, rows = rows_here(target)
+    local = _torch.local(target)
+    if local.ndim:
+        local[:rows].copy_(source[start : start + rows])
+    else:
+        local.copy_(source)
+
+
+@contextlib.contextmanager
+def seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
+    """Seed random numbers from ``seed`` and ``name``, and restore the generators at the end."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        yield

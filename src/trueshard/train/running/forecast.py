@@ -1,0 +1,210 @@
+"""Forecast the memory and speed of a run with the planner, and print a configuration with its forecast (`--dry-run`).
+
+- The model, its frozen parts and adapters, the optimizer and the loss are those of the run; only the data are made up.
+- The device is the one at hand, or any of the planner's catalogue. On a CPU, the memory is what a process may have.
+- What the planner cannot simulate is said in one line (`Unplanned`); no training ends because of it.
+- `--dry-run` writes nothing. What it prints is TOML that means the same as the configuration: settings that were left
+  out stand there with their defaults, as comments where they would not go with others; so does the forecast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trueshard.errors import one_line, refused
+from trueshard.files import replace_text
+from trueshard.machine import memory_of_process
+from trueshard.planner import hardware as catalogue
+from trueshard.planner.hardware import Hardware
+from trueshard.planner.planning import work_out
+from trueshard.planner.report import report
+from trueshard.planner.workload import Study
+from trueshard.plans import Forecast, Plan
+from trueshard.train.config import Config, DataSection, TrainSection
+from trueshard.train.losses.causal import CausalLoss
+from trueshard.train.models.build import empty
+from trueshard.train.optimizer import build_optimizer
+from trueshard.train.parse import toml_key, toml_value
+from trueshard.train.running import resuming
+from trueshard.train.running.checks import check_nproc, check_settings, default_nproc
+
+Batch = dict[str, torch.Tensor]
+
+SILENT = ("include",)
+"""Keys that mean more if they are given, even with their default."""
+
+
+class Unplanned(Exception):
+    """The planner cannot simulate the run; one line that says why."""
+
+
+def study(config: Config, settings: Any, ranks: int, device: Hardware, ranks_per_node: int) -> Study:
+    """Return the planner's study of a step of the run.
+
+    Args:
+        settings: the transformers configuration of the model.
+        ranks: of the whole run.
+        device: the hardware of each rank.
+
+    Raises:
+        Unplanned: the planner cannot simulate it, or nothing fits where a choice was left to it.
+    """
+
+    def model() -> nn.Module:
+        return empty(config, settings)
+
+    model.__name__ = getattr(settings, "model_type", "model")  # for the tables of the study
+    train, feed = config.train, _feed(config.data)
+    try:
+        found = work_out(
+            model,
+            device,
+            ranks,
+            batch=feed,
+            ranks_per_node=min(ranks_per_node, ranks),
+            replicate=config.shard.replicate,
+            sequence=train.sequence_length,
+            microbatch=max(1, train.batch_size // (ranks * train.accumulate)),
+            accumulation=train.accumulate,
+            optimizer=lambda model: build_optimizer(config.optimizer, model.named_parameters()),
+            loss=None if feed is None else _loss(train),
+            clip=train.max_grad_norm,
+            **vars(config.shard.choices()),
+        )
+    except Exception as error:  # whatever a model or an optimizer raises under simulation
+        raise Unplanned(one_line(error)) from error
+    optimizer = config.optimizer.class_path.rpartition(".")[2]
+    return dataclasses.replace(found, forecast=dataclasses.replace(found.forecast, optimizer=optimizer))
+
+
+def hardware_here(device: torch.device, local_ranks: int) -> Hardware:
+    """Return the planner's catalogue entry for this process's device, with the memory that a rank can have.
+
+    Raises:
+        Unplanned: the catalogue does not know the device.
+    """
+    try:
+        found = catalogue.hardware_here(device)
+    except ValueError as error:
+        raise Unplanned(str(error)) from None
+    if device.type == "cpu":
+        return dataclasses.replace(found, memory_bytes=memory_of_process(local_ranks))
+    return found
+
+
+def bytes_of(forecast: Forecast) -> int:
+    """Return the peak memory of a rank: what torch reserves; on a CPU, which has no such cache, tensors alone."""
+    return forecast.peak_live_bytes if forecast.hardware == "cpu" else forecast.peak_reserved_bytes
+
+
+def write(folder: Path, found: Study | Unplanned | Plan) -> None:
+    """Write `plan.json` in the run's folder: a study, a plan alone, or why there is no forecast. For one rank."""
+    if isinstance(found, Study):
+        record = report.as_json(found)
+    else:
+        record = {"plan": dataclasses.asdict(found)} if isinstance(found, Plan) else {"unplanned": str(found)}
+    replace_text(folder / "plan.json", json.dumps(record, indent=1))
+
+
+def dry_run(config: Config, nproc: int | None = None, *, hardware: str | None = None) -> str:
+    """Return the resolved configuration as TOML, and its forecast as comments.
+
+    Args:
+        nproc: processes of the run; None: one a device of this machine.
+        hardware: a device of the planner's catalogue, or a TOML file of that form, instead of this machine's; then
+            `nproc` may be any number.
+
+    Raises:
+        UserError: the settings do not go together.
+    """
+    ranks = default_nproc(1) if nproc is None else nproc
+    if hardware is None:
+        check_nproc(ranks)
+        named = None
+    else:
+        with refused():
+            named = catalogue.hardware(hardware)
+    config = resuming.tightened(config, ranks)
+    settings = check_settings(config, ranks)
+    try:
+        here = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        device = named or hardware_here(here, ranks)
+        node = ranks if named is None else min(ranks, named.ranks_per_node)
+        told = report.text(study(config, settings, ranks, device, node))
+    except Unplanned as error:
+        told = f"No forecast of memory and speed: {error}"
+    comments = "\n".join(f"# {line}".rstrip() for line in told.splitlines())
+    return f"{toml(config)}\n{comments}"
+
+
+def toml(config: Config) -> str:
+    """Return a configuration with all its settings as TOML; those that may not be given are comments."""
+    given = config.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True)
+    lines: list[str] = []
+    for name, section in config:
+        if section is None:
+            continue
+        whole = section.model_dump(mode="json", by_alias=True, exclude_none=True)
+        kept = given.get(name, {})
+        lines += ["", f"[{name}]" if name in given or _is_valid({**given, name: whole}) else f"# [{name}]"]
+        tables: list[str] = []
+        for key, value in whole.items():
+            if isinstance(value, list) and value and isinstance(value[0], dict):
+                for row in value:
+                    tables += ["", f"[[{name}.{key}]]", *(_line(inner, each) for inner, each in row.items())]
+                continue
+            trial = {**given, name: {**kept, key: value}}
+            is_live = key in kept or (key not in SILENT and _is_valid(trial))
+            lines.append(("" if is_live else "# ") + _line(key, value))
+        lines += tables
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _line(key: str, value: Any) -> str:
+    return f"{toml_key(key)} = {toml_value(value)}"
+
+
+def _is_valid(tree: dict[str, Any]) -> bool:
+    try:
+        Config.model_validate(tree)
+    except ValueError:
+        return False
+    return True
+
+
+def _feed(data: DataSection) -> Callable[[int, int], Batch] | None:
+    """Return a function that makes batches like those of the data, all of full length.
+
+    None for images: the planner makes them from what the model takes.
+    """
+    if data.format == "vision":
+        return None
+    rows = 2 if data.format == "preference" else 1
+
+    def batch(microbatch: int, sequence: int) -> Batch:
+        ids = torch.zeros(rows * microbatch, sequence, dtype=torch.int64)
+        made = {"input_ids": ids, "targets": ids.clone()}
+        if data.format == "chat" and data.packing:
+            made["position_ids"] = torch.arange(sequence).expand(rows * microbatch, sequence).contiguous()
+        elif data.format in ("chat", "preference"):
+            made["attention_mask"] = torch.ones_like(ids)
+        return made
+
+    return batch
+
+
+def _loss(train: TrainSection) -> Callable[[nn.Module, Mapping[str, torch.Tensor]], torch.Tensor]:
+    """Return the mean loss over tokens. For preferences it stands for the loss of pairs, without a reference model."""
+    whole = CausalLoss(train.whole_logits)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return whole(model, batch) / batch["targets"].numel()
+
+    return loss

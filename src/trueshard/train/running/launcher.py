@@ -1,0 +1,144 @@
+"""`trueshard train` from its configuration to its exit code: as the launcher of workers, or as one of them.
+
+- Started by hand, it is the launcher: it checks the run, starts the same command once a rank, and restarts the ranks
+  where that can help: after a lost rank, up to `run.restarts` times; after memory ran out, as often as there is a
+  remedy. A wrong input and a stop are final. Each time the workers resume from the newest checkpoint.
+- Started by `torchrun` or `srun`, it is a worker at once.
+- A Ctrl-C in a terminal reaches the launcher alone; it is passed on, and the workers have `STOP_GRACE` seconds to save.
+- A failed rank takes the others down. Restarts of torch elastic's agent are not used: they would repeat a wrong input
+  too. Under `torchrun --max-restarts` they are the agent's, see `World.ends_agent`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from trueshard.errors import UserError
+from trueshard.launching import FAILED, STOPPED, USER_ERROR, Ended, how, python_command, run_ranks
+from trueshard.train.config import Config
+from trueshard.train.recipe import checkpoints_of
+from trueshard.train.running import lock, resuming
+from trueshard.train.running.checks import (
+    Ready,
+    check,
+    check_nproc,
+    check_writable,
+    default_nproc,
+    located,
+    tell_changes,
+    tell_if_complete,
+)
+from trueshard.train.running.worker import OUT_OF_MEMORY, RUN_ID, launcher_of, work
+
+STOP_GRACE = 600
+"""Seconds the workers have to save after a stop was asked for."""
+
+
+def start(
+    config: Config,
+    command: Sequence[str],
+    *,
+    nproc: int | None = None,
+    cpu_processes: int = 1,
+    override: bool = False,
+    profile: bool = False,
+) -> int:
+    """Train; return the exit code. A worker does not return: its process ends with the exit code.
+
+    Args:
+        command: the arguments of the command line with which workers are started.
+        nproc: processes on this machine; None: one a CUDA device, or `cpu_processes`.
+        override: resume although settings differ that decide what the steps mean.
+        profile: record a few steps.
+
+    Raises:
+        UserError: a wrong input.
+    """
+    launcher = launcher_of(os.environ)
+    if launcher is not None:
+        if nproc is not None:
+            raise UserError(f"--nproc {nproc}: {launcher} has already started the processes; leave --nproc out")
+        work(config, override=override, profile=profile)
+    nproc = default_nproc(cpu_processes) if nproc is None else nproc
+    check_nproc(nproc)
+    check_writable(config.run.folder)
+    with lock.held(config.run.folder):
+        ready = check(located(resuming.tightened(config, nproc)), nproc, override=override)
+    tell_changes(ready)
+    if tell_if_complete(config.run.folder, ready, aloud=True):
+        return 0
+    try:
+        code = _supervise(config, ready, command, nproc)
+    except KeyboardInterrupt:
+        code = STOPPED
+    if code == STOPPED and not checkpoints_of(config).steps():
+        print("Stopped before the first checkpoint; the same command begins again.")
+    return code
+
+
+def _supervise(config: Config, ready: Ready, command: Sequence[str], nproc: int) -> int:
+    """Start the workers until they are done or starting them again would not help; return the exit code."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    restarts = 0
+    while True:
+        ended = _launch(command, nproc)
+        codes = ended.codes.values()
+        if ended.signal is not None:
+            return STOPPED
+        final = next((code for code in (USER_ERROR, OUT_OF_MEMORY, STOPPED) if code in codes), FAILED if codes else 0)
+        if final == OUT_OF_MEMORY:
+            from trueshard.train.running.out_of_memory import find_remedy
+
+            used = resuming.tightened(config, nproc)
+            remedy = find_remedy(used, ready.architecture, nproc, nproc, device)
+            if remedy is not None:
+                _say(remedy.message)
+                if remedy.settings is not None:
+                    continue
+            return FAILED
+        if final != FAILED:
+            return final
+        why = _killed(ended)
+        if restarts == config.run.restarts:
+            if why:
+                _say(why)
+            return FAILED
+        restarts += 1
+        why = why or "a rank failed"
+        _say(f"{why}; starting again from the newest checkpoint ({restarts} of {config.run.restarts})")
+
+
+def _launch(arguments: Sequence[str], nproc: int) -> Ended:
+    """Run the command line `arguments` once as `nproc` workers, which meet at a store of this process."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": RUN_ID + uuid.uuid4().hex,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    command = python_command("from trueshard.cli import main; sys.exit(main())", *arguments)
+    return run_ranks(command, nproc, environment=environment, grace=STOP_GRACE)
+
+
+def _killed(ended: Ended) -> str:
+    """Say which ranks were ended by a signal, and so could not say it themselves."""
+    return "; ".join(
+        f"rank {rank} {how(code)}" + (" (the machine may have run out of memory)" if code == -signal.SIGKILL else "")
+        for rank, code in ended.codes.items()
+        if code < 0
+    )
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        print(f"trueshard: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,122 @@
+"""A training configuration as the subject: model, optimizer, loss, data and ``[shard]`` as ``train`` has them.
+
+The plain model gets the values that the sharded one is filled with: random ones are made block by block, by its name.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from trueshard.errors import UserError
+from trueshard.model.names import unwrap
+from trueshard.train.config import Config, ShardSection
+from trueshard.train.data.loader import Loader
+from trueshard.train.losses.causal import CausalLoss, Loss, PreferenceLoss
+from trueshard.train.losses.choose import choose_loss
+from trueshard.train.models.build import build, with_values
+from trueshard.train.models.filling import fill
+from trueshard.train.optimizer import build_optimizer
+from trueshard.train.recipe import shard as shard_by
+from trueshard.train.running.checks import check
+from trueshard.verification.compare import whole
+from trueshard.verification.subjects import FIRST_SCALE, Case, ShardRefused, TrainingSetup, shorten
+
+
+class ConfigSubject:
+    """The training that a configuration describes.
+
+    Raises:
+        UserError: its settings do not go together, or its data cannot be read.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._config: Config = case.source
+        ready = check(self._config, case.parts, make=not (self._config.run.folder / "data").exists())
+        self._settings, self._data = ready.architecture, ready.data
+        if case.layers is not None:
+            shorten(self._settings, case.layers)
+        self.name = str(getattr(self._settings, "model_type", "model"))
+        limit = self._config.train.max_grad_norm
+        self.max_norm = math.inf if limit is None else limit
+        self.notes: list[str] = []
+        self._loaders: dict[int, tuple[Loader, int]] = {}
+
+    def plain(self) -> TrainingSetup:
+        config, settings = self._config, self._settings
+        filled = build(config, settings)
+        shard_by(ShardSection(), filled)
+        fill(config, filled)
+        model = with_values(config, settings)
+        _copy(filled, model)
+        del filled
+        if torch.cuda.is_available():
+            model.cuda()
+        return self._ready(model.train(), self._loss_of(model))
+
+    def sharded(self) -> TrainingSetup:
+        config, settings = self._config, self._settings
+        model = build(config, settings)
+        optimizer = build_optimizer(config.optimizer, model.named_parameters())
+        try:
+            plan = shard_by(ShardSection(**vars(self._case.choices), replicate=self._case.replicate), model, optimizer)
+        except UserError as error:
+            raise ShardRefused(str(error)) from error
+        fill(config, model)
+        setup = self._ready(model.train(), choose_loss(config, settings, model), optimizer)
+        setup.plan = plan
+        return setup
+
+    def microbatches(self, step: int, part: int) -> list[Any]:
+        train = self._config.train
+        loader, following = self._loaders.get(part, (self._loader(part), 1))
+        if following != step:
+            loader.load_state_dict({"samples": (step - 1) * train.batch_size})
+        self._loaders[part] = loader, step + 1
+        return [next(loader) for _ in range(train.accumulate)]
+
+    def _loader(self, part: int) -> Loader:
+        train = self._config.train
+        return Loader(
+            self._data.train,
+            self._data.collate,
+            batch_size=train.batch_size,
+            accumulate=train.accumulate,
+            seed=train.seed,
+            rank=part,
+            ranks=self._case.parts,
+            prefetch=0,
+        )
+
+    def _ready(self, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer | None = None) -> TrainingSetup:
+        config = self._config
+        if optimizer is None:
+            optimizer = build_optimizer(config.optimizer, model.named_parameters())
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        scaler = torch.amp.GradScaler(kind, init_scale=FIRST_SCALE) if config.shard.mixed_precision == "fp16" else None
+        return TrainingSetup(model, [optimizer], loss, scaler)
+
+    def _loss_of(self, model: nn.Module) -> Loss:
+        """Return the run's loss for a model that is not sharded."""
+        whole_logits = self._config.train.whole_logits
+        if self._config.data.format != "preference":
+            return CausalLoss(whole_logits)
+        reference = None
+        if self._config.adapter is None:
+            reference = copy.deepcopy(model).requires_grad_(False)
+        preference = self._config.preference
+        return PreferenceLoss(reference, preference.beta, preference.label_smoothing, whole_logits)
+
+
+@torch.no_grad()
+def _copy(source: nn.Module, target: nn.Module) -> None:
+    """Copy the values of ``source`` into ``target``, by name."""
+    for kind in ("named_parameters", "named_buffers"):
+        values = dict(getattr(unwrap(source), kind)())
+        for name, tensor in getattr(unwrap(target), kind)():
+            tensor.copy_(whole(values[name]))

@@ -1,0 +1,397 @@
+"""The model that is verified, with optimizers, loss and data, built anew in each process from the same seed.
+
+- ``plain()`` is trained by one process without any sharding; ``sharded()`` is the same after ``trueshard.shard``.
+- The global batch of a step consists of parts, one for each rank: whichever rank takes a part, it is the same samples,
+  and its random numbers (dropout) are drawn from the same seed.
+- What a user's factory leaves out is found as the planner finds it: the loss that ``forward`` returns, a batch by the
+  first layer or the transformers configuration, AdamW.
+- ``layers=`` keeps the first few blocks of a large model: enough to see every kind of parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+import math
+import pickle
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+import trueshard
+from trueshard._torch import own_class
+from trueshard.choices import Choices
+from trueshard.distributed import replicated_mesh
+from trueshard.errors import one_line
+from trueshard.model import names
+from trueshard.planner.inputs.batches import module_feed
+from trueshard.planner.inputs.configurations import hub_feed
+from trueshard.planner.inputs.factories import (
+    Factory,
+    Original,
+    Parts,
+    explained,
+    from_callable,
+    from_file,
+    optimizers_among,
+)
+from trueshard.planner.inputs.fakes import mapped
+from trueshard.planner.inputs.optimizers import checked, optimizers_of
+from trueshard.planner.inputs.workloads import hub_model
+from trueshard.plans import Plan
+from trueshard.train.losses.causal import Loss, Mean
+from trueshard.verification.compare import TensorStore
+
+SAMPLES = 2
+"""Samples of a part, if the batch is made here."""
+SEQUENCE = 32
+"""Tokens of a sample, at most, if the batch is made here."""
+FIRST_SCALE = 1024.0
+"""Loss scale for float16 to begin with: with torch's own, 65536, steps are skipped until it has come down."""
+COUNTS = (
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
+    *("encoder_layers", "decoder_layers", "num_decoder_layers"),
+)
+"""Names of the number of layers in transformers configurations."""
+
+BatchOf = Callable[[int, int], Any]
+"""(step, part) → batch."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One verification: the same data in each of its processes."""
+
+    folder: Path
+    """Temporary folder for what the processes leave to each other."""
+    source: Any
+    """``"file.py:factory"``, a function, or a training configuration."""
+    plan: Plan | None
+    """The plan to apply; None: ``choices``."""
+    choices: Choices
+    """Options of ``trueshard.shard``."""
+    replicate: int
+    """Copies of the model: a 2-D mesh (replicate, shard) if more than one."""
+    ranks: int
+    other_ranks: int
+    """Ranks on which the checkpoint is loaded; one of it and ``ranks`` divides the other."""
+    steps: int
+    save_after: int
+    """Step after which a checkpoint is written, from which other ranks go on."""
+    seed: int
+    layers: int | None
+    sequence: int | None
+    optimizer: str | None
+    threads: int
+    """Threads of each process: with another number, sums are taken in another order."""
+    timeout: float
+    """Seconds that a collective may take."""
+
+    def put(self, name: str, value: Any) -> None:
+        """Leave ``value`` for the other processes."""
+        (self.folder / f"{name}.pickle").write_bytes(pickle.dumps(value))
+
+    def get(self, name: str) -> Any:
+        """Return what was left under ``name``, or None."""
+        file = self.folder / f"{name}.pickle"
+        return pickle.loads(file.read_bytes()) if file.exists() else None
+
+    def tensors(self, name: str) -> TensorStore:
+        """Return the store of tensors called ``name``."""
+        return TensorStore(self.folder / name)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of each step's global batch."""
+        return max(self.ranks, self.other_ranks)
+
+    def on_other_ranks(self) -> Case:
+        """Return the case of the run that loads the checkpoint, without choices that depend on the number of ranks."""
+        plan = None if self.plan is None else replace(self.plan, units=(), reshard_after_forward="default")
+        return replace(self, plan=plan, choices=self.choices.replace(reshard_after_forward="default"), replicate=1)
+
+    @property
+    def changes_arithmetic(self) -> bool:
+        """True if mixed precision or compiling is asked for, which changes the result without any sharding too."""
+        asked = self.plan or self.choices
+        return asked.mixed_precision is not None or bool(asked.compile)
+
+
+class ShardRefused(Exception):
+    """``trueshard.shard`` refused the model or a choice; its own words."""
+
+
+@dataclass
+class TrainingSetup:
+    """A model with all that a training step needs."""
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    loss: Loss
+    scaler: torch.amp.GradScaler | None = None
+    plan: Plan | None = None
+    """The plan by which the model was sharded; None: it is plain."""
+
+
+class Subject(Protocol):
+    """A training that can be built again and again."""
+
+    name: str
+    max_norm: float
+    """Norm to which gradients are clipped; infinity: it is only measured."""
+    notes: list[str]
+    """Assumptions, and parts that were made smaller, in sentences."""
+
+    def plain(self) -> TrainingSetup:
+        """Build the model in this process, untrained and not sharded."""
+
+    def sharded(self) -> TrainingSetup:
+        """Build the same, sharded over the ranks of this process group. Collective.
+
+        Raises:
+            ShardRefused: ``shard()`` refused it.
+        """
+
+    def microbatches(self, step: int, part: int) -> list[Any]:
+        """Return a part of the global batch of a step, on the CPU.
+
+        Args:
+            step: from 1 on.
+            part: below ``Case.parts``.
+        """
+
+
+def seed_all(seed: int) -> None:
+    """Seed every random generator that a model or a batch may be drawn from."""
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)  # noqa: NPY002 - what user code draws from
+    torch.manual_seed(seed)
+
+
+def keep_layers(model: nn.Module, layers: int, optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Keep the first ``layers`` modules of every list of blocks, in place; optimizers forget the others' parameters.
+
+    A list of blocks is a ``ModuleList`` or ``Sequential`` of more modules than that, all of one class, which is in no
+    other such list.
+
+    Returns:
+        The number of modules that were removed.
+    """
+    root = names.unwrap(model)
+    removed = 0
+    for held in list(_lists(root, layers + 1)):
+        removed += len(held) - layers
+        del held[layers:]
+    if removed:
+        settings = getattr(root, "config", None)
+        if settings is not None:
+            shorten(settings, layers)
+        _forget(optimizers, {id(parameter) for parameter in root.parameters()})
+    return removed
+
+
+def shorten(settings: Any, layers: int) -> None:
+    """Write ``layers`` into a transformers configuration and those within it, in place."""
+    for inner in vars(settings).values():
+        if hasattr(inner, "to_dict") and hasattr(inner, "model_type"):
+            shorten(inner, layers)
+    for name in COUNTS:
+        count = getattr(settings, name, None)
+        if type(count) is not int or count <= layers:
+            continue
+        for key, value in vars(settings).items():  # such as one word a layer
+            if isinstance(value, list) and len(value) == count:
+                setattr(settings, key, value[:layers])
+        setattr(settings, name, layers)
+
+
+def _lists(module: nn.Module, least: int) -> Iterator[Any]:
+    for child in module.children():
+        blocks = list(child.children())
+        is_list = isinstance(child, (nn.ModuleList, nn.Sequential)) and len(blocks) >= least
+        if is_list and len({own_class(block) for block in blocks}) == 1 and any(True for _ in blocks[0].parameters()):
+            yield child
+        else:
+            yield from _lists(child, least)
+
+
+def _forget(optimizers: Iterable[torch.optim.Optimizer], kept: set[int]) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            staying = [i for i, parameter in enumerate(group["params"]) if id(parameter) in kept]
+            group["params"] = [group["params"][i] for i in staying]
+            if "param_names" in group:
+                group["param_names"] = [group["param_names"][i] for i in staying]
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        for parameter in [each for each in optimizer.state if id(each) not in kept]:
+            del optimizer.state[parameter]
+
+
+class FactorySubject:
+    """The model, and perhaps optimizers, batch and loss, that a user's factory makes.
+
+    Raises:
+        ValueError: there is no such factory, or it needs arguments.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        seed_all(case.seed)  # a file may make its batch when it is imported
+        self._factory = from_file(case.source, guarded=False) if isinstance(case.source, str) else _given(case.source)
+        self.name = self._factory.name
+        self.max_norm = math.inf
+        self.notes: list[str] = []
+        self._batches: BatchOf | None = None
+        self._loss: Any = None
+
+    def plain(self) -> TrainingSetup:
+        parts = self._build()
+        model = parts.model.train()
+        optimizers = self._optimizers(parts)
+        if self._case.layers is not None and (removed := keep_layers(model, self._case.layers, optimizers)):
+            self._note(f"The model has {removed} blocks less: of each list, the first {self._case.layers} are kept.")
+        if torch.cuda.is_available():
+            model.cuda()
+        if self._batches is None:
+            self._batches, self._loss = self._fed(parts, model)
+        scaler = None
+        if self._case.choices.mixed_precision == "fp16":
+            scaler = torch.amp.GradScaler("cuda" if torch.cuda.is_available() else "cpu", init_scale=FIRST_SCALE)
+        return TrainingSetup(model, optimizers, Mean(parts.loss or self._loss), scaler)
+
+    def sharded(self) -> TrainingSetup:
+        setup, case = self.plain(), self._case
+        mesh = replicated_mesh(case.replicate) if case.replicate > 1 else None
+        try:
+            setup.plan = trueshard.shard(
+                setup.model, *setup.optimizers, mesh=mesh, plan=case.plan, **vars(case.choices)
+            )
+        except (ValueError, TypeError, NotImplementedError, trueshard.NothingFits) as error:
+            raise ShardRefused(one_line(error)) from error
+        return setup
+
+    def microbatches(self, step: int, part: int) -> list[Any]:
+        assert self._batches is not None
+        seed_all(self._case.seed + 1_000_003 * step)
+        batch = self._batches(step, part)
+        return [batch] * (2 - step % 2)  # every second step accumulates
+
+    def _build(self) -> Parts:
+        factory = self._factory
+        seed_all(self._case.seed)
+        if isinstance(factory, Original):
+            given = factory.beside
+            optimizers = optimizers_among(given)
+            return Parts(*copy.deepcopy((factory.module, given.get("batch"), given.get("loss"), optimizers)))
+        function: Callable[..., Any] = factory.function
+        if self._case.layers is not None and "layers" in inspect.signature(function).parameters:
+            function = functools.partial(function, layers=self._case.layers)
+        with explained(factory.name, factory.file, factory.folder):
+            result = function()
+        return factory.parts_of(result)
+
+    def _optimizers(self, parts: Parts) -> list[torch.optim.Optimizer]:
+        given = parts.optimizers
+        if self._case.optimizer is not None or given is None:
+            if given is None and self._case.optimizer is None:
+                self._note("The optimizer is AdamW with a learning rate of 1e-3: the factory brings none.")
+            given = optimizers_of(self._case.optimizer or "adamw")
+        if callable(given) and not isinstance(given, torch.optim.Optimizer):
+            given = given(parts.model)
+        return checked(given, f"optimizers of {self.name}")
+
+    def _fed(self, parts: Parts, model: nn.Module) -> tuple[BatchOf, Any]:
+        """Return the source of batches, and the loss of one."""
+        from trueshard.planner.inputs.batches import model_loss
+
+        given, count = parts.batch, self._case.parts
+        if given is None:
+            base = hub_model(model)
+            feed = (
+                hub_feed(type(base), base.config, self._case.sequence)
+                if base is not None
+                else module_feed(model, self._case.sequence)
+            )
+            length = self._case.sequence or min(feed.sequence, SEQUENCE)
+            for said in feed.assumptions:
+                self._note(said)
+            return lambda step, part: self._part(feed.batch(SAMPLES * count, length), part, count), feed.loss
+        if callable(given):
+            call = _called(given, SAMPLES * count, self._case.sequence or SEQUENCE, self.name)
+            return lambda step, part: self._part(call(step), part, count), model_loss
+        if _are_several(given):
+            batches = list(itertools.islice(iter(given), self._case.steps))
+            if not batches:
+                raise ValueError(f"{self.name}: its batches are empty; give at least one")
+            return lambda step, part: self._part(batches[(step - 1) % len(batches)], part, count), model_loss
+        return lambda step, part: self._part(given, part, count), model_loss
+
+    def _part(self, batch: Any, part: int, parts: int) -> Any:
+        """Return a part's rows of a batch: of every tensor whose first size is that of the first tensor."""
+        tensors = [each for each in _tensors(batch) if each.ndim]
+        if not tensors:
+            raise ValueError(f"{self.name}: its batch holds no tensor with a dimension; give example tensors")
+        rows = tensors[0].shape[0]
+        if rows < parts:
+            raise ValueError(
+                f"{self.name}: its batch has {rows} samples for {parts} ranks; give one for each, or take fewer ranks"
+            )
+
+        def cut(each: Any, place: int) -> Any:
+            is_rows = isinstance(each, torch.Tensor) and each.ndim > 0 and each.shape[0] == rows
+            return each.tensor_split(parts)[place] if is_rows else each
+
+        own = mapped(lambda each: cut(each, part), batch)
+        other = mapped(lambda each: cut(each, (part + 1) % parts), batch)
+        if parts > 1 and all(torch.equal(one, two) for one, two in zip(_tensors(own), _tensors(other), strict=True)):
+            raise ValueError(
+                f"{self.name}: every rank would train on the same samples, so that a gradient which is not reduced "
+                "would not show; give a batch of different samples"
+            )
+        return own
+
+    def _note(self, words: str) -> None:
+        if words not in self.notes:
+            self.notes.append(words)
+
+
+def _given(function: Callable[..., Any]) -> Factory:
+    factory = from_callable(function)
+    factory.file = None  # its lines are in no file that the user named
+    return factory
+
+
+def _called(function: Callable[..., Any], samples: int, sequence: int, name: str) -> Callable[[int], Any]:
+    """Return (step) → batch for a user's function of nothing, of the step, or of (microbatch, sequence)."""
+    needed = [
+        each
+        for each in inspect.signature(function).parameters.values()
+        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(needed) > 2:
+        raise ValueError(f"{name}: batch wants {len(needed)} arguments; it is called with (microbatch, sequence)")
+    return lambda step: function(*((), (step,), (samples, sequence))[len(needed)])
+
+
+def _are_several(given: Any) -> bool:
+    """Return True for a loader or a list of batches, False for one batch."""
+    if isinstance(given, (torch.Tensor, Mapping, tuple)):
+        return False
+    if isinstance(given, list):
+        return bool(given) and not any(isinstance(each, torch.Tensor) for each in given)
+    return isinstance(given, Iterable)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    mapped(lambda each: found.append(each) if isinstance(each, torch.Tensor) else None, value)
+    return found
