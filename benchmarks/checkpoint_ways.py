@@ -113,16 +113,16 @@ def write_source(folder: Path, *, small: bool) -> None:
 
 def count_reads() -> list[int]:
     """From here on, the bytes that TrueShard takes from local files; it maps them, so the kernel sees no reading."""
-    from trueshard.checkpoint.store import LocalStore
+    from trueshard.checkpoint.catalogue import LocalDirectory
 
-    counted, read = [], LocalStore.read
+    counted, read = [], LocalDirectory.read
 
-    def counting(self: LocalStore, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+    def counting(self: LocalDirectory, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         data = read(self, name, begin, end)
         counted.append(len(data))
         return data
 
-    LocalStore.read = counting  # type: ignore[method-assign]
+    LocalDirectory.read = counting  # type: ignore[method-assign]
     return counted
 
 

@@ -206,7 +206,7 @@ def prepare(shape: Shape, owned: bool, **words: Any) -> tuple[nn.Module, torch.o
 
 def even(ranks: int) -> dict[str, float]:
     """Most over mean, of what the owners among ``ranks`` hold and compute, for all blocks."""
-    from trueshard.optim.owner import assign
+    from trueshard.optim.owners import assign
 
     with torch.device("meta"):
         shapes = [tuple(parameter.shape) for parameter in matrices(_1B.build())]

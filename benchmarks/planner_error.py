@@ -165,13 +165,14 @@ def measured(case: str, by_hand: bool) -> int:
 
 def simulated(case: str) -> int:
     """The planner's word on it."""
-    from trueshard.planner.memory import ledger
+    from tests.cpu_recorder import CpuRecorder
+    from trueshard.planner import ledger
     from trueshard.planner.simulation.simulate import simulate
     from trueshard.planner.workload import Job
 
     dist.destroy_process_group()  # it makes a world of its own
     what = replace(workload(case), model=lambda: build_fake(case))
-    job = Job(what, (RANKS,), microbatch=SAMPLES, on_cpu=True)
+    job = Job(what, (RANKS,), microbatch=SAMPLES, on_cpu=True, recorder=CpuRecorder)
     found: int = ledger.peak(simulate(job).steady).bytes
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the caller ends
     return found

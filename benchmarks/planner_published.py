@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.table import Table, Tell
+from trueshard.choices import Choices
+from trueshard.planner.hardware import Mode, hardware
 from trueshard.planner.inputs.workloads import workload_of
-from trueshard.planner.memory.reserve import replay
+from trueshard.planner.reserve import replay
 from trueshard.planner.simulation.simulate import Simulation, simulate
-from trueshard.planner.speed.hardware import Mode, hardware
-from trueshard.planner.speed.timeline import schedule
+from trueshard.planner.timeline import schedule
 from trueshard.planner.workload import Job, Workload
 
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
@@ -172,13 +173,13 @@ def simulated(setting: Setting, mode: Mode) -> Simulation:
             (setting.ranks,),
             microbatch=setting.microbatch,
             accumulation=setting.accumulation,
-            words={
+            choices=Choices(
                 # As those who published had them: the blocks, and all else together.
-                "units": ["LlamaDecoderLayer" if setting.model.intermediate else "_Block"],
-                "mixed_precision": "bf16",
-                "activation_checkpointing": setting.recompute,
-                "compile": mode == "compile",
-            },
+                units=["LlamaDecoderLayer" if setting.model.intermediate else "_Block"],
+                mixed_precision="bf16",
+                activation_checkpointing=setting.recompute,
+                compile=mode == "compile",
+            ),
         )
     )
 

@@ -5,10 +5,42 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import forks
+from chromium import Page
 from parity import Pool, Ranks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "file for the seconds that each test took, the slowest first"
+    parser.addoption("--durations-file", type=Path, help=help)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    file = config.getoption("durations_file")
+    if file is None:
+        return
+    took: dict[str, float] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                took[report.nodeid] = took.get(report.nodeid, 0.0) + report.duration
+    file.parent.mkdir(exist_ok=True)
+    slowest = sorted(took.items(), key=lambda each: -each[1])
+    file.write_text("".join(f"{seconds:8.2f} {name}\n" for name, seconds in slowest))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        forks.start_server()  # here, so that all workers of pytest-xdist share it
+
+
+def pytest_unconfigure() -> None:
+    forks.stop_server()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -23,6 +55,28 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def started_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with Page(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture
+def browser(started_browser: Page) -> Page:
+    """A page in Chromium as it is at first; the process is one for the session."""
+    started_browser.requests.clear()
+    started_browser.errors.clear()
+    started_browser.scheme("light")
+    started_browser.resize(1400, 1000)
+    return started_browser
+
+
+@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.rest)])
+def sizes(request: pytest.FixtureRequest, pool: Pool) -> list[Ranks]:
+    """Two ranks, and in the rest three."""
+    return [Ranks(request.param, pool)]
 
 
 @pytest.fixture(scope="session")

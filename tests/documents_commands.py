@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from trueshard.cli import app
+from trueshard.cli.commands import app
 
 FILE = Path(__file__).parents[1] / "docs" / "reference" / "commands.md"
 HEAD = """# The command line

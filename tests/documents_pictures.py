@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from architecture_floors import FLOORS
 from documents_drawing import Drawing
-from test_architecture import FLOORS
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 RANKS = ("here", "other", "third", "fourth")

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 from documents_blocks import ROOT, Block, blocks, commands, is_parsed, shortened
 
 if sys.version_info >= (3, 11):
@@ -23,6 +24,8 @@ else:
 
 #: As the page's commands find it, whatever its Python sets meanwhile.
 ENVIRONMENT = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+#: Python programs: started without a shell, so that the process can be a fork (see forks.py).
+PROGRAMS = ("trueshard ", "torchrun ")
 
 
 def run(page: str) -> None:
@@ -51,7 +54,12 @@ def run_command(command: str) -> None:
         return
     command = shortened(command)
     print(f"$ {command}", flush=True)
-    subprocess.run(["bash", "-ec", command], check=True, env=ENVIRONMENT, timeout=200)
+    if command.startswith(PROGRAMS) and not re.search(r"[|&;<>$*?]", command):
+        program, *rest = shlex.split(command)
+        words = [sys.executable, str(Path(sys.executable).with_name(program)), *rest]
+        forks.run(words, check=True, env=ENVIRONMENT, timeout=200)
+    else:
+        subprocess.run(["bash", "-ec", command], check=True, env=ENVIRONMENT, timeout=200)
 
 
 def parse(words: list[str]) -> None:
@@ -71,7 +79,7 @@ def parse(words: list[str]) -> None:
     elif words[0] == "trueshard":
         import typer
 
-        from trueshard.cli import app
+        from trueshard.cli.commands import app
 
         command = typer.main.get_command(app).commands[words[1]]  # type: ignore[attr-defined]
         command.make_context(words[1], words[2:])

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-PATIENCE = 0.0005
-"""seconds, see ``gloo_lets_go``"""
+_RUNLOOP = "pt_gloo_runloop"
+"""The name of the threads in which torch runs gloo's collectives, and which hold their tensors meanwhile."""
 _STEP = "measured step "
 
 
@@ -75,7 +76,7 @@ def meter(steps: Iterable[Callable[[], object]]) -> Measured:
 
 
 @contextlib.contextmanager
-def gloo_lets_go(patience: float = PATIENCE) -> Iterator[None]:
+def gloo_lets_go() -> Iterator[None]:
     """Inside, whoever waits for a collective waits until gloo's thread holds its tensors no longer.
 
     It drops them some microseconds after it has reported the end. Where the program has dropped them by then, that
@@ -85,7 +86,9 @@ def gloo_lets_go(patience: float = PATIENCE) -> Iterator[None]:
 
     def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
         result = original(work, *args, **kwargs)
-        time.sleep(patience)
+        asleep = 0
+        while asleep < 2:  # twice: between two looks, one that waits for the interpreter's lock gets it
+            asleep = 0 if _gloo_runs() else asleep + 1
         return result
 
     dist.Work.wait = wait  # type: ignore[method-assign, assignment]
@@ -93,6 +96,18 @@ def gloo_lets_go(patience: float = PATIENCE) -> Iterator[None]:
         yield
     finally:
         dist.Work.wait = original  # type: ignore[method-assign]
+
+
+def _gloo_runs() -> bool:
+    """Whether a thread runs that may still hold a collective's tensors: one that sleeps waits for peers or for work."""
+    states = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            _, _, rest = Path(f"/proc/self/task/{task}/stat").read_text().partition(" (")
+            name, _, after = rest.rpartition(") ")
+            states += [after[0]] if name == _RUNLOOP else []
+    assert states, f"torch names no thread {_RUNLOOP}"
+    return any(state != "S" for state in states)
 
 
 def peak_and_rest(changes: Sequence[int]) -> tuple[int, int]:

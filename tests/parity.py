@@ -7,8 +7,8 @@
         for found in ranks3.run(case, 0.1):
             assert_same(found, expected, rtol=1e-5, atol=1e-6)
 
-- Workers are made once (importing torch costs a second each) and shared by all sizes: `Ranks(2)` uses the first two of
-  the pool's workers. Each run gets its own process group, so sizes and tests do not meet.
+- Workers are forks of a process that has imported torch (see forks.py), shared by all sizes: `Ranks(2)` uses the first
+  two of the pool's workers. Each run gets its own process group, so sizes and tests do not meet.
 - A rank that raises, dies or hangs ends the run inside its time limit with every rank's traceback or present stack; the
   workers of that run are killed and made anew for the next one. Nothing outlives the parent.
 """
@@ -38,6 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import forks
 from parity_worker import Answer, Job
 
 START_LIMIT = 120.0
@@ -70,7 +71,7 @@ class Worker:
         self.stacks = folder / f"worker{number}.stacks"
         ours, theirs = socket.socketpair()
         with theirs, self.printed.open("wb") as output:
-            self.process = subprocess.Popen(
+            self.process = forks.Popen(
                 [sys.executable, "-c", f"import parity_worker as w; w.serve({theirs.fileno()}, {str(self.stacks)!r})"],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

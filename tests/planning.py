@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from meter import PATIENCE, Measured, gloo_lets_go, meter
+from cpu_recorder import CpuRecorder
+from meter import Measured, gloo_lets_go, meter
 from models import CASES
-from trueshard import engine
-from trueshard.planner.events import Allocation, Free, Trace
+from trueshard.choices import Choices
 from trueshard.planner.inputs.factories import Factory
-from trueshard.planner.simulation.simulate import Simulation, simulate
-from trueshard.planner.simulation.step import run_step
+from trueshard.planner.simulation.simulate import Simulation, run_step, simulate
+from trueshard.planner.trace import Allocation, Free, Trace
 from trueshard.planner.workload import Job, Workload
-from trueshard.policies import UNSAID
+from trueshard.runtime import engine
 
 STEPS = 3
 """the first, and two of those that are to be alike"""
@@ -61,8 +61,9 @@ class Setting:
             rank=self.rank,
             microbatch=self.microbatch,
             accumulation=self.accumulation,
-            words=self.words,
+            choices=Choices(**self.words),
             on_cpu=True,
+            recorder=CpuRecorder,
         )
         try:
             return simulate(job, whole=whole)
@@ -92,14 +93,14 @@ def curve(changes: Sequence[int]) -> list[int]:
     return [*found, live]
 
 
-def train(rank: int, world_size: int, setting: Setting, patience: float = PATIENCE) -> Measured:
+def train(rank: int, world_size: int, setting: Setting) -> Measured:
     """What this rank's meter shows of `STEPS` real steps, and of all that goes before them.
 
     Without oneDNN: how much it takes beside its results depends on the processor.
     """
     warnings.simplefilter("ignore")
     setting.workload().model()  # tensors that libraries make when they are imported are nobody's
-    with gloo_lets_go(patience), torch.backends.mkldnn.flags(enabled=False):
+    with gloo_lets_go(), torch.backends.mkldnn.flags(enabled=False):
         return meter(_steps(setting))
 
 
@@ -110,7 +111,7 @@ def _steps(setting: Setting) -> Iterator[Callable[[], None]]:
     mesh = init_device_mesh("cpu", setting.ranks, mesh_dim_names=("replicate", "shard")[-len(setting.ranks) :])
     model = workload.model()
     optimizers = list(workload.optimizers(model))
-    engine.shard(model, optimizers, None, mesh, {**UNSAID, **setting.words})
+    engine.shard(model, optimizers, Choices(**setting.words), mesh)
 
     def step() -> None:
         batches = [workload.batch(setting.microbatch, workload.sequence) for _ in range(setting.accumulation)]

@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+import forks
+
 LIMIT = 120
 """Seconds that a run may take."""
 CONFIG = """
@@ -76,8 +78,8 @@ def start(
     prefix: tuple[str, ...] = (),
     **variables: str,
 ) -> subprocess.Popen[str]:
-    """Start `trueshard train` in `folder`, in a session of its own, as a terminal would."""
-    return subprocess.Popen(
+    """Start `trueshard train` in `folder`, in a session of its own, as a terminal would; no fork with a `prefix`."""
+    return forks.Popen(
         [*prefix, sys.executable, *python, "train", "train.toml", *options],
         cwd=folder,
         env=environment(**variables),

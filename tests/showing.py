@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import trueshard
-from trueshard.train.events import Callback
-from trueshard.train.trainer import Trainer
+from trueshard.train.trainer import Callback, Trainer
 
 
 def trainer(callbacks: Sequence[Callback], steps: int, folder: Path | None = None, **more: Any) -> Trainer:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from trueshard.forecast import Forecast
-from trueshard.planner.events import (
+from trueshard.planner import ledger
+from trueshard.planner.timeline import Span, Timeline
+from trueshard.planner.trace import (
     Allocation,
     Collective,
     Communication,
@@ -16,10 +17,8 @@ from trueshard.planner.events import (
     Stream,
     Trace,
 )
-from trueshard.planner.memory import ledger
-from trueshard.planner.speed.timeline import Span, Timeline
-from trueshard.planner.study import Alternative, Study
-from trueshard.plans import MixedPrecision, Plan, Unit
+from trueshard.planner.workload import Alternative, Study
+from trueshard.plans import Forecast, MixedPrecision, Plan, Unit
 
 #: Of the pretended device.
 FLOPS_A_SECOND, BYTES_A_SECOND = 400e12, 50e9

@@ -1,14 +1,17 @@
 """Every model of the catalogue, sharded over 2 and 3 ranks, is trained as on one process.
 
-One test a family: its models run one after the other in the same ranks, for starting ranks is what costs.
+One test a family: its models run one after the other in the same ranks. Of each family, one model is not of the rest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from models import CASES
-from parity import Ranks, assert_same
+from parity import Pool, Ranks, assert_same
 from training import train_many
 
 FAMILIES = sorted({case.kind for case in CASES.values()})
@@ -17,11 +20,19 @@ FAMILIES = sorted({case.kind for case in CASES.values()})
 LOW_PRECISION = {"mixed": (3e-2, 3e-3)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_training_is_training_on_one_process(family: str, alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
-    names = [name for name, case in CASES.items() if case.kind == family]
+def models_and_sizes() -> Iterator[Any]:
+    for family in FAMILIES:
+        names = [name for name, case in CASES.items() if case.kind == family]
+        yield pytest.param(names[:1], (2,), id=f"{family}, {names[0]}")
+        yield pytest.param(names, (2, 3), id=family, marks=pytest.mark.rest)
+
+
+@pytest.mark.parametrize(("names", "sizes"), models_and_sizes())
+def test_training_is_training_on_one_process(
+    names: list[str], sizes: tuple[int, ...], alone: Ranks, pool: Pool
+) -> None:
     (expected,) = alone.run(train_many, names, {}, timeout=240)
-    for ranks in (ranks2, ranks3):
+    for ranks in (Ranks(size, pool) for size in sizes):
         for rank, found in enumerate(ranks.run(train_many, names, {}, timeout=240)):
             for name in names:
                 assert not isinstance(expected[name], str), f"{name} alone:\n{expected[name]}"

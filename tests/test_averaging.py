@@ -91,7 +91,13 @@ def averaged(rank: int, world_size: int, way: str, early: bool) -> Report:
     return report
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["made before the first step", "made after it"])
+@pytest.mark.parametrize(
+    "early",
+    [
+        pytest.param(True, id="made before the first step"),
+        pytest.param(False, id="made after it", marks=pytest.mark.rest),
+    ],
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_averaged_copy_is_that_of_the_unsharded_model(
     way: str, early: bool, alone: Ranks, ranks2: Ranks, ranks3: Ranks

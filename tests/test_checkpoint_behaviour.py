@@ -17,11 +17,9 @@ from torch import nn
 
 import trueshard
 from checkpointing import LAYOUTS, SETUPS, adamw, draw, everything, go_on, named, seed, started
+from messages import naming
 from models.handmade import Stack
 from parity import Ranks, assert_same
-
-PROMPT = 15.0
-"""seconds in which ranks must find out what they differ in, without any timeout: far less than the 54 of their group"""
 
 
 def stack(seed: int = 0, **options: Any) -> tuple[Stack, torch.optim.AdamW]:
@@ -134,7 +132,7 @@ def too_large(rank: int, world_size: int, folder: str, where: int, then: str) ->
     }
     try:
         saving: Any = trueshard.save(Path(folder, "failed"), model=model, wait=False)
-        with pytest.raises((OSError, RuntimeError), match=r"model.safetensors.*(?s:.)*|File too large") as caught:
+        with pytest.raises((OSError, RuntimeError), match=r"model\.safetensors|File too large") as caught:
             calls.get(then, saving.wait)()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
@@ -157,19 +155,20 @@ def test_an_error_in_the_background_is_raised_at_the_next_call(
 # Misuse
 
 
-def lonely(rank: int, world_size: int, folder: str, caller: int, call: str) -> float | None:
-    """One rank saves or loads, in a group that waits three seconds; how long until it hears of it."""
+def lonely(rank: int, world_size: int, folder: str, caller: int, call: str) -> None:
+    """One rank saves or loads, in a group that waits three seconds; the other is alive until it has heard of it."""
     store, over = f"file://{folder}/store", Path(folder, "over")
     limit = timedelta(seconds=3)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=limit)
     model, optimizer = stack()
     if call == "load":
         trueshard.save(Path(folder, "whole"), model=model, optimizer=optimizer)
-    begin = time.monotonic()
     if rank != caller:
-        while not over.exists() and time.monotonic() - begin < 30:  # alive, and busy with something else
+        deadline = time.monotonic() + 30
+        while not over.exists():
+            assert time.monotonic() < deadline, "the call goes on"
             time.sleep(0.05)
-        return None
+        return
     try:
         words: dict[str, Any] = {"model": model, "optimizer": optimizer}
         path, function = Path(folder, "alone"), trueshard.save
@@ -177,17 +176,15 @@ def lonely(rank: int, world_size: int, folder: str, caller: int, call: str) -> f
             path, function = Path(folder, "whole"), trueshard.load
         elif call == "behind":
             words["wait"] = False
-        with pytest.raises(RuntimeError, match=r"collective.*call them on all ranks"):
+        with pytest.raises(RuntimeError, match=naming("collective", "all ranks")):
             function(path, **words)
     finally:
         over.touch()
-    return time.monotonic() - begin
 
 
 @pytest.mark.parametrize(("caller", "call"), [(0, "save"), (1, "behind"), (1, "load")])
 def test_a_call_on_one_rank_alone_ends_in_an_error(caller: int, call: str, tmp_path: Path, ranks2: Ranks) -> None:
-    took = ranks2.run(lonely, str(tmp_path), caller, call, group=False)[caller]
-    assert took < 3 + PROMPT
+    ranks2.run(lonely, str(tmp_path), caller, call, group=False)
     assert not (tmp_path / "alone").exists()
 
 
@@ -244,8 +241,8 @@ def _differing(rank: int, folder: str, model: Any, optimizer: Any) -> dict[str, 
     }
 
 
-def differing(rank: int, world_size: int, folder: str, name: str) -> dict[str, Any]:
-    """What this rank got, when, and whether model and optimizer are as they were."""
+def differing(rank: int, world_size: int, folder: str, name: str) -> str:
+    """The error that this rank got; model and optimizer are as they were."""
     model, optimizer = stack()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for path in ("other", "whole"):
@@ -253,24 +250,23 @@ def differing(rank: int, world_size: int, folder: str, name: str) -> dict[str, A
         trueshard.save(Path(folder, path), model=model, optimizer=optimizer, schedule=schedule)
     step(model, optimizer, rank, world_size)
     kept = everything(model, optimizer)
-    begin, error = time.monotonic(), "nothing"
+    error = "nothing"
     try:
         _differing(rank, folder, model, optimizer)[name]()
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
-    took = time.monotonic() - begin
     dist.barrier()
     assert_same(everything(model, optimizer), kept)
-    return {"error": error, "took": took}
+    return error
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_different_arguments_on_different_ranks_are_an_error_on_every_rank(
     name: str, tmp_path: Path, ranks2: Ranks
 ) -> None:
-    for found in ranks2.run(differing, str(tmp_path), name):
-        assert re.search("different|cannot|neither a tensor nor|does not fit", found["error"]), found["error"]
-        assert found["took"] < PROMPT
+    for error in ranks2.run(differing, str(tmp_path), name):
+        assert re.search("different|cannot|neither|does not fit", error), error
+        assert "timed out" not in error.lower()  # they find out what they differ in, and do not wait for their group
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "whole"]
 
 
@@ -279,19 +275,19 @@ def refused(rank: int, world_size: int, folder: str) -> None:
     model, optimizer = stack()
     path = Path(folder, "there")
     trueshard.save(path, model=model)
-    with pytest.raises(FileExistsError if rank == 0 else RuntimeError, match="there exists already"):
+    with pytest.raises(FileExistsError if rank == 0 else RuntimeError, match=naming("there", "already")):
         trueshard.save(path, model=model)
-    with pytest.raises(ValueError, match=r"in none of the models"):
+    with pytest.raises(ValueError, match="in none"):
         trueshard.save(Path(folder, "no"), optimizer=optimizer)
-    with pytest.raises(TypeError, match=r"more/deep/list/1.*object"):
+    with pytest.raises(TypeError, match=naming("more/deep/list/1", "object")):
         trueshard.save(Path(folder, "no"), deep={"list": [1, object()]})
     with torch.device("meta"):
         empty = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"weight.*meta"):
+    with pytest.raises(ValueError, match=naming("weight", "meta")):
         trueshard.save(Path(folder, "no"), model=empty)
     with pytest.raises(FileNotFoundError, match="nothing"):
         trueshard.load(Path(folder, "nothing"), model=model)
-    with pytest.raises(ValueError, match="has no entry 'tepm'"):
+    with pytest.raises(ValueError, match="'tepm'"):
         trueshard.load(path, model=model, tepm=optimizer)
 
 

@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import trueshard
+from messages import naming
 from models import CASES
 from parity import Ranks, assert_same
-from test_checkpoint_foreign import Tower, built, held, trained
+from tower import Tower, built, held, trained
 from trueshard.cli import main
 
 IDS = torch.arange(1, 13).view(2, 6)
@@ -118,7 +119,7 @@ def test_dtype_is_kept_unless_asked_for(checkpoint: tuple[Path, dict[str, torch.
     assert_same(dict(model.state_dict()), {name: value.bfloat16() for name, value in expected.items()})
     trueshard.export(tmp_path / "half", tmp_path / "again", to="safetensors")
     assert {value.dtype for value in load_file(tmp_path / "again").values()} == {torch.bfloat16}
-    with pytest.raises(ValueError, match="dtype='int8': it is a floating-point dtype, such as bfloat16"):
+    with pytest.raises(ValueError, match=naming("dtype='int8'", "bfloat16")):
         trueshard.export(path, tmp_path / "none", dtype="int8")
 
 
@@ -205,7 +206,7 @@ def test_merged_is_what_peft_itself_merges(adapted: tuple[Any, Path], tmp_path: 
 
     model, path = adapted
     if "prompt" in str(path) or "plain" in str(path):
-        reason = "cannot merge" if "prompt" in str(path) else "has no config.json that names a class of transformers"
+        reason = "cannot merge" if "prompt" in str(path) else "config.json"
         with pytest.raises(ValueError, match=reason):
             trueshard.export(path, tmp_path / "out", to="merged")
         assert list(tmp_path.iterdir()) == []
@@ -233,7 +234,7 @@ def test_several_adapters(tmp_path: Path) -> None:
     same_adapter(tmp_path / "all", tmp_path / "peft")
     trueshard.export(tmp_path / "saved", tmp_path / "one", to="adapter", adapter="other")
     same_adapter(tmp_path / "one" / "other", tmp_path / "peft" / "other")
-    with pytest.raises(ValueError, match="has the adapters default, other; say adapter= which"):
+    with pytest.raises(ValueError, match=naming("default, other", "adapter=")):
         trueshard.export(tmp_path / "saved", tmp_path / "out", to="merged")
     trueshard.export(tmp_path / "saved", tmp_path / "merged", to="merged", adapter="other")
     model.set_adapter("other")
@@ -257,11 +258,11 @@ def test_adapters_of_embeddings(tmp_path: Path, tie: bool) -> None:
 
 def test_what_a_form_cannot_have_is_refused(adapted: tuple[Any, Path], towers: Path, tmp_path: Path) -> None:
     for to in ("adapter", "merged"):
-        with pytest.raises(ValueError, match="has no adapter"):
+        with pytest.raises(ValueError, match="no adapter"):
             trueshard.export(towers, tmp_path / "out", to=to)
-    with pytest.raises(ValueError, match='base alone is not what was trained: to="merged"'):
+    with pytest.raises(ValueError, match=naming("base alone", 'to="merged"')):
         trueshard.export(adapted[1], tmp_path / "out", to="hf")
-    with pytest.raises(ValueError, match="to='gguf': it is one of hf, safetensors, adapter, merged, dcp"):
+    with pytest.raises(ValueError, match=naming("to='gguf'", "hf, safetensors, adapter, merged, dcp")):
         trueshard.export(towers, tmp_path / "out", to="gguf")
     with pytest.raises(FileExistsError, match="exists already"):
         trueshard.export(towers, tmp_path)
@@ -308,7 +309,7 @@ def test_dcp_is_read_by_torch_and_by_ourselves(ranks2: Ranks, towers: Path, tmp_
 def test_one_of_several_models(tmp_path: Path) -> None:
     actor, critic = llama(), Tower()
     trueshard.save(tmp_path / "saved", model={"actor": actor, "critic": critic})
-    with pytest.raises(ValueError, match="several models, actor, critic; say model= which"):
+    with pytest.raises(ValueError, match=naming("actor, critic", "model=")):
         trueshard.export(tmp_path / "saved", tmp_path / "out")
     trueshard.export(tmp_path / "saved", tmp_path / "actor", model="actor")
     import transformers
@@ -329,7 +330,7 @@ def test_a_damaged_tensor_is_not_exported_and_nothing_is_left(towers: Path, tmp_
     data = bytearray((tmp_path / "bad" / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (tmp_path / "bad" / "model.safetensors").write_bytes(data)
-    with pytest.raises((ValueError, RuntimeError), match=r"model.safetensors is damaged: 'model/.*' does not have"):
+    with pytest.raises((ValueError, RuntimeError), match=naming("model.safetensors", "damaged", "'model/")):
         trueshard.export(tmp_path / "bad", tmp_path / "out", to=to)
     assert [file.name for file in tmp_path.iterdir()] == ["bad"]
 
@@ -464,5 +465,5 @@ def test_an_export_is_whole_without_a_manifest(to: str, tmp_path: Path) -> None:
     out = trueshard.export(tmp_path / "saved", tmp_path / "out", to=to)
     assert trueshard.check(out).tensors == 2
     (tmp_path / "saved" / "manifest.json").unlink()
-    with pytest.raises(trueshard.DamagedCheckpoint, match=r"manifest\.json is missing"):
+    with pytest.raises(trueshard.DamagedCheckpoint, match=naming("manifest.json", "missing")):
         trueshard.check(tmp_path / "saved")

@@ -7,15 +7,16 @@ what failed; model, optimizer and random generators as they were, to the bit; an
 from __future__ import annotations
 
 import os
-import random
 import resource
 import shutil
-import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,10 @@ from parity import Ranks
 
 WIDTH = 64
 """of the model that is to be too big: a save of it and its optimizer takes some 90 KB"""
+ROUNDS = 60
+"""saves that are interrupted, each at another line"""
+LIBRARY = str(Path(trueshard.__file__).parent)
+TraceFunction = Callable[[FrameType, str, object], Any]
 
 
 def attempt(path: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, wait: bool = True) -> str | None:
@@ -211,32 +216,48 @@ class Interrupted(BaseException):
     """As KeyboardInterrupt: no Exception, and it may come anywhere."""
 
 
-def interrupt(*_: object) -> None:
-    raise Interrupted
+def lines_until(save: Callable[[], object], last: int) -> int:
+    """Call `save`, interrupted before line `last` of those that the library runs in it; how many it came to."""
+    count = 0
+
+    def inside(frame: FrameType, event: str, _: object) -> TraceFunction:
+        nonlocal count
+        count += event == "line"
+        if count == last:
+            sys.settrace(None)
+            raise Interrupted
+        return inside
+
+    def enters(frame: FrameType, event: str, _: object) -> TraceFunction | None:
+        return inside if frame.f_code.co_filename.startswith(LIBRARY) else None
+
+    before = sys.gettrace()
+    sys.settrace(enters)
+    try:
+        save()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 def test_a_save_that_is_interrupted_leaves_nothing_or_a_checkpoint(tmp_path: Path) -> None:
     model, optimizer = build(1, 1, WIDTH)
-    started = time.perf_counter()
-    trueshard.save(tmp_path / "first", model=model, optimizer=optimizer)
-    duration, chance, interrupted = time.perf_counter() - started, random.Random(0), 0
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for number in range(60):
-            path = tmp_path / f"step-{number}"
-            try:
-                signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0, duration) + 1e-6)
-                trueshard.save(path, model=model, optimizer=optimizer)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except Interrupted:
-                interrupted += 1
-            if path.exists():
-                trueshard.check(path)
-            assert not [each for each in os.listdir(tmp_path) if each.startswith(".")], number
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert interrupted > 5
+    trueshard.save(tmp_path / "first", model=model, optimizer=optimizer)  # what is made once is made
+    whole = lines_until(lambda: trueshard.save(tmp_path / "second", model=model, optimizer=optimizer), 0)
+    assert whole > ROUNDS
+    left = []
+    for number in range(ROUNDS):
+        path = tmp_path / f"step-{number}"
+        with pytest.raises(Interrupted):
+            lines_until(
+                lambda path=path: trueshard.save(path, model=model, optimizer=optimizer),
+                1 + number * (whole - 2) // (ROUNDS - 1),
+            )
+        if path.exists():
+            trueshard.check(path)
+        left.append(path.exists())
+        assert not [each for each in os.listdir(tmp_path) if each.startswith(".")], number
+    assert not left[0]
 
 
 # ---- Two runs at one place.
@@ -249,8 +270,8 @@ def race(rank: int, world_size: int, folder: str, rounds: int, same: bool) -> li
     for number in range(rounds):
         Path(folder, f"ready{number}.{rank}").touch()
         deadline = time.monotonic() + 30
-        while not Path(folder, f"ready{number}.{1 - rank}").exists() and time.monotonic() < deadline:
-            pass
+        while not Path(folder, f"ready{number}.{1 - rank}").exists():
+            assert time.monotonic() < deadline, "the other run does not come"
         name = f"step-{number}" if same else f"step-{number}.{rank}"
         try:
             trueshard.save(f"{folder}/run/{name}", model=model, optimizer=optimizer, who=rank)
@@ -277,6 +298,7 @@ def test_two_runs_that_save_under_one_name(tmp_path: Path, ranks2: Ranks) -> Non
     assert {each.name for each in (tmp_path / "run").iterdir()} == {f"step-{number}" for number in range(rounds)}
 
 
+@pytest.mark.rest
 def test_two_runs_that_save_into_one_directory(tmp_path: Path, ranks2: Ranks) -> None:
     """Neither takes the other's unfinished save for one that was left behind."""
     for won in ranks2.run(race, str(tmp_path), 20, False, group=False):

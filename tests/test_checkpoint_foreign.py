@@ -23,8 +23,10 @@ from torch.distributed.fsdp import fully_shard
 
 import trueshard
 from checkpointing import scribble
+from messages import lacking, naming
 from models import CASES
 from parity import Ranks, assert_same
+from tower import Tower, built, held, trained
 from training import whole
 
 STYLES = (
@@ -36,58 +38,6 @@ STYLES = (
     "at the top",
     "in an application",
 )
-
-
-class Tower(nn.Module):
-    """Tied, with a buffer, a frozen layer, uneven rows, and one parameter that no forward uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(13, 6)
-        self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.norm = nn.LayerNorm(6)
-        self.unused = nn.Parameter(torch.ones(3))
-        self.register_buffer("seen", torch.arange(4.0))
-        self.head = nn.Linear(6, 13, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.frozen(self.embed(ids))))
-
-
-def built(seed: int = 0) -> tuple[Tower, torch.optim.Optimizer]:
-    """The model, and AdamW over two groups."""
-    torch.manual_seed(seed)
-    model = Tower()
-    groups: list[dict[str, Any]] = [
-        {"params": [model.norm.weight, model.norm.bias, model.unused], "weight_decay": 0.0, "lr": 0.02 + seed},
-        {"params": [model.embed.weight]},
-    ]
-    return model, torch.optim.AdamW(groups, lr=0.01 + seed)
-
-
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for step in range(2):
-        model(torch.arange(12).view(3, 4) + step % 2).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def held(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """All tensors of the model; state and groups of the optimizer, by name."""
-    name_of = {id(p): name for name, p in model.named_parameters()}
-    report: dict[str, Any] = {"model": {name: whole(tensor) for name, tensor in model.state_dict().items()}}
-    if optimizer is not None:
-        report["state"] = {
-            name_of[id(p)]: {key: whole(entries[key]) for key in sorted(entries)}
-            for p, entries in optimizer.state.items()
-        }
-        report["groups"] = [
-            {"params": [name_of[id(p)] for p in group["params"]]}
-            | {key: group[key] for key in ("lr", "weight_decay", "betas")}
-            for group in optimizer.param_groups
-        ]
-    return report
 
 
 def write(rank: int, world_size: int, folder: str, styles: Iterable[str]) -> dict[str, Any]:
@@ -193,7 +143,7 @@ def test_without_leave_no_pickle_is_read(foreign: tuple[Path, dict[str, Any]], t
     (tmp_path / "trap").mkdir()
     (tmp_path / "trap" / ".metadata").write_bytes(pickle.dumps(_Trap(str(tmp_path / "sprung"))))
     for path in (foreign[0] / "nested", tmp_path / "trap"):
-        with pytest.raises(ValueError, match="allow_pickle=True if you trust"):
+        with pytest.raises(ValueError, match="allow_pickle=True"):
             trueshard.load(path, model=model, optimizer=optimizer)
     assert not (tmp_path / "sprung").exists()
     assert_same(held(model, optimizer), before)
@@ -253,13 +203,10 @@ def test_what_differs_is_named_before_anything_is_changed(foreign: tuple[Path, d
     del model.unused
     optimizer = torch.optim.AdamW([model.embed.weight, model.norm.bias])
     before = held(model)
-    with pytest.raises(
-        ValueError, match=r"does not fit: .*'norm.weight' has shape \[6\], the model's has \[7\]"
-    ) as error:
+    with pytest.raises(ValueError, match=naming("does not fit", "'norm.weight'", "[6]", "[7]")) as error:
         trueshard.load(foreign[0] / style, model=model, optimizer=optimizer, convert=True, allow_pickle=True)
-    for part in ("has no 'extra'", "holds 'unused'", "group 0 of 'optimizer' is not what was saved"):
-        assert part in str(error.value)
-    with pytest.raises(ValueError, match=r"'embed.weight' is float32, the model's is float16; convert=True"):
+    assert lacking(error.value, "'extra'", "'unused'", "group 0", "'optimizer'") == []
+    with pytest.raises(ValueError, match=naming("'embed.weight'", "float32", "float16", "convert=True")):
         trueshard.load(foreign[0] / style, model=model, allow_pickle=True)
     assert_same(held(model), before)
     found = trueshard.load(foreign[0] / style, model=model, strict=False, convert=True, allow_pickle=True)
@@ -285,10 +232,10 @@ def test_damaged_directories_are_found_before_anything_is_changed(
     model, optimizer = built(seed=1)
     before = held(model, optimizer)
     reason = {
-        "cut": "__0_0.distcp is cut short: '.*' ends after byte",
-        "gone": "has no file '__0_0.distcp'; it is incomplete",
-        "flipped": "__0_0.distcp is damaged: '.*embed.weight' does not have the bytes that were saved",
-        "metadata": ".metadata is damaged",
+        "cut": naming("__0_0.distcp", "cut short", "byte"),
+        "gone": naming("'__0_0.distcp'", "incomplete"),
+        "flipped": naming("__0_0.distcp", "damaged", "embed.weight'", "bytes"),
+        "metadata": naming(".metadata", "damaged"),
     }[way]
     with pytest.raises((ValueError, FileNotFoundError), match=reason):
         trueshard.load(path, model=model, optimizer=optimizer, allow_pickle=True)
@@ -304,7 +251,7 @@ def test_names_and_copies(foreign: tuple[Path, dict[str, Any]], tmp_path: Path) 
         warnings.simplefilter("ignore")
         dcp.save(both, checkpoint_id=tmp_path, no_dist=True)
     other, _ = built(seed=1)
-    with pytest.raises(ValueError, match=r"holds 'model' more than once .*ema.*say with names= which"):
+    with pytest.raises(ValueError, match=naming("'model'", "ema", "names=")):
         trueshard.load(tmp_path, model=other, allow_pickle=True)
     trueshard.load(tmp_path, model=other, allow_pickle=True, names=lambda name: f"ema.{name}")
     assert_same(held(other), held(averaged))
@@ -430,7 +377,7 @@ def test_a_base_model_loads_below_adapters(tmp_path: Path) -> None:
     base, model = CASES["llama"].build(1), CASES["lora"].build(0)
     base.save_pretrained(tmp_path)
     adapters = {name: value.clone() for name, value in model.state_dict().items() if "lora_" in name}
-    with pytest.raises(ValueError, match=r"has no '.*lora_A.default.weight'"):
+    with pytest.raises(ValueError, match=naming("lora_A.default.weight'")):
         trueshard.load(tmp_path, model=model)
     found = trueshard.load(tmp_path, model=model, strict=False)
     assert found.missing == list(adapters)
@@ -440,5 +387,5 @@ def test_a_base_model_loads_below_adapters(tmp_path: Path) -> None:
 
 def test_adapters_need_a_model_with_one(tmp_path: Path) -> None:
     CASES["lora"].build(0).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="into a PEFT model with one adapter, not with 0"):
+    with pytest.raises(ValueError, match=naming("PEFT", "one adapter", 0)):
         trueshard.load(tmp_path, model=CASES["llama"].build(0))

@@ -34,13 +34,19 @@ ROOM = 1 << 30
 """bytes of address space that an example may ask for"""
 
 
-def examples(count: int) -> settings:
-    return settings(
-        max_examples=count,
+Examples = Callable[[int], settings]
+
+
+@pytest.fixture(params=[pytest.param(10, id="a tenth"), pytest.param(1, id="all", marks=pytest.mark.rest)])
+def examples(request: pytest.FixtureRequest) -> Examples:
+    """Settings with so many examples, or a part of them."""
+    unchecked = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+    return lambda count: settings(
+        max_examples=count // request.param,
         derandomize=True,
         database=None,
         deadline=timedelta(seconds=3),
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+        suppress_health_check=unchecked,
     )
 
 
@@ -223,7 +229,7 @@ def headed(table: Any, rest: bytes) -> bytes:
 # ---- The readers.
 
 
-def test_a_manifest_of_changed_values(saved: Path, copied: Path, reader: Reader) -> None:
+def test_a_manifest_of_changed_values(saved: Path, copied: Path, reader: Reader, examples: Examples) -> None:
     @examples(400)
     @given(changed(manifest_of(saved)))
     def run(table: Any) -> None:
@@ -255,7 +261,9 @@ def test_what_was_found_before(change: Callable[[Any], object], saved: Path, cop
 
 
 @pytest.mark.parametrize("to", ["hf", "safetensors", "dcp"])
-def test_an_export_of_changed_values_writes_where_it_was_told(to: str, saved: Path, copied: Path) -> None:
+def test_an_export_of_changed_values_writes_where_it_was_told(
+    to: str, saved: Path, copied: Path, examples: Examples
+) -> None:
     out, beside = saved.with_name("out"), {saved.name, copied.name}
 
     @examples(60)
@@ -272,38 +280,7 @@ def test_an_export_of_changed_values_writes_where_it_was_told(to: str, saved: Pa
     run()
 
 
-def test_a_manifest_of_an_older_format_with_changed_values(tmp_path: Path, reader: Reader) -> None:
-    """Written by hand, as the first version wrote it."""
-    from safetensors.torch import save_file
-
-    model, _ = build(1)
-    tensors = {f"model/{name}": tensor.detach().clone() for name, tensor in model.named_parameters()}
-    save_file(tensors, tmp_path / "rank-00000.safetensors")
-    old = {
-        "tensors": {
-            key: {
-                "shape": list(tensor.shape),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "pieces": [{"file": "rank-00000.safetensors", "start": 0, "rows": len(tensor) if tensor.ndim else 1}],
-            }
-            for key, tensor in tensors.items()
-        },
-        "ties": {"model": {"head.weight": "embed.weight"}},
-        "optimizers": {},
-        "more": {"step": 3, "pair": {"__tuple__": [1, 2]}},
-        "format": 1,
-    }
-
-    @examples(150)
-    @given(changed(old))
-    def run(table: Any) -> None:
-        (tmp_path / MANIFEST).write_text(json.dumps(table))
-        reader.read(tmp_path)
-
-    run()
-
-
-def test_a_manifest_of_any_json_or_bytes(copied: Path, reader: Reader) -> None:
+def test_a_manifest_of_any_json_or_bytes(copied: Path, reader: Reader, examples: Examples) -> None:
     tables = st.dictionaries(
         st.sampled_from(["tensors", "models", "optimizers", "more", "rng", "files", "about", "format"]), anything
     )
@@ -355,7 +332,9 @@ def test_json_that_is_hard_to_read(text: str, copied: Path, tmp_path: Path, read
 
 
 @pytest.mark.parametrize("where", ["model.safetensors", "optimizer.safetensors", "extra.safetensors"])
-def test_a_header_of_changed_values(where: str, saved: Path, tmp_path: Path, reader: Reader) -> None:
+def test_a_header_of_changed_values(
+    where: str, saved: Path, tmp_path: Path, reader: Reader, examples: Examples
+) -> None:
     """Of a file of a checkpoint, and of a file by itself."""
     path = tmp_path / "checkpoint"
     shutil.copytree(saved, path)
@@ -375,7 +354,7 @@ def test_a_header_of_changed_values(where: str, saved: Path, tmp_path: Path, rea
     run()
 
 
-def test_a_safetensors_file_of_any_bytes(tmp_path: Path, reader: Reader) -> None:
+def test_a_safetensors_file_of_any_bytes(tmp_path: Path, reader: Reader, examples: Examples) -> None:
     file = tmp_path / "model.safetensors"
     lengths = st.integers(0, 2**64 - 1) | st.integers(0, 80)
     data = st.one_of(
@@ -394,7 +373,7 @@ def test_a_safetensors_file_of_any_bytes(tmp_path: Path, reader: Reader) -> None
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "adapter_config.json"])
-def test_what_lies_beside_tensors(name: str, saved: Path, tmp_path: Path, reader: Reader) -> None:
+def test_what_lies_beside_tensors(name: str, saved: Path, tmp_path: Path, reader: Reader, examples: Examples) -> None:
     shutil.copy(saved / "model.safetensors", tmp_path / "one.safetensors")
     shutil.copy(saved / "model.safetensors", tmp_path / "adapter_model.safetensors")
     table, _ = header_of(saved / "model.safetensors")

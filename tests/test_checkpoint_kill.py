@@ -31,11 +31,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import forks
 import trueshard
 from damage import bits, build, fill, tensors_of
 from parity import _environment
 
-ROUNDS = 100
+ROUNDS = [15, pytest.param(100, marks=pytest.mark.rest)]
 LIMIT = 20.0
 """seconds for a collective, and for a rank to end once another was killed"""
 LONGEST = 0.25
@@ -202,7 +203,7 @@ class Nursery:
     """Starts rounds in a process of their own."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
+        self.process = forks.Popen(
             [sys.executable, "-c", "import test_checkpoint_kill as kill; kill.nursery()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -247,10 +248,13 @@ def hidden(folder: Path) -> set[str]:
 
 
 @pytest.mark.timeout(600)
-def test_killed_at_any_moment_the_newest_checkpoint_is_what_was_saved(tmp_path: Path, rounds: Nursery) -> None:
+@pytest.mark.parametrize("count", ROUNDS)
+def test_killed_at_any_moment_the_newest_checkpoint_is_what_was_saved(
+    count: int, tmp_path: Path, rounds: Nursery
+) -> None:
     chance, folder = random.Random(0), tmp_path / "run"
     saved, before, left = 0, set[str](), 0
-    for number in range(ROUNDS):
+    for number in range(count):
         victims = chance.choice([[0], [1], [0, 1], [0, 1]])
         ends = rounds.play(
             ranks=2,

@@ -3,7 +3,7 @@
 Every setup is trained, saved, and trained on. Processes that were started afterwards load it over models and optimizers
 whose every number was overwritten. What a load must bring back is held against what was there when ``save`` was called,
 on every rank, to the last bit. A few setups go from every layout to every other. The others are saved at three world
-sizes and loaded from their own and one other; the slow test takes them from each of four to each of four.
+sizes and loaded from their own and one other; the rest takes them from each of four to each of four.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from parity import Pool, Ranks, assert_same
 SIZES = ("1", "2", "3", "4")
 FEW = ("tied", "without dimensions", "Muon and SGD")
 """setups that are saved and loaded in every layout, not only at every world size"""
+SHORT = ("tied", "LoRA", "by owner and by element")
+"""setups that are not of the rest"""
 COMPILED = ("without dimensions",)
 PROGRESS = {"step": 3, "rate": 0.1, "seen": {7: [1, None, "two"], "pair": (1, 2.5)}}
 
 Outcome = dict[tuple[str, str, str], str]
 """(setup, layout saved in, layout loaded in) → why it failed, or nothing"""
-
-
-def _names(layout: str, every: bool) -> list[str]:
-    return [name for name in SETUPS if layout in _layouts(name, every)]
 
 
 def _layouts(name: str, every: bool) -> list[str]:
@@ -51,9 +49,9 @@ def _sources(name: str, layout: str, every: bool) -> list[str]:
     return turned if every or name in FEW else turned[:2]
 
 
-def save_all(rank: int, world_size: int, folder: str, layout: str, every: bool) -> dict[str, str]:
+def save_all(rank: int, world_size: int, folder: str, layout: str, names: list[str]) -> dict[str, str]:
     """Each setup trained for three steps, saved, and trained for three more; the traceback of each that failed."""
-    return {name: _attempt(_save_one, rank, world_size, Path(folder), layout, name) for name in _names(layout, every)}
+    return {name: _attempt(_save_one, rank, world_size, Path(folder), layout, name) for name in names}
 
 
 def _attempt(function: Any, *args: Any) -> str:
@@ -79,10 +77,10 @@ def _save_one(rank: int, world_size: int, folder: Path, layout: str, name: str) 
     torch.save(expected, folder / name / f"{layout}.rank{rank}.pt")
 
 
-def load_all(rank: int, world_size: int, folder: str, layout: str, every: bool) -> Outcome:
+def load_all(rank: int, world_size: int, folder: str, layout: str, names: list[str], every: bool) -> Outcome:
     """Each setup loaded from the layouts that it was saved in."""
     outcome: Outcome = {}
-    for name in _names(layout, every):
+    for name in names:
         try:
             model, optimizer = started(SETUPS[name], LAYOUTS[layout])
         except Exception:
@@ -114,17 +112,21 @@ def _load_one(
         assert_same(everything(model), expected["next"], rtol=setup.near, atol=setup.near)
 
 
-def _tried(pool: Pool, folder: Path, every: bool) -> Outcome:
+def _tried(pool: Pool, folder: Path, names: Iterable[str], every: bool) -> Outcome:
     """All that is saved, loaded by other processes than those that saved it."""
     found: Outcome = {}
-    for name in SETUPS:
+    for name in names:
         (folder / name).mkdir()
-    for key, layout in LAYOUTS.items():
-        for rank, each in enumerate(Ranks(layout.ranks, pool).run(save_all, str(folder), key, every, timeout=120)):
+    ways = {layout: [name for name in names if layout in _layouts(name, every)] for layout in LAYOUTS}
+    ways = {layout: some for layout, some in ways.items() if some}
+    for key, some in ways.items():
+        ranks = Ranks(LAYOUTS[key].ranks, pool)
+        for rank, each in enumerate(ranks.run(save_all, str(folder), key, some, timeout=120)):
             found |= {(n, key, f"nothing: rank {rank} did not save it"): text for n, text in each.items() if text}
     pool.drop(list(pool.workers.values()))
-    for key, layout in LAYOUTS.items():
-        for rank, each in enumerate(Ranks(layout.ranks, pool).run(load_all, str(folder), key, every, timeout=120)):
+    for key, some in ways.items():
+        ranks = Ranks(LAYOUTS[key].ranks, pool)
+        for rank, each in enumerate(ranks.run(load_all, str(folder), key, some, every, timeout=120)):
             for pair, failure in each.items():
                 if failure or pair not in found:
                     found[pair] = f"rank {rank}: {failure}" if failure else ""
@@ -132,8 +134,14 @@ def _tried(pool: Pool, folder: Path, every: bool) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcome(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return _tried(pool, tmp_path_factory.mktemp("worlds"), every=False)
+def tried(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Outcome]:
+    """A setup, and what became of it in every layout that it is saved and loaded in."""
+    return request.param, _tried(pool, tmp_path_factory.mktemp("worlds"), [request.param], every=False)
+
+
+def some_of(names: Iterable[str]) -> pytest.MarkDecorator:
+    marked = [pytest.param(name, marks=() if name in SHORT else pytest.mark.rest) for name in names]
+    return pytest.mark.parametrize("tried", marked, indirect=True)
 
 
 def _hold(outcome: Outcome, name: str, pairs: Iterable[tuple[str, str]]) -> None:
@@ -145,27 +153,31 @@ def _hold(outcome: Outcome, name: str, pairs: Iterable[tuple[str, str]]) -> None
     assert not failed, f"{len(failed)} failed; " + "\n".join(lines[:3])
 
 
-@pytest.mark.parametrize("name", SETUPS)
-def test_the_same_world_size_resumes_bitwise(name: str, outcome: Outcome) -> None:
+@some_of(SETUPS)
+def test_the_same_world_size_resumes_bitwise(tried: tuple[str, Outcome]) -> None:
     """Three steps, saved, three more: as three more in new processes that loaded it. Random numbers go on too."""
+    name, outcome = tried
     _hold(outcome, name, [(size, size) for size in _layouts(name, False) if size in SIZES])
 
 
-@pytest.mark.parametrize("name", SETUPS)
-def test_another_world_size_loads_the_identical_state(name: str, outcome: Outcome) -> None:
+@some_of(SETUPS)
+def test_another_world_size_loads_the_identical_state(tried: tuple[str, Outcome]) -> None:
+    name, outcome = tried
     sizes = [size for size in _layouts(name, False) if size in SIZES]
     _hold(outcome, name, [(one, two) for two in sizes for one in _sources(name, two, False)[1:] if one in SIZES])
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_any_layout_loads_into_any_other(name: str, outcome: Outcome) -> None:
+@some_of(FEW)
+def test_any_layout_loads_into_any_other(tried: tuple[str, Outcome]) -> None:
     """Not sharded, replicated and sharded, offloaded, compiled: each into each, and each resumes bitwise."""
+    name, outcome = tried
     _hold(outcome, name, itertools.product(_layouts(name, False), repeat=2))
 
 
-@pytest.mark.slow
+@pytest.mark.rest
+@pytest.mark.timeout(1500)  # every pair of world sizes, each with a start of its own
 def test_any_world_size_loads_into_any_other(pool: Pool, tmp_path: Path) -> None:
     """Every setup, from each of four sizes at each of four."""
-    outcome = _tried(pool, tmp_path, every=True)
+    outcome = _tried(pool, tmp_path, SETUPS, every=True)
     for name in SETUPS:
         _hold(outcome, name, itertools.product(SIZES, repeat=2))

@@ -4,7 +4,6 @@ thread that has them ready."""
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+import forks
+from messages import lacking, naming
 from trueshard.errors import UserError
-from trueshard.train.data.collate import stack
-from trueshard.train.data.loader import EvaluationLoader, Loader
-from trueshard.train.data.mixture import Mixture, StreamMixture
-from trueshard.train.data.prefetch import Prefetcher
-from trueshard.train.data.samples import Batch, Sample
+from trueshard.train.data.loader import EvaluationLoader, Loader, Prefetcher
+from trueshard.train.data.order import Mixture, StreamMixture
+from trueshard.train.data.samples import Batch, Sample, stack
 
 LIMIT = 20.0
 """Seconds after which what should have happened has not."""
@@ -183,7 +182,7 @@ def test_last_step_is_described_by_its_samples_and_their_places() -> None:
 def test_last_step_of_a_stream_is_described_by_the_ranks_own_samples() -> None:
     loader = Loader(Counting(), stack, batch_size=4, rank=1, ranks=2)
     list(islice(loader, 2))
-    assert loader.describe_last(1) == "samples 4 to 7 (of this rank: line 6; line 7)"
+    assert lacking(loader.describe_last(1), 4, 7, "line 6; line 7") == []
 
 
 def test_long_steps_are_described_in_part() -> None:
@@ -193,7 +192,7 @@ def test_long_steps_are_described_in_part() -> None:
 
 
 def test_batch_size_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="multiple of 3 ranks × accumulate 2"):
+    with pytest.raises(ValueError, match=naming("multiple", "3 ranks", "accumulate 2")):
         Loader(Numbers(100), stack, batch_size=8, accumulate=2, ranks=3)
 
 
@@ -215,7 +214,7 @@ def test_evaluation_takes_each_sample_once_over_all_ranks(ranks: int, limit: int
 
 
 def test_evaluation_with_fewer_samples_than_ranks_is_refused() -> None:
-    with pytest.raises(UserError, match=r"2 samples for 3 ranks.*evaluation.fraction"):
+    with pytest.raises(UserError, match=naming("2 samples", "3 ranks", "evaluation.fraction")):
         EvaluationLoader(Numbers(17), stack, batch_size=4, rank=0, ranks=3, limit=2)
 
 
@@ -241,7 +240,7 @@ def test_process_ends_while_batches_are_made() -> None:
     """Neither a thread at work nor one that waits for its reader keeps a program from its end."""
     program = """
 import itertools, time
-from trueshard.train.data.prefetch import Prefetcher
+from trueshard.train.data.loader import Prefetcher
 waiting = Prefetcher(itertools.count(), 1)
 def slow():
     while True:
@@ -251,7 +250,7 @@ working = Prefetcher(slow(), 3)
 next(waiting), next(working)
 print("done")
 """
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    found = forks.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert (found.stdout, found.stderr) == ("done\n", "")
 
 

@@ -75,11 +75,11 @@ def test_pair_without_an_answer_in_a_sequence_is_left_out(tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("record", "parts"),
     [
-        ({"prompt": "a", "chosen": "b", "reject": "c"}, ("has no 'rejected'", "Did you mean 'reject'?")),
-        ({"prompt": "a", "chosen": RIGHT, "rejected": "c"}, ("chosen list, rejected str",)),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, ("chosen and rejected are the same",)),
-        ({"chosen": USER + RIGHT, "rejected": RIGHT}, ("has no 'prompt'", "begin differently")),
-        ({"prompt": USER, "chosen": USER, "rejected": WRONG}, ("chosen: there is nothing that the assistant says",)),
+        ({"prompt": "a", "chosen": "b", "reject": "c"}, ("'rejected'", "'reject'?")),
+        ({"prompt": "a", "chosen": RIGHT, "rejected": "c"}, ("chosen", "list", "rejected", "str")),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, ("chosen", "rejected", "same")),
+        ({"chosen": USER + RIGHT, "rejected": RIGHT}, ("'prompt'", "begin")),
+        ({"prompt": USER, "chosen": USER, "rejected": WRONG}, ("chosen", "assistant")),
     ],
 )
 def test_wrong_pairs_are_named(tmp_path: Path, record: Any, parts: tuple[str, ...]) -> None:

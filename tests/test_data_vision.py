@@ -16,10 +16,11 @@ from PIL import Image
 from pyarrow import parquet
 
 import corpora
+from messages import naming
 from trueshard.errors import UserError
 from trueshard.train.config import Config
+from trueshard.train.data.chat import place_images
 from trueshard.train.data.loader import Loader
-from trueshard.train.data.messages import place_images
 from trueshard.train.data.prepared import Prepared
 from trueshard.train.data.samples import IGNORED
 from trueshard.train.data.tokenizer import CHATML
@@ -237,22 +238,22 @@ def test_what_is_longer_is_cut_after_its_pictures(tmp_path: Path, processor: Pat
     batch = data.collate([data.train[0]])
     assert batch["input_ids"].shape == batch["targets"].shape == batch["attention_mask"].shape == (1, 80)
     short = corpora.made(vision(tmp_path, processor, records, length=20))
-    with pytest.raises(UserError, match=r"seen.jsonl, line 1: its images end beyond 20 of \d+ tokens"):
+    with pytest.raises(UserError, match=naming("seen.jsonl, line 1", "images", 20, "tokens")):
         short.collate([short.train[0]])
 
 
 @pytest.mark.parametrize(
     ("record", "parts"),
     [
-        ({"messages": asked(), "images": ["pictures/9.png"]}, ("pictures/9.png does not exist", "relative to")),
-        ({"messages": asked(), "images": ["seen.jsonl"]}, ("seen.jsonl cannot be read", "replace it")),
-        ({"messages": asked("<image><image>"), "images": ["pictures/1.png"]}, ("a place for an image",)),
+        ({"messages": asked(), "images": ["pictures/9.png"]}, ("pictures/9.png", "does not exist", "relative")),
+        ({"messages": asked(), "images": ["seen.jsonl"]}, ("seen.jsonl", "cannot be read")),
+        ({"messages": asked("<image><image>"), "images": ["pictures/1.png"]}, ("image", "place")),
         (
             {"messages": asked("<image>"), "images": ["pictures/1.png", "pictures/2.png"]},
-            ("1 of 2 images have no place",),
+            ("1 of 2 images", "place"),
         ),
-        ({"messages": asked()}, ("has no image", "leave it out")),
-        ({"messages": asked(), "images": [3]}, ("wanted the path of an image, found a int",)),
+        ({"messages": asked()}, ("no image", "leave it out")),
+        ({"messages": asked(), "images": [3]}, ("path", "image", "int")),
     ],
 )
 def test_wrong_pictures_are_named(tmp_path: Path, processor: Path, record: Any, parts: tuple[str, ...]) -> None:
@@ -270,13 +271,13 @@ def test_picture_that_ends_in_the_middle_is_found_before_training(tmp_path: Path
     noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save(file)
     file.write_bytes(file.read_bytes()[:2000])
-    with pytest.raises(UserError, match=r"seen.jsonl, line 1: the image .*1.png cannot be read"):
+    with pytest.raises(UserError, match=naming("seen.jsonl, line 1", "1.png", "cannot be read")):
         corpora.made(vision(tmp_path, processor, [{"messages": asked(), "images": ["pictures/1.png"]}]))
     file.unlink()
     Image.fromarray(noise).save(file, format="JPEG")  # whose damage only decoding shows
     file.write_bytes(file.read_bytes()[:2000])
     data = corpora.made(vision(tmp_path, processor, [{"messages": asked(), "images": ["pictures/1.png"]}]))
-    with pytest.raises(UserError, match=r"seen.jsonl, line 1: the image .*1.png cannot be read"):
+    with pytest.raises(UserError, match=naming("seen.jsonl, line 1", "1.png", "cannot be read")):
         next(Loader(data.train, data.collate, batch_size=1))
 
 
@@ -284,5 +285,5 @@ def test_directory_without_a_processor_is_named(tmp_path: Path, processor: Path)
     write_pictures(tmp_path)
     plain = tmp_path / "plain"
     shutil.copytree(processor, plain, ignore=shutil.ignore_patterns("processor_config.json"))
-    with pytest.raises(UserError, match=r"tokenizer.path: .*plain"):
+    with pytest.raises(UserError, match=naming("tokenizer.path", "plain")):
         corpora.made(vision(tmp_path, plain, [{"messages": asked(), "images": ["pictures/1.png"]}]))

@@ -8,18 +8,19 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import documents_commands
 import documents_pictures
+import forks
 import trueshard
+from architecture_floors import FLOORS
 from documents_blocks import FENCE, LANGUAGES, ROOT, blocks, pages
 from documents_models import make_models
 from running import environment
-from test_architecture import FLOORS
 
 #: What pages name of the repository, and find where they run.
 FOLDERS = ("examples", "src", "tests", "docs", "benchmarks")
@@ -34,24 +35,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, models: Path
-) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
-    """Every page that this session tests, run in a folder of its own; two at a time."""
-    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    wanted = [each["runnable"] for each in asked if "runnable" in each]
-    with ThreadPoolExecutor(2) as pool:
-        folders = {page: tmp_path_factory.mktemp(page.replace("/", "-")) for page in wanted}
-        yield {page: pool.submit(run_page, page, folder, models) for page, folder in folders.items()}
-
-
 def run_page(page: str, folder: Path, models: Path) -> subprocess.CompletedProcess[str]:
     for name in FOLDERS:
         (folder / name).symlink_to(ROOT / name)
     for model in models.iterdir():
         (folder / model.name).symlink_to(model)
-    return subprocess.run(
+    return forks.run(
         [sys.executable, Path(__file__).with_name("documents_run.py"), page],
         cwd=folder,
         env=environment(HF_HUB_OFFLINE="1", NO_COLOR="1"),
@@ -62,17 +51,22 @@ def run_page(page: str, folder: Path, models: Path) -> subprocess.CompletedProce
     )
 
 
-#: The longest first, since two run at a time.
-RUNNABLE = sorted(
-    (page for page in pages() if any(block.language != "text" for block in blocks(page))),
-    key=lambda page: -sum(block.language == "bash" for block in blocks(page)),
-)
+#: What the rest holds: commands that start several processes each, and a page that runs a test file.
+LONG = re.compile(r"^(trueshard (train|demo|verify|doctor|plan|export worker)|torchrun|.*pytest) ", flags=re.MULTILINE)
 
 
-@pytest.mark.timeout(500)  # it waits for others, on a busy machine
-@pytest.mark.parametrize("runnable", RUNNABLE)
-def test_every_block_of_a_page_runs(runnable: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]) -> None:
-    found = runs[runnable].result()
+def runnable_pages() -> Iterator[Any]:
+    for page in pages():
+        code = [block for block in blocks(page) if block.language != "text"]
+        is_long = any(block.language == "bash" and LONG.search(block.text) for block in code)
+        if code:
+            yield pytest.param(page, id=page, marks=pytest.mark.rest if is_long else ())
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("runnable", runnable_pages())
+def test_every_block_of_a_page_runs(runnable: str, models: Path, tmp_path: Path) -> None:
+    found = run_page(runnable, tmp_path, models)
     assert found.returncode == 0, found.stdout[-6000:]
     printed = {line.rstrip() for line in found.stdout.splitlines()}
     shown = [line for block in blocks(runnable) if block.title == "output" for line in block.text.splitlines() if line]
@@ -142,29 +136,39 @@ def test_the_architecture_names_every_floor() -> None:
     assert missing == []
 
 
-def literals() -> Iterator[str]:
-    """Every string of the sources, with ``…`` where a value is put in."""
-    for file in (ROOT / "src" / "trueshard").rglob("*.py"):
+def literals() -> Iterator[tuple[str, str]]:
+    """Every string of the sources, with ``…`` where a value is put in, and its file and line."""
+    for file in sorted((ROOT / "src" / "trueshard").rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         documentation = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if node in documentation:
                 continue
+            place = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.JoinedStr):
-                yield "".join(each.value if isinstance(each, ast.Constant) else "…" for each in node.values)
+                yield "".join(each.value if isinstance(each, ast.Constant) else "…" for each in node.values), place
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
+                yield node.value, place
 
 
-QUOTED = re.findall(r"^#### `(.*)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.MULTILINE)
-SAID = sorted(set(literals()))
+def nearest(fragment: str) -> str:
+    """The string of the sources that has most words of `fragment`, and where it is: where the words were changed."""
+    words = set(fragment.split())
+    text, place = max(SAID.items(), key=lambda said: (len(words & set(said[0].split())), -len(said[0])))
+    return f"{place}: {text!r}"
 
 
-@pytest.mark.parametrize("message", QUOTED)
-def test_a_quoted_message_is_one_that_the_code_raises(message: str) -> None:
-    pattern = re.compile(".*".join(map(re.escape, message.split("…"))))
-    assert any(pattern.search(text) for text in SAID)
+FRAGMENTS = re.findall(r"^#### `(.*)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+SAID = dict(literals())
 
 
-def test_the_messages_are_many() -> None:
-    assert len(QUOTED) == len(set(QUOTED)) > 25
+@pytest.mark.parametrize("fragment", FRAGMENTS)
+def test_an_entry_of_troubleshooting_is_found_by_words_of_a_message(fragment: str) -> None:
+    pattern = re.compile(".*".join(map(re.escape, fragment.split("…"))))
+    said = any(pattern.search(text) for text in SAID)
+    assert said, f"docs/troubleshooting.md: no message has `{fragment}`; nearest is {nearest(fragment)}"
+
+
+def test_the_entries_of_troubleshooting_are_short_and_many() -> None:
+    assert len(FRAGMENTS) == len(set(FRAGMENTS)) > 25
+    assert [fragment for fragment in FRAGMENTS if len(fragment) > 60] == []

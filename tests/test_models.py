@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from messages import naming
 from models import ARCHITECTURES, CASES, LAZY, rows
 
 SAMPLES = 6
@@ -95,5 +96,5 @@ def test_adapters_train_their_own_parameters_alone(name: str, trained: list[str]
 
 
 def test_rows_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="4 rows do not divide by 3 ranks"):
+    with pytest.raises(ValueError, match=naming("4 rows", "3 ranks")):
         rows({"x": torch.zeros(4, 2)}, 0, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import trueshard
+from messages import naming
 from models.handmade import Scalar, Sometimes, Stack, TiedBlocks, Tiny
 from parity import Ranks, assert_same
 from training import whole
@@ -74,7 +74,7 @@ def measured(rank: int, world_size: int, build: Callable[[], nn.Module], kind: s
     return report
 
 
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@pytest.mark.parametrize("kind", [pytest.param("SGD", marks=pytest.mark.rest), "AdamW"])
 @pytest.mark.parametrize("build", BUILDS)
 def test_norms_do_not_depend_on_the_ranks(
     build: Callable[[], nn.Module], kind: str, alone: Ranks, ranks2: Ranks, ranks3: Ranks, ranks4: Ranks
@@ -137,16 +137,16 @@ def test_it_measures_what_is_stepped_also_while_parameters_are_gathered(ranks2: 
 
 def test_reading_too_early_and_wrong_names_are_errors() -> None:
     model = TiedBlocks()
-    with trueshard.measure_norms(model) as norms, pytest.raises(RuntimeError, match="read them after it"):
+    with trueshard.measure_norms(model) as norms, pytest.raises(RuntimeError, match="after"):
         norms["first.weight"]
     assert "first.weight" in norms
     assert norms.get("nothing") is None
-    with pytest.raises(KeyError, match=re.escape("no parameter is called 'first.wait'. Did you mean 'first.weight'")):
+    with pytest.raises(KeyError, match=naming("'first.wait'", "'first.weight'")):
         norms["first.wait"]
-    with pytest.raises(KeyError, match=r"'blocks.2.up.weight' is tied to 'blocks.0.up.weight'"):
+    with pytest.raises(KeyError, match=naming("'blocks.2.up.weight'", "tied", "'blocks.0.up.weight'")):
         norms["blocks.2.up.weight"]
     with (
-        pytest.raises(ValueError, match=r"'first.weight' is on the meta device"),
+        pytest.raises(ValueError, match=naming("'first.weight'", "meta")),
         trueshard.measure_norms(Stack().to("meta")),
     ):
         pass
@@ -170,7 +170,7 @@ def test_an_exception_in_the_block_goes_through_and_leaves_no_copy() -> None:
     del caught
     gc.collect()
     assert copies[0]() is None
-    with pytest.raises(RuntimeError, match="raised, so nothing was measured"):
+    with pytest.raises(RuntimeError, match="raised"):
         list(reports[0])
 
 

@@ -99,9 +99,10 @@ def packed_files(wheel: Path) -> set[str]:
 def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     packed = packed_files(wheel)
     assert packed == library_files(ROOT / "src")
-    assert {"trueshard/py.typed", "trueshard/planner/speed/hardware.toml", "trueshard/train/demo.toml"} <= packed
+    assert {"trueshard/py.typed", "trueshard/planner/hardware.toml", "trueshard/train/demo.toml"} <= packed
 
 
+@pytest.mark.rest
 def test_the_source_distribution_builds_the_same_wheel(tree: Path, wheel: Path) -> None:
     code = "import setuptools.build_meta as build; print(build.build_sdist('sdist'))"
     name = run(sys.executable, "-c", code, where=tree).splitlines()[-1]
@@ -129,12 +130,14 @@ def test_the_version_stands_in_one_form_everywhere() -> None:
     assert version == newest == trueshard.__version__
 
 
+@pytest.mark.rest
 def test_the_command_helps(installed: Path, tmp_path: Path) -> None:
     said = run(installed / "trueshard", "--help", where=tmp_path)
     for command in ("train", "plan", "doctor", "check", "inspect", "export"):
         assert re.search(rf"\b{command}\b", said)
 
 
+@pytest.mark.rest
 def test_the_command_plans_and_draws(installed: Path, tmp_path: Path) -> None:
     """The catalogue of hardware and the parts of the page are files beside the code."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
@@ -146,6 +149,7 @@ def test_the_command_plans_and_draws(installed: Path, tmp_path: Path) -> None:
     assert "<script" in page
 
 
+@pytest.mark.rest
 def test_the_doctor_finds_nothing_wrong(installed: Path, tmp_path: Path) -> None:
     said = run(installed / "trueshard", "doctor", "--nproc", "2", where=tmp_path, CUDA_VISIBLE_DEVICES="")
     lines = [line.split() for line in said.splitlines()]
@@ -154,6 +158,7 @@ def test_the_doctor_finds_nothing_wrong(installed: Path, tmp_path: Path) -> None
     assert said.splitlines()[-1].startswith("Training works")
 
 
+@pytest.mark.rest
 def test_what_an_extra_would_bring_is_one_line(installed: Path, tmp_path: Path) -> None:
     code = "import sys; sys.modules['psutil'] = None; from trueshard.cli import main; sys.exit(main(['demo']))"
     said = run(installed / "python", "-c", code, where=tmp_path, code=2)
@@ -162,6 +167,47 @@ def test_what_an_extra_would_bring_is_one_line(installed: Path, tmp_path: Path) 
     assert "pip install 'trueshard[train]'" in said
 
 
+WITHOUT_EXTRAS = """
+import sys
+for name in ("cloudpickle", "networkx", "packaging", "psutil", "pydantic", "rich", "tomlkit", "transformers", "typer"):
+    sys.modules[name] = None
+import torch, trueshard
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+trueshard.shard(model, optimizer)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+trueshard.save("saved", model=model, optimizer=optimizer)
+trueshard.load("saved", model=model, optimizer=optimizer)
+print(trueshard.check("saved"))
+for use in (
+    lambda: trueshard.plan,
+    lambda: trueshard.shard(torch.nn.Linear(4, 4), memory="1GiB"),
+    lambda: trueshard.verify(torch.nn.Linear(4, 4)),
+):
+    try:
+        use()
+    except ModuleNotFoundError as error:
+        print("missing:", error)
+from trueshard.cli import main
+sys.exit(main(["--help"]))
+"""
+
+
+@pytest.mark.rest
+def test_the_library_alone_shards_saves_and_loads_and_names_the_extra_of_the_rest(
+    installed: Path, tmp_path: Path
+) -> None:
+    said = run(installed / "python", "-W", "ignore", "-c", WITHOUT_EXTRAS, where=tmp_path, code=2).splitlines()
+    assert [line for line in said if "saved" in line]
+    missing = [line for line in said if line.startswith("missing: ")]
+    assert len(missing) == 3
+    assert all("pip install 'trueshard[plan]'" in line for line in missing)
+    assert "typer" in said[-1]
+    assert "pip install 'trueshard[cli]'" in said[-1]
+
+
+@pytest.mark.rest
 def test_the_command_trains_with_two_processes(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("To shard or not to shard, that is the question.\n" * 200)

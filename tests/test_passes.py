@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ import torch
 from torch import nn
 
 import trueshard
+from handmade_training import Report, batch, ids, parameters, same
+from messages import naming
 from models.handmade import Methods, Scalar, Stack, TiedLanguageModel
 from parity import LAUNCHER_VARIABLES, RankFailure, Ranks, assert_same
-from test_contract import Report, batch, ids, parameters, same
 from training import train, whole
 
 
@@ -197,10 +197,8 @@ def one_fails(rank: int, world_size: int, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_rank_that_fails_ends_the_others_with_an_error(where: str, ranks3: Ranks) -> None:
-    start = time.monotonic()
     with pytest.raises(RankFailure) as failure:
         ranks3.run(one_fails, where, timeout=40)
-    assert time.monotonic() - start < 40
     assert "rank 0 died with exit code 4" in str(failure.value)
     assert "rank 1 died with exit code 3" in str(failure.value)
     assert "rank 2 died with exit code 4" in str(failure.value)
@@ -242,7 +240,9 @@ print(line, end="", flush=True)  # in one piece: two processes write to one pipe
 """
 
 
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]])
+@pytest.mark.parametrize(
+    "launcher", [[], pytest.param(["-m", "torch.distributed.run", "--nproc-per-node", "2"], marks=pytest.mark.rest)]
+)
 def test_a_script_ends_by_itself(launcher: list[str], tmp_path: Path) -> None:
     """The group that shard() made is closed at exit: no warning, no hang, exit code 0."""
     script = tmp_path / "script.py"
@@ -296,7 +296,7 @@ def loaded(rank: int, world_size: int) -> None:
     model.load_state_dict(source.state_dict())
     assert_same(parameters(model), parameters(source))
     wrong = source.state_dict() | {"layers.0.up.weight": torch.zeros(3, 3)}
-    with pytest.raises(RuntimeError, match=r"size mismatch for layers.0.up.weight"):
+    with pytest.raises(RuntimeError, match=naming("size mismatch", "layers.0.up.weight")):
         model.load_state_dict(wrong)
     wrapped = nn.ModuleDict({"inner": model})
     wrapped.load_state_dict({f"inner.{key}": value * 2 for key, value in source.state_dict().items()})

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plain_allocators import Plain, PlainExpandable
-from trueshard.planner.events import Stream
-from trueshard.planner.memory.caching import Block, CachingAllocator, CapacityError
+from plain_allocators import Plain
+from trueshard.planner.allocator import Block, CachingAllocator
+from trueshard.planner.trace import Stream
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -108,31 +108,15 @@ def test_cached_memory_does_not_go_to_another_stream_or_pool() -> None:
     assert allocator.reserved == 42 * MIB
 
 
-@pytest.mark.parametrize("expandable", [False, True])
-def test_what_is_cached_is_used_again(expandable: bool) -> None:
-    allocator = CachingAllocator(expandable=expandable)
+def test_what_is_cached_is_used_again() -> None:
+    allocator = CachingAllocator()
     for _ in range(3):
         blocks = [allocator.allocate(size) for size in (100, MIB, 3 * MIB, 50 * MIB)]
         reserved = allocator.reserved
         for block in blocks:
             allocator.free(block)
-        assert allocator.reserved == reserved == allocator.peak_reserved
+        assert allocator.reserved == reserved
     assert allocator.allocated == 0
-
-
-def test_the_cache_goes_back_when_the_device_is_full() -> None:
-    allocator = CachingAllocator(capacity=100 * MIB)
-    for stream in ("compute", "all_gather"):
-        allocator.free(allocator.allocate(40 * MIB, stream))
-    kept = allocator.allocate(10 * MIB, "compute")  # splits: its segment cannot go back
-    allocator.allocate(60 * MIB, "reduce_scatter")
-    assert (allocator.reserved, allocator.retries, allocator.peak_reserved) == (100 * MIB, 1, 100 * MIB)
-    with pytest.raises(CapacityError) as failure:
-        allocator.allocate(31 * MIB, "compute")
-    assert (failure.value.missing, allocator.retries) == (32 * MIB, 2)
-    assert allocator.allocate(30 * MIB, "compute").address == kept.address + kept.size
-    allocator.allocate(10 * MIB, "compute", beyond=True)
-    assert allocator.reserved == 110 * MIB
 
 
 def test_alternating_sizes_fragment() -> None:
@@ -145,58 +129,6 @@ def test_alternating_sizes_fragment() -> None:
     assert (allocator.reserved, allocator.allocated) == (332 * MIB, 182 * MIB)
 
 
-def test_growing_sizes_need_new_segments_where_an_expandable_one_grows() -> None:
-    plain, expandable = CachingAllocator(), CachingAllocator(expandable=True)
-    for allocator in (plain, expandable):
-        for size in (100, 120, 140):
-            allocator.free(allocator.allocate(size * MIB))
-    assert plain.reserved == (100 + 120 + 140) * MIB
-    assert expandable.reserved == 140 * MIB
-
-
-def test_an_expandable_segment_takes_whole_pages() -> None:
-    allocator = CachingAllocator(expandable=True)
-    allocator.allocate(KIB)
-    assert allocator.reserved == 2 * MIB
-    allocator.allocate(3 * MIB)
-    assert allocator.reserved == 22 * MIB
-    # 17 MiB are free in the first page; a second is put behind it
-    block = allocator.allocate(25 * MIB)
-    assert allocator.reserved == 42 * MIB
-    # splits at 512 bytes
-    assert block.size == 25 * MIB
-    assert allocator.allocate(12 * MIB).address == block.address + block.size
-    assert allocator.reserved == 42 * MIB
-
-
-def test_an_expandable_block_that_can_grow_is_not_the_best_fit() -> None:
-    """8 MiB fit into the end (10 MiB free, but followed by room) and into a hole of 15 MiB: the hole is taken."""
-    allocator = CachingAllocator(expandable=True)
-    hole = allocator.allocate(15 * MIB)
-    allocator.allocate(15 * MIB)
-    address = hole.address
-    allocator.free(hole)
-    assert allocator.cached()[0].size == 10 * MIB
-    assert allocator.allocate(8 * MIB).address == address
-
-
-def test_whole_free_pages_of_an_expandable_segment_go_back() -> None:
-    allocator = CachingAllocator(capacity=100 * MIB, expandable=True)
-    low, middle, high = (allocator.allocate(size * MIB) for size in (30, 45, 5))
-    address = middle.address
-    allocator.free(middle)  # 30 to 75 MiB, of which the pages 40 to 60 are whole
-    allocator.allocate(40 * MIB, "all_gather")
-    assert (allocator.reserved, allocator.retries) == (100 * MIB, 1)
-    # 10 MiB before and 15 MiB after the gap are still there
-    assert [block.size for block in allocator.cached() if block.pool is low.pool] == [10 * MIB, 15 * MIB]
-    with pytest.raises(CapacityError) as failure:
-        allocator.allocate(45 * MIB)
-    assert failure.value.missing == 20 * MIB
-    filled = allocator.allocate(45 * MIB, beyond=True)
-    assert (filled.address, allocator.reserved) == (address, 120 * MIB)
-    assert high.address == address + 45 * MIB
-
-
 SIZES = st.one_of(
     st.integers(1, 4 * KIB),
     st.integers(1, 2 * MIB),
@@ -206,87 +138,45 @@ SIZES = st.one_of(
 STREAMS: st.SearchStrategy[Stream] = st.sampled_from(["compute", "compute", "all_gather"])
 REQUESTS = st.lists(st.one_of(st.tuples(SIZES, STREAMS), st.integers(0, 1000)), max_size=80)
 """A size and stream to allocate, or which of the live blocks to free."""
-CAPACITIES = st.one_of(st.none(), st.integers(20 * MIB, 300 * MIB))
 
 
 @settings(max_examples=150, deadline=None)
-@given(REQUESTS, CAPACITIES)
-def test_it_decides_as_a_plain_one(requests: list[tuple[int, Stream] | int], capacity: int | None) -> None:
-    allocator, plain = CachingAllocator(capacity), Plain(capacity)
+@given(REQUESTS)
+def test_it_decides_as_a_plain_one(requests: list[tuple[int, Stream] | int]) -> None:
+    allocator, plain = CachingAllocator(), Plain()
     live: list[tuple[Block, list[int | str]]] = []
     for request in requests:
         if isinstance(request, tuple):
-            expected = plain.allocate(*request)
-            if expected is None:
-                with pytest.raises(CapacityError):
-                    allocator.allocate(*request)
-                continue
-            block = allocator.allocate(*request)
+            block, expected = allocator.allocate(*request), plain.allocate(*request)
             live.append((block, expected))
             assert [block.address, block.size] == expected[:2]
         elif live:
             block, expected = live.pop(request % len(live))
             allocator.free(block)
             plain.free(expected)
-        assert (allocator.reserved, allocator.retries) == (plain.reserved(), plain.retries)
+        assert allocator.reserved == plain.reserved
         free = sorted([b.address, b.size] for b in allocator.cached())
         assert free == sorted([b[0], b[1]] for b in plain.blocks if b[4])
 
 
-@settings(max_examples=200, deadline=None)
-@given(REQUESTS, CAPACITIES)
-def test_expandable_decides_as_a_plain_one(requests: list[tuple[int, Stream] | int], capacity: int | None) -> None:
-    allocator, plain = CachingAllocator(capacity, expandable=True), PlainExpandable(capacity)
-    live: list[tuple[Block, tuple[str, bool, int]]] = []
-    for request in requests:
-        if isinstance(request, tuple):
-            expected = plain.allocate(*request)
-            if expected is None:
-                with pytest.raises(CapacityError):
-                    allocator.allocate(*request)
-                continue
-            block = allocator.allocate(*request)
-            live.append((block, expected))
-            assert block.address % (20 * MIB << 18) == expected[2]
-        elif live:
-            block, expected = live.pop(request % len(live))
-            allocator.free(block)
-            plain.free(expected)
-        assert (allocator.reserved, allocator.retries) == (plain.reserved, plain.retries)
-        free = [piece[0] for pool in plain.pools.values() for piece in pool if piece[1] == "free"]
-        assert sorted(free) == sorted(block.size for block in allocator.cached())
-
-
 @settings(max_examples=150, deadline=None)
-@given(REQUESTS, CAPACITIES, st.booleans())
-def test_what_always_holds(requests: list[tuple[int, Stream] | int], capacity: int | None, expandable: bool) -> None:
-    allocator = CachingAllocator(capacity, expandable)
+@given(REQUESTS)
+def test_what_always_holds(requests: list[tuple[int, Stream] | int]) -> None:
+    allocator = CachingAllocator()
     live: list[Block] = []
-    peak = 0
+    before = 0
     for request in requests:
         if isinstance(request, tuple):
-            before, missing = allocator.reserved, 0
-            try:
-                live.append(allocator.allocate(*request))
-            except CapacityError as error:
-                missing = error.missing
-                live.append(allocator.allocate(*request, beyond=True))
-            if capacity is not None:
-                assert allocator.reserved <= max(before, capacity + missing)
+            live.append(allocator.allocate(*request))
             assert request[0] <= live[-1].size < request[0] + MIB + 512
         elif live:
             allocator.free(live.pop(request % len(live)))
         both = sorted([*live, *allocator.cached()], key=lambda block: block.address)
         assert all(low.address + low.size <= high.address for low, high in pairwise(both))
-        assert sum(block.size for block in live) == allocator.allocated <= allocator.reserved
-        assert sum(block.size for block in both) == allocator.reserved
-        assert allocator.peak_reserved >= max(peak, allocator.reserved)
-        assert allocator.peak_allocated <= allocator.peak_reserved
-        peak = allocator.peak_reserved
+        assert sum(block.size for block in live) == allocator.allocated <= allocator.peak_allocated
+        assert sum(block.size for block in both) == allocator.reserved >= max(before, allocator.peak_allocated)
+        before = allocator.reserved
     for block in live:
         allocator.free(block)
-    whole = allocator.cached()
-    assert all(near is None or not near.mapped for block in whole for near in (block.prev, block.next))
-    allocator.empty_cache()
-    assert allocator.reserved == 0
-    assert not allocator.cached()
+    assert allocator.allocated == 0
+    assert all(block.prev is None and block.next is None for block in allocator.cached())

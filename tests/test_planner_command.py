@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from torch import nn
 
 import trueshard
+from messages import lacking
 from trueshard.cli import main
 
 CONFIG = {
@@ -127,6 +129,7 @@ def test_the_fixed_command_line(said: Said) -> None:
     assert found["bytes_received_per_step"] == pytest.approx(expected, rel=0.001)
 
 
+@pytest.mark.rest
 def test_latest_is_the_newest_checkpoint(said: Said, folder: Path) -> None:
     trueshard.save(folder / "step-00000001", model=nn.Linear(2, 2))
     (folder / "step-00000001" / "config.json").write_text(json.dumps(CONFIG))
@@ -148,7 +151,7 @@ def test_a_plan_is_written_read_and_compared(said: Said, folder: Path) -> None:
     again = json.loads(said("mine.py:make", "--hardware", "cpu", "--ranks", "2", "--plan", "a.json", "--json"))
     assert again["plan"] == json.loads((folder / "a.json").read_text())
     (folder / "b.json").write_text(json.dumps(again))  # what --json printed is read as well
-    assert said("--diff", "a.json", "b.json") == "The plans are equal.\n"
+    assert "equal" in said("--diff", "a.json", "b.json")
     (folder / "c.json").write_text((folder / "a.json").read_text().replace('"compile": false', '"compile": true'))
     assert said("--diff", "a.json", "c.json").startswith("compile: false → true")
     assert sorted(path.name for path in folder.glob("*.*")) == ["a.html", "a.json", "b.json", "c.json", "mine.py"]
@@ -158,50 +161,50 @@ def test_what_is_left_open_is_chosen(said: Said) -> None:
     text = said("mine.py:make", "--hardware", "cpu", "--ranks", "2", "--sequence", "8")
     assert "\nWhy\n  - Reshard " in text
     assert "  - Recompute " in text
-    assert "other plans were worked out" in text
+    assert re.search(r"\d+ other plans", text)
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("words", "parts"),
     [
-        ("tiny --hardware h10", "hardware 'h10' is not known. Did you mean 'h100'"),
-        ("tiny --ranks 12 --ranks-per-node 8", "ranks=12 is not a whole number of nodes of 8 ranks"),
-        ("tiny --ranks 8 --replicate 3", "ranks=8 cannot be divided into 3 replicas"),
-        ("tiny --ranks-per-node 0", "Invalid value for '--ranks-per-node'"),
-        ("tiny --sequence 0", "Invalid value for '--sequence'"),
-        ("tiny --ranks 8 --global-batch 12", "use a multiple of 8"),
-        ("tiny --memory lots", "memory='lots' is no size; write it like 70GiB"),
-        ("tiny --memory 500GiB", "is more than the 84,005,000,000 that torch can have on h100"),
-        ("tiny --memory 1KiB", "1.0 KiB is less than one unit of tiny takes"),
-        ("tiny --reshard-after-forward alway", "Did you mean 'always'"),
-        ("tiny --activation-checkpointing ful", "Did you mean 'full'"),
-        ("tiny --offload disk", "offload='disk' is not known"),
-        ("tiny --optimizer adamx", "no optimizer is called 'adamx'. Did you mean 'adamax'"),
-        ("tiny --param-dtype bf17", "Did you mean 'bf16'"),
-        ("tiny --storage-dtype bf17", "Did you mean 'bf16'"),
-        ("tiny --units Foo", "nothing in the model is called 'Foo'"),
-        ("tinyy", "Did you mean 'tiny'"),
-        ("mine.py", "names no function"),
-        ("mine.py:mak", "mine.py has no 'mak'. Did you mean 'make'"),
-        ("mine.py:data", "reads a file of tensors (torch.load('tokens.pt'))"),
-        ("mine.py:gpu", "uses a GPU (.cuda()), and there is none"),
-        ("", "plan needs a MODEL"),
-        ("tiny --plan mine.py", "mine.py: a plan must be JSON"),
-        ("tiny --plan none.json", "none.json"),
-        ("mine.py:make --out nowhere/a.json", "there is no folder nowhere"),
-        ("mine.py:make --html nowhere/a.html --out a.json", "there is no folder nowhere"),
-        ("mine.py:make --html tiny", "tiny is a folder; give the name of a file"),
+        ("tiny --hardware h10", ("'h10'", "'h100'")),
+        ("tiny --ranks 12 --ranks-per-node 8", ("ranks=12", "nodes of 8")),
+        ("tiny --ranks 8 --replicate 3", ("ranks=8", "3 replicas")),
+        ("tiny --ranks-per-node 0", ("'--ranks-per-node'",)),
+        ("tiny --sequence 0", ("'--sequence'",)),
+        ("tiny --ranks 8 --global-batch 12", (12, "multiple of 8")),
+        ("tiny --memory lots", ("memory='lots'", "70GiB")),
+        ("tiny --memory 500GiB", ("84,005,000,000", "h100")),
+        ("tiny --memory 1KiB", ("1.0 KiB", "one unit", "tiny")),
+        ("tiny --reshard-after-forward alway", ("'alway'", "'always'")),
+        ("tiny --activation-checkpointing ful", ("'ful'", "'full'")),
+        ("tiny --offload disk", ("offload='disk'",)),
+        ("tiny --optimizer adamx", ("'adamx'", "'adamax'")),
+        ("tiny --param-dtype bf17", ("'bf17'", "'bf16'")),
+        ("tiny --storage-dtype bf17", ("'bf17'", "'bf16'")),
+        ("tiny --units Foo", ("'Foo'",)),
+        ("tinyy", ("tinyy", "'tiny'")),
+        ("mine.py", ("mine.py", "function")),
+        ("mine.py:mak", ("mine.py", "'mak'", "'make'")),
+        ("mine.py:data", ("torch.load('tokens.pt')",)),
+        ("mine.py:gpu", (".cuda()", "GPU")),
+        ("", ("MODEL",)),
+        ("tiny --plan mine.py", ("mine.py", "JSON")),
+        ("tiny --plan none.json", ("none.json",)),
+        ("mine.py:make --out nowhere/a.json", ("no folder", "nowhere")),
+        ("mine.py:make --html nowhere/a.html --out a.json", ("no folder", "nowhere")),
+        ("mine.py:make --html tiny", ("tiny", "is a folder")),
     ],
 )
-def test_wrong_input_is_one_line(refused: Said, words: str, line: str) -> None:
-    assert line in refused(*words.split())
+def test_wrong_input_is_one_line(refused: Said, words: str, parts: tuple[object, ...]) -> None:
+    assert lacking(refused(*words.split()), *parts) == []
 
 
 def test_an_unknown_architecture_has_near_matches(refused: Said, folder: Path) -> None:
     (folder / "tiny" / "config.json").write_text(json.dumps(CONFIG | {"model_type": "lama"}))
-    assert "Did you mean 'llama'" in refused("tiny")
+    assert lacking(refused("tiny"), "lama", "'llama'") == []
 
 
 def test_a_plan_holds_every_choice(refused: Said, folder: Path) -> None:
     (folder / "a.json").write_text(trueshard.Plan().to_json())
-    assert "leave out reshard_after_forward" in refused("tiny", "--plan", "a.json", "--reshard-after-forward", "never")
+    assert "reshard_after_forward" in refused("tiny", "--plan", "a.json", "--reshard-after-forward", "never")

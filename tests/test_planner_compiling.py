@@ -15,12 +15,14 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trueshard.planner.events import Allocation, Event, Free, Kernel, Place, Trace
-from trueshard.planner.memory import ledger
+from resting import all_but
+from trueshard.choices import Choices
+from trueshard.planner import ledger
+from trueshard.planner.hardware import hardware
 from trueshard.planner.simulation.compiling import compiled
 from trueshard.planner.simulation.simulate import Simulation, simulate
-from trueshard.planner.speed.hardware import hardware
-from trueshard.planner.speed.timeline import schedule
+from trueshard.planner.timeline import schedule
+from trueshard.planner.trace import Allocation, Event, Free, Kernel, Place, Trace
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan, Unit
 
@@ -203,7 +205,9 @@ WORDS: dict[str, dict[str, Any]] = {
 @functools.cache
 def simulated(words: str, compile: bool, layers: int = 2) -> Simulation:
     workload = Workload("llama", lambda: LlamaForCausalLM(config(layers)), adamw, ids, loss, 64)
-    return simulate(Job(workload, (2,), microbatch=2, words={**WORDS[words], "compile": compile}), whole=True)
+    return simulate(
+        Job(workload, (2,), microbatch=2, choices=Choices(**{**WORDS[words], "compile": compile})), whole=True
+    )
 
 
 def kept(made: Trace) -> int:
@@ -240,7 +244,7 @@ def saved_by_torch(dtype: torch.dtype) -> int:
     return sum(size for address, size in found.items() if address not in not_counted)
 
 
-@pytest.mark.parametrize("words", ["float32", "bfloat16"])
+@pytest.mark.parametrize("words", all_but(["float32"], ["float32", "bfloat16"]))
 def test_a_block_keeps_as_much_as_torchs_partitioner_lets_it(words: str) -> None:
     """A block more keeps so much more: its input is the output of the one before it."""
     by_layers = [kept(simulated(words, True, layers).steady) for layers in (2, 3)]
@@ -249,7 +253,7 @@ def test_a_block_keeps_as_much_as_torchs_partitioner_lets_it(words: str) -> None
     assert by_layers[1] - by_layers[0] < 0.8 * (eagerly[1] - eagerly[0])
 
 
-@pytest.mark.parametrize("words", ["bfloat16", "selective", "full"])
+@pytest.mark.parametrize("words", all_but(["bfloat16"], ["bfloat16", "selective", "full"]))
 def test_compiled_blocks_need_no_more_memory_and_the_same_products(words: str) -> None:
     eager, fused = simulated(words, False), simulated(words, True)
     assert fused.plan.compile
@@ -267,6 +271,7 @@ def test_compiled_blocks_need_no_more_memory_and_the_same_products(words: str) -
         assert ledger.curve(other).total.bytes[-1] == ledger.curve(one).total.bytes[-1]
 
 
+@pytest.mark.rest
 def test_a_checkpointed_block_keeps_less_by_the_output_of_its_last_product() -> None:
     eager, fused = ([kept(simulated("selective", each, layers).steady) for layers in (2, 3)] for each in (False, True))
     assert (eager[1] - eager[0]) - (fused[1] - fused[0]) == 2 * 64 * 64 * 2
@@ -282,6 +287,7 @@ class Block(nn.Module):
         return made
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("words", ["bfloat16", "selective"])
 def test_blocks_that_repeat_are_extended_to_the_whole(words: str) -> None:
     workload = Workload(
@@ -292,7 +298,7 @@ def test_blocks_that_repeat_are_extended_to_the_whole(words: str) -> None:
         lambda model, batch: model(batch).pow(2).mean(),
         16,
     )
-    job = Job(workload, (2,), microbatch=2, words={**WORDS[words], "units": "Block", "compile": True})
+    job = Job(workload, (2,), microbatch=2, choices=Choices(**{**WORDS[words], "units": "Block", "compile": True}))
     fewer, whole = simulate(job), simulate(job, whole=True)
     assert fewer.whole_because == ""
     assert fewer.models > 1

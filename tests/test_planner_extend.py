@@ -19,10 +19,12 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from trueshard.planner.events import Allocation, Communication, Event, Free, Trace
+from resting import all_but
+from trueshard.choices import Choices
 from trueshard.planner.inputs.factories import Factory
 from trueshard.planner.simulation.repeats import find_runs
 from trueshard.planner.simulation.simulate import Simulation, simulate
+from trueshard.planner.trace import Allocation, Communication, Event, Free, Trace
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan, Unit
 
@@ -115,7 +117,7 @@ def job(model: Callable[[], nn.Module], optimizers: Any = None, ranks: tuple[int
         loss_of,
         SEQUENCE,
     )
-    return Job(workload, ranks, microbatch=2, words=words, **more)
+    return Job(workload, ranks, microbatch=2, choices=Choices(**words), **more)
 
 
 def canonical(trace: Trace) -> list[tuple[Any, ...]]:
@@ -124,7 +126,7 @@ def canonical(trace: Trace) -> list[tuple[Any, ...]]:
 
     def told(event: Event) -> tuple[Any, ...]:
         # Shapes of what all blocks share are not known where they were extended; nor which storages kernels use.
-        left_out = {"place", "storage", "shape", "shapes", "reads", "writes"}
+        left_out = {"place", "storage", "shape", "reads", "writes"}
         if event.place.phase == "clip" and not event.place.unit:
             left_out |= {"bytes", "read", "written"}  # rounded to rows, see below
         told = [getattr(event, field.name) for field in dataclasses.fields(event) if field.name not in left_out]
@@ -190,7 +192,7 @@ CASES: dict[str, Job] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", all_but(["llama"], CASES))
 def test_an_extended_trace_is_the_whole_trace(name: str) -> None:
     extended, whole = simulate(CASES[name]), simulate(CASES[name], whole=True)
     assert extended.whole_because == ""

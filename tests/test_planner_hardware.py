@@ -3,10 +3,13 @@
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from trueshard.planner.speed.hardware import hardware, known
+from messages import naming
+from trueshard.planner.hardware import hardware, hardware_here, known, recognise
 
 
 @pytest.mark.parametrize("name", known())
@@ -53,21 +56,21 @@ def test_a_file_describes_a_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"memory_bandwith": 1}, r"'memory_bandwith' is no key. Did you mean 'memory_bandwidth'"),
-        ({"eager": {"matmull": 0.5}}, r"'eager.matmull' is no key. Did you mean 'matmul'"),
-        ({"ranks_per_node": 0}, r"ranks_per_node=0 must be a whole number above 0"),
-        ({"ranks_per_node": 2.5}, r"ranks_per_node=2.5 must be a whole number"),
-        ({"memory_bandwidth": "fast"}, r"memory_bandwidth='fast' must be a number above 0"),
-        ({"memory_bandwidth": -1.0}, r"memory_bandwidth=-1.0 must be a number above 0"),
-        ({"memory_bandwidth": math.nan}, r"memory_bandwidth=nan must be a number"),
-        ({"memory_bytes": math.inf}, r"memory_bytes=inf must be a whole number"),
-        ({"memory_bytes": True}, r"memory_bytes=True must be a whole number"),
-        ({"eager": {"memory": 1.5}}, r"eager.memory=1.5 must be a part of 1"),
-        ({"eager": 0.5}, r"eager=0.5 must be a table"),
-        ({"peak_flops": {"bfloat16": 0}}, r"peak_flops.bfloat16=0 must be a number above 0"),
-        ({"peak_flops": 1e12}, r"peak_flops=1000000000000.0 must be a table"),
-        ({"streams": 1}, r"streams=1 must be true or false"),
-        ({"link": 4}, r"link=4 must be text"),
+        ({"memory_bandwith": 1}, naming("'memory_bandwith'", "'memory_bandwidth'")),
+        ({"eager": {"matmull": 0.5}}, naming("'eager.matmull'", "'matmul'")),
+        ({"ranks_per_node": 0}, naming("ranks_per_node=0", "greater than 0")),
+        ({"ranks_per_node": 2.5}, naming("ranks_per_node=2.5", "integer")),
+        ({"memory_bandwidth": "fast"}, naming("memory_bandwidth='fast'", "number")),
+        ({"memory_bandwidth": -1.0}, naming("memory_bandwidth=-1.0", "greater than 0")),
+        ({"memory_bandwidth": math.nan}, naming("memory_bandwidth=nan", "greater than 0")),
+        ({"memory_bytes": math.inf}, naming("memory_bytes=inf", "finite")),
+        ({"memory_bytes": True}, naming("memory_bytes=True", "number")),
+        ({"eager": {"memory": 1.5}}, naming("eager.memory=1.5", "equal to 1")),
+        ({"eager": 0.5}, naming("eager=0.5", "dictionary")),
+        ({"peak_flops": {"bfloat16": 0}}, naming("peak_flops.bfloat16=0", "greater than 0")),
+        ({"peak_flops": 1e12}, naming("peak_flops=1000000000000.0", "dictionary")),
+        ({"streams": 1}, naming("streams=1", "boolean")),
+        ({"link": 4}, naming("link=4", "string")),
     ],
 )
 def test_a_bad_value_is_refused_by_its_key(overrides: dict, message: str) -> None:
@@ -76,20 +79,66 @@ def test_a_bad_value_is_refused_by_its_key(overrides: dict, message: str) -> Non
 
 
 def test_an_unknown_device_is_refused_with_near_matches() -> None:
-    with pytest.raises(ValueError, match=r"'h10' is not known. Did you mean 'h100'.* Known: h100, h100-96gb, "):
+    with pytest.raises(ValueError, match=naming("'h10'", "'h100'", "h100, h100-96gb, ")):
         hardware("h10")
 
 
 def test_a_bad_file_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none.toml' cannot be read: No such file"):
+    with pytest.raises(ValueError, match=naming("none.toml", "No such file")):
         hardware(str(tmp_path / "none.toml"))
     broken = tmp_path / "broken.toml"
     broken.write_text("a = = 1")
-    with pytest.raises(ValueError, match=r"broken.toml' is not TOML"):
+    with pytest.raises(ValueError, match=naming("broken.toml", "TOML")):
         hardware(str(broken))
     broken.write_text('base = "h1000"')
-    with pytest.raises(ValueError, match=r"'h1000' is not known. Did you mean 'h100'"):
+    with pytest.raises(ValueError, match=naming("'h1000'", "'h100'")):
         hardware(str(broken))
     broken.write_text("memory_bytes = 1")
-    with pytest.raises(ValueError, match=r"is missing"):
+    with pytest.raises(ValueError, match="missing"):
         hardware(str(broken))
+
+
+DEVICES = [
+    ("NVIDIA H100 80GB HBM3", 85_024_000_000, "h100"),
+    ("NVIDIA H100 80GB HBM3", 83_800_000_000, "h100"),
+    ("NVIDIA H100", 102_000_000_000, "h100-96gb"),
+    ("NVIDIA H100 PCIe", 84_900_000_000, "h100-pcie"),
+    ("NVIDIA H200", 150_100_000_000, "h200"),
+    ("NVIDIA B200", 191_500_000_000, "b200"),
+    ("NVIDIA A100-SXM4-80GB", 84_987_740_160, "a100"),
+    ("NVIDIA A100-SXM4-40GB", 42_405_855_232, "a100-40gb"),
+    ("NVIDIA L40S", 47_670_000_000, "l40s"),
+    ("NVIDIA GeForce RTX 4090", 25_383_000_000, "rtx4090"),
+    ("AMD Instinct MI300X", 206_141_000_000, "mi300x"),
+    ("NVIDIA H100 80GB HBM3", 40_000_000_000, None),
+    ("NVIDIA GH200 480GB", 102_000_000_000, None),
+    ("NVIDIA H100 NVL", 100_000_000_000, None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10_200_000_000, None),
+    ("NVIDIA A100 80GB PCIe", 84_987_740_160, None),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 17_000_000_000, None),
+    ("Tesla T4", 15_800_000_000, None),
+    ("cpu", 64_000_000_000, None),
+]
+
+
+@pytest.mark.parametrize(("title", "memory", "name"), DEVICES)
+def test_a_device_is_known_by_all_words_of_its_title_and_its_memory(title: str, memory: int, name: str | None) -> None:
+    assert recognise(title, memory) == name
+
+
+def at_hand(monkeypatch: pytest.MonkeyPatch, title: str, memory: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: title)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
+
+
+def test_the_device_at_hand_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_hand(monkeypatch, "NVIDIA A100-SXM4-80GB", 85_000_000_000)
+    device = hardware_here(torch.device("cuda", 0))
+    assert (device.name, device.memory_bytes) == ("a100", 85_000_000_000)
+    assert hardware_here(torch.device("cpu")) == hardware("cpu")
+
+
+def test_an_unknown_device_at_hand_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_hand(monkeypatch, "Tesla T4", 15_800_000_000)
+    with pytest.raises(ValueError, match=naming("'Tesla T4'", "14.7 GiB", "--hardware", "h100", "TOML file")):
+        hardware_here(torch.device("cuda"))

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trueshard.planner.events import Allocation, Communication, Event, Free, Kernel, Place, Trace, Transfer
-from trueshard.planner.memory import ledger
+from trueshard.choices import Choices
+from trueshard.planner import ledger
+from trueshard.planner.hardware import hardware
 from trueshard.planner.simulation.offloading import offloaded
 from trueshard.planner.simulation.simulate import Simulation, simulate
-from trueshard.planner.speed.hardware import hardware
-from trueshard.planner.speed.timeline import schedule
+from trueshard.planner.timeline import schedule
+from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Place, Trace, Transfer
 from trueshard.planner.workload import Job, Workload
 
 FORWARD, BACKWARD, CLIP, STEP, BETWEEN = (
@@ -204,7 +205,9 @@ WORDS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def simulated(words: str, offload: str, ranks: int = 4, whole: bool = True) -> Simulation:
-    job = Job(WORKLOAD, (ranks,), microbatch=2, words={**WORDS[words], "units": "Block", "offload": offload})
+    job = Job(
+        WORKLOAD, (ranks,), microbatch=2, choices=Choices(**{**WORDS[words], "units": "Block", "offload": offload})
+    )
     return simulate(job, whole=whole)
 
 
@@ -232,6 +235,7 @@ def test_every_shard_comes_before_each_gather_and_every_gradient_goes_once(words
                     size = 2 if event.dtype == "bfloat16" else 4
                     gathered[event.unit] = gathered.get(event.unit, 0) + event.bytes // size
             # A gather of n elements needs n / 4 of float32 from each of 4 ranks.
+            assert bool(shards) == (phase == "forward" or words != "kept")
             assert shards == gathered
             assert bool(shards) == (phase == "forward" or words != "kept")
 
@@ -287,7 +291,7 @@ def test_the_host_holds_up_the_next_forward() -> None:
 
 
 def test_a_trace_of_a_cpu_stays_as_it_is() -> None:
-    job = Job(WORKLOAD, (4,), microbatch=2, words={"units": "Block", "offload": "cpu"}, on_cpu=True)
+    job = Job(WORKLOAD, (4,), microbatch=2, choices=Choices(units="Block", offload="cpu"), on_cpu=True)
     trace = simulate(job, whole=True).steady
     assert not [event for event in trace if isinstance(event, Transfer)]
     assert sum(each.bytes for each in trace.resident if each.kind == "parameters") == PARAMETERS * 4 // 4
@@ -302,7 +306,7 @@ def test_a_large_model_needs_less_of_the_device() -> None:
         loss=lambda model, ids: model(input_ids=ids, labels=ids).loss,
     )
     on_device, on_host = (
-        simulate(Job(workload, (4,), words={"mixed_precision": "bf16", "offload": word})) for word in ("none", "cpu")
+        simulate(Job(workload, (4,), choices=Choices(mixed_precision="bf16", offload=word))) for word in ("none", "cpu")
     )
     peaks = [ledger.peak(each.steady) for each in (on_device, on_host)]
     assert peaks[1].by_kind["parameters"] < 1024  # the buffers of rotary embeddings

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from messages import lacking
+from trueshard.choices import Choices
 from trueshard.planner.inputs.workloads import workload_of
 from trueshard.planner.simulation.preflight import Problem, preflight
 from trueshard.plans import Plan
@@ -41,8 +43,9 @@ class Model(nn.Module):
 
 
 def problems(model: Any, **given: Any) -> list[Problem]:
-    shards = {key: given.pop(key) for key in ("ranks", "plan", "words", "microbatch") if key in given}
-    return preflight(workload_of(model, **given), **shards)
+    shards = {key: given.pop(key) for key in ("ranks", "plan", "microbatch") if key in given}
+    choices = Choices(**given.pop("words", {}))
+    return preflight(workload_of(model, **given), choices=choices, **shards)
 
 
 def the_problem(model: Any, **given: Any) -> Problem:
@@ -81,7 +84,7 @@ def test_a_shape_that_does_not_fit_is_told_by_its_module() -> None:
 
     problem = the_problem(make)
     assert (problem.where, problem.severity) == ("blocks.10", "error")
-    assert "forward fails (test_planner_preflight.py:" in problem.what
+    assert lacking(problem.what, "forward", "(test_planner_preflight.py:") == []
     assert "broadcast" in problem.what
 
 
@@ -110,7 +113,7 @@ def test_mixed_dtypes_fail_before_the_gpu_does() -> None:
     assert problems(Buffered) == []
     problem = the_problem(Buffered, words={"mixed_precision": "bf16"})
     assert problem.where == "model"
-    assert "linear of bfloat16 and float32 (test_planner_preflight.py:" in problem.what
+    assert lacking(problem.what, "linear", "bfloat16", "float32", "(test_planner_preflight.py:") == []
 
 
 def test_a_shape_that_depends_on_data_is_told() -> None:
@@ -120,8 +123,8 @@ def test_a_shape_that_depends_on_data_is_told() -> None:
 
     problem = the_problem(Sparse)
     assert (problem.where, problem.severity) == ("model", "warning")
-    assert ".nonzero() reads a value" in problem.what
-    assert "the planner goes on with a guess" in problem.what
+    assert ".nonzero()" in problem.what
+    assert "guess" in problem.what
 
 
 READS: dict[str, Any] = {
@@ -145,7 +148,7 @@ def test_a_value_that_is_read_is_told_once_for_a_line(how: str) -> None:
 
     problem = the_problem(make)
     assert (problem.where, problem.severity) == ("blocks.0", "warning")
-    assert f"{how} reads a value (test_planner_preflight.py:" in problem.what
+    assert lacking(problem.what, how, "(test_planner_preflight.py:") == []
 
 
 def test_a_guess_that_leads_to_a_failure_is_told() -> None:
@@ -156,7 +159,7 @@ def test_a_guess_that_leads_to_a_failure_is_told() -> None:
             return super().forward(hidden)
 
     failed, read = problems(Checking)
-    assert "forward, after a value was guessed (test_planner_preflight.py:" in failed.what
+    assert lacking(failed.what, "forward", "guessed", "(test_planner_preflight.py:") == []
     assert "ValueError: too warm" in failed.what
     assert read.severity == "warning"
 
@@ -199,7 +202,7 @@ def test_a_tensor_made_on_the_cpu_is_told() -> None:
 
     problem = the_problem(make)
     assert (problem.where, problem.severity) == ("blocks.1", "error")
-    assert "torch.arange makes a tensor on the CPU" in problem.what
+    assert lacking(problem.what, "torch.arange", "CPU") == []
 
 
 def test_parameters_without_a_gradient_are_told() -> None:
@@ -211,8 +214,8 @@ def test_parameters_without_a_gradient_are_told() -> None:
 
     problem = the_problem(Unused)
     assert problem.severity == "warning"
-    assert problem.where == "spare.0.weight, spare.1.weight, spare.2.weight and 9 more"
-    assert "12 parameters get no gradient" in problem.what
+    assert lacking(problem.where, "spare.0.weight, spare.1.weight, spare.2.weight", 9) == []
+    assert lacking(problem.what, "12 parameters", "no gradient") == []
 
 
 def test_what_shard_refuses_is_told_and_the_rest_too() -> None:
@@ -227,10 +230,10 @@ def test_what_shard_refuses_is_told_and_the_rest_too() -> None:
 
     refused, failed = problems(Shared)
     assert (refused.where, failed.where) == ("shard", "head")
-    assert "'embed' has sparse gradients" in refused.what
+    assert lacking(refused.what, "'embed'", "sparse") == []
     unknown = the_problem(Model, words={"units": "Blok"})
     assert unknown.where == "shard"
-    assert "Did you mean 'Block'" in unknown.what
+    assert "'Block'" in unknown.what
 
 
 def test_positions_beyond_the_table_are_told() -> None:
@@ -248,7 +251,7 @@ def test_positions_beyond_the_table_are_told() -> None:
     assert problems(Positioned) == []
     problem = the_problem(Positioned, sequence=17)
     assert problem.where == "wpe"
-    assert "has 16 rows, and the sequence is 17" in problem.what
+    assert lacking(problem.what, 16, 17) == []
 
 
 def test_what_cannot_be_built_or_fed_is_told(tmp_path: Path) -> None:
@@ -256,17 +259,17 @@ def test_what_cannot_be_built_or_fed_is_told(tmp_path: Path) -> None:
     assert the_problem(tmp_path).where == "model"
     frozen = problems(lambda: Model().requires_grad_(False))
     assert [each.where for each in frozen] == ["optimizer", "loss"]
-    assert "nothing to train" in frozen[0].what
+    assert "train" in frozen[0].what
 
 
 @pytest.mark.parametrize(
     ("loss", "where", "what"),
     [
-        (lambda model, batch: model(batch), "loss", r"has the shape (1, 8)"),
-        (lambda model, batch: model(batch).sum().detach(), "loss", "has no gradient"),
-        (lambda model, batch: 3, "loss", "is a int"),
+        (lambda model, batch: model(batch), "loss", "(1, 8)"),
+        (lambda model, batch: model(batch).sum().detach(), "loss", "no gradient"),
+        (lambda model, batch: 3, "loss", " int"),
         (lambda model, batch: model(batch).nothing, "loss", "AttributeError"),
-        (lambda model, batch: model(batch[:, :3]).sum(), "inlet", "forward fails"),
+        (lambda model, batch: model(batch[:, :3]).sum(), "inlet", "forward"),
     ],
 )
 def test_a_loss_that_is_none_is_told(loss: Any, where: str, what: str) -> None:

@@ -13,14 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cpu_recorder import CpuRecorder
 from parity import Ranks
 from planning import Setting
+from trueshard.choices import Choices
 from trueshard.cli import main
 from trueshard.planner.forecasting import Cluster, study
+from trueshard.planner.hardware import hardware
 from trueshard.planner.inputs.factories import Factory
 from trueshard.planner.inputs.workloads import workload_of
 from trueshard.planner.simulation.rehearse import Pair, Rehearsal, job_of, rehearse
-from trueshard.planner.speed.hardware import hardware
 from trueshard.planner.workload import Job, Workload
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
@@ -46,8 +48,9 @@ def job_for(setting: Setting) -> Job:
         setting.ranks,
         microbatch=setting.microbatch,
         accumulation=setting.accumulation,
-        words=setting.words,
+        choices=Choices(**setting.words),
         on_cpu=True,
+        recorder=CpuRecorder,
     )
 
 
@@ -93,7 +96,7 @@ def greedy() -> Workload:
 def test_measured_is_not_copied_from_the_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     from trueshard.planner.simulation import rehearse as module
 
-    job = Job(greedy(), (2,), on_cpu=True)
+    job = Job(greedy(), (2,), on_cpu=True, recorder=CpuRecorder)
     real = module.simulate
     monkeypatch.setattr(module, "simulate", lambda job: _then(real(job), lambda: setattr(Greedy, "extra", 4095)))
     try:
@@ -130,11 +133,12 @@ def test_the_process_is_as_it_was(alone: Ranks) -> None:
 
 
 def test_the_plan_of_a_study_is_rehearsed() -> None:
-    job = Job(greedy(), (4,), microbatch=3, accumulation=2, words={"reshard_after_forward": "never"})
+    choices = Choices(reshard_after_forward="never")
+    job = Job(greedy(), (4,), microbatch=3, accumulation=2, choices=choices, recorder=CpuRecorder)
     found = study(job, Cluster(hardware("cpu"), 4, 4))
     again = job_of(found, job.workload)
     assert (again.ranks, again.microbatch, again.accumulation, again.plan) == ((4,), 3, 2, found.plan)
-    rehearsal = rehearse(again, hardware("cpu"), device="cpu")
+    rehearsal = rehearse(dataclasses.replace(again, recorder=CpuRecorder), hardware("cpu"), device="cpu")
     assert rehearsal.allocated.forecast == rehearsal.allocated.measured == found.forecast.peak_live_bytes
 
 

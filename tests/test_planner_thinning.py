@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trueshard.planner.events import Allocation, Communication, Free, Kernel, Place, Trace
-from trueshard.planner.memory import ledger
-from trueshard.planner.memory.ledger import Series
-from trueshard.planner.showing import thinning
-from trueshard.planner.speed.timeline import Span, Timeline
+from trueshard.planner import ledger
+from trueshard.planner.ledger import Series
+from trueshard.planner.report import thinning
+from trueshard.planner.timeline import Span, Timeline
+from trueshard.planner.trace import Allocation, Communication, Free, Kernel, Place, Trace
 
 
 def test_thinning_keeps_the_extremes_of_every_bucket() -> None:

@@ -69,7 +69,7 @@ def compiled(rank: int, world_size: int, name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.compiles
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])

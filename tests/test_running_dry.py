@@ -12,7 +12,7 @@ from trueshard.cli import main
 from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.parse import load_config
-from trueshard.train.running.dry import dry_run, toml
+from trueshard.train.running.forecast import dry_run, toml
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -56,7 +56,7 @@ def test_what_the_planner_cannot_simulate_is_said(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(folder)
     config = load_config(Path("train.toml"), ["shard.units=NoSuchBlock"])
     last = dry_run(config, 2).splitlines()[-1]
-    assert last.startswith("# No forecast of memory and speed: ")
+    assert last.startswith("# No forecast")
     assert "NoSuchBlock" in last
 
 

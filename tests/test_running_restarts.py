@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from messages import lacking
 from running import (
     TORCHRUN,
     curve,
@@ -48,10 +49,8 @@ def test_killed_rank_starts_the_group_again_and_the_curve_is_the_same(undisturbe
     everything += processes_below(process.pid)
     code, out, err = end(process)
     assert code == 0, out + err
-    assert err.splitlines() == [
-        "trueshard: rank 1 was ended by SIGKILL (the machine may have run out of memory); starting again from the "
-        "newest checkpoint (1 of 1)"
-    ]
+    (line,) = err.splitlines()
+    assert lacking(line, "trueshard: ", "rank 1", "SIGKILL", "(1 of 1)") == []
     assert "Resumed after step 20" in out
     assert curve(folder) == curve(undisturbed)
     assert not [each for each in everything if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
@@ -86,9 +85,10 @@ def test_signal_before_the_first_step_ends_the_run_at_once(tmp_path: Path) -> No
     process.send_signal(signal.SIGTERM)
     code, out, _ = end(process, limit=20)
     assert code == 130
-    assert "Stopped before the first checkpoint" in out
+    assert lacking(out, "Stopped", "before the first checkpoint") == []
 
 
+@pytest.mark.rest
 def test_second_run_is_refused_while_the_first_goes_on_and_a_stop_is_not_tried_again(tmp_path: Path) -> None:
     folder = project(tmp_path / "twice")
     process = start(folder, *TWICE, "--set", "train.steps=100000", "--set", "run.restarts=3")
@@ -96,13 +96,14 @@ def test_second_run_is_refused_while_the_first_goes_on_and_a_stop_is_not_tried_a
     rank0 = workers_of(process.pid)[0].pid
     code, _, err = end(start(folder, *TWICE, "--set", "train.steps=100000"))
     assert code == 2
-    assert f"is in use by process {rank0} on " in err
+    assert lacking(err, "in use", rank0) == []
     process.send_signal(signal.SIGTERM)
     code, out, err = end(process)
     assert (code, err) == (130, "")
-    assert f"Stopped after step {len(metrics(folder))}; saved in" in out
+    assert f"Stopped after step {len(metrics(folder))};" in out
 
 
+@pytest.mark.rest
 def test_torchrun_starts_a_lost_rank_again(undisturbed: Path, tmp_path: Path) -> None:
     folder = project(tmp_path / "torchrun")
     torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "trueshard")
@@ -114,6 +115,7 @@ def test_torchrun_starts_a_lost_rank_again(undisturbed: Path, tmp_path: Path) ->
     assert curve(folder) == curve(undisturbed)
 
 
+@pytest.mark.rest
 def test_torchrun_does_not_try_a_wrong_input_again(tmp_path: Path) -> None:
     folder = project(tmp_path / "refused")
     torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "-m", "trueshard")

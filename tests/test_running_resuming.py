@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from messages import lacking, naming
 from running import CONFIG
 from trueshard.errors import UserError
 from trueshard.train.config import Config
@@ -42,9 +43,9 @@ def test_all_that_contradicts_is_told_in_one_line(recorded: Path) -> None:
         resuming.check_resumable(config, ARCHITECTURE)
     line = str(caught.value)
     assert "\n" not in line
-    assert "model.fields.hidden_size: is 64, was 32" in line
-    assert "train.seed: is 12, was 11" in line
-    assert 'data.field: is "body", was "text"' in line
+    assert lacking(line, "model.fields.hidden_size", 64, 32) == []
+    assert lacking(line, "train.seed", 12, 11) == []
+    assert lacking(line, "data.field", '"body"', '"text"') == []
     assert "--override" in line
     assert "run.dir" in line
 
@@ -81,13 +82,13 @@ def test_what_was_overridden_stays_remembered(recorded: Path) -> None:
 
 
 def test_architecture_of_changed_files_is_told(recorded: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.config: hidden_size: is 48, was 32"):
+    with pytest.raises(UserError, match=naming("model.config", "hidden_size", 48, 32)):
         resuming.check_resumable(configuration(recorded), {**ARCHITECTURE, "hidden_size": 48})
 
 
 def test_damaged_record_is_one_line(recorded: Path) -> None:
     (recorded / "run" / "config.json").write_text('{"identity": ')
-    with pytest.raises(UserError, match=r"config.json: cannot be read .*; choose another run.dir, or delete"):
+    with pytest.raises(UserError, match=naming("config.json", "run.dir")):
         resuming.check_resumable(configuration(recorded), ARCHITECTURE)
 
 

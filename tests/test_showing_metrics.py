@@ -11,13 +11,12 @@ import psutil
 import pytest
 import torch
 
+from messages import naming
 from parity import Ranks
 from showing import Lost, record, trainer, write_run
 from trueshard.errors import UserError
-from trueshard.train.events import Callback
-from trueshard.train.showing.measures import Measures
-from trueshard.train.showing.metrics import MetricsWriter, read_metrics
-from trueshard.train.trainer import Trainer
+from trueshard.train.showing.metrics import Measures, MetricsWriter, read_metrics
+from trueshard.train.trainer import Callback, Trainer
 
 
 class Changed(Callback):
@@ -72,7 +71,7 @@ def test_a_damaged_line_is_passed_over_only_where_it_is_the_last(tmp_path: Path,
     file.write_text(json.dumps(record(1)) + "\n" + damage)
     assert [each["step"] for each in read_metrics(file)] == [1]
     file.write_text(json.dumps(record(1)) + "\n" + damage + "\n" + json.dumps(record(3)) + "\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: .* delete that line"):
+    with pytest.raises(UserError, match=naming("metrics.jsonl", "line 2", "delete")):
         read_metrics(file)
 
 

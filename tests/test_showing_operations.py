@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from trueshard.planner.speed.hardware import hardware
-from trueshard.train.showing.operations import catalogued, flops_per_token, peak_flops
+from trueshard.planner.hardware import hardware
+from trueshard.train.showing.metrics import flops_per_token, peak_flops
 
 LENGTH = 64
 
@@ -49,29 +49,6 @@ def test_there_is_no_figure_where_the_formula_does_not_hold() -> None:
     config = MixtralConfig(**sizes, num_key_value_heads=4, vocab_size=100, num_local_experts=2)
     assert flops_per_token(MixtralForCausalLM(config), LENGTH) is None
     assert flops_per_token(torch.nn.Linear(2, 2), LENGTH) is None
-
-
-@pytest.mark.parametrize(
-    ("title", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA B200", "b200"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("AMD Instinct MI300X", "mi300x"),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA H100 NVL", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("Tesla T4", None),
-    ],
-)
-def test_a_device_is_known_by_its_name_or_not_at_all(title: str, name: str | None) -> None:
-    assert catalogued(title) == name
 
 
 def test_a_cpu_has_no_peak() -> None:

@@ -21,15 +21,10 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import trueshard
+from messages import naming
 from parity import Ranks, assert_same
 from stepping import EPS, OwnSGD, Twin, Uneven, Whole, adamw, build, loss_of, parameters, same, shown, told, train
 from training import whole
-
-
-@pytest.fixture
-def sizes(ranks2: Ranks, ranks3: Ranks) -> list[Ranks]:
-    return [ranks2, ranks3]
-
 
 # Every path of torch's own classes
 
@@ -111,7 +106,7 @@ def differentiable(rank: int, world_size: int) -> None:
 
 
 def test_differentiable_is_refused_in_words(ranks2: Ranks) -> None:
-    ranks2.raises(differentiable, match=r"ValueError: AdamW cannot step.*differentiable=True")
+    ranks2.raises(differentiable, match=naming("ValueError: AdamW", "differentiable=True"))
 
 
 # Closures, zero_grad, hooks
@@ -421,7 +416,7 @@ def eps_of_the_first_dtype(rank: int, world_size: int) -> None:
 
 
 def test_adafactors_eps_in_a_group_of_two_dtypes_is_refused(ranks2: Ranks) -> None:
-    ranks2.raises(eps_of_the_first_dtype, match=r"Adafactor cannot step.*eps=\(None.*several dtypes")
+    ranks2.raises(eps_of_the_first_dtype, match=naming("Adafactor", "eps=(None", "dtypes"))
 
 
 def test_dtypes_and_policies_do_not_change_a_step(ranks3: Ranks) -> None:

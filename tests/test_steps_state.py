@@ -19,12 +19,6 @@ from models.handmade import TiedBlocks
 from parity import Ranks, assert_same
 from stepping import EPS, OPTIMIZERS, OwnSGD, Uneven, adamw, build, loss_of, parameters, same, shown, told, train
 
-
-@pytest.fixture
-def sizes(ranks2: Ranks, ranks3: Ranks) -> list[Ranks]:
-    return [ranks2, ranks3]
-
-
 # State
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import trueshard
+from messages import lacking, naming
 from models import CASES
 from models.handmade import TiedLanguageModel
 from parity import Ranks, assert_same
@@ -157,12 +158,12 @@ def wrong(rank: int, world_size: int, counts: list[Any], sharded: bool = True) -
 
 
 def test_errors_come_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.raises(wrong, [0, torch.tensor(0)], match="no rank has a target token")
-    ranks2.raises(wrong, [3, 3], False, match=r"Linear is not sharded.*call trueshard.shard")
+    ranks2.raises(wrong, [0, torch.tensor(0)], match="no rank")
+    ranks2.raises(wrong, [3, 3], False, match=naming("Linear", "not sharded", "trueshard.shard"))
     for bad, words in ((-1, "tokens is -1"), (2.0, "not 2.0"), (True, "not True"), (torch.ones(2), "one number")):
         own, other = ranks2.raises(wrong, [bad, 3])
         assert words in own
-        assert "not a number of tokens on 1 other rank" in other
+        assert lacking(other, "tokens", "1 other rank") == []
 
 
 def test_it_works_with_one_process_and_no_sharding() -> None:
@@ -171,9 +172,9 @@ def test_it_works_with_one_process_and_no_sharding() -> None:
     assert (mean.total, mean.ranks, mean.divisor) == (8, 1, 8.0)
     assert mean(torch.tensor(4.0)) == 0.5
     assert mean.value(4.0) == 0.5
-    with pytest.raises(ValueError, match=r"shape \(2,\).*reduction=\"sum\""):
+    with pytest.raises(ValueError, match=naming("(2,)", 'reduction="sum"')):
         mean(torch.ones(2))
-    with pytest.raises(TypeError, match=r"not torch.int64"):
+    with pytest.raises(TypeError, match=naming("torch.int64")):
         mean(torch.tensor(4))
     with pytest.raises(TypeError, match="not float"):
         mean(4.0)  # type: ignore[arg-type]
@@ -186,7 +187,7 @@ def test_targets_are_counted_as_the_loss_counts_them() -> None:
     assert trueshard.count_targets(labels, ignore_index=8) == 3
     assert trueshard.count_targets(labels[0]) == 1
     assert trueshard.count_targets(labels[:, :1]) == trueshard.count_targets(labels[:0]) == 0
-    with pytest.raises(TypeError, match=r"integers, not torch.float32"):
+    with pytest.raises(TypeError, match=naming("integers", "torch.float32")):
         trueshard.count_targets(labels.float())
     with pytest.raises(ValueError, match="0-dim"):
         trueshard.count_targets(labels[0, 0])

@@ -6,7 +6,9 @@ import copy
 import datetime
 import importlib
 import inspect
+import os
 import pkgutil
+import subprocess
 import sys
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from models.handmade import Stack
 from parity import Ranks
 from trueshard import _torch
-from trueshard.planner.simulation.values import Following, Values
+from trueshard.planner.simulation.values import KnownValues
 
 CALLED = {
     "wrapper_attribute",
@@ -43,7 +45,17 @@ CALLED = {
     "is_initialised",
     "own_class",
     "call_first",
-    "has_accumulation_hooks",
+    "count_forward_hooks",
+    "forward_pre_hooks",
+    "gradient_hooks",
+    "own_buffers",
+    "own_modules",
+    "own_parameters",
+    "packet_of",
+    "schema_of",
+    "set_gradient_hooks",
+    "step_hooks",
+    "storage_number",
     "at_end_of_backward",
     "in_backward",
     "find_every_inf",
@@ -89,6 +101,60 @@ def test_every_function_is_called_here() -> None:
     }
     assert functions == CALLED
     assert all(hasattr(_torch, name) for name in functions)
+
+
+PROBED = """
+import warnings
+import torch, torch.distributed.tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+{change}
+import trueshard
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    try:
+        trueshard.shard(model, optimizer)
+        trueshard.shard(torch.nn.Linear(4, 4))
+    except RuntimeError as error:
+        print("error:", error)
+    else:
+        model(torch.ones(2, 4)).sum().backward()
+        trueshard.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        print("sum:", sum(p.full_tensor().isfinite().sum().item() for p in model.parameters()))
+print(*(f"warned: {{each.message}}" for each in told if "torch " in str(each.message)), sep="\\n")
+"""
+
+
+def probed(change: str) -> str:
+    """What a process says that shards with another torch than this one."""
+    code = PROBED.format(change=change)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_newer_torch_is_told_once() -> None:
+    said = probed("torch.__version__ = '2.99.0'")
+    assert said.count("warned: ") == 1
+    assert "torch 2.99.0" in said
+    assert "2.11 to 2.13" in said
+    assert "sum: 40" in said
+
+
+def test_what_torch_lacks_is_named_where_it_is_needed() -> None:
+    said = probed("del _fsdp_param_group.FSDPParamGroup._init_mp_dtypes")
+    assert "error: torch " in said
+    assert "FSDPParamGroup._init_mp_dtypes" in said
+    assert "2.11 to 2.13" in said
+
+
+def test_what_torch_lacks_only_for_speed_is_done_without() -> None:
+    said = probed("del torch._foreach_norm")
+    assert "sum: 40" in said
+    assert "torch._foreach_norm" in said
 
 
 def test_wrappers_and_compilation() -> None:
@@ -247,20 +313,48 @@ def test_units(ranks4: Ranks) -> None:
 
 def test_hook_dictionaries_are_where_they_are_expected() -> None:
     parameter = nn.Parameter(torch.zeros(2))
-    assert parameter._backward_hooks is None
+    assert _torch.gradient_hooks(parameter) == (None, None)
     first = parameter.register_hook(lambda g: g)
     second = parameter.register_post_accumulate_grad_hook(lambda p: None)
-    assert list(parameter._backward_hooks.values()) != []
-    assert _torch.has_accumulation_hooks(parameter)
-    assert list(parameter._post_accumulate_grad_hooks.values()) != []
+    before, after = _torch.gradient_hooks(parameter)
+    assert (len(before), len(after)) == (1, 1)
+    other = nn.Parameter(torch.zeros(2))
+    _torch.set_gradient_hooks(other, (before, after))
+    assert all(one is two for one, two in zip(_torch.gradient_hooks(other), (before, after), strict=True))
     third = parameter.register_post_accumulate_grad_hook(_fail)
     _torch.call_first(parameter, third)
-    assert next(iter(parameter._post_accumulate_grad_hooks.values())) is _fail
+    assert next(iter(after.values())) is _fail
     for handle in (first, second, third):
         handle.remove()
-    assert not parameter._backward_hooks
-    assert not _torch.has_accumulation_hooks(parameter)
+    assert not any(_torch.gradient_hooks(parameter))
     assert set(parameter.__dict__) <= _torch.PARAMETER_ATTRIBUTES
+
+
+def test_registries_and_hooks_of_modules_and_optimizers() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+    assert list(_torch.own_modules(model)) == ["0", "1"]
+    assert list(_torch.own_parameters(model[0])) == ["weight", "bias"]
+    assert list(_torch.own_buffers(model[1])) == ["running_mean", "running_var", "num_batches_tracked"]
+    assert isinstance(model[1], _torch.BatchNorm)
+    first = model.register_forward_pre_hook(lambda *_: None)
+    model.register_forward_hook(lambda *_: None)
+    assert list(_torch.forward_pre_hooks(model)) == [first.id]
+    assert _torch.count_forward_hooks(model) == (1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = optimizer.register_step_pre_hook(lambda *_: None)
+    after = optimizer.register_step_post_hook(lambda *_: None)
+    assert [list(hooks) for hooks in _torch.step_hooks(optimizer)] == [[before.id], [after.id]]
+
+
+def test_operators_and_lists() -> None:
+    operator = torch.ops.aten.add.Tensor
+    assert (_torch.schema_of(operator).name, _torch.schema_of(operator).overload_name) == ("aten::add", "Tensor")
+    assert _torch.packet_of(operator) is torch.ops.aten.add
+    tensors = [torch.ones(4), torch.ones(9)]
+    assert [float(norm) for norm in _torch.foreach_norm(tensors, 2.0)] == [2, 3]
+    _torch.foreach_mul_(tensors, 2.0)
+    assert float(tensors[0].sum()) == 8
+    assert _torch.storage_number(tensors[0].untyped_storage()) == _torch.storage_identity(tensors[0][1:])
 
 
 def neighbours(rank: int, world_size: int) -> None:
@@ -409,7 +503,7 @@ def test_one_process_stands_for_a_rank_of_many() -> None:
         half = torch.distributed.new_group(list(range(32)))
         assert _torch.group_named(half.group_name) is half
         mesh = init_device_mesh("cpu", (64,))
-        with _torch.fake_tensors(), Following(Values()), _torch.one_chunk():
+        with _torch.fake_tensors(), KnownValues(), _torch.one_chunk():
             model = Stack()
             rows = model.first.weight.shape[0]
             fully_shard(model, mesh=mesh)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import configuration_reference
+from messages import lacking, naming
 from trueshard.errors import UserError
 from trueshard.train.parse import load_config
 
@@ -36,29 +37,29 @@ def test_every_example_is_valid(name: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["model.path=a", "model.config=b"], "wanted exactly one of model.path, model.config, model.architecture"),
-        (["train.steps=3", "train.epochs=1"], "wanted exactly one of train.steps and train.epochs; found both"),
-        (["data.format=text", "data.packing=true"], 'data.packing goes with data.format = "chat" only'),
-        (["preference.beta=0.2"], '[preference] goes with data.format = "preference" only'),
-        (["model.quantize=int8"], "model.quantize freezes the weights, and there is no [adapter]"),
-        (["data.streaming=true"], "train.epochs needs to know how much data there is"),
-        (["data.streaming=true", "train.steps=3"], "evaluation.path is missing"),
-        (["schedule.class=torch.optim.lr_scheduler.StepLR"], "schedule.warmup_steps does not go with schedule.class"),
-        (["schedule.arguments={a = 1}"], "schedule.arguments goes with schedule.class only"),
-        (["schedule.decay_steps=3"], 'schedule.decay_steps goes with schedule.decay = "wsd" only'),
-        (["adapter.rnk=4"], "unknown key adapter.rnk; nearest valid one: adapter.rank"),
+        (["model.path=a", "model.config=b"], ("exactly one", "model.path, model.config, model.architecture")),
+        (["train.steps=3", "train.epochs=1"], ("exactly one", "train.steps", "train.epochs", "both")),
+        (["data.format=text", "data.packing=true"], ("data.packing", 'data.format = "chat"')),
+        (["preference.beta=0.2"], ("[preference]", 'data.format = "preference"')),
+        (["model.quantize=int8"], ("model.quantize", "[adapter]")),
+        (["data.streaming=true"], ("train.epochs", "data")),
+        (["data.streaming=true", "train.steps=3"], ("evaluation.path", "missing")),
+        (["schedule.class=torch.optim.lr_scheduler.StepLR"], ("schedule.warmup_steps", "schedule.class")),
+        (["schedule.arguments={a = 1}"], ("schedule.arguments", "schedule.class")),
+        (["schedule.decay_steps=3"], ("schedule.decay_steps", 'schedule.decay = "wsd"')),
+        (["adapter.rnk=4"], ("adapter.rnk;", "adapter.rank")),
         (
             ["optimizer.groups=[{parameters = ['a'], lrr = 1.0}]"],
-            "optimizer.groups[0].lrr; nearest valid one: optimizer.groups.lr",
+            ("optimizer.groups[0].lrr;", "optimizer.groups.lr"),
         ),
-        (["shard.memory=3"], "shard.memory: found 3 (an integer), wanted a string"),
-        (["train.on_oom=panic"], "train.on_oom"),
+        (["shard.memory=3"], ("shard.memory", 3, "an integer", "a string")),
+        (["train.on_oom=panic"], ("train.on_oom", "panic")),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused(overrides: list[str], said: str) -> None:
+def test_keys_that_contradict_each_other_are_refused(overrides: list[str], said: tuple[object, ...]) -> None:
     with pytest.raises(UserError) as caught:
         example("sft.toml", *overrides)
-    assert said in str(caught.value)
+    assert lacking(caught.value, *said) == []
     assert "\n" not in str(caught.value)
 
 
@@ -86,5 +87,5 @@ def test_a_schedule_by_the_evaluation_needs_one(tmp_path: Path) -> None:
     head, _, rest = text.partition("[evaluation]")
     plateau = 'class = "torch.optim.lr_scheduler.ReduceLROnPlateau"'
     file.write_text(head + rest[rest.index("[train]") :].replace("warmup_steps = 5", plateau))
-    with pytest.raises(UserError, match=r"there is no \[evaluation\]; add one"):
+    with pytest.raises(UserError, match=naming("[evaluation]")):
         load_config(file)

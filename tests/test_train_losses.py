@@ -13,15 +13,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trueshard
+from messages import naming
 from parity import Ranks, assert_same
 from trueshard.errors import UserError
 from trueshard.train.config import Config
-from trueshard.train.losses import chunks
-from trueshard.train.losses.causal import CausalLoss
-from trueshard.train.losses.choose import choose_loss
-from trueshard.train.losses.packing import check_apart
-from trueshard.train.losses.preference import PreferenceLoss, without_adapter
-from trueshard.train.models.build import architecture, build, fill
+from trueshard.train.losses import head
+from trueshard.train.losses.causal import CausalLoss, PreferenceLoss, without_adapter
+from trueshard.train.losses.choose import check_apart, choose_loss
+from trueshard.train.models.build import architecture, build
+from trueshard.train.models.filling import fill
 
 VOCABULARY, LENGTH, ROWS = 256, 24, 6
 SMALL: dict[str, Any] = {
@@ -158,7 +158,7 @@ def compiled_step(rank: int, world: int, whole: bool) -> Any:
 
 
 @pytest.mark.compiles
-@pytest.mark.slow
+@pytest.mark.rest
 def test_compiled_blocks(alone: Ranks, ranks2: Ranks) -> None:
     ((loss, _, expected),) = alone.run(causal_step, "llama", True)
     for found, whole, grads in ranks2.run(compiled_step, False, timeout=280):
@@ -194,7 +194,7 @@ def test_whole_logits_are_never_there(whole: bool, dtype: torch.dtype) -> None:
 
 def test_logits_that_are_changed_after_the_head_are_found_out_and_said_once() -> None:
     model, loss = tiny("granite"), CausalLoss()
-    with pytest.warns(UserWarning, match="GraniteForCausalLM changes the logits"):
+    with pytest.warns(UserWarning, match=naming("GraniteForCausalLM", "logits")):
         found = loss(model, sequences())
     assert float(found) == pytest.approx(float(CausalLoss(True)(model, sequences())))
     with warnings.catch_warnings():
@@ -218,7 +218,7 @@ def test_sums_over_many_tokens_in_bfloat16_keep_their_digits() -> None:
     linear = nn.Linear(16, 64, bias=True).to(torch.bfloat16)
     hidden, targets = torch.randn(5000, 16, dtype=torch.bfloat16), torch.randint(0, 64, (5000,))
     exact = F.cross_entropy(linear(hidden).double(), targets, reduction="sum")
-    assert float(chunks.summed(linear, hidden, targets)) == pytest.approx(float(exact), rel=1e-6)
+    assert float(head.summed(linear, hidden, targets)) == pytest.approx(float(exact), rel=1e-6)
 
 
 def test_gradients_in_bfloat16_are_as_near_as_those_of_whole_logits() -> None:
@@ -230,7 +230,7 @@ def test_gradients_in_bfloat16_are_as_near_as_those_of_whole_logits() -> None:
     def gradients_of(dtype: torch.dtype, in_chunks: bool) -> list[torch.Tensor]:
         layer, given = copy.deepcopy(linear).to(dtype), hidden.to(dtype).requires_grad_()
         if in_chunks:
-            loss = chunks.summed(layer, given, targets)
+            loss = head.summed(layer, given, targets)
         else:
             loss = F.cross_entropy(layer(given).float(), targets, reduction="sum")
         return list(torch.autograd.grad(loss, [given, layer.weight, layer.bias]))
@@ -252,7 +252,7 @@ def test_without_torchs_own_function_the_result_is_the_same(
     targets[7:20] = -100
 
     def step() -> tuple[torch.Tensor, ...]:
-        loss = chunks.summed(linear, hidden, targets)
+        loss = head.summed(linear, hidden, targets)
         return loss.detach(), *torch.autograd.grad(loss, [hidden, linear.weight, linear.bias])
 
     expected = step()
@@ -262,9 +262,9 @@ def test_without_torchs_own_function_the_result_is_the_same(
 
 def test_gradient_of_a_sum_is_taken_once() -> None:
     linear = nn.Linear(16, 64).to(torch.bfloat16)
-    loss = chunks.summed(linear, torch.randn(4, 16, dtype=torch.bfloat16), torch.arange(4))
+    loss = head.summed(linear, torch.randn(4, 16, dtype=torch.bfloat16), torch.arange(4))
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="compute the loss again"):
+    with pytest.raises(RuntimeError, match="again"):
         loss.backward()
 
 
@@ -279,7 +279,7 @@ def test_model_with_fewer_logits_than_tokens_is_an_error() -> None:
         def forward(self, input_ids: torch.Tensor, use_cache: bool) -> tuple[torch.Tensor]:
             return (torch.zeros(len(input_ids), 1, VOCABULARY),)
 
-    with pytest.raises(ValueError, match="one row for each input token"):
+    with pytest.raises(ValueError, match=naming("one row", "token")):
         CausalLoss(True)(LastOnly(), sequences())
 
 
@@ -472,7 +472,7 @@ def test_preference_loss_counts_pairs() -> None:
 
 
 def test_without_a_reference_the_model_needs_an_adapter() -> None:
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no adapter"):
+    with pytest.raises(ValueError, match=naming("LlamaForCausalLM", "adapter")):
         PreferenceLoss()(tiny("llama"), sequences(4))
 
 

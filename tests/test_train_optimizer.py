@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import trueshard
+from messages import lacking, naming
 from trueshard.errors import UserError
 from trueshard.train.config import OptimizerSection, ScheduleSection
-from trueshard.train.optimizer import build_optimizer, check_optimizer
-from trueshard.train.schedules import build_schedule, check_schedule, factor
+from trueshard.train.optimizer import build_optimizer, build_schedule, check_optimizer, check_schedule, factor
 
 
 def model() -> nn.ModuleDict:
@@ -70,30 +70,30 @@ def test_groups_go_by_globs_and_the_first_counts() -> None:
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"groups": [{"parameters": ["towr.*"]}]}, "'towr.*' matches no trainable parameter; the nearest is tower"),
-        ({"no_decay": ["nothing"]}, "optimizer.no_decay: 'nothing' matches no trainable parameter"),
-        ({"groups": [{"parameters": ["*"]}, {"parameters": ["head.*"]}]}, "an earlier group has all of its"),
-        ({"class": "torch.optim.AdamWW"}, "nearest one: torch.optim.AdamW"),
-        ({"class": "no_such_module.Adam"}, "cannot be imported"),
-        ({"arguments": {"momentum": 1.0}}, "refuses its arguments"),
+        ({"groups": [{"parameters": ["towr.*"]}]}, ("'towr.*'", "tower")),
+        ({"no_decay": ["nothing"]}, ("optimizer.no_decay", "'nothing'")),
+        ({"groups": [{"parameters": ["*"]}, {"parameters": ["head.*"]}]}, ("earlier group",)),
+        ({"class": "torch.optim.AdamWW"}, ("AdamWW", "torch.optim.AdamW")),
+        ({"class": "no_such_module.Adam"}, ("no_such_module", "imported")),
+        ({"arguments": {"momentum": 1.0}}, ("AdamW", "momentum")),
     ],
 )
-def test_what_is_wrong_is_one_line(section: dict[str, Any], said: str) -> None:
+def test_what_is_wrong_is_one_line(section: dict[str, Any], said: tuple[object, ...]) -> None:
     with pytest.raises(UserError) as caught:
         groups(**section)
-    assert said in str(caught.value)
+    assert lacking(caught.value, *said) == []
     assert "\n" not in str(caught.value)
 
 
 def test_what_does_not_depend_on_the_model_is_found_without_one() -> None:
     check_optimizer(OptimizerSection(groups=[{"parameters": ["later"]}]))
-    with pytest.raises(UserError, match="refuses its arguments"):
+    with pytest.raises(UserError, match="foreachh"):
         check_optimizer(OptimizerSection(arguments={"foreachh": True}))
 
 
 def test_a_frozen_model_has_nothing_to_optimize() -> None:
     module = model().requires_grad_(False)
-    with pytest.raises(UserError, match="no parameter is trainable"):
+    with pytest.raises(UserError, match=naming("no parameter", "trainable")):
         build_optimizer(OptimizerSection(), module.named_parameters())
 
 
@@ -199,11 +199,11 @@ def test_a_schedule_that_is_none_is_refused() -> None:
     for section, said in (
         (
             {"class": "torch.optim.lr_scheduler.StepLRR", "arguments": {}},
-            "nearest one: torch.optim.lr_scheduler.StepLR",
+            "torch.optim.lr_scheduler.StepLR",
         ),
         ({"class": "torch.optim.lr_scheduler.StepLR", "arguments": {}}, "refuses them"),
-        ({"class": "torch.optim.AdamW", "arguments": {}}, "is no torch.optim.lr_scheduler.LRScheduler class"),
-        ({"class": "torch.optim.lr_scheduler.LambdaLR", "arguments": {"lr_lambda": "math:expp"}}, "is no function"),
+        ({"class": "torch.optim.AdamW", "arguments": {}}, "torch.optim.lr_scheduler.LRScheduler"),
+        ({"class": "torch.optim.lr_scheduler.LambdaLR", "arguments": {"lr_lambda": "math:expp"}}, "math:expp"),
     ):
         with pytest.raises(UserError) as caught:
             check_schedule(ScheduleSection(**section))

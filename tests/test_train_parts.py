@@ -9,8 +9,7 @@ import torch
 from trueshard import train
 from trueshard.train.models.build import architecture
 from trueshard.train.parse import load_config
-from trueshard.train.running.launch import launcher_of
-from trueshard.train.running.slurm import torch_variables
+from trueshard.train.running.worker import launcher_of, torch_variables
 
 DEMO = Path(train.__file__).parent / "demo.toml"
 

@@ -11,25 +11,26 @@ from torch import nn
 import trueshard
 from models.handmade import Methods, Scalar
 from parity import Ranks
+from photograph import photograph
 
 #: Every step of shard(), by the function whose call is made to fail: (module, attribute).
 STAGES = [
-    ("trueshard.names", "hide_wrappers"),
-    ("trueshard.intent", "capture"),
-    ("trueshard.engine", "refuse"),
-    ("trueshard.engine", "resolve"),
-    ("trueshard.agreement", "agree_on_structure"),
-    ("trueshard.agreement", "take_from_first_rank"),
-    ("trueshard.sharding", "_prepare_tensors"),
-    ("trueshard.sharding", "_prepare_modules"),
-    ("trueshard.sharding", "_shard_unit"),
-    ("trueshard.carrying", "attributes_of"),
-    ("trueshard.beside", "after_gathering"),
+    ("trueshard.model.names", "hide_wrappers"),
+    ("trueshard.model.intent", "capture"),
+    ("trueshard.runtime.engine", "refuse"),
+    ("trueshard.runtime.engine", "resolve"),
+    ("trueshard.model.agreement", "agree_on_structure"),
+    ("trueshard.model.agreement", "take_from_first_rank"),
+    ("trueshard.runtime.apply", "_prepare_tensors"),
+    ("trueshard.runtime.apply", "_prepare_modules"),
+    ("trueshard.runtime.apply", "_shard_unit"),
+    ("trueshard.runtime.attachments", "attributes_of"),
+    ("trueshard.runtime.methods", "after_gathering"),
     ("trueshard._torch", "initialise"),
-    ("trueshard.sharding", "allow_deepcopy"),
-    ("trueshard.engine", "rebind"),
-    ("trueshard.intent", "difference"),
-    ("trueshard.engine", "_warn"),
+    ("trueshard.runtime.apply", "_allow_deepcopy"),
+    ("trueshard.runtime.engine", "rebind"),
+    ("trueshard.model.intent", "difference"),
+    ("trueshard.runtime.engine", "_warn"),
 ]
 
 
@@ -51,28 +52,6 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     return model, optimizer
-
-
-def photograph(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Everything that must come back, by identity where identity is what counts."""
-    seen: dict[str, Any] = {}
-    stack = [("", model)]
-    while stack:
-        name, module = stack.pop()
-        held = dict(vars(module))
-        for key, value in held.items():
-            held[key] = list(value.items()) if isinstance(value, dict) else value
-        seen[name] = (type(module), held)
-        stack += [(f"{name}.{key}", child) for key, child in module._modules.items()]
-    for name, p in model.named_parameters():
-        hooks = list((p._backward_hooks or {}).items())
-        seen[f"tensor {name}"] = (id(p), p.data_ptr(), p.stride(), p.requires_grad, dict(vars(p)), id(p.grad), hooks)
-    seen["values"] = {name: p.detach().clone().numpy().tobytes() for name, p in model.named_parameters()}
-    seen["groups"] = [(id(g), [id(p) for p in g["params"]], list(g)) for g in optimizer.param_groups]
-    seen["state"] = [
-        (id(p), [(k, id(v), v.sum().item()) for k, v in entries.items()]) for p, entries in optimizer.state.items()
-    ]
-    return seen
 
 
 def fail(rank: int, world_size: int, module: str, attribute: str, where: int, call: int) -> None:
@@ -117,7 +96,7 @@ def test_a_failure_at_any_stage_leaves_no_trace(module: str, attribute: str, ran
 
 @pytest.mark.parametrize("call", [2, 4])
 def test_a_failure_in_the_midst_of_the_units_leaves_no_trace(call: int, ranks2: Ranks) -> None:
-    ranks2.run(fail, "trueshard.sharding", "_shard_unit", -1, call)
+    ranks2.run(fail, "trueshard.runtime.apply", "_shard_unit", -1, call)
 
 
 @pytest.mark.parametrize("stage", ["capture", "refuse", "resolve", "_shard_unit", "initialise", "rebind"])

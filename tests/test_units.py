@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from typing import Any, ClassVar
 
@@ -11,13 +12,14 @@ import torch
 from torch import nn
 
 import trueshard
+from messages import lacking, naming
 from models.handmade import Block, ExpertsBlock, Stack, TiedBlocks
 from parity import Ranks
-from trueshard.engine import resolve
-from trueshard.groups import Grouping
+from trueshard.choices import Choices, apply_words
+from trueshard.model.groups import Grouping
+from trueshard.model.units import LARGE_LIST, choose_units
 from trueshard.plans import Plan
-from trueshard.policies import UNSAID, apply_words
-from trueshard.units import LARGE_LIST, choose_units
+from trueshard.runtime.engine import resolve
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
@@ -54,12 +56,12 @@ def test_words_choose_modules(words: Any, expected: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("Blok", r"called 'Blok'.*Did you mean 'Block'.*Classes present: Block, LayerNorm, Linear, ModuleList"),
-        ("blocks.7", r"'blocks.7'.*Did you mean 'blocks"),
-        ("layers.*", r"nothing in the model is called 'layers.\*'"),
-        (nn.Conv2d, r"nothing in the model is called 'Conv2d'"),
-        ("blocks", r"'blocks' is a ModuleList without a forward.*'blocks.\*'"),
-        (["auto", "Block"], r'"auto" stands alone'),
+        ("Blok", naming("'Blok'", "'Block'", "Block, LayerNorm, Linear, ModuleList")),
+        ("blocks.7", naming("'blocks.7'", "'blocks.")),
+        ("layers.*", naming("'layers.*'")),
+        (nn.Conv2d, naming("'Conv2d'")),
+        ("blocks", naming("'blocks'", "ModuleList", "forward", "'blocks.*'")),
+        (["auto", "Block"], '"auto"'),
     ],
 )
 def test_an_unknown_word_lists_near_matches_and_classes(words: Any, message: str) -> None:
@@ -94,14 +96,17 @@ def test_hints_are_found_through_wrappers(hint: Any) -> None:
     inner.blocks = model.blocks
     inner._no_split_modules = hint
     found = choose_units(Wrapper(Wrapper(inner)), "auto")
-    assert found == {"base_model.base_model.blocks.0": "model hint Block"}
+    assert list(found) == ["base_model.base_model.blocks.0"]
+    assert lacking(*found.values(), "hint", "Block") == []
 
 
 @pytest.mark.parametrize("hint", [None, "", [""], "  ", [], set(), ["", "  "], 7, ["Missing"]])
 def test_an_empty_hint_is_no_hint(hint: Any) -> None:
     model = Hinted()
     model._no_split_modules = hint
-    assert choose_units(model, "auto") == dict.fromkeys(BLOCKS, "block of a list")
+    found = choose_units(model, "auto")
+    assert set(found) == set(BLOCKS)
+    assert not any("hint" in why for why in found.values())
 
 
 def test_peft_models_are_split_as_their_base(ranks2: Ranks) -> None:
@@ -189,7 +194,7 @@ def head_of(**fields: Any) -> Plan:
     sizes = {"vocab_size": 16402, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2} | fields
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
-    return resolve(model, None, UNSAID | words, (4,))
+    return resolve(model, Choices(**words), (4,))
 
 
 def test_a_large_head_is_a_unit_that_is_not_kept_to_the_end_of_backward() -> None:
@@ -217,12 +222,12 @@ def test_a_pipeline_stage_keeps_by_default() -> None:
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"reshard_after_forward": "alway"}, "reshard_after_forward='alway' is not known. Did you mean 'always'"),
-        ({"reshard_after_forward": 3}, "reshard_after_forward=3 must divide the 4 ranks.*1, 2, 4"),
-        ({"reshard_after_forward": 0}, "must divide"),
-        ({"reshard_after_forward": {"block.1": "never"}}, "'block.1' matches no unit. Did you mean 'blocks"),
-        ({"reshard_after_forward": "auto"}, "is a word of shard"),
-        ({"activation_checkpointing": "ful"}, "Did you mean 'full'"),
+        ({"reshard_after_forward": "alway"}, naming("reshard_after_forward='alway'", "'always'")),
+        ({"reshard_after_forward": 3}, naming("reshard_after_forward=3", "4 ranks", "1, 2, 4")),
+        ({"reshard_after_forward": 0}, naming("reshard_after_forward=0", "divide")),
+        ({"reshard_after_forward": {"block.1": "never"}}, naming("'block.1'", "'blocks")),
+        ({"reshard_after_forward": "auto"}, naming("auto", "shard")),
+        ({"activation_checkpointing": "ful"}, naming("'ful'", "'full'")),
         ({"activation_checkpointing": {"blocks.0": "some"}}, "activation_checkpointing='some'"),
     ],
 )
@@ -242,7 +247,7 @@ def test_a_plan_prints_as_a_table_and_reads_back() -> None:
     assert "296" in row
     assert "1.2 KiB" in row
     assert "selective" in row
-    assert any(line.startswith("blocks.0.up + blocks.2.up") and "tied across units" in line for line in table)
+    assert any(line.startswith("blocks.0.up + blocks.2.up") and "tied" in line for line in table)
     assert Plan.from_json(plan.to_json()) == plan
     assert sum(unit.parameters for unit in plan.units) == sum(p.numel() for p in TiedBlocks().parameters())
 
@@ -250,16 +255,29 @@ def test_a_plan_prints_as_a_table_and_reads_back() -> None:
 def test_a_damaged_plan_is_refused_by_key() -> None:
     data = json.loads(planned(Stack()).to_json())
     for change, message in (
-        ({"unitz": []}, "unknown key 'unitz'"),
-        ({"version": 9}, "version 9 is newer"),
-        ({"units": [{"name": "x", "colour": 1}]}, r"units\[0\]: unknown key 'colour'"),
-        ({"units": [{"name": "x"}]}, r"units\[0\]: .*missing"),
-        ({"mixed_precision": {"compute": "float12"}}, "'float12' is no dtype name"),
+        ({"unitz": []}, "'unitz'"),
+        ({"version": 9}, "version 9"),
+        ({"units": [{"name": "x", "colour": 1}]}, naming("units[0]", "'colour'")),
+        ({"units": [{"name": "x"}]}, naming("units[0]", "missing")),
+        ({"mixed_precision": {"compute": "float12"}}, naming("'float12'", "dtype")),
     ):
         with pytest.raises(ValueError, match=message):
             Plan.from_json(json.dumps(data | change))
-    with pytest.raises(ValueError, match="must be JSON"):
+    with pytest.raises(ValueError, match="JSON"):
         Plan.from_json("{")
+
+
+def test_every_option_of_shard_has_one_default() -> None:
+    from trueshard.train.config import ShardSection
+
+    options = dict(vars(Choices()))
+    for function in (trueshard.shard, trueshard.verify):
+        known = inspect.signature(function).parameters
+        assert {name: known[name].default for name in options} == options
+    assert vars(ShardSection().choices()) == options
+    assert set(ShardSection.model_fields) == set(options) | {"replicate"}
+    assert Choices().said() == []
+    assert Choices(compile=True, offload="cpu").said() == ["compile", "offload"]
 
 
 def apply_a_plan(rank: int, world_size: int, text: str) -> Any:
@@ -281,9 +299,9 @@ def plan_of_another(rank: int, world_size: int, text: str, how: str) -> None:
 def test_a_plan_is_applied_or_refused_by_name(ranks2: Ranks) -> None:
     text = planned(Stack(), ranks=2, reshard_after_forward={"blocks.0": "never"}).to_json()
     ranks2.run(apply_a_plan, text)
-    ranks2.raises(plan_of_another, text, "size", match=r"unit '\(root\)' has 144 elements.*another model")
-    ranks2.raises(plan_of_another, text, "name", match="'blocks.2' is no module of this model")
-    ranks2.raises(plan_of_another, text, "both", match="plan= holds every choice: leave out offload")
+    ranks2.raises(plan_of_another, text, "size", match=naming("'(root)'", "144 elements"))
+    ranks2.raises(plan_of_another, text, "name", match=naming("'blocks.2'", "module"))
+    ranks2.raises(plan_of_another, text, "both", match=naming("plan=", "offload"))
 
 
 def announced(rank: int, world_size: int) -> list[str]:
@@ -309,11 +327,11 @@ def bad_arguments(rank: int, world_size: int, words: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"offload": "disk"}, 'use "none" or "cpu"'),
-        ({"memory": "70 GiB of it"}, "is no size"),
-        ({"mixed_precision": "fp8"}, "mixed_precision='fp8' is not known"),
-        ({"mesh": 3}, "DeviceMesh, not int"),
-        ({"plan": {"units": []}}, "trueshard.Plan, not dict"),
+        ({"offload": "disk"}, naming("disk", '"none"', '"cpu"')),
+        ({"memory": "70 GiB of it"}, "70 GiB of it"),
+        ({"mixed_precision": "fp8"}, "mixed_precision='fp8'"),
+        ({"mesh": 3}, naming("DeviceMesh", "int")),
+        ({"plan": {"units": []}}, naming("trueshard.Plan", "dict")),
     ],
 )
 def test_bad_arguments_are_refused(words: dict[str, Any], message: str, ranks2: Ranks) -> None:

@@ -35,9 +35,9 @@ IMPORTS = (
     "transformers.distributed.fsdp",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
-    "trueshard.engine",
-    "trueshard.checkpoint.reader",
-    "trueshard.checkpoint.writer",
+    "trueshard.runtime.engine",
+    "trueshard.checkpoint.loading",
+    "trueshard.checkpoint.saving",
 )
 """What the ways import when they are first used: imports are nobody's step."""
 

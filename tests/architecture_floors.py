@@ -1,0 +1,23 @@
+"""The floors of the library: which file may import which."""
+
+from __future__ import annotations
+
+#: From the top down. A file imports from floors below its own; files of one package may import each other.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("__main__",),
+    ("cli",),
+    ("convert", "doctor", "verification"),
+    ("train",),
+    ("__init__",),
+    ("api",),
+    ("planner",),
+    ("checkpoint",),
+    ("runtime",),
+    ("optim",),
+    ("choices",),
+    ("model",),
+    ("distributed", "plans"),
+    ("_torch",),
+    ("files", "launching", "log", "machine", "text"),
+    ("errors",),
+)

@@ -1,0 +1,34 @@
+"""What tests on handmade models share: batches, plain parameters, and one process held against several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from parity import Ranks, assert_same
+from training import whole
+
+Report = dict[str, Any]
+Case = Callable[[int, int], Any]
+
+
+def batch(seed: int, rank: int, world_size: int, samples: int = 6) -> torch.Tensor:
+    return torch.randn(samples, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
+
+
+def ids(seed: int, rank: int, world_size: int) -> torch.Tensor:
+    return torch.randint(0, 64, (6, 5), generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
+
+
+def parameters(model: nn.Module) -> Report:
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def same(case: Case, alone: Ranks, *others: Ranks, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    (expected,) = alone.run(case)
+    for ranks in others:
+        for found in ranks.run(case):
+            assert_same(found, expected, rtol=rtol, atol=atol)
