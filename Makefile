@@ -1,4 +1,5 @@
-# Every target prepares .venv by itself. `make demo` trains a small language model; `make test` runs the checks.
+# Every target prepares .venv by itself. `make demo` trains a small language model; `make test` runs the checks
+# that hold the contract, `make test-rest` the long tail of them, `make test-all` both.
 # PYTHON chooses the interpreter that makes .venv: `make test PYTHON=python3.12`.
 
 PYTHON ?= python3
@@ -6,18 +7,26 @@ TORCH := torch==2.13.0
 TORCHAO := torchao==0.18.0
 BIN := .venv/bin
 READY := .venv/.ready
+# A worker a core; each test may start several processes of its own, of one thread each.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-all lint format bench docs tables clean
+.PHONY: demo test test-short test-rest test-all lint format bench docs tables clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
 	$(BIN)/trueshard demo
 
-test: lint
-	$(BIN)/python -m pytest
+# Two targets at a time: the tests run beside the linters, and either can fail it.
+test: $(READY)
+	@$(MAKE) --no-print-directory --jobs=2 lint test-short
 
-test-all: lint
-	$(BIN)/python -m pytest -m "slow or not slow"
+test-short: $(READY)
+	$(PYTEST) --durations-file=build/durations.txt
+
+test-rest: $(READY)
+	$(PYTEST) -m rest --durations-file=build/durations-rest.txt
+
+test-all: test test-rest
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -37,7 +46,7 @@ docs: $(READY)
 tables: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/optimizer_table.py
 	$(BIN)/python tests/configuration_reference.py
-	$(BIN)/python -m trueshard.train.convert.tables docs/coming-from.md
+	$(BIN)/python -m trueshard.convert.tables docs/coming-from.md
 	$(BIN)/python tests/documents_commands.py
 	$(BIN)/python tests/documents_pictures.py
 
