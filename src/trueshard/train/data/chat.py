@@ -22,6 +22,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -251,18 +252,14 @@ class ChatTemplate:
         return str(text[0]), list(marked[0]) if marked else []
 
 
-def encode_chats(template: ChatTemplate, records: Sequence[Record]) -> list[tuple[Document, ...]]:
+def encode_chats(template: ChatTemplate, records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
     """Return one document a record."""
-    rendered = [template.render(_spoken(each), each.where, each.fields.get("tools")) for each in records]
+    rendered = [template.render(spoken(each), each.where, each.fields.get("tools")) for each in records]
     return [(document,) for document in template.documents(rendered)]
 
 
-def chat_texts(record: Record) -> Iterator[str]:
-    """Yield the texts of a record."""
-    return texts(_spoken(record))
-
-
-def _spoken(record: Record) -> list[Message]:
+def spoken(record: Record) -> list[Message]:
+    """Return the messages of a record, each content one string."""
     return [flat(message, record.where) for message in conversation(record.fields, record.where)]
 
 

@@ -1,9 +1,7 @@
 """Microbatches of a rank, made ahead of time by a thread, and the one integer from which a resumed run continues.
 
-- The sample at a global index does not depend on the number of ranks: a rank takes its slice of the global batch of
-  each step and splits it into ``accumulate`` microbatches.
-- ``state_dict()`` counts the samples of complete steps, never prefetched ones.
-- The thread reads, collates and (for a CUDA device) pins batches.
+The sample at a global index does not depend on the number of ranks: a rank takes its slice of the global batch of each
+step and splits it into ``accumulate`` microbatches.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from trueshard.errors import UserError
-from trueshard.train.data.order import Mixture, Order
+from trueshard.train.data.order import Mixture
 from trueshard.train.data.samples import Batch, Collate, Sample, Samples, Stream
 
 Item = TypeVar("Item")
@@ -47,12 +45,11 @@ class Prefetcher(Generic[Item]):
     """
 
     def __init__(self, items: Iterator[Item], depth: int, device: torch.device | None = None) -> None:
-        self._queue: queue.Queue[tuple[bool, Any]] = queue.Queue(maxsize=depth)
+        self._queue: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=depth)
         self._end: BaseException | None = None
         stopped = threading.Event()
-        thread = threading.Thread(
-            target=_fill, args=(items, self._queue, stopped, device), name="trueshard-prefetch", daemon=True
-        )
+        arguments = (items, self._queue, stopped, device)
+        thread = threading.Thread(target=_fill, args=arguments, name="trueshard-prefetch", daemon=True)
         self.close = weakref.finalize(self, _stop, self._queue, stopped, thread)
         """End the thread; may be called twice."""
         thread.start()
@@ -62,33 +59,29 @@ class Prefetcher(Generic[Item]):
 
     def __next__(self) -> Item:
         if self._end is None:
-            is_item, value = self._queue.get()
-            if is_item:
-                item: Item = value
-                return item
-            self._end = value
-        raise self._end
+            item, self._end = self._queue.get()
+        if self._end is not None:
+            raise self._end
+        return item
 
     def waiting(self) -> int:
         """Return the number of items that are ready."""
         return self._queue.qsize()
 
 
-def _fill(
-    items: Iterator[Any], ready: queue.Queue[tuple[bool, Any]], stopped: threading.Event, device: torch.device | None
-) -> None:
-    """Put (True, item) for each item, then (False, the exception that ended them)."""
+def _fill(items: Iterator[Any], ready: queue.Queue[Any], stopped: threading.Event, device: torch.device | None) -> None:
+    """Put (item, None) for each item, then (None, the exception that ended them)."""
     end: BaseException = StopIteration()
     try:
         if _is_cuda(device):
             torch.cuda.set_device(device)
         for item in items:
-            ready.put((True, item))
+            ready.put((item, None))
             if stopped.is_set():
                 return
     except BaseException as error:  # the reader's to handle
         end = error
-    ready.put((False, end))
+    ready.put((None, end))
 
 
 def _stop(ready: queue.Queue[Any], stopped: threading.Event, thread: threading.Thread) -> None:
@@ -176,10 +169,7 @@ class Loader:
         self._first, self._taken, self._places = int(state["samples"]), 0, []
 
     def describe_last(self, microbatches: int) -> str:
-        """Describe the global samples of the last step and their origins, in one line.
-
-        For a stream only this rank's samples are named.
-        """
+        """Describe the global samples of the last step and their origins; for a stream, of this rank's samples."""
         last = self._first + self._batch_size - 1
         if isinstance(self._data, Samples):
             _, places = _fetcher(self._data, self._seed)(self._first, self._batch_size)
@@ -195,8 +185,8 @@ class Loader:
         # Nothing here may refer to self: the thread would keep this loader alive.
         own, steps = self._own, itertools.count(self._first, self._batch_size)
         offsets = range(self._rank * own * self._accumulate, (self._rank + 1) * own * self._accumulate, own)
-        firsts = (step + offset for step in steps for offset in offsets)
-        made = _microbatches(_fetcher(self._data, self._seed), self._collate, firsts, own, _is_cuda(self._device))
+        places = ((step + offset, own) for step in steps for offset in offsets)
+        made = _microbatches(_fetcher(self._data, self._seed), self._collate, places, self._device)
         return Prefetcher(made, self._prefetch * self._accumulate, self._device) if self._prefetch else made
 
 
@@ -237,56 +227,46 @@ class EvaluationLoader:
         return -(-(self._last - self._first) // self._batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        def made() -> Iterator[Batch]:
-            for start in range(self._first, self._last, self._batch_size):
-                indices = range(start, min(start + self._batch_size, self._last))
-                yield _pinned(self._collate([self._samples[index] for index in indices]), _is_cuda(self._device))
+        def fetch(first: int, count: int) -> tuple[Sequence[Sample], Places]:
+            return [self._samples[index] for index in range(first, first + count)], list
 
-        ready = Prefetcher(made(), 2, self._device)
-        try:
-            yield from ready
-        finally:
-            ready.close()
+        firsts = range(self._first, self._last, self._batch_size)
+        ranges = ((first, min(self._batch_size, self._last - first)) for first in firsts)
+        made = _microbatches(fetch, self._collate, ranges, self._device)
+        with contextlib.closing(Prefetcher(made, 2, self._device)) as ready:
+            yield from (batch for batch, _ in ready)
 
 
 def _microbatches(
-    fetch: Fetch, collate: Collate, firsts: Iterator[int], count: int, pin: bool
+    fetch: Fetch, collate: Collate, ranges: Iterator[tuple[int, int]], device: torch.device | None
 ) -> Iterator[tuple[Batch, Places]]:
-    """Yield the microbatch of ``count`` samples from each of ``firsts`` on, and the origins of its samples."""
-    for first in firsts:
+    """Yield the microbatch of each (first sample, count), and the origins of its samples."""
+    for first, count in ranges:
         samples, places = fetch(first, count)
-        yield _pinned(collate(samples), pin), places
+        batch = collate(samples)
+        yield {key: value.pin_memory() for key, value in batch.items()} if _is_cuda(device) else batch, places
 
 
 def _fetcher(data: Samples | Stream, seed: int) -> Fetch:
-    return _by_index(data, seed) if isinstance(data, Samples) else _by_stream(data, seed)
+    if isinstance(data, Samples):
+        mixture = data if isinstance(data, Mixture) else Mixture([data], [1])
+        order = mixture.order(seed)
 
+        def by_index(first: int, count: int) -> tuple[list[Sample], Places]:
+            indices = order.indices(first, count).tolist()
+            return [mixture[index] for index in indices], lambda: [mixture.where(index) for index in indices]
 
-def _by_index(samples: Samples, seed: int) -> Fetch:
-    order = samples.order(seed) if isinstance(samples, Mixture) else Order(seed, [len(samples)], [1])
+        return by_index
+    samples, at = data.begin(seed), 0
 
-    def fetch(first: int, count: int) -> tuple[list[Sample], Places]:
-        indices = order.indices(first, count).tolist()
-        return [samples[index] for index in indices], lambda: [samples.where(index) for index in indices]
-
-    return fetch
-
-
-def _by_stream(stream: Stream, seed: int) -> Fetch:
-    samples, at = stream.begin(seed), 0
-
-    def fetch(first: int, count: int) -> tuple[list[Sample], Places]:
+    def by_stream(first: int, count: int) -> tuple[list[Sample], Places]:
         nonlocal at
         taken = list(itertools.islice(samples, first - at, first - at + count))
         at = first + count
         return [sample for sample, _ in taken], lambda: [place for _, place in taken]
 
-    return fetch
+    return by_stream
 
 
 def _is_cuda(device: torch.device | None) -> bool:
     return device is not None and device.type == "cuda"
-
-
-def _pinned(batch: Batch, pin: bool) -> Batch:
-    return {key: value.pin_memory() for key, value in batch.items()} if pin else batch

@@ -1,7 +1,5 @@
-"""The order of samples: a pure function of the seed and of the number of samples taken before.
+"""The order of samples: a pure function of the seed and of the number of samples taken before, at any world size.
 
-- The number of ranks does not enter: ranks take slices of one global batch, so every world size sees the same data.
-- A resume needs one integer, the number of samples taken.
 - Each pass over the data is a new permutation, computed index by index with a small block cipher (a Feistel network
   over the next power of four, walked until the result is in range): no table in memory however large the data, and
   the same on every machine and numpy version, which numpy's own shuffles do not promise.

@@ -88,6 +88,12 @@ def sequence(tokens: Ids, start: int, length: int) -> dict[str, Ids]:
     return {"input_ids": piece[:-1], "targets": piece[1:]}
 
 
+def span(places: Sequence[str]) -> str:
+    """Join the origins of consecutive documents; of more than four, name the first and the last."""
+    found = list(dict.fromkeys(places))
+    return " and ".join(found) if len(found) < 5 else f"{found[0]} to {found[-1]}"
+
+
 def stack(samples: Sequence[Sample]) -> Batch:
     """Stack the arrays of samples of equal length."""
     return {key: torch.from_numpy(np.stack([sample[key] for sample in samples])) for key in samples[0]}

@@ -8,18 +8,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 
 from trueshard.errors import UserError
-from trueshard.train.data.formats import Format
+from trueshard.train.data.formats import Format, batched
 from trueshard.train.data.order import draws
-from trueshard.train.data.samples import Document, Sample, pack, sequence, truncate
+from trueshard.train.data.samples import Document, Sample, pack, sequence, span, truncate
 from trueshard.train.data.sources import DataSource
-from trueshard.train.data.store import RECORDS_AT_ONCE, batched
 from trueshard.train.data.vision import vision_messages
 
 BUFFER = 1024
@@ -44,24 +43,17 @@ class SourceStream:
 
     def begin(self, seed: int) -> Iterator[Placed]:
         """Iterate from the first sample. Raises `UserError` for a damaged record, or a source without a sample."""
+        self.check()
         for number in count():
-            empty = True
-            for sample in shuffled(self._once(), seed + number):
-                empty = False
-                yield sample
-            if empty:
-                raise self._empty()
+            yield from shuffled(self._once(), seed + number)
 
     def check(self) -> None:
         """Read the first sample. Raises `UserError` as ``begin`` does."""
         if next(self._once(), None) is None:
-            raise self._empty()
-
-    def _empty(self) -> UserError:
-        return UserError(
-            f"{self._source.key}: {self._source.name} does not fill one sequence of train.sequence_length = "
-            f"{self._length}; give it more, or lower train.sequence_length"
-        )
+            raise UserError(
+                f"{self._source.key}: {self._source.name} does not fill one sequence of train.sequence_length = "
+                f"{self._length}; give it more, or lower train.sequence_length"
+            )
 
     def _once(self) -> Iterator[Placed]:
         """Iterate over the samples of one pass, in the order of the source."""
@@ -73,22 +65,17 @@ class SourceStream:
         elif self._form.layout == "packed":
             for group in batched(self._documents(), TOGETHER):
                 for members in pack([len(document.ids) - 1 for (document,), _ in group], self._length):
-                    yield self._sample([group[number] for number in members])
+                    parts = [group[number] for number in members]
+                    yield self._form.sample([document for (document,), _ in parts]), span([each for _, each in parts])
         else:
-            for each in self._documents():
-                yield self._sample([each])
-
-    def _sample(self, parts: Sequence[tuple[tuple[Document, ...], str]]) -> Placed:
-        documents = [document for found, _ in parts for document in found]
-        return self._form.sample(documents), _span([where for _, where in parts])
+            for documents, where in self._documents():
+                yield self._form.sample(documents), where
 
     def _documents(self) -> Iterator[tuple[tuple[Document, ...], str]]:
         """Iterate over the documents of each record that has any, and its origin."""
-        encode = self._form.encoder(Path())  # streamed formats put no files beside documents
-        for group in batched(self._source.records(), RECORDS_AT_ONCE):
-            for record, found in zip(group, encode(group), strict=True):
-                if documents := truncate(found, self._length) if self._form.cut else found:
-                    yield documents, record.where
+        for record, found in self._form.documents(self._source, Path()):  # streamed formats put no files beside them
+            if documents := truncate(found, self._length) if self._form.cut else found:
+                yield documents, record.where
 
     def _joined(self) -> Iterator[Placed]:
         tokens, places = np.empty(0, dtype=np.int64), []
@@ -97,7 +84,7 @@ class SourceStream:
             places.append(where)
             full = max(0, len(tokens) - 1) // self._length * self._length
             for start in range(0, full, self._length):
-                yield sequence(tokens, start, self._length), _span(places)
+                yield sequence(tokens, start, self._length), span(places)
             if full:
                 tokens, places = tokens[full:], [where]
 
@@ -117,7 +104,3 @@ def shuffled(samples: Iterable[Placed], seed: int) -> Iterator[Placed]:
         place = next(chances) % len(buffer)
         buffer[place], buffer[-1] = buffer[-1], buffer[place]
         yield buffer.pop()
-
-
-def _span(places: list[str]) -> str:
-    return places[0] if places[0] == places[-1] else f"{places[0]} to {places[-1]}"

@@ -14,6 +14,7 @@ from typing import Any
 
 from trueshard.errors import UserError, one_line
 from trueshard.train.config import ModelSection, TokenizerSection
+from trueshard.train.data.sources import states
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_BEGINS, TURN_ENDS = "<|im_start|>", "<|im_end|>"
@@ -145,8 +146,7 @@ def fingerprint(section: TokenizerSection, model: ModelSection) -> list[list[Any
         files = [path] if path.is_file() else sorted({file for each in patterns for file in path.glob(each)})
     if section.chat_template is not None:
         files.append(Path(section.chat_template).expanduser())
-    status = [(file, file.stat()) for file in files if file.exists()]
-    return [[str(file), each.st_size, each.st_mtime_ns] for file, each in status]
+    return states(file for file in files if file.exists())
 
 
 def _place(section: TokenizerSection, model: ModelSection) -> tuple[str, Path]:

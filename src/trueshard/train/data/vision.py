@@ -26,7 +26,7 @@ from trueshard.train.data.sources import Record
 from trueshard.train.data.tokenizer import IMAGE
 
 
-def encode_vision(folder: Path, records: Sequence[Record]) -> list[tuple[Document, ...]]:
+def encode_vision(records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
     """Return one document a record: its messages as JSON. Images held as bytes go to `images/` in ``folder``."""
     return [(_document(folder / "images", vision_messages(each)),) for each in records]
 
