@@ -10,11 +10,13 @@ import contextlib
 import itertools
 import queue
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from trueshard.errors import UserError
 from trueshard.train.data.order import Mixture
@@ -33,15 +35,11 @@ SHOWN = 8
 
 
 class Prefetcher(Generic[Item]):
-    """Iterate over ``items`` in a background thread, and give them in their order.
+    """Iterate over ``items`` in a background thread, which may be ``depth`` items ahead, and give them in their order.
 
     An exception of the thread is raised in place of the item that it was to make. The thread holds no reference to
-    the prefetcher, and ends when this is closed or collected, or the interpreter exits.
-
-    Args:
-        items: read by one thread.
-        depth: maximum number of waiting items, at least 1; one more may be in the making.
-        device: a CUDA device becomes the thread's current one: otherwise pinning would create a context on device 0.
+    the prefetcher, and ends when this is closed or collected, or the interpreter exits. It makes a CUDA ``device`` its
+    current one: otherwise pinning would create a context on device 0.
     """
 
     def __init__(self, items: Iterator[Item], depth: int, device: torch.device | None = None) -> None:
@@ -63,10 +61,6 @@ class Prefetcher(Generic[Item]):
         if self._end is not None:
             raise self._end
         return item
-
-    def waiting(self) -> int:
-        """Return the number of items that are ready."""
-        return self._queue.qsize()
 
 
 def _fill(items: Iterator[Any], ready: queue.Queue[Any], stopped: threading.Event, device: torch.device | None) -> None:
@@ -96,18 +90,7 @@ def _stop(ready: queue.Queue[Any], stopped: threading.Event, thread: threading.T
 class Loader:
     """This rank's microbatches, without end: ``accumulate`` a step, in an order that follows from ``seed``.
 
-    Args:
-        samples: the training data; the sources of a ``Mixture`` take turns by weight.
-        collate: makes a microbatch of samples.
-        batch_size: samples a step over all ranks and microbatches; a multiple of ``ranks * accumulate``.
-        accumulate: microbatches of this rank in a step.
-        seed: 0 to 2**64 - 1; equal on every rank.
-        rank, ranks: this process, and the number of processes.
-        prefetch: steps whose microbatches are made ahead; 0: each is made on demand.
-        device: destination of the batches; for a CUDA device they are pinned.
-
-    Raises:
-        ValueError: ``batch_size`` does not divide, or there are no samples.
+    Raises `ValueError` if ``batch_size`` does not divide, or there are no samples.
     """
 
     def __init__(
@@ -115,13 +98,13 @@ class Loader:
         samples: Samples | Stream,
         collate: Collate,
         *,
-        batch_size: int,
-        accumulate: int = 1,
-        seed: int = 0,
+        batch_size: int,  # samples a step over all ranks and microbatches; a multiple of ``ranks * accumulate``
+        accumulate: int = 1,  # microbatches of this rank in a step
+        seed: int = 0,  # 0 to 2**64 - 1; equal on every rank
         rank: int = 0,
         ranks: int = 1,
-        prefetch: int = 2,
-        device: torch.device | None = None,
+        prefetch: int = 2,  # steps whose microbatches are made ahead; 0: each is made on demand
+        device: torch.device | None = None,  # destination of the batches; for a CUDA device they are pinned
     ) -> None:
         if batch_size < 1 or batch_size % (ranks * accumulate):
             raise ValueError(f"batch_size is {batch_size}; it is a multiple of {ranks} ranks × accumulate {accumulate}")
@@ -148,10 +131,6 @@ class Loader:
         self._taken += 1
         self._places.append(places)
         return batch
-
-    def ready(self) -> int:
-        """Return the number of prefetched microbatches."""
-        return self._made.waiting() if isinstance(self._made, Prefetcher) else 0
 
     def close(self) -> None:
         """End the thread; the next microbatch starts another."""
@@ -191,15 +170,9 @@ class Loader:
 
 
 class EvaluationLoader:
-    """This rank's part of all samples, once and in order, in microbatches. Ranks may have different numbers of them.
-
-    Args:
-        batch_size: samples in a microbatch of this rank; the last may be smaller.
-        limit: maximum number of samples over all ranks, the first ones; None: all.
-        samples, collate, rank, ranks, device: as for ``Loader``.
-
-    Raises:
-        UserError: fewer samples than ranks; on every rank.
+    """This rank's part of all samples (or of the first ``limit``), once and in order, in microbatches of up to
+    ``batch_size``. Ranks may have different numbers of them. Raises `UserError`, on every rank, for fewer samples
+    than ranks.
     """
 
     def __init__(
@@ -222,10 +195,6 @@ class EvaluationLoader:
         self._samples, self._collate, self._batch_size, self._device = samples, collate, batch_size, device
         self._first, self._last = rank * count // ranks, (rank + 1) * count // ranks
 
-    def __len__(self) -> int:
-        """Return the number of microbatches of this rank."""
-        return -(-(self._last - self._first) // self._batch_size)
-
     def __iter__(self) -> Iterator[Batch]:
         def fetch(first: int, count: int) -> tuple[Sequence[Sample], Places]:
             return [self._samples[index] for index in range(first, first + count)], list
@@ -235,6 +204,89 @@ class EvaluationLoader:
         made = _microbatches(fetch, self._collate, ranges, self._device)
         with contextlib.closing(Prefetcher(made, 2, self._device)) as ready:
             yield from (batch for batch, _ in ready)
+
+
+class EndlessLoader:
+    """This rank's microbatches from any `loader`, which is begun again whenever it ends.
+
+    A loader with `state_dict` and `load_state_dict` keeps its own place. Any other is read again up to the place, from
+    the random state in which its pass began (torch's own, and that of a `DataLoader`'s and its sampler's generators).
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+        self._iterator: Iterator[Any] | None = None
+        self._begun = self._random_states()
+        self.passes = 0
+        self.in_pass = 0
+        """Microbatches taken since the loader was begun."""
+
+    def __next__(self) -> Any:
+        for _ in range(2):
+            iterator = self._iterator or self._begin()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                self._iterator, self.in_pass, self.passes = None, 0, self.passes + 1
+            else:
+                self._iterator, self.in_pass = iterator, self.in_pass + 1
+                return batch
+        raise ValueError("the loader gives no batch; it must have at least one")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the next microbatch. Collective for a loader that does not keep it."""
+        if self._keeps_place():
+            return {"loader": self._loader.state_dict()}  # type: ignore[attr-defined]
+        begun = [self._begun]
+        if dist.is_initialized():
+            begun = [[torch.empty(0)]] * dist.get_world_size()
+            dist.all_gather_object(begun, self._begun)
+        return {"passes": self.passes, "in_pass": self.in_pass, "begun": begun}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the place in `state`."""
+        self._iterator = None
+        if self._keeps_place() and "loader" in state:
+            self._loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            return
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        if "begun" not in state or len(state["begun"]) != ranks:
+            if not rank:
+                warnings.warn(
+                    "the loader cannot say where it stood with another number of ranks, and is begun anew; give it "
+                    "state_dict and load_state_dict",
+                    stacklevel=2,
+                )
+            return
+        here = torch.get_rng_state()
+        own, *others = state["begun"][rank]
+        torch.set_rng_state(own.cpu())
+        for generator, begun in zip(self._generators(), others, strict=True):
+            generator.set_state(begun.cpu())
+        self.passes, self.in_pass = int(state["passes"]), 0
+        for _ in range(int(state["in_pass"])):
+            next(self)
+        torch.set_rng_state(here)
+
+    def _begin(self) -> Iterator[Any]:
+        self._begun = self._random_states()
+        sampler = getattr(self._loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self.passes)
+        return iter(self._loader)
+
+    def _generators(self) -> list[torch.Generator]:
+        """Return the generators of the loader and its samplers."""
+        batches = getattr(self._loader, "batch_sampler", None)
+        owners = (self._loader, getattr(self._loader, "sampler", None), batches, getattr(batches, "sampler", None))
+        found = [getattr(owner, "generator", None) for owner in owners]
+        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def _random_states(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(each.get_state() for each in self._generators())]
+
+    def _keeps_place(self) -> bool:
+        return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
 
 
 def _microbatches(

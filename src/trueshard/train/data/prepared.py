@@ -63,16 +63,10 @@ class Prepared:
 
 
 def prepare(config: Config, *, frozen: bool, make: bool, processor: Any = None) -> Prepared:
-    """Return the data of a run, made now unless the run's folder has them.
+    """Return the data of a run, made now unless the run's folder has them. Raises `UserError`, and leaves nothing.
 
-    Args:
-        config: of the run.
-        frozen: the run has a checkpoint, so existing data are right whatever the files are now.
-        make: this process may make the data.
-        processor: of images and text, for the format "vision"; None: read from beside the tokenizer.
-
-    Raises:
-        UserError: data cannot be read, or are too few; nothing is left on disk then.
+    ``frozen``: the run has a checkpoint, so existing data are right whatever the files are now. ``make``: this process
+    may make them. ``processor``: of images and text; None: read from beside the tokenizer.
     """
     folder, streaming, own = config.run.folder / "data", config.data.streaming, config.evaluation
     summary = read_summary(folder)
@@ -153,21 +147,14 @@ def _format(config: Config, tokenizer: Any, processor: Any) -> Format:
 
 def _stored(config: Config, form: Format, folder: Path, summary: Summary) -> Mixture:
     places, parts = config.data.places(), _parts(config, form, folder, summary, "train")
-    for place, part, ranges in zip(places, parts, summary.ranges, strict=True):
-        if len(part):
-            continue
-        key, length = "data.path" if config.data.path is not None else "data.sources", config.train.sequence_length
-        if form.layout != "joined":
+    for place, part in zip(places, parts, strict=True):
+        if not len(part):
+            key = "data.path" if config.data.path is not None else "data.sources"
             raise UserError(
-                f"{key}: {place.path} leaves nothing to learn from; add records, or lower evaluation.fraction"
+                f"{key}: {place.path}, without what is held out, has fewer tokens than one sequence of "
+                f"train.sequence_length + 1 = {config.train.sequence_length + 1}; add to it, or lower "
+                "evaluation.fraction or train.sequence_length"
             )
-        first, last = ranges["train"]
-        held_out = config.evaluation is not None and config.evaluation.path is None
-        after = " once what evaluation.fraction holds out is gone" if held_out else ""
-        raise UserError(
-            f"{key}: {place.path} is {last - first} tokens{after}, fewer than one sequence of "
-            f"train.sequence_length + 1 = {length + 1}; add text or lower train.sequence_length"
-        )
     return Mixture(parts, [place.weight for place in places])
 
 

@@ -129,10 +129,9 @@ class SavedSource(HubSource):
 
 
 def find(section: DataSection, path: str | None = None) -> list[DataSource]:
-    """Return the sources of `[data]`, or with ``path`` the one of `evaluation.path`.
+    """Return the sources of `[data]`, or with ``path`` that of `evaluation.path`.
 
-    Raises:
-        UserError: there is none, or it holds nothing to read.
+    Raises `UserError` if one is empty.
     """
     if path is not None:
         return [_find(section, path, "evaluation.path", 1.0)]
@@ -161,7 +160,7 @@ def _find(section: DataSection, name: str, key: str, weight: float) -> DataSourc
             'owner/name of a data set on the hub, or "stdlib"'
         )
     if not path.stat().st_size:
-        raise UserError(f"{key}: {path} is empty; give a file with {_wanted(section)}")
+        raise UserError(f"{key}: {path} is empty; give one that is not")
     if section.format != "text" and kind(path) not in READERS:
         raise UserError(
             f'{key}: {path} is no file of records, which data.format = "{section.format}" reads; '
@@ -190,7 +189,7 @@ def _folder(section: DataSection, root: Path, key: str) -> tuple[str, ...]:
     if not any(file.stat().st_size for file in files):
         state = "holds only empty files that match" if files else "holds no file that matches"
         shown = ", ".join(patterns[:6]) + (", …" if len(patterns) > 6 else "")
-        raise UserError(f"{key}: {root} {state} data.include ({shown}); add {_wanted(section)} or change data.include")
+        raise UserError(f"{key}: {root} {state} data.include ({shown}); add files, or change data.include")
     if section.format != "text" and (other := [file for file in files if kind(file) not in READERS]):
         raise UserError(f"{key}: {other[0]} is no file of records ({', '.join(READERS)}); change data.include")
     if not chosen and kind(files[0]) in READERS:
@@ -210,10 +209,6 @@ def _check_one_split(key: str, root: Path, files: Sequence[Path]) -> None:
         raise UserError(
             f"{key}: {root} holds more than one split: {named}; choose with data.include, or name its folder"
         )
-
-
-def _wanted(section: DataSection) -> str:
-    return "text" if section.format == "text" else "records"
 
 
 def _walk(root: Path, without: Callable[[str], bool] = lambda name: name.startswith(".")) -> list[Path]:
@@ -262,9 +257,6 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-# ---- reading files
-
-
 def place(file: str, line: int) -> str:
     """Describe a place: "chat.jsonl, line 17"."""
     word = {".parquet": "row", ".json": "entry"}.get(kind(Path(file)), "line") if Path(file).suffix else "row"
@@ -277,11 +269,7 @@ def kind(file: Path) -> str:
 
 
 def _read(file: Path, text_field: str) -> Iterator[tuple[Fields, int]]:
-    """Iterate over (record, line) of a file; the whole text of a text file goes under ``text_field``.
-
-    Raises:
-        UserError: the file cannot be read, or is damaged; it names the line.
-    """
+    """Iterate over (record, line) of a file, with the text of a text file under ``text_field``. Name damage by line."""
     try:
         if reader := READERS.get(kind(file)):
             yield from reader(file)
@@ -309,8 +297,11 @@ def _lines(file: Path) -> Iterator[tuple[Fields, int]]:
 def _array(file: Path) -> Iterator[tuple[Fields, int]]:
     with _open(file) as stream:
         entries = _json(stream.read(), file)
-    if isinstance(entries, dict) and len(arrays := [value for value in entries.values() if _is_array(value)]) == 1:
-        entries = arrays[0]
+    if isinstance(entries, dict):
+        arrays = [
+            each for each in entries.values() if isinstance(each, list) and all(isinstance(e, dict) for e in each)
+        ]
+        entries = arrays[0] if len(arrays) == 1 else entries
     if not isinstance(entries, list):
         raise UserError(
             f"{file}: wanted an array of objects, found a {type(entries).__name__}; write it so, or as JSONL, one "
@@ -379,7 +370,3 @@ def _object(entry: Any, file: Path, number: int) -> Fields:
     if not isinstance(entry, dict):
         raise UserError(f"{place(str(file), number)}: wanted an object, found a {type(entry).__name__}; correct it")
     return entry
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)

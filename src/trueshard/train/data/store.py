@@ -85,12 +85,8 @@ def build(
 ) -> Summary:
     """Read all records, write their documents into an empty folder, and return its summary.
 
-    Args:
-        length: inputs of a sequence; longer documents are cut at their end, and their number is printed once.
-        fraction: held-out part of each source.
-
-    Raises:
-        UserError: a record cannot be read, or a source has none with a target.
+    Documents longer than a sequence of ``length`` inputs are cut at their end, and their number is printed. Raises
+    `UserError` if a record cannot be read, or a source has none with a target.
     """
     writer, cuts = DocumentWriter(folder, form), Counter[str]()
     ranges: list[dict[str, tuple[int, int]]] = []
@@ -129,11 +125,7 @@ def build(
 def _write(
     source: DataSource, number: int, writer: DocumentWriter, length: int, fraction: float, cuts: Counter[str]
 ) -> list[int]:
-    """Write the documents of a source; of joined text, those drawn for evaluation last.
-
-    Returns:
-        The number of documents of each record that has any.
-    """
+    """Write the documents of a source, and return their number for each record that has any."""
     form, sizes = writer.form, []
     with tempfile.TemporaryFile(dir=writer.folder) as later:
         for record, found in form.documents(source, writer.folder):

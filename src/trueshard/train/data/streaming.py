@@ -30,13 +30,7 @@ Placed = tuple[Sample, str]
 
 
 class SourceStream:
-    """The samples of one source, without end.
-
-    Args:
-        source: of the records.
-        form: how records become samples.
-        length: inputs of a sequence.
-    """
+    """The samples of one source, without end, in sequences of ``length`` inputs."""
 
     def __init__(self, source: DataSource, form: Format, length: int) -> None:
         self._source, self._form, self._length = source, form, length

@@ -35,14 +35,9 @@ from trueshard.train.models.quantized import QuantizedLinear, quantise
 
 
 def fill(config: Config, model: nn.Module) -> None:
-    """Give memory and values to a model on the meta device. Collective.
+    """Give memory and values to a sharded model on the meta device; one that has values stays as it is.
 
-    Args:
-        config: of the run.
-        model: from ``build`` or ``reference``, sharded; one that has its values stays as it is.
-
-    Raises:
-        UserError: the files lack tensors of the model; on every rank.
+    Raises `UserError`, on every rank, if the files lack tensors of the model. Collective.
     """
     root = names.unwrap(model)
     if not any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers())):
@@ -140,9 +135,6 @@ def _quantise_rows(module: QuantizedLinear, other: nn.Module) -> None:
         copy_tensor(registered(module, "bias"), registered(other, "bias"))
 
 
-# ---- random values, a block at a time
-
-
 def _initialise(config: Config, settings: Any, root: nn.Module) -> None:
     device = resting_device(root)
     give_memory(root)
@@ -156,14 +148,8 @@ def _initialise(config: Config, settings: Any, root: nn.Module) -> None:
 def _initialise_blocks(model: nn.Module, twin: nn.Module, seed: int, device: torch.device) -> bool:
     """Give ``model`` its first values, except for its adapters.
 
-    Args:
-        model: with memory, sharded or not.
-        twin: the same on the meta device, not sharded. Each of its blocks gets memory for a while.
-        seed: the values of a block follow from it and the block's name.
-        device: where blocks are initialised.
-
-    Returns:
-        False if the model cannot be initialised by blocks; values are then undefined.
+    Each block of ``twin``, the same on the meta device and not sharded, gets memory for a while, and values from
+    ``seed`` and its name. Returns False if that is not possible; values are then undefined.
     """
     owners = initialisers(twin)
     tensors = {
