@@ -99,13 +99,12 @@ def texts(found: list[Message]) -> Iterator[str]:
         yield from [content] if isinstance(content, str) else (part["text"] for part in content if "text" in part)
 
 
-def flat(message: Message, where: str) -> Message:
-    """Return a message whose content is one string. Raises `UserError` if it has an image."""
-    if isinstance(message["content"], str):
-        return message
-    if any(part["type"] == "image" for part in message["content"]):
+def flat(found: list[Message], where: str) -> list[Message]:
+    """Return the messages with each content one string. Raises `UserError` if one has an image."""
+    contents = [message["content"] for message in found if not isinstance(message["content"], str)]
+    if any(part["type"] == "image" for parts in contents for part in parts):
         raise UserError(f'{where}: a message has an image; set data.format = "vision", or leave it out')
-    return {**message, "content": "".join(texts([message]))}
+    return [{**message, "content": "".join(texts([message]))} for message in found]
 
 
 def _message(entry: Any, where: str, role: str, content: str) -> Message:
@@ -238,7 +237,7 @@ def encode_chats(template: ChatTemplate, records: Sequence[Record], folder: Path
 
 def spoken(record: Record) -> list[Message]:
     """Return the messages of a record, each content one string."""
-    return [flat(message, record.where) for message in conversation(record.fields, record.where)]
+    return flat(conversation(record.fields, record.where), record.where)
 
 
 def _inside(places: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, takewhile
+from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -22,10 +22,24 @@ import numpy as np
 from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.train.config import DataSection
-from trueshard.train.data.chat import ChatTemplate, Message, encode_chats, flat, messages, spoken, texts
-from trueshard.train.data.samples import Collate, Document, Sample, packed, pad_ends, pad_pairs, stack, whole
+from trueshard.train.data.chat import ChatTemplate, encode_chats, flat, messages, spoken, texts
+from trueshard.train.data.order import draws
+from trueshard.train.data.samples import (
+    Collate,
+    Document,
+    Sample,
+    pack,
+    packed,
+    pad_ends,
+    pad_pairs,
+    sequence,
+    span,
+    stack,
+    truncate,
+    whole,
+)
 from trueshard.train.data.sources import DataSource, Fields, Record
-from trueshard.train.data.vision import VisionCollate, encode_vision
+from trueshard.train.data.vision import VisionCollate, encode_vision, vision_messages
 
 Encode = Callable[[Sequence[Record], Path], list[tuple[Document, ...]]]
 """(records, folder for files beside the documents) → the documents of each. Raises `UserError` that names the record.
@@ -37,6 +51,12 @@ Item = TypeVar("Item")
 
 RECORDS_AT_ONCE = 256
 """Records that are tokenised together."""
+BUFFER = 1024
+"""Samples from which the next one is drawn."""
+TOGETHER = 512
+"""Documents that are packed together."""
+Placed = tuple[Sample, str]
+"""A sample and its origin."""
 PAIR = ("prompt", "chosen", "rejected")
 
 
@@ -173,14 +193,86 @@ def pair(fields: Fields, where: str) -> tuple[Any, Any, Any]:
     if any(strings):
         kinds = ", ".join(f"{key} {type(value).__name__}" for key, value in zip(PAIR, found, strict=True))
         raise UserError(f"{where}: wanted three strings, or lists of messages, found {kinds}; correct it")
-    first, second = (_flat(fields[key], f"{where}: {key}", where) for key in PAIR[1:])
+    first, second = (flat(messages(fields[key], f"{where}: {key}"), where) for key in PAIR[1:])
     if prompt is not None:
-        return _flat(prompt, f"{where}: prompt", where), first, second
+        return flat(messages(prompt, f"{where}: prompt"), where), first, second
     shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False)))
     if not shared:
         raise UserError(f"{where}: has no 'prompt', and chosen and rejected begin differently; add it")
     return first[:shared], first[shared:], second[shared:]
 
 
-def _flat(value: Any, place: str, where: str) -> list[Message]:
-    return [flat(message, where) for message in messages(value, place)]
+class SourceStream:
+    """The samples of one source, read during training, without end, in sequences of ``length`` inputs.
+
+    The order is that of the source, shuffled through a buffer by seed: the same on every rank and at every world size.
+    At its end a stream starts again, in another order. Every rank reads everything and keeps its own samples; a resume
+    reads again up to where the run stood.
+    """
+
+    def __init__(self, source: DataSource, form: Format, length: int) -> None:
+        self._source, self._form, self._length = source, form, length
+
+    def begin(self, seed: int) -> Iterator[Placed]:
+        """Iterate from the first sample. Raises `UserError` for a damaged record, or a source without a sample."""
+        self.check()
+        for number in count():
+            yield from shuffled(self._once(), seed + number)
+
+    def check(self) -> None:
+        """Read the first sample. Raises `UserError` as ``begin`` does."""
+        if next(self._once(), None) is None:
+            raise UserError(
+                f"{self._source.key}: {self._source.name} does not fill one sequence of train.sequence_length = "
+                f"{self._length}; give it more, or lower train.sequence_length"
+            )
+
+    def _once(self) -> Iterator[Placed]:
+        """Iterate over the samples of one pass, in the order of the source."""
+        if self._form.layout == "kept":
+            for record in self._source.records():
+                yield {"messages": vision_messages(record), "where": record.where}, record.where
+        elif self._form.layout == "joined":
+            yield from self._joined()
+        elif self._form.layout == "packed":
+            for group in batched(self._documents(), TOGETHER):
+                for members in pack([len(document.ids) - 1 for (document,), _ in group], self._length):
+                    parts = [group[number] for number in members]
+                    yield self._form.sample([document for (document,), _ in parts]), span([each for _, each in parts])
+        else:
+            for documents, where in self._documents():
+                yield self._form.sample(documents), where
+
+    def _documents(self) -> Iterator[tuple[tuple[Document, ...], str]]:
+        """Iterate over the documents of each record that has any, and its origin."""
+        for record, found in self._form.documents(self._source, Path()):  # streamed formats put no files beside them
+            if documents := truncate(found, self._length) if self._form.cut else found:
+                yield documents, record.where
+
+    def _joined(self) -> Iterator[Placed]:
+        tokens, places = np.empty(0, dtype=np.int64), []
+        for (document,), where in self._documents():
+            tokens = np.concatenate([tokens, document.ids])
+            places.append(where)
+            full = max(0, len(tokens) - 1) // self._length * self._length
+            for start in range(0, full, self._length):
+                yield sequence(tokens, start, self._length), span(places)
+            if full:
+                tokens, places = tokens[full:], [where]
+
+
+def shuffled(samples: Iterable[Placed], seed: int) -> Iterator[Placed]:
+    """Yield the samples, each drawn from the next ``BUFFER`` ones."""
+    buffer: list[Placed] = []
+    chances = draws(seed, BUFFER)
+    for sample in samples:
+        if len(buffer) < BUFFER:
+            buffer.append(sample)
+            continue
+        place = next(chances)
+        yield buffer[place]
+        buffer[place] = sample
+    while buffer:
+        place = next(chances) % len(buffer)
+        buffer[place], buffer[-1] = buffer[-1], buffer[place]
+        yield buffer.pop()

@@ -67,7 +67,7 @@ def _fill(items: Iterator[Any], ready: queue.Queue[Any], stopped: threading.Even
     """Put (item, None) for each item, then (None, the exception that ended them)."""
     end: BaseException = StopIteration()
     try:
-        if _is_cuda(device):
+        if device is not None and device.type == "cuda":
             torch.cuda.set_device(device)
         for item in items:
             ready.put((item, None))
@@ -296,7 +296,9 @@ def _microbatches(
     for first, count in ranges:
         samples, places = fetch(first, count)
         batch = collate(samples)
-        yield {key: value.pin_memory() for key, value in batch.items()} if _is_cuda(device) else batch, places
+        if device is not None and device.type == "cuda":
+            batch = {key: value.pin_memory() for key, value in batch.items()}
+        yield batch, places
 
 
 def _fetcher(data: Samples | Stream, seed: int) -> Fetch:
@@ -318,7 +320,3 @@ def _fetcher(data: Samples | Stream, seed: int) -> Fetch:
         return [sample for sample, _ in taken], lambda: [place for _, place in taken]
 
     return by_stream
-
-
-def _is_cuda(device: torch.device | None) -> bool:
-    return device is not None and device.type == "cuda"

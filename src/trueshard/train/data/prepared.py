@@ -22,12 +22,11 @@ from typing import Any
 from trueshard.errors import UserError
 from trueshard.train.config import Config, EvaluationSection
 from trueshard.train.data import tokenizer as tokenizers
-from trueshard.train.data.formats import Format, format_of, texts_of
+from trueshard.train.data.formats import Format, SourceStream, format_of, texts_of
 from trueshard.train.data.order import Mixture, StreamMixture
 from trueshard.train.data.samples import Collate, Samples, Stream
 from trueshard.train.data.sources import DataSource, find
 from trueshard.train.data.store import StoredSamples, Summary, build, read_summary
-from trueshard.train.data.streaming import SourceStream
 
 NOUNS = {
     "text": "text",
@@ -108,8 +107,8 @@ def _make(config: Config, sources: list[DataSource], held: list[DataSource], pro
     if config.data.format != "text":
         tokenizers.set_chat_template(config.tokenizer, tokenizer, processor)
     (processor or tokenizer).save_pretrained(str(folder / "tokenizer"))
-    form, read = _format(config, tokenizer, processor), _fingerprint(config, sources + held)
-    length, identity = config.train.sequence_length, _identity(config)
+    length, identity, read = config.train.sequence_length, _identity(config), _fingerprint(config, sources + held)
+    form = format_of(config.data, length, tokenizer, processor)
     if held:
         place = folder / "evaluation"
         place.mkdir()
@@ -128,10 +127,11 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
     assert summary is not None
     if processor is not None:
         tokenizers.set_chat_template(config.tokenizer, processor.tokenizer, processor)
-    form, section = _format(config, _tokenizer(folder), processor), config.evaluation
+    section, length = config.evaluation, config.train.sequence_length
+    form = format_of(config.data, length, _tokenizer(folder), processor)
     train: Samples | Stream
     if config.data.streaming:
-        streams = [SourceStream(source, form, config.train.sequence_length) for source in sources]
+        streams = [SourceStream(source, form, length) for source in sources]
         for stream in streams:
             stream.check()
         train = StreamMixture(streams, [source.weight for source in sources])
@@ -139,10 +139,6 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
         train = _stored(config, form, folder, summary)
     evaluation = None if section is None else _held_out(config, section, form, folder, summary)
     return Prepared(folder, summary, train, evaluation, form.collate)
-
-
-def _format(config: Config, tokenizer: Any, processor: Any) -> Format:
-    return format_of(config.data, config.train.sequence_length, tokenizer, processor)
 
 
 def _stored(config: Config, form: Format, folder: Path, summary: Summary) -> Mixture:

@@ -32,8 +32,6 @@ from trueshard.train.data.order import sequence_indices
 from trueshard.train.data.samples import Document, Ids, Sample, pack, sequence, span, truncate, whole
 from trueshard.train.data.sources import DataSource, Record, place
 
-TOKENS_AT_ONCE = 2**20
-"""Tokens that are counted together."""
 HELD_OUT_SEED = 20_000
 
 
@@ -112,7 +110,7 @@ def build(
     return Summary(
         tokens=None if form.vocabulary is None else writer.tokens,
         documents=writer.documents,
-        unigram_entropy=None if form.vocabulary is None else _unigram_entropy(folder, writer.dtype, form.vocabulary),
+        unigram_entropy=None if form.vocabulary is None else writer.entropy(),
         crc32=writer.crc32,
         fingerprint=fingerprint,
         identity=identity,
@@ -180,6 +178,7 @@ class DocumentWriter:
         self.dtype = "uint8" if form.vocabulary is None else "uint16" if form.vocabulary <= 2**16 else "uint32"
         self.crc32 = 0
         self.tokens = 0
+        self._counts = np.zeros(form.vocabulary or 256, dtype=np.int64)  # of each token among the targets
         self._places = array("q")  # of each document: source, file, line, end
         self._out = (folder / ("records.bin" if is_json else "tokens.bin")).open("wb")
         self._masks = (folder / "counted.bin").open("wb") if form.cut else None
@@ -193,6 +192,11 @@ class DocumentWriter:
         """Return the number of tokens of each document, int64 [documents]."""
         return np.diff(np.array(self._places[3::4], dtype=np.int64), prepend=0)
 
+    def entropy(self) -> float:
+        """Return the entropy of the targets, in nats."""
+        share = self._counts[self._counts > 0] / max(1, self._counts.sum())
+        return float(-(share * np.log(share)).sum())
+
     def add(self, document: Document, source: int, file: int, line: int) -> None:
         """Write a document and its origin."""
         ids = document.ids.astype(self.dtype).tobytes()
@@ -202,6 +206,7 @@ class DocumentWriter:
             mask = document.counted.tobytes()
             self._masks.write(mask)
             self.crc32 = zlib.crc32(mask, self.crc32)
+        np.add.at(self._counts, document.ids[document.counted], 1)
         self.tokens += len(document.ids)
         self._places.extend((source, file, line, self.tokens))
 
@@ -217,19 +222,6 @@ class DocumentWriter:
             np.save(self.folder / "members.npy", flat)
             np.save(self.folder / "sequences.npy", ends)
             self.crc32 = zlib.crc32(ends.tobytes(), zlib.crc32(flat.tobytes(), self.crc32))
-
-
-def _unigram_entropy(folder: Path, dtype: str, vocabulary: int) -> float:
-    """Return the entropy of the targets in `tokens.bin`, in nats."""
-    tokens: Ids = np.memmap(folder / "tokens.bin", mode="r", dtype=dtype)
-    masks = folder / "counted.bin"
-    counted = np.memmap(masks, mode="r", dtype=np.bool_) if masks.exists() else None
-    counts = np.zeros(vocabulary, dtype=np.int64)
-    for first in range(0, len(tokens), TOKENS_AT_ONCE):
-        chunk = slice(first, first + TOKENS_AT_ONCE)
-        counts += np.bincount(tokens[chunk] if counted is None else tokens[chunk][counted[chunk]], minlength=vocabulary)
-    share = counts[counts > 0] / max(1, counts.sum())
-    return float(-(share * np.log(share)).sum())
 
 
 class StoredSamples:

@@ -62,124 +62,32 @@ class CausalLoss:
     """Summed cross entropy of the next token: a ``Loss``."""
 
     def __init__(self, whole_logits: bool = False) -> None:
-        self._tokens = _TokenLosses(whole_logits)
-
-    @property
-    def whole_logits(self) -> bool:
+        self.whole_logits = whole_logits
         """True if the whole logits are held: as asked for, or because the model needs it."""
-        return self._tokens.whole_logits
+        self._known = whole_logits
 
     def count(self, batch: Batch) -> int:
         """Return the number of targets."""
         return int(batch["targets"].ne(IGNORED).sum())
 
     def tokens(self, batch: Batch) -> int:
-        """Return the number of tokens that the model reads."""
-        return _tokens_of(batch)
-
-    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the summed cross entropy of a microbatch: 0-dim, float32, in nats. Collective if sharded.
-
-        ``batch``: ``input_ids`` and ``targets`` [batch, length]; other tensors are passed to the model. Raises
-        `ValueError` if the model gives no logits for each position.
-        """
-        return self._tokens(model, batch)
-
-
-class PreferenceLoss:
-    """DPO loss, summed over pairs: a ``Loss``.
-
-    For a chosen and a rejected answer, with the margin m = log π(chosen) - log π(rejected) minus the same of the
-    reference, it is -(1 - s) log sigmoid(βm) - s log sigmoid(-βm).
-
-    The reference is the frozen model before training, on the same device, sharded if the model is; without one, the
-    model with its adapter off, which must be a PEFT model.
-    """
-
-    unit = "pair"
-
-    def __init__(
-        self,
-        reference: nn.Module | None = None,
-        beta: float = 0.1,  # β, strength of the pull towards the reference
-        label_smoothing: float = 0.0,  # s, probability that a preference is swapped
-        whole_logits: bool = False,
-    ) -> None:
-        self.reference = None if reference is None else reference.eval()
-        self.beta, self.label_smoothing = beta, label_smoothing
-        self._policy, self._other = _TokenLosses(whole_logits), _TokenLosses(whole_logits)
-
-    def count(self, batch: Batch) -> int:
-        """Return the number of pairs."""
-        return batch["input_ids"].shape[0] // 2
-
-    def tokens(self, batch: Batch) -> int:
-        """Return the number of tokens that the model reads."""
-        return _tokens_of(batch)
-
-    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the summed loss of a microbatch: 0-dim, float32. Collective if sharded.
-
-        ``batch``: ``input_ids`` and ``targets`` [2 × pairs, length]: the chosen answers, then the rejected ones in the
-        same order; other tensors are passed to the models.
-        """
-        adapter_off = without_adapter(model) if self.reference is None else contextlib.nullcontext()
-        with torch.no_grad(), adapter_off:
-            before = self._margins(self._other, model if self.reference is None else self.reference, batch)
-        margins = self.beta * (self._margins(self._policy, model, batch) - before)
-        right, wrong = F.logsigmoid(margins), F.logsigmoid(-margins)
-        return -((1 - self.label_smoothing) * right + self.label_smoothing * wrong).sum()
-
-    def _margins(self, losses: _TokenLosses, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return log-probability of the chosen minus the rejected answers, [pairs]."""
-        chosen, rejected = losses(model, batch, rows=True).chunk(2)
-        return rejected - chosen
-
-
-@contextlib.contextmanager
-def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Run a PEFT model as its base, in evaluation mode; sharded or not.
-
-    PEFT changes ``requires_grad`` along with it, on which sharded units would free their buffers; so it is restored at
-    once.
-    """
-    root: Any = names.unwrap(model)
-    if not callable(getattr(root, "disable_adapter", None)):
-        raise ValueError(f"a {type(root).__name__} has no adapter to turn off; give PreferenceLoss a reference")
-    trainable = [(parameter, parameter.requires_grad) for parameter in root.parameters()]
-    training = model.training
-
-    def restore() -> None:
-        for parameter, wanted in trainable:
-            if parameter.requires_grad != wanted:
-                parameter.requires_grad_(wanted)
-
-    try:
-        with root.disable_adapter():
-            restore()
-            model.eval()
-            yield
-    finally:
-        restore()
-        model.train(training)
-
-
-class _TokenLosses:
-    """Summed cross entropies of tokens, computed at the head of the model, or from the whole logits."""
-
-    def __init__(self, whole_logits: bool) -> None:
-        self.whole_logits = whole_logits
-        self._known = whole_logits
+        """Return the number of tokens that the model reads, without padding."""
+        return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
 
     def __call__(self, model: nn.Module, batch: Batch, *, rows: bool = False) -> torch.Tensor:
-        """Return the sum over all targets of a batch, 0-dim; with ``rows`` that of each sequence, [batch]."""
+        """Return the cross entropy, in nats, float32, summed over a microbatch (0-dim) or each of its rows ([batch]).
+
+        ``batch``: ``input_ids`` and ``targets`` [batch, length]; other tensors are passed to the model. Raises
+        `ValueError` if the model gives no logits for each position. Collective if sharded.
+        """
         inputs = {key: value for key, value in batch.items() if key != "targets"}
         targets = batch["targets"]
         shape = targets.shape[:1] if rows else ()
 
         def compute(head: nn.Module, own: Forward, hidden: torch.Tensor) -> torch.Tensor:
             hidden = hidden.flatten(0, 1)
-            if not rows and chunks.is_plain(head):
+            is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+            if is_plain and not rows:
                 found = chunks.summed(cast(nn.Linear, head), hidden, targets.flatten())
             else:
                 each = chunks.each(own, hidden, targets.flatten())
@@ -212,6 +120,79 @@ class _TokenLosses:
         return each.sum(1) if rows else each.sum()
 
 
-def _tokens_of(batch: Batch) -> int:
-    """Return the number of tokens of a microbatch, without padding."""
-    return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
+class PreferenceLoss:
+    """DPO loss, summed over pairs: a ``Loss``.
+
+    For a chosen and a rejected answer, with the margin m = log π(chosen) - log π(rejected) minus the same of the
+    reference, it is -(1 - s) log sigmoid(βm) - s log sigmoid(-βm).
+
+    The reference is the frozen model before training, on the same device, sharded if the model is; without one, the
+    model with its adapter off, which must be a PEFT model.
+    """
+
+    unit = "pair"
+
+    def __init__(
+        self,
+        reference: nn.Module | None = None,
+        beta: float = 0.1,  # β, strength of the pull towards the reference
+        label_smoothing: float = 0.0,  # s, probability that a preference is swapped
+        whole_logits: bool = False,
+    ) -> None:
+        self.reference = None if reference is None else reference.eval()
+        self.beta, self.label_smoothing = beta, label_smoothing
+        self._policy, self._other = CausalLoss(whole_logits), CausalLoss(whole_logits)
+
+    def count(self, batch: Batch) -> int:
+        """Return the number of pairs."""
+        return batch["input_ids"].shape[0] // 2
+
+    def tokens(self, batch: Batch) -> int:
+        """Return the number of tokens that the model reads."""
+        return self._policy.tokens(batch)
+
+    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the summed loss of a microbatch: 0-dim, float32. Collective if sharded.
+
+        ``batch``: ``input_ids`` and ``targets`` [2 × pairs, length]: the chosen answers, then the rejected ones in the
+        same order; other tensors are passed to the models.
+        """
+        adapter_off = without_adapter(model) if self.reference is None else contextlib.nullcontext()
+        with torch.no_grad(), adapter_off:
+            before = self._margins(self._other, model if self.reference is None else self.reference, batch)
+        margins = self.beta * (self._margins(self._policy, model, batch) - before)
+        right, wrong = F.logsigmoid(margins), F.logsigmoid(-margins)
+        return -((1 - self.label_smoothing) * right + self.label_smoothing * wrong).sum()
+
+    def _margins(self, losses: CausalLoss, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return log-probability of the chosen minus the rejected answers, [pairs]."""
+        chosen, rejected = losses(model, batch, rows=True).chunk(2)
+        return rejected - chosen
+
+
+@contextlib.contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Run a PEFT model as its base, in evaluation mode; sharded or not.
+
+    PEFT changes ``requires_grad`` along with it, on which sharded units would free their buffers; so it is restored at
+    once.
+    """
+    root: Any = names.unwrap(model)
+    if not callable(getattr(root, "disable_adapter", None)):
+        raise ValueError(f"a {type(root).__name__} has no adapter to turn off; give PreferenceLoss a reference")
+    trainable = [(parameter, parameter.requires_grad) for parameter in root.parameters()]
+    training = model.training
+
+    def restore() -> None:
+        for parameter, wanted in trainable:
+            if parameter.requires_grad != wanted:
+                parameter.requires_grad_(wanted)
+
+    try:
+        with root.disable_adapter():
+            restore()
+            model.eval()
+            yield
+    finally:
+        restore()
+        model.train(training)

@@ -34,11 +34,6 @@ _PIECES = 8
 """Number of pieces to recompute rows in: more save little memory, and each adds up a gradient."""
 
 
-def is_plain(head: nn.Module) -> bool:
-    """True if ``head`` is a linear layer and nothing else."""
-    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-
-
 def losses_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the cross entropy of each row: logits [rows, vocabulary], targets [rows] → [rows], float32 or wider."""
     wide = logits if logits.dtype == torch.float64 else logits.float()

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,13 +87,13 @@ def check_resumable(config: Config, architecture: Mapping[str, Any], override: b
     fatal = [change for change in refused if change.key.startswith(FATAL)]
     if fatal and override:
         raise UserError(
-            f"{_listed(fatal)}; no checkpoint in {checkpoints} fits that, also with --override: set it back, or begin "
-            'another run from one, with model.path = "…/checkpoints/latest"'
+            f"{'; '.join(map(str, fatal))}; no checkpoint in {checkpoints} fits that, also with --override: set it "
+            'back, or begin another run from one, with model.path = "…/checkpoints/latest"'
         )
     if refused and not override:
         raise UserError(
-            f"{_listed(refused)}; the checkpoints in {checkpoints} were made with what was: set it back, choose "
-            "another run.dir, or go on all the same with --override"
+            f"{'; '.join(map(str, refused))}; the checkpoints in {checkpoints} were made with what was: set it back, "
+            "choose another run.dir, or go on all the same with --override"
         )
     return refused + free
 
@@ -151,10 +151,6 @@ def _damaged(folder: Path, why: object) -> UserError:
         f"{folder / 'config.json'}: cannot be read ({why}); choose another run.dir, or delete that file if the "
         "configuration is still the one its checkpoints were made with"
     )
-
-
-def _listed(changes: Iterable[SettingChange]) -> str:
-    return "; ".join(f"{change.key}: is {_value(change.now)}, was {_value(change.was)}" for change in changes)
 
 
 def _value(value: Any) -> str:

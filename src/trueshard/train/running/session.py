@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import trueshard
 from trueshard.errors import UserError, written_to
@@ -38,8 +37,12 @@ def train(
     is_first = trainer.rank == 0
     if is_first:
         ranks = f"{trainer.ranks} {device.type} rank{'s' if trainer.ranks > 1 else ''}"
+        every = list(trainer.model.parameters())
+        count = sum(parameter.numel() for parameter in every)
+        trained = sum(parameter.numel() for parameter in every if parameter.requires_grad)
+        size = f"{count:,} parameters" + (f" ({trained:,} trained)" if trained != count else "")
         print(plan)
-        print(f"{_size(trainer.model)} on {ranks}, {_described(ready.data, config.data.format)}", flush=True)
+        print(f"{size} on {ranks}, {_described(ready.data, config.data.format)}", flush=True)
     resume(config, ready.data, trainer, override)
     if is_first:  # only now: a run that cannot resume must not change what the next start compares with
         resuming.write_settings(config, plain_settings(ready.architecture), trainer.step)
@@ -136,13 +139,6 @@ def sample(config: Config, trainer: Trainer, tokenizer: Any) -> str:
         tokens = torch.cat([tokens, chosen[None]], dim=1)
     model.train(training)
     return str(tokenizer.decode(tokens[0].tolist(), skip_special_tokens=True))
-
-
-def _size(model: nn.Module) -> str:
-    every = list(model.parameters())
-    count = sum(parameter.numel() for parameter in every)
-    trained = sum(parameter.numel() for parameter in every if parameter.requires_grad)
-    return f"{count:,} parameters" + (f" ({trained:,} trained)" if trained != count else "")
 
 
 def _described(data: Prepared, form: str) -> str:

@@ -82,7 +82,12 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """
     tasks, nodes = _slurm_tasks(environment), int(environment.get("SLURM_NNODES", "1"))
     node_list = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
-    address = _first_node(node_list) if nodes > 1 and node_list else "127.0.0.1"
+    address = "127.0.0.1"
+    if nodes > 1 and node_list:  # the first host: gpu03 of "gpu[03-04,7],cpu1"
+        match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", node_list)
+        if match is None:
+            raise UserError(f"SLURM_JOB_NODELIST: {node_list!r} cannot be read; set MASTER_ADDR to the first node")
+        address = "".join(part or "" for part in match.groups())
     port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
     return {
         "RANK": environment["SLURM_PROCID"],
@@ -96,14 +101,6 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _slurm_tasks(environment: Mapping[str, str]) -> int:
     return int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))
-
-
-def _first_node(node_list: str) -> str:
-    """Return the first host of a Slurm list: gpu03 of "gpu[03-04,7],cpu1"."""
-    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", node_list)
-    if match is None:
-        raise UserError(f"SLURM_JOB_NODELIST: {node_list!r} cannot be read; set MASTER_ADDR to the first node")
-    return "".join(part or "" for part in match.groups())
 
 
 def _slurm_tasks_here(environment: Mapping[str, str], tasks: int) -> str:
