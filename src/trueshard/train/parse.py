@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,11 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     """Read a configuration file and `--set` overrides, of which the last wins. Raises `UserError` of one line."""
     tree, overrides = _read(path), list(overrides)
     given = {override.partition("=")[0].strip() for override in overrides}
+    for section, name in (each.split(".") for key in given for each in REPLACES.get(key, ()) if each not in given):
+        if isinstance(tree.get(section), dict):
+            tree[section].pop(name, None)
     for override in overrides:
-        _override(tree, override, given)
+        _override(tree, override)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -60,19 +63,14 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        detail = one_line(error)
-        raise UserError(f"{path}: not valid TOML: {detail}; correct that place") from None
+        raise UserError(f"{path}: not valid TOML: {one_line(error)}; correct that place") from None
 
 
-def _override(tree: dict[str, Any], text: str, given: Collection[str]) -> None:
-    """Set the key of one override, and remove the keys of the file that it excludes and that are not in ``given``."""
+def _override(tree: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     *tables, last = parts = [part.strip() for part in key.split(".")]
     if not equals or not tables or not all(parts):
         raise UserError(f"--set {text}: wanted section.key=value, such as train.steps=100")
-    for section, name in (each.split(".") for each in REPLACES.get(".".join(parts), ()) if each not in given):
-        if isinstance(tree.get(section), dict):
-            tree[section].pop(name, None)
     table = tree
     for depth, part in enumerate(tables, start=1):
         table = table.setdefault(part, {})

@@ -223,7 +223,7 @@ class EndlessLoader:
 
     def __next__(self) -> Any:
         for _ in range(2):
-            iterator = self._iterator or self._begin()
+            iterator = self._begin() if self._iterator is None else self._iterator
             try:
                 batch = next(iterator)
             except StopIteration:

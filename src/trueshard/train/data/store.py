@@ -105,8 +105,7 @@ def build(
     writer.close(None if form.layout == "joined" else members)
     if cuts["cut"] or cuts["left out"]:
         left = f", {cuts['left out']} left out as no answer is within that" if cuts["left out"] else ""
-        said = f"{cuts['cut']} of {cuts['records']} records cut at train.sequence_length = {length}{left}"
-        print(said, flush=True)
+        print(f"{cuts['cut']} of {cuts['records']} records cut at train.sequence_length = {length}{left}", flush=True)
     return Summary(
         tokens=None if form.vocabulary is None else writer.tokens,
         documents=writer.documents,
@@ -131,7 +130,7 @@ def _write(
             cuts["records"] += 1
             cuts["left out"] += form.cut and not documents
             cuts["cut"] += any(len(kept.ids) < len(each.ids) for kept, each in zip(documents, found, strict=False))
-            if form.layout == "joined" and _drawn(record, fraction):
+            if form.layout == "joined" and fraction and _drawn(record, fraction):
                 for document in documents:
                     pickle.dump((document.ids, record.file, record.line), later)
                 continue
@@ -147,8 +146,8 @@ def _write(
 
 
 def _drawn(record: Record, fraction: float) -> bool:
-    """True if a record is held out: a function of its file and line."""
-    chance = sequence_indices(HELD_OUT_SEED + record.file, record.line, 1, 2**20)[0] if fraction else 2**20
+    """Return True if a record is held out: a function of its file and line."""
+    chance = sequence_indices(HELD_OUT_SEED + record.file, record.line, 1, 2**20)[0]
     return bool(chance < fraction * 2**20)
 
 
@@ -174,13 +173,12 @@ class DocumentWriter:
 
     def __init__(self, folder: Path, form: Format) -> None:
         self.folder, self.form = folder, form
-        is_json = form.vocabulary is None
         self.dtype = "uint8" if form.vocabulary is None else "uint16" if form.vocabulary <= 2**16 else "uint32"
         self.crc32 = 0
         self.tokens = 0
         self._counts = np.zeros(form.vocabulary or 256, dtype=np.int64)  # of each token among the targets
         self._places = array("q")  # of each document: source, file, line, end
-        self._out = (folder / ("records.bin" if is_json else "tokens.bin")).open("wb")
+        self._out = (folder / ("records.bin" if form.vocabulary is None else "tokens.bin")).open("wb")
         self._masks = (folder / "counted.bin").open("wb") if form.cut else None
 
     @property

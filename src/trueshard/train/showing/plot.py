@@ -52,7 +52,7 @@ def plot(runs: Sequence[Path], out: Path | None = None) -> list[Path]:
     found, first = read_runs(runs), runs[0].expanduser()
     folder = Path() if len(runs) > 1 else first if first.is_dir() else first.parent
     targets = [folder / f"curves{suffix}" for suffix in FORMS] if out is None else [out.expanduser()]
-    if not os.access(into := targets[0].absolute().parent, os.W_OK):
+    if not (into := targets[0].absolute().parent).is_dir() or not os.access(into, os.W_OK):
         raise UserError(f"--out {targets[0]}: there is no folder {into} that can be written to")
     for target in targets:
         made = FORMS[target.suffix.lower()](found)
