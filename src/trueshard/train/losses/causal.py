@@ -51,7 +51,6 @@ class Mean:
         self._function = function
 
     def count(self, batch: Any) -> int:
-        """Return 1."""
         return 1
 
     def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:

@@ -49,7 +49,12 @@ def fill(config: Config, model: nn.Module) -> None:
     elif config.model.path is not None:
         _read(config, settings, root)
     else:
-        _initialise(config, settings, root)
+        device = resting_device(root)
+        give_memory(root)
+        if not _initialise_blocks(root, empty(config, settings), config.train.seed, device):
+            _copy_model(root, with_values(config, settings))
+        elif hasattr(root, "peft_config"):
+            adapters.initialise(root, empty(config, settings), config.train.seed, device)
     if hasattr(root, "peft_config"):
         adapters.settle(root)
 
@@ -119,15 +124,6 @@ def _copy_model(root: nn.Module, donor: nn.Module) -> None:
                 source = theirs[attribute]
                 if tensor is not None and source is not None:
                     copy_tensor(tensor, source)
-
-
-def _initialise(config: Config, settings: Any, root: nn.Module) -> None:
-    device = resting_device(root)
-    give_memory(root)
-    if not _initialise_blocks(root, empty(config, settings), config.train.seed, device):
-        _copy_model(root, with_values(config, settings))
-    elif hasattr(root, "peft_config"):
-        adapters.initialise(root, empty(config, settings), config.train.seed, device)
 
 
 @torch.no_grad()
