@@ -271,7 +271,7 @@ class EndlessLoader:
     def _begin(self) -> Iterator[Any]:
         self._begun = self._random_states()
         sampler = getattr(self._loader, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
+        if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(self.passes)
         return iter(self._loader)
 
