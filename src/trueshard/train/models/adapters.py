@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trueshard import _torch
-from trueshard.errors import UserError, with_kind
+from trueshard.errors import UserError, one_line
 from trueshard.text import nearest
 from trueshard.train.config import AdapterSection
 from trueshard.train.models.parameters import copy_module, gather, registered, seeded
@@ -73,7 +73,8 @@ def add_adapter(model: Any, section: AdapterSection, task: str | None, checking:
             warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT asks it
             return peft.get_peft_model(model, config)
     except Exception as error:  # PEFT checks in several ways
-        raise UserError(f"[adapter] is refused by PEFT ({with_kind(error)}); correct it") from error
+        detail = f"{type(error).__name__}: {one_line(error, 300)}"
+        raise UserError(f"[adapter] is refused by PEFT ({detail}); correct it") from error
 
 
 def _check(model: nn.Module, section: AdapterSection, known: set[str]) -> None:
