@@ -188,7 +188,8 @@ class DocumentWriter:
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """Return the number of tokens of each document, int64 [documents]."""
-        return np.diff(np.array(self._places[3::4], dtype=np.int64), prepend=0)
+        ends = np.array([0, *self._places[3::4]], dtype=np.int64)
+        return ends[1:] - ends[:-1]
 
     def entropy(self) -> float:
         """Return the entropy of the targets, in nats."""

@@ -110,8 +110,9 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
 def tightened(config: Config, ranks: int) -> Config:
     """Return `config` with the settings that memory required in earlier starts with as many ranks."""
     found = read_settings(config.run.folder).get("tightened")
-    applies = config.train.on_oom == "tighten" and found and found["ranks"] == ranks
-    return with_settings(config, found["words"]) if applies else config
+    if config.train.on_oom != "tighten" or not found or found["ranks"] != ranks:
+        return config
+    return with_settings(config, found["words"])
 
 
 def keep_tightened(folder: Path, settings: Mapping[str, Any], ranks: int) -> None:

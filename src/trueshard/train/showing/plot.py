@@ -210,7 +210,7 @@ def picture(runs: Sequence[RunRecords]) -> bytes:
     from matplotlib.figure import Figure
 
     panels = _shown(runs)
-    rows = [["0", "0"], *([str(n), str(min(n + 1, len(panels) - 1))] for n in range(1, len(panels), 2))]
+    rows: list[Any] = [["0", "0"], *([str(n), str(min(n + 1, len(panels) - 1))] for n in range(1, len(panels), 2))]
     figure = Figure(figsize=(12, 3.1 * len(rows) + 0.8), layout="constrained")
     places = figure.subplot_mosaic(rows, height_ratios=[1.4] + [1.0] * (len(rows) - 1))
     for number, panel in enumerate(panels):
