@@ -3,8 +3,7 @@
 - Weights in files are read by rows. Random ones are made a block at a time with transformers' own initialisation, from
   ``train.seed`` and the block's name: the same at every number of ranks, and no rank holds more than a block.
 - A quantised model is read in full precision by a twin that is sharded alike, and quantised row by row.
-- Otherwise (files that are not safetensors, initialisation across blocks) each rank makes the whole model in host
-  memory.
+- Else (no safetensors, initialisation across blocks) each rank makes the whole model in host memory.
 """
 
 from __future__ import annotations
