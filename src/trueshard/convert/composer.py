@@ -19,6 +19,13 @@ REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 def prepare(tree: dict[str, Any], sections: Set[str]) -> dict[str, Any]:
     """Follow references, and put `parallelism_config` around a file of its tables, or of the keys of its `fsdp`."""
     tree = {key: _resolved(value, tree) for key, value in tree.items()}
+    for key in ("optimizer", "scheduler"):
+        if {key, f"{key}s"} <= set(tree):
+            raise Wrong(f"{key} and {key}s are the same; keep one")
+        if (given := tree.pop(f"{key}s", tree.get(key))) is not None:
+            tree[key] = _named(key, given)
+    if isinstance(tree.get("tokenizer"), str):
+        tree["tokenizer"] = {"name": tree["tokenizer"]}
     if set(tree) <= {"fsdp", "fsdp2", "tp"}:
         return {"parallelism_config": {key: value for key, value in tree.items() if value is not None}}
     if not sections & set(tree):
@@ -93,16 +100,13 @@ def duration(draft: Draft, key: str, value: Any) -> None:
 
 
 def interval(draft: Draft, key: str, value: Any) -> None:
-    """Read `save_interval` or `eval_interval` as steps; the latter counts where there is something to evaluate on."""
-    ours, loaders, steps = draft.rules[key].becomes, draft.rules[key].beside, _steps(draft, value)
-    if loaders and not any(each in draft.given for each in loaders):
-        draft.tell(key, value, "always", "nothing to evaluate on is given, so there is none, there either")
-    elif steps:
+    """Read an interval, or the length of a warm-up, as steps."""
+    ours, steps = draft.rules[key].becomes, _steps(draft, value)
+    if steps or (steps == 0 and key == "scheduler.t_warmup"):
         draft.put(ours, steps, key, value)
     else:
-        what = "evaluations" if loaders else "checkpoints"
         draft.tell(key, value, "none", f"told in steps here; set {ours}")
-        draft.ask(ours, "100", f"steps between {what}; there {value}")
+        draft.ask(ours, "100", f"in steps; there {value}")
 
 
 # Precision, sharding, compilation.
@@ -134,14 +138,6 @@ def precision(draft: Draft, key: str, value: Any) -> None:
         draft.put_word(key, value)
 
 
-def reshard(draft: Draft, key: str, value: Any) -> None:
-    """Read `reshard_after_forward` of FSDP2: true, false, or a number of ranks."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        draft.put("shard.reshard_after_forward", positive(value), key, value)
-    else:
-        draft.put_word(key, value)
-
-
 def compiled(draft: Draft, key: str, value: Any) -> None:
     """Read `compile_config`: any table means to compile."""
     if value is None:
@@ -154,63 +150,22 @@ def compiled(draft: Draft, key: str, value: Any) -> None:
 # Optimizer, schedule, model: tables with a name.
 
 
-def _named(value: Any) -> tuple[str, dict[str, Any]]:
-    """Return (name, settings) of `{name: NAME, ...}` or `{NAME: {...}}`."""
-    if isinstance(value, dict) and isinstance(value.get("name"), str):
-        return value["name"], value
-    if isinstance(value, dict) and len(value) == 1 and isinstance(inner := next(iter(value.values())), dict):
-        return next(iter(value)), inner
-    raise Wrong(f"found {value!r}, wanted a table with a name")
+def _named(key: str, value: Any) -> dict[str, Any]:
+    """Return the settings of `{NAME: {...}}` with the name among them, as in `{name: NAME, ...}`."""
+    if not isinstance(value, dict):
+        raise Wrong(f"{key}: found {value!r}, wanted a table with a name")
+    inner = next(iter(value.values())) if len(value) == 1 else None
+    return {"name": next(iter(value)), **inner} if isinstance(inner, dict) else value
 
 
-def optimizer(draft: Draft, key: str, value: Any) -> None:
-    """Read llm-foundry's `optimizer` or `optimizers`."""
-    name, settings = _named(value)
-    word = draft.word(key, name)
-    if word.none:
-        draft.tell(key, value, "none", word.none)
-        draft.ask("optimizer.class", '"torch.optim.AdamW"', f"import path of {name}")
-        return
-    decoupled = name.lower() == "decoupled_adamw"
-    lr = number(settings.get("lr", 1e-3))
-    draft.put_word(key, name)
-    draft.put("optimizer.lr", lr, key, {"lr": lr})
-    if "betas" in settings:
-        betas = [number(each) for each in settings["betas"]]
-        draft.put("optimizer.betas", betas, key, {"betas": betas})
-    if "eps" in settings:
-        draft.put("optimizer.arguments.eps", number(settings["eps"]), key, {"eps": settings["eps"]})
-    # Composer's decay goes by lr / peak, torch's by lr: w · lr / peak = (w / peak) · lr.
-    decay = number(settings.get("weight_decay", 1e-5 if decoupled else 1e-2))
-    scaled = round(decay / lr, 12) if decoupled and lr else decay
-    draft.put("optimizer.weight_decay", scaled, key, {"weight_decay": decay}, "set", "/ lr" if decoupled else "")
-    draft.put("optimizer.no_decay", [], key, name, "set", "decay on all parameters, as there")
-    lost = {each: settings[each] for each in settings if each not in ("name", "lr", "betas", "eps", "weight_decay")}
-    if lost:
-        draft.tell(key, lost, "none", "give them in optimizer.arguments, or in optimizer.groups")
-
-
-def schedule(draft: Draft, key: str, value: Any) -> None:
-    """Read llm-foundry's `scheduler` or `schedulers`."""
-    name, settings = _named(value)
-    word = draft.word(key, name)
-    if word.none:
-        draft.tell(key, value, "none", word.none)
-        draft.ask("schedule.decay", '"cosine"', f"in place of {name}")
-        return
-    draft.put_word(key, name)
-    if "t_warmup" in settings:
-        warm, steps = {"t_warmup": settings["t_warmup"]}, _steps(draft, settings["t_warmup"])
-        if steps is None:
-            draft.tell(key, warm, "none", "told in steps here; set schedule.warmup_steps")
-            draft.ask("schedule.warmup_steps", "100", f"there {settings['t_warmup']}")
-        else:
-            draft.put("schedule.warmup_steps", steps, key, warm)
-    if word.sets["schedule.decay"] != "constant":
-        final = number(settings.get("alpha_f", 0.0))
-        draft.put("schedule.final", final, key, {"alpha_f": final})
-    if str(settings.get("t_max", "1dur")) != "1dur":
-        draft.tell(key, {"t_max": settings["t_max"]}, "none", "the schedule ends with train.steps")
+def decay(draft: Draft, key: str, value: Any) -> None:
+    """Read `weight_decay`: decoupled_adamw takes it · lr / peak, torch takes it · lr."""
+    decoupled, lr = str(draft.get("optimizer.name")).lower() == "decoupled_adamw", number(draft.get("optimizer.lr"))
+    given = number(value if key in draft.given else 1e-5 if decoupled else 1e-2)
+    if decoupled and lr:
+        draft.put("optimizer.weight_decay", round(given / lr, 12), key, given, "set", "/ lr")
+    else:
+        draft.put("optimizer.weight_decay", given, key, given)
 
 
 def model(draft: Draft, key: str, value: Any) -> None:
@@ -221,25 +176,6 @@ def model(draft: Draft, key: str, value: Any) -> None:
         return
     ours = "model.path" if value.get("pretrained", True) else "model.config"
     draft.put(ours, text(path), key, path, "set", "a directory on this machine")
-
-
-def tokenizer(draft: Draft, key: str, value: Any) -> None:
-    """Read llm-foundry's `tokenizer` by its name."""
-    name = text(value.get("name") if isinstance(value, dict) else value)
-    draft.put("tokenizer.path", name, key, name, "set", "a directory on this machine")
-
-
-def algorithms(draft: Draft, key: str, value: Any) -> None:
-    """Read `algorithms`, of which gradient clipping by norm has an equivalent."""
-    given = table(value)
-    settings = given.get("gradient_clipping")
-    if isinstance(settings, dict) and settings.get("clipping_type") == "norm":
-        threshold = number(settings.get("clipping_threshold"))
-        draft.put("train.max_grad_norm", threshold, key, given.pop("gradient_clipping"))
-    if given:
-        draft.tell(key, given, "none", "methods of training of their own, made by changing the model or the batch")
-    elif not value:
-        draft.tell(key, value, "always", "not asked for")
 
 
 # The batch.

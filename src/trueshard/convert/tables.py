@@ -8,8 +8,8 @@ A table has what concerns the framework as a whole, then a `[[rule]]` for each k
 - `why`: how, what differs, or what to do instead. `default`: theirs, if that decides something here.
 - With `set`: `read` = a reader's name, or `words` = a list of values, or of names of `[words]` in `shared.toml`: `of` =
   theirs ("*": any other), `value` = ours (or `sets` = several of our keys), and the rest as in `Word`.
-- `unset` and `off`: values that mean "not given" and "not asked for". `unless`: values without equivalent. `needs`,
-  `yields`, `beside`, `last`: as in `Rule`.
+- `unset` (of `set`) and `off` (of `none`): values that mean "not asked for". `unless`: values without equivalent.
+  `needs`, `yields`, `when`, `otherwise`, `beside`, `last`: as in `Rule`.
 - `include` = rules of `shared.toml` or of this file, their keys with a prefix (the first one is shown as `shown`),
   under other `names`, or in capitals (`upper`).
 
@@ -102,7 +102,9 @@ def _rows(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         for each in tree.get(row["include"]) or table("shared")[row["include"]]:
             keys = _listed(each["keys"])
             shown = [row["shown"] + key for key in keys] if "shown" in row else spelled(row, keys)[: len(keys)]
-            yield {**each, "keys": spelled(row, keys), "beside": spelled(row, each.get("beside", ())), "shown": shown}
+            when = {spelled(row, [key])[0]: values for key, values in each.get("when", {}).items()}
+            beside = spelled(row, each.get("beside", ()))
+            yield {**each, "keys": spelled(row, keys), "when": when, "beside": beside, "shown": shown}
 
 
 def spelled(include: Mapping[str, Any], keys: Any) -> list[str]:
@@ -116,24 +118,20 @@ def _rule(row: Mapping[str, Any]) -> Rule:
     kind: Kind = next((kind for kind in get_args(Kind) if kind in row), "set")
     becomes = FIXED.get(kind) or row.get("becomes") or row[kind]
     unless = {engine.plain(value): each["none"] for each in row.get("unless", ()) for value in each["of"]}
-    why = row[kind] if kind in FIXED else row["why"]
     unset = (None, *row["unset"]) if "unset" in row else (*NOTHING, *row.get("off", ())) if kind == "none" else ()
     return Rule(
-        keys=tuple(row["keys"]),
         kind=kind,
         becomes=becomes,
-        why=why,
+        why=row[kind] if kind in FIXED else row["why"],
         shown=tuple(_listed(row.get("shown", row["keys"]))),
-        default=row.get("default"),
-        last=row.get("last", False),
-        read=_named(row["read"]) if "read" in row else lambda value: value,
+        read=_named(row["read"]) if "read" in row else None,
         words=dict(_words(row.get("words", ()), becomes)),
         unset=frozenset(map(engine.plain, unset)),
         unless=unless,
-        needs=tuple(row.get("needs", ())),
-        yields=tuple(row.get("yields", ())),
-        beside=tuple(row.get("beside", ())),
+        when={key: tuple(values) for key, values in row.get("when", {}).items()},
         function=_named(row["function"]) if kind == "function" else None,
+        **{name: tuple(row[name]) for name in ("keys", "needs", "yields", "beside") if name in row},
+        **{name: row[name] for name in ("default", "last", "otherwise") if name in row},
     )
 
 

@@ -11,13 +11,8 @@ from typing import Any
 
 from trueshard.convert.engine import Draft, Wrong, boolean, integer, number, positive, text
 from trueshard.convert.shared import batch, count
+from trueshard.convert.shared import recompute as recompute_blocks
 from trueshard.train.parse import toml_value
-
-
-def betas(draft: Draft, key: str, value: Any) -> None:
-    """Join beta1 and beta2."""
-    pair = [number(draft.get("optimizer.beta1")), number(draft.get("optimizer.beta2"))]
-    draft.put("optimizer.betas", pair, key, value)
 
 
 def decay_type(draft: Draft, key: str, value: Any) -> None:
@@ -36,11 +31,16 @@ def decay_type(draft: Draft, key: str, value: Any) -> None:
         draft.put("schedule.decay", shape, key, value)
 
 
-def decay_ratio(draft: Draft, key: str, value: Any) -> None:
-    """Check a share of the steps, which `decay_type` reads."""
-    if value is not None and not 0 <= number(value) <= 1:
+def share(value: Any) -> float:
+    """Read a share of the steps."""
+    if not 0 <= number(value) <= 1:
         raise Wrong(f"found {value!r}, wanted a share from 0 to 1")
-    draft.tell(key, value, "set", "", "schedule.decay and schedule.decay_steps")
+    return number(value)
+
+
+def folder(value: Any) -> str:
+    """Read the directory of the tokenizer, or its file there."""
+    return text(value).removesuffix("/tokenizer.model").removesuffix("/original")
 
 
 def recompute(draft: Draft, key: str, value: Any) -> None:
@@ -56,63 +56,22 @@ def recompute(draft: Draft, key: str, value: Any) -> None:
         draft.tell(option_key, option, "set", "", f'{ours} = "selective"')
         return
     every = positive(option)
-    if every == 1:
-        draft.put(ours, "full", option_key, option)
-    elif 10 % every == 0:
-        # TorchTitan counts from 1: of blocks 0, 1, 2, ... every second is 1, 3, 5, ..., told by its last digit.
-        digits = "".join(str(digit) for digit in range(every - 1, 10, every))
-        draft.put(ours, {f"*[{digits}]": "full"}, option_key, option)
-    else:
-        note = f"every {every}th block there; here what is dear to recompute is kept of each"
-        draft.put(ours, "selective", option_key, option, "near", note)
+    note = f"every {every}th block there; here what is dear to recompute is kept of each"
+    recompute_blocks(draft, option_key, option, every, every - 1, "selective", note)  # TorchTitan counts from 1
     draft.tell(key, value, "set", "", f"{ours}, by {option_key}")
 
 
-def compiled(draft: Draft, key: str, value: Any) -> None:
-    """Read `compile.enable` with `compile.components`."""
-    if not boolean(value):
-        draft.tell(key, value, "always", "not asked for")
-    elif "model" in (draft.get("compile.components") or []):
-        draft.put("shard.compile", True, key, value)
-    else:
-        draft.tell(key, value, "none", "shard.compile compiles blocks; other components are not compiled")
-
-
-def initial_load_path(draft: Draft, key: str, value: Any) -> None:
-    """Read the weights to begin with, which are a Hugging Face directory with `initial_load_in_hf`."""
-    if not value:
-        draft.tell(key, value, "always", "not asked for")
-    elif boolean(draft.get("checkpoint.initial_load_in_hf")):
-        draft.put("model.path", text(value), key, value)
-    else:
-        draft.tell(key, value, "none", "its own format; convert it to a Hugging Face directory, and set model.path")
-
-
-def assets(draft: Draft, key: str, value: Any) -> None:
-    """Read the directory of the tokenizer, or its file there."""
-    if value:
-        path = text(value).removesuffix("/tokenizer.model").removesuffix("/original")
-        draft.put("tokenizer.path", path, key, value)
-    else:
-        draft.tell(key, value, "always", "not given")
-
-
-def validation(draft: Draft, key: str, value: Any) -> None:
-    """Read `validation.enable` with the other keys of its section."""
-    if not boolean(value):
-        draft.tell(key, value, "always", "not asked for")
-        return
-    draft.put("evaluation.every", positive(draft.get("validation.freq")), key, value)
-    if draft.get("validation.dataset_path"):
-        draft.put("evaluation.path", text(draft.get("validation.dataset_path")), key, value)
-    else:
-        draft.ask("evaluation.path", '"path/to/validation"', f"there {draft.get('validation.dataset')}")
-    steps = integer(draft.get("validation.steps"))
+def samples(draft: Draft, key: str, value: Any) -> None:
+    """Read `validation.steps` with the batch of a rank; -1: all samples."""
+    steps = integer(value)
     if steps > 0 and draft.ranks:
         each = positive(draft.get("validation.local_batch_size"))
         draft.put("evaluation.samples", steps * each * draft.ranks, key, value)
     elif steps > 0:
         draft.ask("evaluation.samples", "100", f"{steps} × validation.local_batch_size × ranks; --ranks works it out")
+        draft.tell(key, value, "set", "which needs the number of ranks", "evaluation.samples")
+    else:
+        draft.tell(key, value, "always", "all samples")
 
 
 def trackers(draft: Draft, key: str, value: Any) -> None:

@@ -16,12 +16,9 @@ STYLES = {"ok": "green", "note": "blue", "warning": "yellow", "problem": "bold r
 
 
 def examine(nproc: int | None, limit: float, tell: Callable[[str, Finding], None] = lambda *_: None) -> Report:
-    """Look at versions, devices, the host, the environment, extras, and processes that train together.
+    """Look at everything; `nproc` and `limit` (seconds of a trial) as in `processes`.
 
-    Args:
-        nproc: processes that try to reach each other; None: two, and one for each GPU.
-        limit: seconds that each trial with processes may take, and importing torch.
-        tell: called with (section, finding) as soon as it is made.
+    `tell` is called with (section, finding) as soon as one is made.
     """
     said, failed = processes.answer(processes.command("torch"), limit)
     torch: dict[str, Any] | str = failed or json.loads(processes.last_line(said))
