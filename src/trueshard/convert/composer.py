@@ -11,7 +11,7 @@ from collections.abc import Set
 from typing import Any
 
 from trueshard.convert.engine import Draft, Wrong, number, positive, table, text
-from trueshard.convert.shared import REDUCED, batch, mixed_precision_policy
+from trueshard.convert.shared import REDUCED, batch, count, mixed_precision_policy
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
@@ -153,7 +153,7 @@ def compiled(draft: Draft, key: str, value: Any) -> None:
 def _named(key: str, value: Any) -> dict[str, Any]:
     """Return the settings of `{NAME: {...}}` with the name among them, as in `{name: NAME, ...}`."""
     if not isinstance(value, dict):
-        raise Wrong(f"{key}: found {value!r}, wanted a table with a name")
+        raise Wrong(f"{key}: found {value!r}, wanted a table with a name; give it one")
     inner = next(iter(value.values())) if len(value) == 1 else None
     return {"name": next(iter(value)), **inner} if isinstance(inner, dict) else value
 
@@ -183,31 +183,21 @@ def model(draft: Draft, key: str, value: Any) -> None:
 
 def finish(draft: Draft) -> None:
     """Set the batch from that of all ranks or of one, and `train.accumulate` from the microbatch."""
-    micro = draft.get("device_train_microbatch_size")
-    if str(micro).lower() == "auto":
-        draft.put("train.on_oom", "tighten", "device_train_microbatch_size", micro)
-    elif "device_train_microbatch_size" in draft.given:
-        _accumulate(draft, positive(micro))
-    if "global_train_batch_size" in draft.given:
-        total = positive(draft.get("global_train_batch_size"))
-        draft.put("train.batch_size", total, "global_train_batch_size", total)
-        each = draft.get("device_train_batch_size")
-        draft.tell("device_train_batch_size", each, "always", "global_train_batch_size says it")
-    elif "device_train_batch_size" in draft.given:
-        batch(draft, "device_train_batch_size", microbatches=1)
-    else:
-        batch(draft)
-
-
-def _accumulate(draft: Draft, micro: int) -> None:
-    """Set `train.accumulate` from the microbatch of a rank."""
-    key, total, each = "device_train_microbatch_size", _batch_size(draft), draft.get("device_train_batch_size")
-    of_rank = positive(each) if each is not None else total / draft.ranks if total and draft.ranks else None
-    if of_rank is None:
-        draft.ask("train.accumulate", "1", f"a rank's part of the batch / {micro}; --ranks works it out")
-        draft.tell(key, micro, "set", "which needs the number of ranks", "train.accumulate")
-    elif of_rank % micro:
-        raise Wrong(f"{key} = {micro} does not divide a rank's {of_rank:g} sequences; change it, or --ranks")
-    else:
-        draft.put("train.accumulate", int(of_rank // micro), key, micro, "set", f"{of_rank:g} of a rank / {micro}")
-        draft.origins["train.accumulate"] = f"{of_rank:g} of a rank / {key} = {micro}"
+    total, each, micro = "global_train_batch_size", "device_train_batch_size", "device_train_microbatch_size"
+    if str(draft.get(micro)).lower() == "auto":
+        draft.put("train.on_oom", "tighten", micro, draft.get(micro))
+        micro = ""
+    if total in draft.given:
+        batch(draft, micro, total=total)
+        draft.tell(each, draft.get(each), "always", f"{total} says it")
+        return
+    if micro in draft.given:
+        of_rank, part = count(draft, each), positive(draft.get(micro))
+        if of_rank is None:
+            draft.ask("train.accumulate", "1", f"a rank's part of the batch / {part}")
+            draft.tell(micro, part, "set", "which needs the batch of a rank", "train.accumulate")
+        elif of_rank % part:
+            raise Wrong(f"{micro} = {part} does not divide {each} = {of_rank}; change one of them")
+        else:
+            draft.put("train.accumulate", of_rank // part, micro, part, "set", f"{of_rank} of a rank / {part}")
+    batch(draft, each if each in draft.given else "", microbatches=1)

@@ -126,7 +126,7 @@ class Draft:
         """Apply the rule of one of their keys; raises `Wrong` for a value the source would not take."""
         rule, value = self.rules[key], self.get(key)
         other = next((each for each in rule.when if not self._is_one_of(each, rule.when[each])), None)
-        if rule.kind in ("set", "none") and not self._has(key):
+        if (rule.kind in ("set", "none") or rule.unset) and not self._has(key):
             self.tell(key, value, "always", "not asked for")
         elif instead := next(filter(self._has, rule.yields), None):
             self.tell(key, value, "always", f"{instead} counts instead")
