@@ -228,7 +228,8 @@ def _rules_of(given: Mapping[str, Any], source: Framework, where: str) -> dict[s
     """
     known, rules = list(source.index), dict(source.index)
     for key in given:
-        if key not in rules and (rule := source.index.get(f"{key.partition('.')[0]}.*")):
+        section, inside, _ = key.partition(".")
+        if inside and key not in rules and (rule := source.index.get(f"{section}.*")):
             rules[key] = rule
         if key not in rules:
             near = nearest(key, known) or nearest(key.rpartition(".")[2], [each.rpartition(".")[2] for each in known])

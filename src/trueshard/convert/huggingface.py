@@ -123,19 +123,11 @@ def _final(draft: Draft, kind: str, more: dict[str, Any]) -> float:
 
 def recompute(draft: Draft, key: str, value: Any) -> None:
     """Read `activation_checkpointing`, or `gradient_checkpointing` as it was called, with its keyword arguments."""
-    nth = positive(table(draft.get(f"{key}_kwargs")).get("every_n_layers", 1))
+    nth = positive(draft.get(f"{key}_kwargs.every_n_layers", 1))
     if boolean(value or False):
         recompute_blocks(draft, key, value, nth, 0, "full", f"every block, there each {nth}th")
     else:
         draft.tell(key, value, "always", "not asked for")
-
-
-def recompute_kwargs(draft: Draft, key: str, value: Any) -> None:
-    """Report the keyword arguments of recomputation but `every_n_layers`, which `recompute` reads."""
-    if table(value).get("offload"):
-        draft.tell(key, value, "none", 'what a recomputed block keeps stays on the device; "full" keeps the least')
-    else:
-        draft.tell(key, value, "always", "recomputation is without reentrance, and keeps random states")
 
 
 def finish(draft: Draft) -> None:

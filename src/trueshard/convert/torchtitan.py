@@ -10,8 +10,7 @@ import math
 from typing import Any
 
 from trueshard.convert.engine import Draft, Wrong, boolean, integer, number, positive, text
-from trueshard.convert.shared import batch, count
-from trueshard.convert.shared import recompute as recompute_blocks
+from trueshard.convert.shared import batch, count, recompute
 from trueshard.train.parse import toml_value
 
 
@@ -43,22 +42,14 @@ def folder(value: Any) -> str:
     return text(value).removesuffix("/tokenizer.model").removesuffix("/original")
 
 
-def recompute(draft: Draft, key: str, value: Any) -> None:
-    """Read `activation_checkpoint.mode` with `selective_ac_option`: "op", or every so many blocks."""
-    ours, option_key = "shard.activation_checkpointing", "activation_checkpoint.selective_ac_option"
-    option = str(draft.get(option_key))
-    if str(value).lower() != "selective":
-        draft.tell(option_key, option, "always", f"not looked at with mode = {value}")
-        draft.put_word(key, value)
+def selected(draft: Draft, key: str, value: Any) -> None:
+    """Read `selective_ac_option`: "op", or every so many blocks, which are counted from 1."""
+    if str(value) == "op":
+        draft.put("shard.activation_checkpointing", "selective", key, value)
         return
-    if option == "op":
-        draft.put_word(key, value)
-        draft.tell(option_key, option, "set", "", f'{ours} = "selective"')
-        return
-    every = positive(option)
+    every = positive(value)
     note = f"every {every}th block there; here what is dear to recompute is kept of each"
-    recompute_blocks(draft, option_key, option, every, every - 1, "selective", note)  # TorchTitan counts from 1
-    draft.tell(key, value, "set", "", f"{ours}, by {option_key}")
+    recompute(draft, key, value, every, every - 1, "selective", note)
 
 
 def samples(draft: Draft, key: str, value: Any) -> None:
@@ -91,13 +82,6 @@ def ranks(draft: Draft, key: str, value: Any) -> None:
         draft.tell(key, value, "command", "--nproc")
     else:
         draft.tell(key, value, "always", "as many as there are ranks")
-
-
-def fault_tolerance(draft: Draft, key: str, value: Any) -> None:
-    """Report [fault_tolerance], which takes effect if it is enabled."""
-    used = isinstance(value, dict) and value.get("enable", False)
-    why = draft.rules[key].why
-    draft.tell(key, value, "none" if used else "always", why if used else "not asked for")
 
 
 def finish(draft: Draft) -> None:

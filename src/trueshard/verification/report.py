@@ -201,7 +201,7 @@ def contract(
         *([] if known.plain is None else [_plain(known.plain)]),
         *_aspects(known, sharded),
         *_checkpoint(sharded, restored, setting),
-        _side_effect(sharded["disturbed"]),
+        _point(NO_SIDE_EFFECT, sharded["disturbed"], "before the first step and between steps, no bit differs"),
     )
     told = [*steps, *([] if isinstance(restored, Failure) else restored["steps"])]
     trace = restored.trace if isinstance(restored, Failure) else ""
@@ -226,15 +226,19 @@ def _aspects(known: Reference, sharded: Mapping[str, Any]) -> list[ContractPoint
         "membership": f"{len(structure.membership)} group{'s' if len(structure.membership) != 1 else ''}",
     }
     for aspect, name in ASPECTS.items():
-        if aspect == "dtypes" and sharded["computed in"]:
-            found.append(ContractPoint(name, "broken", sharded["computed in"][0]))
-        elif words := sharded["structure"].get(aspect):
-            found.append(ContractPoint(name, "broken", f"after shard(): {words}", step=0))
-        elif words := sharded["structure at the end"].get(aspect):
-            found.append(ContractPoint(name, "broken", f"after the last step: {words}"))
-        else:
-            found.append(ContractPoint(name, "held", counts[aspect]))
+        first, last = (sharded[each].get(aspect) for each in ("structure", "structure at the end"))
+        wrong = list(sharded["computed in"]) if aspect == "dtypes" else []
+        wrong += [f"after shard(): {first}"] if first else []
+        wrong += [f"after the last step: {last}"] if last else []
+        found.append(_point(name, wrong, counts[aspect], step=0 if first else None))
     return found
+
+
+def _point(name: str, wrong: Sequence[str], held: str, step: int | None = None) -> ContractPoint:
+    if not wrong:
+        return ContractPoint(name, "held", held)
+    more = f"; {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return ContractPoint(name, "broken", f"{wrong[0]}{more}", step=step)
 
 
 def _checkpoint(sharded: Mapping[str, Any], restored: Any, setting: Mapping[str, Any]) -> list[ContractPoint]:
@@ -266,19 +270,8 @@ def _loaded(
     return replace(point, detail=f"{where}: {point.detail}")
 
 
-def _side_effect(told: Sequence[str]) -> ContractPoint:
-    if not told:
-        return ContractPoint(NO_SIDE_EFFECT, "held", "before the first step and between steps, no bit differs")
-    more = f"; {len(told) - 1} more" if len(told) > 1 else ""
-    return ContractPoint(NO_SIDE_EFFECT, "broken", f"{told[0]}{more}")
-
-
 def _closest(found: Iterable[Comparison]) -> list[Comparison]:
-    worst: dict[tuple[str, str], Comparison] = {}
-    for each in found:
-        key = each.kind, each.name
-        if key not in worst or each.excess > worst[key].excess:
-            worst[key] = each
+    worst = {(each.kind, each.name): each for each in sorted(found, key=lambda each: each.excess)}
     return sorted(worst.values(), key=lambda each: each.excess, reverse=True)[:CLOSEST]
 
 

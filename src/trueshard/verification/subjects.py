@@ -322,7 +322,7 @@ class FactorySubject:
 
     def _part(self, batch: Any, part: int, parts: int) -> Any:
         """Return a part's rows of a batch: of every tensor whose first size is that of the first tensor."""
-        tensors = [each for each in _tensors(batch) if each.ndim]
+        tensors = [each for each in tensors_of(batch) if each.ndim]
         if not tensors:
             raise ValueError(f"{self.name}: its batch holds no tensor with a dimension; give example tensors")
         rows = tensors[0].shape[0]
@@ -337,7 +337,8 @@ class FactorySubject:
 
         own = mapped(lambda each: cut(each, part), batch)
         other = mapped(lambda each: cut(each, (part + 1) % parts), batch)
-        if parts > 1 and all(torch.equal(one, two) for one, two in zip(_tensors(own), _tensors(other), strict=True)):
+        pairs = zip(tensors_of(own), tensors_of(other), strict=True)
+        if parts > 1 and all(torch.equal(one, two) for one, two in pairs):
             raise ValueError(
                 f"{self.name}: every rank would train on the same samples, so that a gradient which is not reduced "
                 "would not show; give a batch of different samples"
@@ -361,7 +362,7 @@ def _called(function: Callable[..., Any], samples: int, sequence: int, name: str
     return lambda step: function(*((), (step,), (samples, sequence))[len(needed)])
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     mapped(lambda each: found.append(each) if isinstance(each, torch.Tensor) else None, value)
     return found

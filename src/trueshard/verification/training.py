@@ -34,7 +34,7 @@ from trueshard.verification.compare import (
     gathered_tensors,
     values_of,
 )
-from trueshard.verification.subjects import Case, FactorySubject, Subject, TrainingSetup, seed_all
+from trueshard.verification.subjects import Case, FactorySubject, Subject, TrainingSetup, seed_all, tensors_of
 
 
 @dataclass
@@ -55,15 +55,11 @@ class RunRecord:
 
     def check_batch(self, name: str, place: tuple[int, int, int], batch: Any) -> None:
         """Keep the checksum of a microbatch, or raise ``UserError`` if another one is known."""
-        found: list[int] = [0]
-
-        def add(each: Any) -> None:
-            if isinstance(each, torch.Tensor):
-                whole = each.detach().cpu().contiguous().flatten()
-                found[0] = zlib.crc32(whole.view(torch.uint8).numpy().tobytes(), found[0])
-
-        mapped(add, batch)
-        if self.checksums.setdefault(place, found[0]) != found[0]:
+        checksum = 0
+        for each in tensors_of(batch):
+            content = each.detach().cpu().contiguous().flatten().view(torch.uint8)
+            checksum = zlib.crc32(content.numpy().tobytes(), checksum)
+        if self.checksums.setdefault(place, checksum) != checksum:
             raise UserError(
                 f"{name} gives another batch in each process or at each call, although the random generators of "
                 "Python, numpy and torch are seeded before: make it repeatable"
