@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +13,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from trueshard.convert.engine import Draft, Entry, Rule, Wrong, nearest, our_fields, shown
-from trueshard.convert.tables import ENVIRONMENT, FILES, FRAMEWORKS, Framework
+from trueshard.convert.tables import ENVIRONMENT, FILES, FRAMEWORKS, Framework, tomllib
 from trueshard.errors import UserError, one_line
 from trueshard.files import replace_text
 from trueshard.train.config import Config
 from trueshard.train.parse import toml_key, toml_value
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".env", ".sh")
 ASSIGNED = re.compile(r"\s*(?:(?:export|env)\s+)?[A-Za-z_][A-Za-z0-9_]*=")
@@ -56,7 +50,10 @@ class Converted:
 
     def report(self) -> str:
         """Return a line for each key: what it became, how it differs, or why it has no equivalent."""
-        rows = [(WORDS[each.status], f"{each.key} = {shown(each.value)}", _became(each)) for each in self.entries]
+        rows = []
+        for each in self.entries:
+            note = f"{each.becomes} ({each.note})" if each.becomes and each.note else each.becomes or each.note
+            rows.append((WORDS[each.status], f"{each.key} = {shown(each.value)}", note))
         wide = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
         lines = [f"From {self.title}: {len({each.key for each in self.entries})} keys."]
         lines += [f"{state.ljust(wide[0])}  {key.ljust(wide[1])}  {note}".rstrip() for state, key, note in rows]
@@ -316,10 +313,6 @@ def _in_order(keys: Sequence[str] | Mapping[str, Any]) -> list[str]:
     """Sort keys of ours as a file has them."""
     order = list(our_fields())
     return sorted(keys, key=lambda key: order.index(".".join(key.split(".")[:2])))
-
-
-def _became(entry: Entry) -> str:
-    return f"{entry.becomes} ({entry.note})" if entry.becomes and entry.note else entry.becomes or entry.note
 
 
 def _check(text: str, draft: Draft, where: str) -> None:

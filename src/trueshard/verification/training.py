@@ -206,12 +206,14 @@ def _accumulate(setup: TrainingSetup, microbatches: list[tuple[int, int, Any]], 
     """Run forward and backward of all microbatches; return the mean loss over the global batch."""
     count = sum(setup.loss.count(batch) for *_, batch in microbatches)
     total = torch.zeros((), dtype=torch.float64)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     mean = None if setup.plan is None else trueshard.token_mean(setup.model, count)
     for place, (part, number, batch) in enumerate(microbatches, start=1):
         last = place == len(microbatches)
         seed_all(seed + 1_000_003 * step + 1_009 * part + number)
         with contextlib.nullcontext() if setup.plan is None else trueshard.accumulate(setup.model, last=last):
-            value = setup.loss(setup.model, _to_device(batch))
+            moved = mapped(lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, batch)
+            value = setup.loss(setup.model, moved)
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 shown = list(value.shape) if isinstance(value, torch.Tensor) else f"{value!r}"
                 raise ValueError(f"the loss is {shown}; it must be a tensor with one number")
@@ -240,12 +242,6 @@ def _clip_plain(model: nn.Module, limit: float) -> torch.Tensor:
     for each in gradients:
         each.mul_(torch.clamp(limit / (norm + 1e-6), max=1.0).to(each.device, each.dtype))
     return norm
-
-
-def _to_device(batch: Any) -> Any:
-    if not torch.cuda.is_available():
-        return batch
-    return mapped(lambda each: each.cuda() if isinstance(each, torch.Tensor) else each, batch)
 
 
 @contextlib.contextmanager
