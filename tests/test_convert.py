@@ -25,11 +25,12 @@ from accelerate.utils import dataclasses as accelerate_dataclasses
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, trainer, trainer_utils, training_args
 
 import trueshard
+from convert_tables import FILE, fill
 from messages import lacking
 from parity import Ranks
 from trueshard.convert.converting import Converted, convert
 from trueshard.convert.engine import Draft, Wrong, our_default, section_of
-from trueshard.convert.tables import FRAMEWORKS, Framework, fill, spelled, table
+from trueshard.convert.tables import FRAMEWORKS, Framework, spelled, table
 from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.parse import load_config
@@ -217,8 +218,8 @@ def test_every_key_is_told_whatever_its_value(source: Framework, tmp_path: Path)
 
 
 def test_the_page_has_the_present_tables() -> None:
-    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
-    assert fill(page) == page
+    page = FILE.read_text(encoding="utf-8")
+    assert fill(page) == page, "run `make tables`"
 
 
 # ---- the examples

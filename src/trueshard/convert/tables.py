@@ -1,8 +1,8 @@
-"""The frameworks that can be converted, each a table in `frameworks/`; and the tables as Markdown.
+"""The frameworks that can be converted, each a table in `frameworks/`.
 
 A table has what concerns the framework as a whole, then a `[[rule]]` for each key, or several alike:
 
-- `keys`: their names, dotted. `shown`: the names in the documents, where these differ.
+- `keys`: their names, dotted; `section.*` is any other key of a section. `shown`: the names in the documents, where these differ.
 - One of `set` = our key; `always` = why it is so here anyway; `none` = why there is no equivalent; `command` = an
   option; `part` or `later` = our key that another of theirs decides too; `function` = a function's name, and `becomes`.
 - `why`: how, what differs, or what to do instead. `default`: theirs, if that decides something here.
@@ -12,8 +12,6 @@ A table has what concerns the framework as a whole, then a `[[rule]]` for each k
   `needs`, `yields`, `when`, `otherwise`, `beside`, `last`: as in `Rule`.
 - `include` = rules of `shared.toml` or of this file, their keys with a prefix (the first one is shown as `shown`),
   under other `names`, or in capitals (`upper`).
-
-`python -m trueshard.convert.tables docs/coming-from.md` puts the tables between their marks.
 """
 
 from __future__ import annotations
@@ -160,42 +158,3 @@ def _listed(value: Any) -> list[Any]:
 FILES = tuple(map(framework, ("accelerate", "torchtitan", "composer", "huggingface")))
 ENVIRONMENT = framework("environment")
 FRAMEWORKS = (*FILES, ENVIRONMENT)
-
-HEAD = "| key | becomes | how, or why not |\n|---|---|---|"
-
-
-def markdown(source: Framework) -> str:
-    """Return a table with a row for each rule: its keys, what they become, and why."""
-    rows = [
-        f"| {', '.join(f'`{key}`' for key in rule.shown)} | {_cell(rule.becomes)} | {_cell(_sentence(rule))} |"
-        for rule in source.rules
-    ]
-    return "\n".join([HEAD, *rows])
-
-
-def fill(page: str) -> str:
-    """Return a page with the present table between the marks of each framework."""
-    for source in FRAMEWORKS:
-        begin, end = f"<!-- table {source.name} -->", f"<!-- end {source.name} -->"
-        before, _, rest = page.partition(begin)
-        _, _, after = rest.partition(end)
-        page = f"{before}{begin}\n{markdown(source)}\n{end}{after}"
-    return page
-
-
-def _sentence(rule: Rule) -> str:
-    """Return why, and which values have no equivalent."""
-    reasons: dict[str, list[str]] = {}
-    for value, reason in rule.unless.items():
-        reasons.setdefault(reason, []).append(f"`{str(value).lower()}`")
-    return "; ".join([rule.why, *(f"{', '.join(each)}: {reason}" for reason, each in reasons.items())])
-
-
-def _cell(text: str) -> str:
-    ours = "." in text and " " not in text and "*" not in text
-    return f"`{text}`" if ours or text.startswith("[") else text.replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    place = Path(sys.argv[1])
-    place.write_text(fill(place.read_text(encoding="utf-8")), encoding="utf-8")
