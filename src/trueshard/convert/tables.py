@@ -2,7 +2,8 @@
 
 A table has what concerns the framework as a whole, then a `[[rule]]` for each key, or several alike:
 
-- `keys`: their names, dotted; `section.*` is any other key of a section. `shown`: the names in the documents, where these differ.
+- `keys`: their names, dotted; `section.*` is any other key of a section. `shown`: the names in the documents, where
+  these differ.
 - One of `set` = our key; `always` = why it is so here anyway; `none` = why there is no equivalent; `command` = an
   option; `part` or `later` = our key that another of theirs decides too; `function` = a function's name, and `becomes`.
 - `why`: how, what differs, or what to do instead. `default`: theirs, if that decides something here.
