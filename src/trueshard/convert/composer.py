@@ -27,10 +27,10 @@ def prepare(tree: dict[str, Any], sections: Set[str]) -> dict[str, Any]:
     if isinstance(tree.get("tokenizer"), str):
         tree["tokenizer"] = {"name": tree["tokenizer"]}
     if set(tree) <= {"fsdp", "fsdp2", "tp"}:
-        return {"parallelism_config": {key: value for key, value in tree.items() if value is not None}}
+        return {"parallelism_config": tree}
     if not sections & set(tree):
         return {"parallelism_config": {"fsdp": tree}}
-    return {key: tree[key] for key in tree if key not in ("parallelism_config", "fsdp_config") or tree[key] is not None}
+    return tree
 
 
 def _resolved(value: Any, tree: dict[str, Any]) -> Any:

@@ -98,14 +98,11 @@ def recompute(draft: Draft, key: str, value: Any, every: int, first: int, word: 
 
 
 def accelerate_tree(tree: dict[str, Any], sections: Set[str]) -> dict[str, Any]:
-    """Give each key of a section the section's prefix, as Accelerate does, and drop empty sections."""
+    """Give each key of a section the section's prefix, as Accelerate does."""
     found = dict(tree)
-    for section, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_"), ("parallelism_config", "")):
-        inner = found.get(section)
-        if isinstance(inner, dict):
-            found[section] = {f"{'' if key.startswith(prefix) else prefix}{key}": inner[key] for key in inner}
-        elif inner is None:
-            found.pop(section, None)
+    for section, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_")):
+        if isinstance(inner := found.get(section), dict):
+            found[section] = {prefix + key.removeprefix(prefix): inner[key] for key in inner}
     return found
 
 

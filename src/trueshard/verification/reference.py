@@ -37,16 +37,6 @@ from trueshard.verification.training import Comparer, Progress, RunRecord, Watch
 
 
 @dataclass(frozen=True)
-class PlainDistance:
-    """Distance between training with the plan's arithmetic and plain training without this library."""
-
-    losses: float
-    """Largest relative difference of a step's losses."""
-    moved: float
-    """Difference between how far all parameters together have moved, over their movement in plain training."""
-
-
-@dataclass(frozen=True)
 class Reference:
     """Result of the reference, with which the other runs are compared; its tensors are on disk."""
 
@@ -56,8 +46,9 @@ class Reference:
     tolerances: Tolerances
     record: RunRecord
     constant_buffers: Sequence[str]
-    plain: PlainDistance | None
-    """None if the reference is plain training itself."""
+    plain: tuple[float, float] | None
+    """Distance from plain training: largest relative difference of a step's losses, and of how far all parameters
+    together have moved over their movement there. None if the reference is plain training itself."""
     notes: Sequence[str]
     parameters: int
     trainable: int
@@ -196,7 +187,7 @@ def _built(case: Case, subject: Subject) -> TrainingSetup:
     return subject.sharded() if case.changes_arithmetic else subject.plain()
 
 
-def _plain_distance(case: Case, subject: Subject, losses: Sequence[float], progress: Progress) -> PlainDistance:
+def _plain_distance(case: Case, subject: Subject, losses: Sequence[float], progress: Progress) -> tuple[float, float]:
     """Train the plain model too, without mixed precision and compiling, and compare."""
     progress.stage = "building the plain model"
     setup = subject.plain()
@@ -209,9 +200,7 @@ def _plain_distance(case: Case, subject: Subject, losses: Sequence[float], progr
         apart += float((whole(value).double() - after).square().sum())
         moved += float((whole(value).double() - before).square().sum())
     pairs = zip(*(torch.tensor(each, dtype=torch.float64) for each in (losses, plain)), strict=True)
-    return PlainDistance(
-        max(distance(*pair)[1] for pair in pairs), math.sqrt(apart / moved) if moved else float(apart > 0)
-    )
+    return max(distance(*pair)[1] for pair in pairs), math.sqrt(apart / moved) if moved else float(apart > 0)
 
 
 def _check_trains(name: str, losses: Sequence[float], store: TensorStore, steps: int) -> None:

@@ -15,7 +15,7 @@ from trueshard.planner.report.frame import SCRIPT, STYLE, framed
 from trueshard.verification.compare import Comparison
 
 if TYPE_CHECKING:
-    from trueshard.verification.reference import PlainDistance, Reference
+    from trueshard.verification.reference import Reference
 
 Status = Literal["held", "broken", "not reached"]
 
@@ -198,7 +198,7 @@ def contract(
             )
             for kind, name in VALUES.items()
         ),
-        *([] if known.plain is None else [_plain(known.plain)]),
+        *([] if known.plain is None else [_plain(*known.plain)]),
         *_aspects(known, sharded),
         *_checkpoint(sharded, restored, setting),
         _point(NO_SIDE_EFFECT, sharded["disturbed"], "before the first step and between steps, no bit differs"),
@@ -208,10 +208,10 @@ def contract(
     return Verified(points, setting, tuple(notes), tuple(_closest(told)), str(sharded["plan"]), trace)
 
 
-def _plain(found: PlainDistance) -> ContractPoint:
+def _plain(losses: float, moved: float) -> ContractPoint:
     """Return the point that says whether mixed precision or compiling still trains what plain training does."""
-    detail = f"losses {found.losses:.1g} and updates {found.moved:.1g} of their size from training without it"
-    is_near = found.losses <= NEAR_LOSSES and found.moved <= NEAR_MOVED
+    detail = f"losses {losses:.1g} and updates {moved:.1g} of their size from training without it"
+    is_near = losses <= NEAR_LOSSES and moved <= NEAR_MOVED
     return ContractPoint(PLAIN, "held" if is_near else "broken", detail)
 
 
