@@ -74,9 +74,14 @@ def verify(
         overrides: with a configuration, settings such as ``"train.batch_size=8"``.
         replicate: copies of the model (HSDP): a mesh (replicate, shard).
         timeout: seconds for each of the three runs; then every process's stack is reported.
-        plan: as for ``shard()``. A configuration brings its own.
-        units, reshard_after_forward, mixed_precision, activation_checkpointing, compile, offload, memory: as for
-            ``shard()``; left out with a plan or a configuration.
+        plan: as for ``shard()``, and so are its other options below. A configuration brings its own.
+        units: as for ``shard()``.
+        reshard_after_forward: as for ``shard()``.
+        mixed_precision: as for ``shard()``.
+        activation_checkpointing: as for ``shard()``.
+        compile: as for ``shard()``.
+        offload: as for ``shard()``.
+        memory: as for ``shard()``.
 
     Returns:
         The report. ``report.held`` says whether all of the contract holds; ``print`` shows a line for each point.
@@ -98,14 +103,14 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="trueshard-verify-") as name:
         folder, notes = Path(name), list[str]()
         source: Any = factory
-        if isinstance(factory, nn.Module):
-            source = Original(factory)
-        elif isinstance(factory, (str, Path)) and ".py" not in str(factory):
+        if isinstance(factory, (str, Path)) and ".py" not in str(factory):
             said = ["plan"] * (plan is not None) + choices.said() + ["optimizer"] * (optimizer is not None)
             source, notes = _configuration(Path(factory), overrides, folder, max(nproc, 2), said)
             choices, replicate = source.shard.choices(), source.shard.replicate
         elif overrides:
             raise ValueError("overrides go with a training configuration; leave them out")
+        elif isinstance(factory, nn.Module):
+            source = Original(factory)
         case = Case(
             folder=folder,
             source=str(source) if isinstance(source, Path) else source,
