@@ -81,14 +81,12 @@ def schedule(draft: Draft, key: str, value: Any) -> None:
     """Read `lr_scheduler_type` with `lr_scheduler_kwargs`."""
     kind, kwargs = str(value).lower(), "lr_scheduler_kwargs"
     word, more = draft.word(key, value), table(draft.get(kwargs))
-    if word.none or kind == "reduce_lr_on_plateau":
+    if "schedule.decay" not in word.sets:
         draft.put_word(key, value)
-        if word.none:
-            draft.tell(kwargs, more, "none" if more else "always", f"part of {kind}")
-        elif more:
+        if more and not word.none:
             draft.put("schedule.arguments", more, kwargs, more)
         else:
-            draft.tell(kwargs, {}, "always", "the class's own")
+            draft.tell(kwargs, more, "none" if more else "always", f"part of {kind}")
         return
     final = _final(draft, kind, more)
     note = ""
@@ -106,10 +104,8 @@ def schedule(draft: Draft, key: str, value: Any) -> None:
         draft.put("schedule.final", round(final, 12), key, value)
     steps = ("num_decay_steps", "num_warmup_steps", "num_training_steps")
     lost = {name: more[name] for name in more if name not in steps}
-    if lost:
-        draft.tell(kwargs, lost, "none", "no equivalent in [schedule]")
-    else:
-        draft.tell(kwargs, draft.get(kwargs), "always", f"part of {kind}")
+    why = "no equivalent in [schedule]" if lost else f"part of {kind}"
+    draft.tell(kwargs, lost or draft.get(kwargs), "none" if lost else "always", why)
 
 
 def _final(draft: Draft, kind: str, more: dict[str, Any]) -> float:
