@@ -228,6 +228,8 @@ def _rules_of(given: Mapping[str, Any], source: Framework, where: str) -> dict[s
         section, inside, _ = key.partition(".")
         if inside and key not in rules and (rule := source.index.get(f"{section}.*")):
             rules[key] = rule
+        if key not in rules and any(each.startswith(f"{key}.") for each in known):
+            raise UserError(f"{where}: {key}: found {given[key]!r}, wanted a table; correct it")
         if key not in rules:
             near = nearest(key, known) or nearest(key.rpartition(".")[2], [each.rpartition(".")[2] for each in known])
             raise UserError(f"{where}: unknown key {key} for {source.title}{near}; correct it, or remove it")
