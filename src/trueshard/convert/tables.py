@@ -118,6 +118,8 @@ def _rule(row: Mapping[str, Any]) -> Rule:
     becomes = FIXED.get(kind) or row.get("becomes") or row[kind]
     unless = {engine.plain(value): each["none"] for each in row.get("unless", ()) for value in each["of"]}
     unset = (None, *row["unset"]) if "unset" in row else (*NOTHING, *row.get("off", ())) if kind == "none" else ()
+    more: dict[str, Any] = {name: tuple(row[name]) for name in ("keys", "needs", "yields", "beside") if name in row}
+    more |= {name: row[name] for name in ("default", "last", "otherwise") if name in row}
     return Rule(
         kind=kind,
         becomes=becomes,
@@ -129,8 +131,7 @@ def _rule(row: Mapping[str, Any]) -> Rule:
         unless=unless,
         when={key: tuple(values) for key, values in row.get("when", {}).items()},
         function=_named(row["function"]) if kind == "function" else None,
-        **{name: tuple(row[name]) for name in ("keys", "needs", "yields", "beside") if name in row},
-        **{name: row[name] for name in ("default", "last", "otherwise") if name in row},
+        **more,
     )
 
 
