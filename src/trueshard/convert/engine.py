@@ -180,6 +180,7 @@ class Draft:
             raise Wrong(f"{key} = {given} contradicts {self.origins[ours]}: both decide {ours}; keep one")
         (self._by_default.discard if key in self.given else self._by_default.add)(ours)
         self.tree[ours] = value
+        self.asked.pop(ours, None)
         self.origins[ours] = f"{key} = {shown(given)}" if key in self.given else f"{key} = {shown(given)}, its default"
         self.tell(key, given, status, note, f"{ours} = {toml_value(value)}")
 

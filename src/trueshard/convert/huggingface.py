@@ -24,8 +24,6 @@ def prepare(tree: dict[str, Any], sections: Set[str]) -> dict[str, Any]:
     tree = {"eval_strategy" if key == "evaluation_strategy" else key: value for key, value in tree.items()}
     if isinstance(inner, dict):
         tree["fsdp_config"] = {key.removeprefix("fsdp_"): value for key, value in inner.items()}
-    elif not inner:
-        tree.pop("fsdp_config", None)
     return tree
 
 

@@ -92,6 +92,9 @@ def finish(draft: Draft) -> None:
         draft.ask("model.config", place, f"a directory with the config.json of {flavor}; with weights: model.path")
     older = "training.batch_size" in draft.given
     per_rank = "training.batch_size" if older else "training.local_batch_size"
+    if older:
+        each = "training.local_batch_size"
+        draft.tell(each, draft.get(each), "always", f"{per_rank} counts instead")
     degrees = [f"parallelism.{each}_parallel_degree" for each in ("tensor", "context", "pipeline")]
     ways = math.prod(positive(draft.get(each) or 1) for each in degrees)
     if ways > 1:
