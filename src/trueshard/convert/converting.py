@@ -119,7 +119,7 @@ def _find(
     if shell and source not in (None, ENVIRONMENT.name):
         remedy = "which file? give its path" if path is None else f"{path} is a shell file; leave --from out"
         raise UserError(f"--from {source}: {remedy}")
-    tree = dict(environment or {}) if path is None else _read(path)
+    tree: dict[str, Any] = dict(environment or {}) if path is None else _read(path)
     if path is None and not ENVIRONMENT.prepare(tree):
         raise UserError("no variable FSDP_*, ACCELERATE_* or PARALLELISM_CONFIG_* is set; give the path of a file")
     kind = known[source] if source else ENVIRONMENT if path is None or shell else _guess(tree, path, FILES)
