@@ -198,10 +198,10 @@ class LoadJob:
             if key is not None:
                 self._check_tensor(name, key, each.tensor)
             elif not naming.may_lack(name):
-                known = [naming.name(key) for key in entries if naming.owns(key)]
+                known = [naming.name(key) for key in entries if key.startswith(naming.prefix)]
                 self._misfits.add("missing", name, f"has no {name!r}.{model_names.nearest(name, known)}")
         for key in entries:
-            if naming.owns(key) and key not in used:
+            if key.startswith(naming.prefix) and key not in used:
                 name = naming.name(key)
                 self._misfits.add("unexpected", name, f"holds {name!r}, which the model does not have")
         for name in uncomputable(module, {id(tensor) for _, tensor in self._targets}):
@@ -211,7 +211,7 @@ class LoadJob:
             )
             self._misfits.add("missing", name, text)
         for name in extra:
-            if name not in self._saved_extra(prefix) and not naming.partial:
+            if name not in self._saved_extra(prefix) and not naming.may_lack(name):
                 text = f"has no {name!r}, which {type(module).__name__} saves itself"
                 self._misfits.add("missing", name, text)
 

@@ -118,7 +118,6 @@ class SaveJob:
             if rank == 0:
                 self.writer.abandon()
             raise
-        self.writer.end()
 
     def _files(self) -> tuple[dict[str, bytes], dict[str, int]]:
         """Return each file's first bytes and its size; record them in the manifest. Rank 0."""

@@ -1,8 +1,8 @@
 """Write a checkpoint's files.
 
 - To a local directory: every rank writes its byte ranges of the same files, under a temporary name; renaming the
-  directory makes it a checkpoint. A lock on the temporary directory tells that a save is in progress; without one a
-  process that died left it behind, and the next save beside it removes it.
+  directory makes it a checkpoint. A lock beside it tells that a save is in progress; what a process that died left
+  behind, the next save in that place removes.
 - To a URL of fsspec: each rank writes a file of its own; the manifest, written last, makes it a checkpoint.
 """
 
@@ -22,16 +22,13 @@ from trueshard.checkpoint.catalogue import file_system, is_url
 from trueshard.checkpoint.manifest import MANIFEST, FileRecord
 from trueshard.checkpoint.ranks import as_bytes
 from trueshard.checkpoint.tensorfile import BLOCK, Piece, TensorEntry, crc32, crc32_of_range, make_header
-
-fcntl: Any
-try:
-    import fcntl
-except ImportError:  # a system without locks: nothing left behind is removed
-    fcntl = None
+from trueshard.files import locked
 
 _BEGUN = ".trueshard-partial"
 """A file that a remote directory has until its manifest is there."""
-_PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{8}")
+_PARTIAL = re.compile(r"(\..+\.partial-[0-9a-f]{8})(\.lock)?")
+_PATIENCE = 10.0
+"""Seconds to wait for a save that takes this one's new lock for a dead one's."""
 
 
 @dataclass
@@ -54,7 +51,7 @@ class LocalWriter:
     def __init__(self, final: Path, token: str) -> None:
         self.where, self._final = str(final), Path(os.path.abspath(final))
         self._partial = self._final.with_name(f".{self._final.name}.partial-{token}")
-        self._lock: int | None = None
+        self._lock = contextlib.ExitStack()
 
     def check_free(self) -> None:
         """Raise ``FileExistsError`` if something is there already. Rank 0."""
@@ -69,15 +66,10 @@ class LocalWriter:
         except (FileExistsError, NotADirectoryError) as error:
             text = f"cannot make {parent}: it, or a part of its path, is a file; choose another place"
             raise NotADirectoryError(text) from error
-        # Clearing needs the parent's lock too, so it never meets a directory that is not locked yet.
-        guard = _locked(parent, wait=True)
-        try:
-            _clear(parent)
-            self._partial.mkdir()
-            self._lock = _locked(self._partial)
-        finally:
-            if guard is not None:
-                os.close(guard)
+        _clear(parent)
+        with contextlib.suppress(OSError, NotImplementedError):  # a file system without locks
+            self._lock.enter_context(locked(_lock_of(self._partial), _PATIENCE))
+        self._partial.mkdir()
         for name, data in files.items():
             path = self._partial / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,17 +108,12 @@ class LocalWriter:
         for folder in {self._partial, *(path for path in self._partial.rglob("*") if path.is_dir())}:
             sync(folder)
         move_into_place(self._partial, self._final, self.where)
+        self._lock.close()
 
     def abandon(self) -> None:
         """Remove everything. Rank 0."""
         shutil.rmtree(self._partial, ignore_errors=True)
-        self.end()
-
-    def end(self) -> None:
-        """Release the lock."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.close()
 
 
 def _write_file(path: Path, data: bytes, size: int = 0) -> None:
@@ -207,29 +194,16 @@ def discard(path: Path) -> None:
     shutil.rmtree(left, ignore_errors=True)
 
 
-def _locked(directory: Path, wait: bool = False) -> int | None:
-    """Return a descriptor that locks ``directory`` until it is closed or its process dies; None if it is locked."""
-    if fcntl is None:
-        return None
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+def _lock_of(partial: Path) -> Path:
+    return partial.with_name(f"{partial.name}.lock")
 
 
 def _clear(parent: Path) -> None:
     """Remove what the saves of processes that died have left behind."""
-    for path in parent.iterdir():
-        if _PARTIAL.fullmatch(path.name) is None or not path.is_dir() or path.is_symlink():
-            continue
-        with contextlib.suppress(OSError):
-            lock = _locked(path)
-            if lock is not None:
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)
+    for match in filter(None, map(_PARTIAL.fullmatch, os.listdir(parent))):
+        left = parent / match[1]
+        with contextlib.suppress(OSError, NotImplementedError), locked(_lock_of(left), patience=0):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -314,9 +288,6 @@ class RemoteWriter:
     def abandon(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._root, recursive=True)
-
-    def end(self) -> None:
-        """Do nothing: there is no lock."""
 
 
 CheckpointWriter = LocalWriter | RemoteWriter
