@@ -48,17 +48,11 @@ def check(path: str | os.PathLike[str]) -> Checked:
     """
     try:
         catalogue = open_catalogue(path)
-    except FileNotFoundError as error:
-        if "incomplete" in str(error):
+    except (FileNotFoundError, ValueError) as error:
+        if isinstance(error, ValueError) or "incomplete" in str(error):
             raise DamagedCheckpoint(str(path), [str(error)]) from error
         raise
-    except ValueError as error:
-        raise DamagedCheckpoint(str(path), [str(error)]) from error
-    if catalogue.dcp:
-        raise ValueError(
-            f"{path} is a directory of torch.distributed.checkpoint: its metadata is a pickle, and it has no checksums "
-            "to compare; load() reads it with allow_pickle=True"
-        )
+    catalogue.refuse_dcp()
     manifest, directory = catalogue.manifest, catalogue.directory
     files = {file for entry in catalogue.entries.values() for file in entry.files}
     problems = _problems(catalogue)

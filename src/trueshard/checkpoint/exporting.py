@@ -3,11 +3,9 @@
 - ``hf``: the model as a Hugging Face directory, with its configuration and tokenizer files.
 - ``safetensors``: the model as one file, under its own names.
 - ``adapter``, ``merged``: of a PEFT model, the adapters alone, or merged into the base, by PEFT itself.
-- ``dcp``: a directory of torch.distributed.checkpoint: ``model.<name>``, as Accelerate and torch's
-  ``get_model_state_dict`` name it, a tied tensor under each of its names; optimizers as ``get_optimizer_state_dict``.
+- ``dcp``: a directory of torch.distributed.checkpoint, with the names that torch's ``get_model_state_dict`` gives.
 
-Tensors are copied from file to file in blocks, and their checksums compared on the way. The export gets its name once
-all of it is on disk.
+Tensors are copied from file to file in blocks, and their checksums compared on the way.
 """
 
 from __future__ import annotations
@@ -78,26 +76,30 @@ def export(
             f'{path} is of a PEFT model, whose base alone is not what was trained: to="merged" writes both as one '
             'model, to="adapter" the adapter alone'
         )
-    with _whole(Path(os.path.abspath(out)), str(out)) as partial:
-        if to == "hf":
-            _write_hf(source, partial, wanted)
-        elif to == "safetensors":
-            entries = source.converted(wanted)
-            source.write(partial, entries, {key: source.name(key) for key in entries})
-        elif to == "dcp":
-            from trueshard.checkpoint.dcp import write_dcp
-
-            write_dcp(source, partial, wanted)
-        else:
-            from trueshard.checkpoint import adapters
-
-            write = adapters.write_adapters if to == "adapter" else adapters.write_merged
-            write(source, partial, wanted, adapter)
+    with _appearing(Path(os.path.abspath(out)), str(out)) as partial:
+        _write(source, partial, to, wanted, adapter)
     return Path(out)
 
 
+def _write(source: ExportSource, path: Path, to: str, dtype: torch.dtype | None, adapter: str | None) -> None:
+    if to == "hf":
+        _write_hf(source, path, dtype)
+    elif to == "safetensors":
+        entries = source.converted(dtype)
+        source.write(path, entries, {key: source.name(key) for key in entries})
+    elif to == "dcp":
+        from trueshard.checkpoint.dcp import write_dcp
+
+        write_dcp(source, path, dtype)
+    else:
+        from trueshard.checkpoint import adapters
+
+        write = adapters.write_adapters if to == "adapter" else adapters.write_merged
+        write(source, path, dtype, adapter)
+
+
 @contextlib.contextmanager
-def _whole(final: Path, shown: str) -> Iterator[Path]:
+def _appearing(final: Path, shown: str) -> Iterator[Path]:
     """Yield a temporary path beside ``final``; rename it to ``final`` at the end, or remove it on an error."""
     if os.path.lexists(final):
         raise FileExistsError(f"{shown} exists already; export to another name, or remove it first")
@@ -109,10 +111,9 @@ def _whole(final: Path, shown: str) -> Iterator[Path]:
             sync(path)
         move_into_place(partial, final, shown)
     except BaseException:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        with contextlib.suppress(OSError):  # of a single file
+            partial.unlink()
         raise
 
 
@@ -176,19 +177,12 @@ class ExportSource:
         return found
 
     def write(self, path: Path, entries: Mapping[str, TensorEntry], name_of: Mapping[str, str]) -> None:
-        """Write one file; ``name_of``: key of each of ``entries`` → its key in the file."""
+        """Write one file, block by block; ``name_of``: key of each of ``entries`` → its key in the file."""
         header, ranges = tensorfile.make_header({name_of[key]: entry for key, entry in entries.items()}, marked=False)
-        self.write_file(path, header, {key: ranges[name_of[key]][0] for key in entries}, entries)
-
-    def write_file(
-        self, path: Path, header: bytes, begins: Mapping[str, int], entries: Mapping[str, TensorEntry]
-    ) -> None:
-        """Write a file of ``header`` and the tensors of ``begins`` (key → first byte), block by block."""
         with open(path, "wb") as file:
             file.write(header)
-            for key in sorted(begins, key=lambda key: (begins[key], entries[key].nbytes)):
+            for key in sorted(entries, key=lambda key: ranges[name_of[key]]):
                 self.check(key)
-                assert file.tell() == begins[key]
                 stored = self.catalogue.entries[key]
                 count, most = stored.nbytes // stored.itemsize, tensorfile.BLOCK // stored.itemsize
                 for at in range(0, count, most):
@@ -205,11 +199,7 @@ class ExportSource:
 def _source(path: Any, model: str | None) -> ExportSource:
     """Open the model at ``path``; ``model``: the key of one of several."""
     catalogue = open_catalogue(path)
-    if catalogue.dcp:
-        raise ValueError(
-            f"{path} is a directory of torch.distributed.checkpoint; load it into its model with "
-            "trueshard.load(…, allow_pickle=True), save that, and export what was saved"
-        )
+    catalogue.refuse_dcp()
     prefixes = ["model"] if catalogue.manifest is None else sorted(catalogue.manifest.models)
     if not prefixes:
         raise ValueError(f"{path} was saved without a model; there is nothing to export")
@@ -231,8 +221,10 @@ def _write_hf(source: ExportSource, directory: Path, dtype: torch.dtype | None) 
     stem = "adapter_model" if source.catalogue.adapter else "model"
     keys = {key: layout.FileKey("", stem, source.name(key)) for key in entries}
     for name, data in layout.lay_out(entries, keys, marked=False).items():
-        begins = {key: entry.pieces[0].begin for key, entry in entries.items() if entry.pieces[0].file == name}
-        source.write_file(directory / name, data, begins, entries)
+        if held := {key: entry for key, entry in entries.items() if entry.files == [name]}:
+            source.write(directory / name, held, {key: source.name(key) for key in held})
+        else:  # the index
+            (directory / name).write_bytes(data)
     for name, data in source.companions().items():
         if name == "config.json" and dtype is not None:
             data = json.dumps(_with_dtype(json.loads(data), tensorfile.dtype_name(dtype)), indent=2).encode()

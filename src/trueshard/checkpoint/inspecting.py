@@ -1,8 +1,6 @@
 """``inspect``: list the content of a checkpoint, or compare two, from manifests and headers.
 
-- Everything that ``load`` reads without a model can be inspected: checkpoints, Hugging Face directories, single files.
-- Tensors of the same shape and dtype are compared by their checksums, so at any world size. Only where a file has no
-  checksums are tensors read.
+Tensors are compared by their checksums, so at any world size. Only where a file has no checksums are tensors read.
 """
 
 from __future__ import annotations
@@ -10,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,9 +17,6 @@ from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
 from trueshard.checkpoint.manifest import join, references
 from trueshard.checkpoint.tensorfile import TensorEntry
 from trueshard.text import size, table
-
-_LONGEST = 60
-"""Characters of a value in a table."""
 
 
 @dataclass(frozen=True)
@@ -95,22 +91,32 @@ class Inspected:
         if self.step is not None:
             lines.append(f"  step: {self.step}")
         shown = [tensor for tensor in self.tensors if _part(tensor.key) in ("model", "more")]
-        rows = [(_name(t), "×".join(map(str, t.shape)) or "one", t.dtype, size(t.bytes), _kind(t)) for t in shown]
+        kinds = {True: "trainable", False: "frozen", None: ""}
+        rows = [
+            (
+                " = ".join([tensor.key.removeprefix("model/"), *tensor.names[1:]]),
+                "×".join(map(str, tensor.shape)) or "one",
+                tensor.dtype,
+                size(tensor.bytes),
+                kinds[tensor.trainable],
+            )
+            for tensor in shown
+        ]
         lines += ["", *table(("tensor", "shape", "dtype", "size", ""), rows, right=(3,))]
-        lines += ["", *table(("part", "dtype", "tensors", "size"), list(self._summary()), right=(2, 3))]
+        counts = Counter((_part(tensor.key), tensor.dtype) for tensor in self.tensors)
+        parts = [
+            (part, dtype, f"{counts[part, dtype]:,}", size(count))
+            for part, by_dtype in self.totals().items()
+            for dtype, count in by_dtype.items()
+        ]
+        parts.append(("all", "", f"{len(self.tensors):,}", size(sum(tensor.bytes for tensor in self.tensors))))
+        lines += ["", *table(("part", "dtype", "tensors", "size"), parts, right=(2, 3))]
         for optimizer in self.optimizers:
             lines += ["", *_optimizer_lines(optimizer)]
         if self.more:
             entries = [(key, _short(value)) for key, value in self.more.items()]
             lines += ["", *table(("entry", "value"), entries)]
         return "\n".join(line.rstrip() for line in lines)
-
-    def _summary(self) -> Iterable[tuple[str, str, str, str]]:
-        for part, by_dtype in self.totals().items():
-            for dtype, count in by_dtype.items():
-                number = sum(_part(t.key) == part and t.dtype == dtype for t in self.tensors)
-                yield part, dtype, f"{number:,}", size(count)
-        yield "all", "", f"{len(self.tensors):,}", size(sum(t.bytes for t in self.tensors))
 
 
 @dataclass(frozen=True)
@@ -166,25 +172,16 @@ def inspect(path: str | os.PathLike[str], other: str | os.PathLike[str] | None =
         FileNotFoundError: no checkpoint is there.
         ValueError: it is damaged, or a directory of torch.distributed.checkpoint.
     """
-    catalogue = _opened(path)
+    catalogue = open_catalogue(path)
     found = _inspected(catalogue)
     if other is None:
         return found
-    second = _opened(other)
+    second = open_catalogue(other)
     return _compared(catalogue, found, second, _inspected(second))
 
 
-def _opened(path: str | os.PathLike[str]) -> Catalogue:
-    catalogue = open_catalogue(path)
-    if catalogue.dcp:
-        raise ValueError(
-            f"{path} is a directory of torch.distributed.checkpoint, which only unpickling its metadata can describe; "
-            "trueshard.load(…, allow_pickle=True) reads it"
-        )
-    return catalogue
-
-
 def _inspected(catalogue: Catalogue) -> Inspected:
+    catalogue.refuse_dcp()
     tensors = [
         TensorFound(key, e.names, e.shape, e.dtype, e.nbytes, e.trainable, e.files, e.crc32)
         for key, e in catalogue.entries.items()
@@ -229,53 +226,41 @@ def _with_wrapped(prefix: str, record: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _optimizer(prefix: str, record: Any, catalogue: Catalogue) -> OptimizerFound:
-    elements = {
-        key.partition("/")[2]: math.prod(entry.shape)
-        for key, entry in catalogue.entries.items()
-        if key.startswith("model/")
-    }
+    models = {key: entry for key, entry in catalogue.entries.items() if key.startswith("model/")}
+    elements = {key.partition("/")[2]: math.prod(entry.shape) for key, entry in models.items()}
     groups = [
-        GroupFound(
-            _readable(group["settings"], catalogue),
-            group["params"],
-            sum(elements.get(name, 0) for name in group["params"]),
-        )
-        for group in record["groups"]
+        GroupFound(_readable(each["settings"], catalogue), names, sum(elements.get(name, 0) for name in names))
+        for each in record["groups"]
+        for names in [each["params"]]
     ]
     members = [name for group in groups for name in group.parameters]
-    with_state = [name for name in members if name in record["state"]]
-    without = [name for name in members if name not in record["state"]]
-    return OptimizerFound(prefix, record["class"], groups, with_state, without)
+    having, without = ([name for name in members if (name in record["state"]) is has] for has in (True, False))
+    return OptimizerFound(prefix, record["class"], groups, having, without)
 
 
 def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspected) -> Compared:
-    before, after = _common_keys(first), _common_keys(second)
-    kinds, bytes_differ, equal = {}, [], 0
-    for key in before:
-        if key not in after:
-            continue
-        a, b = (_dtype_and_shape(c.entries[keys[key]]) for c, keys in ((first, before), (second, after)))
-        if a != b:
-            kinds[key] = a, b
-        elif _checksum(first, before[key]) != _checksum(second, after[key]):
-            bytes_differ.append(key)
-        else:
-            equal += 1
+    both_ours = first.manifest is not None and second.manifest is not None
+    # Other programs' files hold only a model, under its own names.
+    before, after = (
+        {key if each.manifest is not None else f"model/{key}": key for key in each.entries} for each in (first, second)
+    )
+    shared = [key for key in before if key in after]
+    kinds = {
+        key: (_dtype_and_shape(first.entries[before[key]]), _dtype_and_shape(second.entries[after[key]]))
+        for key in shared
+    }
+    same = [key for key in shared if kinds[key][0] == kinds[key][1]]
+    differ = [key for key in same if _checksum(first, before[key]) != _checksum(second, after[key])]
     return Compared(
         one.where,
         other.where,
         [key for key in before if key not in after],
         [key for key in after if key not in before],
-        kinds,
-        bytes_differ,
-        equal,
-        _differing(_facts(one), _facts(other)) if first.manifest is not None and second.manifest is not None else {},
+        {key: kinds[key] for key in shared if kinds[key][0] != kinds[key][1]},
+        differ,
+        len(same) - len(differ),
+        _differing(_facts(one), _facts(other)) if both_ours else {},
     )
-
-
-def _common_keys(catalogue: Catalogue) -> dict[str, str]:
-    """Map keys that both kinds of catalogue have in common → own keys: other programs' files hold only a model."""
-    return {key if catalogue.manifest is not None else f"model/{key}": key for key in catalogue.entries}
 
 
 def _checksum(catalogue: Catalogue, key: str) -> int:
@@ -324,15 +309,6 @@ def _part(key: str) -> str:
     return kind if kind in ("optimizer", "more", "rng") else "model"
 
 
-def _name(tensor: TensorFound) -> str:
-    more = f" = {' = '.join(tensor.names[1:])}" if tensor.names[1:] else ""
-    return tensor.key.removeprefix("model/") + more
-
-
-def _kind(tensor: TensorFound) -> str:
-    return {True: "trainable", False: "frozen", None: ""}[tensor.trainable]
-
-
 def _optimizer_lines(optimizer: OptimizerFound) -> list[str]:
     lines = [f"{optimizer.key}: {optimizer.kind}, state of {len(optimizer.with_state)} parameters"]
     if optimizer.without_state:
@@ -346,4 +322,4 @@ def _optimizer_lines(optimizer: OptimizerFound) -> list[str]:
 
 def _short(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    return text if len(text) <= 60 else text[:59] + "…"

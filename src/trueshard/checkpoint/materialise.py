@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -99,7 +100,7 @@ def _mapped(catalogue: Catalogue, key: str, tensor: torch.Tensor) -> torch.Tenso
     pieces = [piece for piece, _ in catalogue.ranges(key, *ranks.bytes_here(tensor))]
     if len(pieces) != 1 or pieces[0].begin % tensor.dtype.itemsize:
         return None
-    buffer = catalogue.directory.private(pieces[0].file)
+    buffer = catalogue.directory.mapped(pieces[0].file, mmap.ACCESS_COPY)
     if buffer is None:
         return None
     flat = torch.frombuffer(buffer, dtype=tensor.dtype, count=local.numel(), offset=pieces[0].begin)

@@ -2,10 +2,8 @@
 
 - Not the ``safetensors`` package: it wants all tensors of a file in one process, and here each rank writes its own
   byte ranges of the same file.
-- A header read from a file is not trusted: lengths, dtypes, shapes and ranges must agree with each other and with the
-  file, and ranges must neither overlap nor leave holes.
-- Checksums are CRC-32 (ISO 3309, that of zlib). Those of pieces combine into that of the whole tensor, so a checksum
-  does not depend on how many ranks wrote it.
+- A header read from a file is not trusted: lengths, dtypes, shapes and ranges must agree with each other and the file.
+- Checksums are CRC-32 (ISO 3309, that of zlib): those of pieces combine into that of the whole tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -24,24 +22,9 @@ from trueshard.plans import SHORT_DTYPES
 
 BLOCK = 8 << 20
 """Bytes read, written or checksummed at once; the interpreter's lock is free meanwhile."""
-_CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+_CODES = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64", "bool": "BOOL"}
+_CODES |= {f"float{bits}": f"F{bits}" for bits in (16, 32, 64)}
+_CODES |= {f"{sign}int{bits}": f"{sign or 'i'}{bits}".upper() for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _NAMES = {code: name for name, code in _CODES.items()}
 _MARK = {"trueshard": "checkpoint"}
 """Header metadata of a checkpoint's files: a manifest belongs to them."""
@@ -51,13 +34,8 @@ _LONGEST_HEADER = 100_000_000
 
 def crc32(data: memoryview, value: int = 0) -> int:
     """Return the checksum of ``data``, continuing from ``value``."""
-    return crc32_of_range(lambda begin, end: data[begin:end], 0, len(data), value)
-
-
-def crc32_of_range(read: Callable[[int, int], Any], begin: int, end: int, value: int = 0) -> int:
-    """Return the checksum of bytes ``begin`` to ``end``, which ``read(begin, end)`` returns block by block."""
-    for at in range(begin, end, BLOCK):
-        value = zlib_ng.crc32(read(at, min(at + BLOCK, end)), value)
+    for at in range(0, len(data), BLOCK):
+        value = zlib_ng.crc32(data[at : at + BLOCK], value)
     return value
 
 
@@ -158,11 +136,7 @@ def make_header(entries: Mapping[str, TensorEntry], *, marked: bool) -> tuple[by
 
 
 def header_length(first: bytes, size: int, where: str) -> int:
-    """Return the bytes of a header, including the length field, from the first eight of a file of ``size`` bytes.
-
-    Raises:
-        ValueError: the file is shorter than that.
-    """
+    """Return the bytes of a header, including the length field, from the first eight of a file of ``size`` bytes."""
     if len(first) < 8:
         raise ValueError(f"{where} is cut short: {size} bytes, where a safetensors file begins with 8")
     (length,) = struct.unpack("<Q", first)
@@ -172,18 +146,14 @@ def header_length(first: bytes, size: int, where: str) -> int:
 
 
 def parse_header(header: bytes, size: int, file: str, where: str) -> dict[str, TensorEntry]:
-    """Read the tensors of ``file``, of ``size`` bytes, by key; ``where``: its path, for messages.
-
-    Raises:
-        ValueError: the header contradicts itself or the file; the message names the tensor.
-    """
+    """Read the tensors of ``file``, of ``size`` bytes, by key; ``where``: its path, for messages."""
     entries: dict[str, TensorEntry] = {}
     for key, each in parse_json(header[8:], f"{where} (its header)").items():
         if key == "__metadata__":
             continue
         known = each if isinstance(each, dict) else {}
         shape, offsets, code = known.get("shape"), known.get("data_offsets"), known.get("dtype")
-        if not (is_whole(shape) and is_whole(offsets) and isinstance(code, str) and len(offsets) == 2):
+        if not (_is_whole(shape) and _is_whole(offsets) and isinstance(code, str) and len(offsets) == 2):
             raise ValueError(f"{where} is damaged: {key!r} has shape {shape!r}, dtype {code!r}, range {offsets!r}")
         if code not in _NAMES:
             raise ValueError(f"{where}: {key!r} has dtype {code}, which this version does not know")
@@ -202,7 +172,7 @@ def is_marked(header: bytes) -> bool:
     return isinstance(metadata, dict) and _MARK.items() <= metadata.items()
 
 
-def is_whole(value: Any) -> TypeGuard[list[int]]:
+def _is_whole(value: Any) -> TypeGuard[list[int]]:
     """True if ``value`` is a list of integers of at least 0."""
     return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
@@ -226,11 +196,7 @@ def check_ranges(pieces: Mapping[str, Piece], start: int, size: int, where: str)
 
 
 def parse_json(data: bytes | memoryview, where: str) -> dict[str, Any]:
-    """Parse a JSON object in UTF-8, of any origin.
-
-    Raises:
-        ValueError: it is not one; the message begins with ``where``.
-    """
+    """Parse a JSON object in UTF-8, of any origin."""
     try:
         table = json.loads(bytes(data).decode("utf-8"))
     except (ValueError, RecursionError) as error:  # too many digits or brackets, or no text

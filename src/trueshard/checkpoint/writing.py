@@ -9,11 +9,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 from trueshard.checkpoint.catalogue import file_system, is_url
 from trueshard.checkpoint.manifest import MANIFEST, FileRecord
 from trueshard.checkpoint.ranks import as_bytes
-from trueshard.checkpoint.tensorfile import BLOCK, Piece, TensorEntry, crc32, crc32_of_range, make_header
+from trueshard.checkpoint.tensorfile import BLOCK, Piece, TensorEntry, crc32, make_header
 from trueshard.files import locked
 
 _BEGUN = ".trueshard-partial"
@@ -76,10 +77,7 @@ class LocalWriter:
             _write_file(path, data, sizes[name])
 
     def write(self, rank: int, mine: Mapping[str, Any], entries: Mapping[str, TensorEntry], verify: bool) -> Written:
-        """Write ``mine`` (key → (first byte in the tensor, this rank's rows of it)) durably.
-
-        If ``verify``, read it again and compare checksums.
-        """
+        """Write ``mine`` (key → (first byte in the tensor, this rank's rows)) durably; read it again to ``verify``."""
         written = Written()
         by_file: dict[str, list[str]] = {}
         for key in mine:
@@ -97,7 +95,9 @@ class LocalWriter:
                 with _naming(path):
                     os.fsync(descriptor)
                 for key in keys if verify else []:
-                    _verify(descriptor, entries[key].pieces[0].begin, written.parts[key], path, key)
+                    begin, end, _ = written.parts[key]
+                    start = entries[key].pieces[0].begin
+                    _verify(_uncached(descriptor, start + begin, start + end), written.parts[key], path, key)
             finally:
                 os.close(descriptor)
         return written
@@ -141,27 +141,24 @@ def _write_at(descriptor: int, at: int, data: memoryview) -> int:
     return checksum
 
 
-def _verify(descriptor: int, start: int, part: tuple[int, int, int], path: Path, key: str) -> None:
-    """Raise ``OSError`` if the part (begin, end, checksum) of the tensor that starts at byte ``start`` differs."""
-    begin, end, expected = part
-    if hasattr(os, "posix_fadvise"):  # read from the disk, not from the cache
-        os.posix_fadvise(descriptor, start + begin, end - begin, os.POSIX_FADV_DONTNEED)
-    buffer = bytearray(min(BLOCK, end - begin))
+def _uncached(descriptor: int, begin: int, end: int) -> Iterator[memoryview]:
+    """Read bytes ``begin`` to ``end`` block by block, from the disk and not from the system's cache."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
+    buffer = memoryview(bytearray(min(BLOCK, end - begin)))
+    for at in range(begin, end, BLOCK):
+        yield buffer[: os.preadv(descriptor, [buffer[: end - at]], at)]
 
-    def read(first: int, last: int) -> memoryview:
-        view = memoryview(buffer)[: last - first]
-        return view[: os.preadv(descriptor, [view], first)]
 
-    if crc32_of_range(read, start + begin, start + end) != expected:
-        raise OSError(f"{path.name} does not hold what was written to it: {key!r} reads differently; look at the disk")
+def _verify(blocks: Iterable[Any], part: tuple[int, int, int], path: Path | str, key: str) -> None:
+    """Raise ``OSError`` if ``blocks`` do not have the checksum of ``part`` (begin, end, checksum)."""
+    if functools.reduce(lambda value, block: crc32(memoryview(block), value), blocks, 0) != part[2]:
+        name = str(path).rpartition("/")[2]
+        raise OSError(f"{name} does not hold what was written to it: {key!r} reads differently; look at the disk")
 
 
 def move_into_place(made: Path, final: Path, shown: str) -> None:
-    """Rename ``made``, which is on disk, to ``final``, durably.
-
-    Raises:
-        FileExistsError: something was made at ``final``, shown as ``shown``, in the meantime.
-    """
+    """Rename ``made``, which is on disk, to ``final``, durably; in messages it is ``shown``."""
     try:
         if os.path.lexists(final):  # a rename would replace a file or an empty directory
             raise FileExistsError
@@ -263,22 +260,13 @@ class RemoteWriter:
                 written.pieces[key] = Piece(file, first, last)
         written.files[file] = FileRecord.of(header, True)
         written.files[file].size = max(last for _, last in ranges.values())
-        if verify:
-            self._verify(file, written)
+        for key, piece in written.pieces.items() if verify else ():
+            starts = range(piece.begin, piece.end, BLOCK)
+            blocks = (
+                self._fs.cat_file(f"{self._root}/{file}", start=at, end=min(at + BLOCK, piece.end)) for at in starts
+            )
+            _verify(blocks, written.parts[key], file, key)
         return written
-
-    def _verify(self, file: str, written: Written) -> None:
-        with self._fs.open(f"{self._root}/{file}", "rb") as stream:
-
-            def read(begin: int, end: int) -> bytes:
-                stream.seek(begin)
-                return bytes(stream.read(end - begin))
-
-            for key, piece in written.pieces.items():
-                if crc32_of_range(read, piece.begin, piece.end) != written.parts[key][2]:
-                    raise OSError(
-                        f"{self.where}/{file} does not hold what was written to it: {key!r} reads differently"
-                    )
 
     def publish(self, manifest: bytes) -> None:
         with _naming(f"{self.where}/{MANIFEST}"):
