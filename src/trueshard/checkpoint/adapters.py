@@ -1,7 +1,7 @@
 """Export PEFT models: the adapters alone, or merged into their base. PEFT itself does both.
 
-The model is built again from its configurations, on the meta device, and gets its tensors from the checkpoint in the
-dtypes they have there, as maps of its files: what PEFT does not use is not read.
+The model is built again from its configurations, on the meta device. Its tensors are maps of the checkpoint's files, so
+what PEFT does not use is not read.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ class OtherModel(ValueError):
 
 
 def write_adapters(source: ExportSource, directory: Path, dtype: torch.dtype | None, adapter: str | None) -> None:
-    """Write the files of ``PeftModel.save_pretrained``: one adapter at the top, several in a folder each but "default".
-
-    ``dtype``: of floating-point tensors, None: as stored. ``adapter``: one of several, None: all.
-    """
+    """Write what ``PeftModel.save_pretrained`` does: one adapter at the top, several in a folder each but "default"."""
     if adapter is not None and adapter not in source.adapters and len(source.adapters) > 1:
         raise ValueError(f"adapter={adapter!r}: {source.catalogue.where} has {', '.join(source.adapters)}")
     folders = {
@@ -96,11 +93,7 @@ def _copy_adapters(source: ExportSource, folders: dict[str, Path], dtype: torch.
 
 
 def write_merged(source: ExportSource, directory: Path, dtype: torch.dtype | None, adapter: str | None) -> None:
-    """Write a Hugging Face directory of the base with ``adapter``, one of several, or the only one merged into it.
-
-    Raises:
-        ValueError: the model cannot be built from its configuration, or ``adapter`` is not one of several.
-    """
+    """Write a Hugging Face directory of the base with ``adapter``, one of several, or the only one merged into it."""
     where = source.catalogue.where
     if len(source.adapters) > 1 and adapter not in source.adapters:
         raise ValueError(
@@ -143,11 +136,7 @@ def _model_class(source: ExportSource) -> Any:
 
 
 def _rebuilt(source: ExportSource, checked: Callable[[str], bool]) -> Any:
-    """Build the PEFT model with its tensors; compare the checksums of those whose key is ``checked``.
-
-    Raises:
-        OtherModel: its configurations describe another model than was saved.
-    """
+    """Build the PEFT model with its tensors; compare the checksums of those whose key is ``checked``."""
     if _model_class(source) is None:
         raise OtherModel(f"{source.catalogue.where} has no config.json that names a class of transformers")
     import peft

@@ -141,14 +141,10 @@ class Catalogue:
     """Tensors in files."""
 
     directory: Directory
-    entries: dict[str, TensorEntry]
-    """By key."""
-    manifest: Manifest | None = None
-    """None if not written by ``save``."""
-    adapter: bool = False
-    """True for a PEFT adapter without its base."""
-    dcp: bool = False
-    """True for a directory of torch.distributed.checkpoint."""
+    entries: dict[str, TensorEntry]  # by key
+    manifest: Manifest | None = None  # None if not written by ``save``
+    adapter: bool = False  # true for a PEFT adapter without its base
+    dcp: bool = False  # true for a directory of torch.distributed.checkpoint
 
     @property
     def where(self) -> str:

@@ -12,6 +12,7 @@ The result is a catalogue, which is loaded like any other.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from trueshard.checkpoint import state
 from trueshard.checkpoint.catalogue import Catalogue, LocalDirectory
 from trueshard.checkpoint.dcp import DcpCatalogue, DcpDirectory, dcp_directories
-from trueshard.checkpoint.manifest import Manifest, references
+from trueshard.checkpoint.manifest import Manifest, join, references
 from trueshard.checkpoint.tensorfile import TensorEntry, dtype_name
 
 _OPTIMIZER = re.compile(r"(|.*?\.)param_groups\.")
@@ -35,11 +36,7 @@ _T = TypeVar("_T")
 def open_dcp(
     catalogue: Catalogue, models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], names: Any, allow_pickle: bool
 ) -> DcpCatalogue:
-    """Open the directory of ``catalogue``, to load ``models`` and ``optimizers`` (by key prefix).
-
-    Raises:
-        ValueError: pickles are not allowed, it is damaged, or its keys are ambiguous.
-    """
+    """Open the directory of ``catalogue``, to load ``models`` and ``optimizers`` (by key prefix)."""
     if not allow_pickle:
         raise ValueError(
             f"{catalogue.where} is a directory of torch.distributed.checkpoint, whose metadata is a pickle, which "
@@ -81,8 +78,7 @@ class _Leaf:
         return path
 
 
-_Tree = dict[tuple[Any, ...], _Leaf]
-"""Leaves by their path below some root."""
+_Tree = dict[tuple[Any, ...], _Leaf]  # leaves by their path below some root
 
 
 @dataclass
@@ -90,10 +86,8 @@ class _SavedOptimizer:
     source: DcpDirectory
     root: str
     groups: dict[int, _Tree] = field(default_factory=dict)
-    settings: dict[str, _Tree] = field(default_factory=dict)
-    """By parameter, where no groups were saved."""
-    state: dict[str, _Tree] = field(default_factory=dict)
-    """By parameter: its name or number."""
+    settings: dict[str, _Tree] = field(default_factory=dict)  # by parameter, where no groups were saved
+    state: dict[str, _Tree] = field(default_factory=dict)  # by parameter: its name or number
 
     def add(self, leaf: _Leaf, parameter_in: Callable[[str], str]) -> None:
         """Add a leaf; ``parameter_in`` returns the parameter's name that a flat key begins with."""
@@ -111,11 +105,12 @@ class _SavedOptimizer:
             self.settings.setdefault(str(rest[0]), {})[where] = leaf
 
 
-def _match(roots: Sequence[str], number: int, found: Sequence[tuple[DcpDirectory, str, _T]]) -> _T | None:
-    """Return the value of the only (directory, root, value) with the first root, or else the next one, and so on.
-
-    If several directories have that root, Accelerate's with ``number`` in its name is meant.
-    """
+def _match(
+    roots: Sequence[str],
+    number: int,  # at the end of the name of the one that is meant, if several of Accelerate's have the root
+    found: Sequence[tuple[DcpDirectory, str, _T]],
+) -> _T | None:
+    """Return the value of the only (directory, root, value) with the first root, or else the next one, and so on."""
     for root in roots:
         same = [each for each in found if each[1] == root]
         numbered = [each for each in same if each[0].directory.name.endswith(f"_{number}")]
@@ -244,11 +239,7 @@ class _Interpreter:
         ours: Mapping[str, str],
         partly: bool,
     ) -> dict[str, Any]:
-        """Return the manifest's record of an optimizer.
-
-        ``own``: names in each of its groups; ``ours``: name in the directory → in the model; ``partly``: ``saved`` also
-        holds parameters of other optimizers.
-        """
+        """Return the manifest's record of an optimizer."""
         trees = [*saved.groups.values(), *saved.settings.values(), *saved.state.values()]
         self._unpickle([leaf for tree in trees for leaf in tree.values()])
         groups, name_of = self._groups(prefix, saved, own, ours)
@@ -296,11 +287,12 @@ class _Interpreter:
         """Return the optimizer's own groups, with settings that were saved by parameter."""
         of = {ours.get(key, key): self._value(tree, f"{prefix}/@groups/{key}") for key, tree in saved.settings.items()}
         groups: list[dict[str, Any]] = []
+        no_tensors: defaultdict[str, Any] = defaultdict(bool)  # to compare the rest
         for members in own:
             begin = len(groups)  # parameters saved with different settings cannot have been one group
             for name in (name for name in members if name in of):
-                plain = _without_tensors(of[name])
-                same = next((one for one in groups[begin:] if _without_tensors(one["settings"]) == plain), None)
+                plain = join(of[name], no_tensors)
+                same = next((one for one in groups[begin:] if join(one["settings"], no_tensors) == plain), None)
                 if same is None:
                     groups.append({"params": [name], "settings": of[name]})
                 else:
@@ -359,22 +351,4 @@ class _Interpreter:
         left = [leaf for leaf in leaves if leaf.tensor is None and leaf not in self._values]
         for source in {leaf.source: None for leaf in left}:
             keys = {leaf.key: leaf for leaf in left if leaf.source is source}
-            self._values |= {keys[key]: _split(value) for key, value in source.values(keys).items()}
-
-
-def _without_tensors(value: Any) -> Any:
-    """Replace every reference in a split value by the same word, to compare the rest of two."""
-    if isinstance(value, dict) and "__tensor__" in value:
-        return "tensor"
-    if isinstance(value, dict):
-        return {key: _without_tensors(each) for key, each in value.items()}
-    return [_without_tensors(each) for each in value] if isinstance(value, list) else value
-
-
-def _split(value: Any) -> Any:
-    """Return an unpickled value in the form of ``split``; what that has no form for stays as it is."""
-    if isinstance(value, dict):
-        return {"__dict__": [[key, _split(each)] for key, each in value.items()]}
-    if type(value) is tuple:
-        return {"__tuple__": [_split(each) for each in value]}
-    return [_split(each) for each in value] if isinstance(value, list) else value
+            self._values |= {keys[key]: value for key, value in source.values(keys).items()}

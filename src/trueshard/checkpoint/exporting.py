@@ -122,12 +122,9 @@ class ExportSource:
     """The model that is exported."""
 
     catalogue: Catalogue
-    prefix: str
-    """Of its keys: "model/" or "model/<key>/"; "" in other programs' files."""
-    folder: str
-    """Of its files in the checkpoint: "" or "<key>/"."""
-    alone: bool = False
-    """True for a single file, which has no companions."""
+    prefix: str  # of its keys: "model/" or "model/<key>/"; "" in other programs' files
+    folder: str  # of its files in the checkpoint: "" or "<key>/"
+    alone: bool = False  # true for a single file, which has no companions
 
     @property
     def keys(self) -> list[str]:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,13 +25,11 @@ class TensorFound:
 
     key: str
     """"model/<name>", "optimizer/<parameter>/<state>", "more/<path>", "rng"; in other programs' files, the name."""
-    names: list[str]
-    """A tied tensor has several."""
+    names: list[str]  # a tied tensor has several
     shape: list[int]
     dtype: str
     bytes: int
-    trainable: bool | None
-    """None if not a parameter, or unknown."""
+    trainable: bool | None  # None if not a parameter, or unknown
     files: list[str]
     crc32: int | None
 
@@ -42,8 +40,7 @@ class GroupFound:
 
     settings: dict[str, Any]
     parameters: list[str]
-    elements: int
-    """Of all its parameters."""
+    elements: int  # of all its parameters
 
 
 @dataclass(frozen=True)
@@ -51,11 +48,9 @@ class OptimizerFound:
     """One optimizer."""
 
     key: str
-    kind: str
-    """The class."""
+    kind: str  # the class
     groups: list[GroupFound]
-    with_state: list[str]
-    """Names of parameters."""
+    with_state: list[str]  # names of parameters
     without_state: list[str]
 
 
@@ -239,16 +234,16 @@ def _optimizer(prefix: str, record: Any, catalogue: Catalogue) -> OptimizerFound
 
 
 def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspected) -> Compared:
-    both_ours = first.manifest is not None and second.manifest is not None
     # Other programs' files hold only a model, under its own names.
     before, after = (
         {key if each.manifest is not None else f"model/{key}": key for key in each.entries} for each in (first, second)
     )
-    shared = [key for key in before if key in after]
+    shared = {key: None for key in before if key in after}
     kinds = {
         key: (_dtype_and_shape(first.entries[before[key]]), _dtype_and_shape(second.entries[after[key]]))
         for key in shared
     }
+    facts = [_facts(each, shared) if first.manifest and second.manifest else {} for each in (one, other)]
     same = [key for key in shared if kinds[key][0] == kinds[key][1]]
     differ = [key for key in same if _checksum(first, before[key]) != _checksum(second, after[key])]
     return Compared(
@@ -259,7 +254,7 @@ def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspec
         {key: kinds[key] for key in shared if kinds[key][0] != kinds[key][1]},
         differ,
         len(same) - len(differ),
-        _differing(_facts(one), _facts(other)) if both_ours else {},
+        {key: (a, b) for key in facts[0] | facts[1] if (a := facts[0].get(key)) != (b := facts[1].get(key))},
     )
 
 
@@ -268,8 +263,8 @@ def _checksum(catalogue: Catalogue, key: str) -> int:
     return catalogue.checksum(key, 0, entry.nbytes) if entry.crc32 is None else entry.crc32
 
 
-def _facts(found: Inspected) -> dict[str, Any]:
-    """Return all that is compared besides tensors, by path."""
+def _facts(found: Inspected, shared: Collection[str]) -> dict[str, Any]:
+    """Return all that is compared besides values, by path; ``shared``: keys of the tensors that both have."""
     facts: dict[str, Any] = {}
     for optimizer in found.optimizers:
         facts[f"{optimizer.key}: class"] = optimizer.kind
@@ -279,7 +274,7 @@ def _facts(found: Inspected) -> dict[str, Any]:
             _flatten(group.settings, f"{optimizer.key}: group {g}: ", facts)
     _flatten(found.more, "", facts)
     for tensor in found.tensors:
-        if tensor.trainable is not None:
+        if tensor.trainable is not None and tensor.key in shared:
             facts[f"{tensor.key}: trainable"] = tensor.trainable
             facts[f"{tensor.key}: names"] = tensor.names
     facts |= {f"about: {key}": value for key, value in found.about.items() if key != "written"}
@@ -292,16 +287,6 @@ def _flatten(value: Any, path: str, into: dict[str, Any]) -> None:
             _flatten(each, f"{path}{key}." if isinstance(each, Mapping) else f"{path}{key}", into)
     else:
         into[path] = value
-
-
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    keys = [*one, *(key for key in other if key not in one)]
-    tensor = (": trainable", ": names")  # not of a tensor that only one has, which is reported already
-    return {
-        key: (one.get(key), other.get(key))
-        for key in keys
-        if one.get(key) != other.get(key) and not (key.endswith(tensor) and (key in one) != (key in other))
-    }
 
 
 def _part(key: str) -> str:

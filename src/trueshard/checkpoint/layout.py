@@ -23,20 +23,16 @@ from trueshard import _torch
 from trueshard.checkpoint.tensorfile import Piece, TensorEntry, make_header
 from trueshard.model import names
 
-LARGEST = 5_000_000_000
-"""Bytes of tensors in one file, unless a single tensor has more."""
+LARGEST = 5_000_000_000  # bytes of tensors in one file, unless a single tensor has more
 
 
 @dataclass(frozen=True)
 class FileKey:
     """The file and key of a tensor."""
 
-    folder: str
-    """"" or "name/"."""
-    stem: str
-    """Of the file's name: "model", "adapter_model", "optimizer" or "extra"."""
-    key: str
-    """In the file."""
+    folder: str  # "" or "name/"
+    stem: str  # of the file's name: "model", "adapter_model", "optimizer" or "extra"
+    key: str  # in the file
 
 
 def file_keys(models: Mapping[str, nn.Module], entries: Mapping[str, TensorEntry]) -> dict[str, FileKey]:
@@ -129,10 +125,7 @@ def _divided(keys: list[str], entries: Mapping[str, TensorEntry]) -> list[list[s
 
 
 def companions(models: Mapping[str, nn.Module], tokenizer: Any) -> Callable[[], dict[str, bytes]]:
-    """Copy the models' configurations; return a function that writes them and the tokenizer, as name → content.
-
-    Writing takes a while, so a save in the background leaves it to its thread.
-    """
+    """Copy the models' configurations; return a function that writes them and the tokenizer, as name → content."""
     parts = [(prefix.partition("/")[2], _configurations(names.unwrap(module))) for prefix, module in models.items()]
 
     def write() -> dict[str, bytes]:

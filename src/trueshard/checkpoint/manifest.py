@@ -1,19 +1,14 @@
 """The manifest of a checkpoint: everything but the tensors' bytes, as JSON, and where those bytes are.
 
-- A tensor is listed once, with every name it has. It lies in one piece or, in a store without positioned writes, in one
-  piece per rank, in row order. Its checksum is that of all its bytes.
-- The first line holds the checksum of all that follows, so that a flipped bit in the manifest is seen too.
-- A manifest read from a file is not trusted: every value must have the form that ``save`` writes, files must lie in the
-  directory, ranges in their files, and neither may contradict shape and dtype.
-
-``docs/checkpoint-format.md`` describes the format.
+``docs/checkpoint-format.md`` describes the format. A manifest read from a file is not trusted: every value must have
+the form that ``save`` writes, files must lie in the directory, ranges in their files and fit shape and dtype.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -39,12 +34,9 @@ _FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
 class FileRecord:
     """Size and checksum of a file."""
 
-    size: int
-    """bytes"""
-    crc32: int
-    """Checksum of the bytes that belong to no tensor: the header of a safetensors file, all of any other."""
-    header: int | None = None
-    """Bytes of the header of a safetensors file."""
+    size: int  # bytes
+    crc32: int  # checksum of the bytes that belong to no tensor: the header of a safetensors file, all of any other
+    header: int | None = None  # bytes of the header of a safetensors file
 
     @classmethod
     def of(cls, data: bytes, is_header: bool) -> FileRecord:
@@ -61,11 +53,9 @@ class Manifest:
     models: dict[str, Any] = field(default_factory=dict)
     optimizers: dict[str, Any] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
-    rng: list[Any] = field(default_factory=list)
-    """For each rank, [generator, bytes] in turn."""
+    rng: list[Any] = field(default_factory=list)  # for each rank, [generator, bytes] in turn
     files: dict[str, FileRecord] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
-    """When it was written, by which versions, from how many ranks."""
+    about: dict[str, Any] = field(default_factory=dict)  # when it was written, by which versions, from how many ranks
     format: int = FORMAT
 
     def to_bytes(self) -> bytes:
@@ -75,11 +65,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, where: str, validate: bool = True) -> Manifest:
-        """Read the content of the file; unless ``validate``, check only checksum and forms, not that ranges agree.
-
-        Raises:
-            ValueError: it is damaged, or of another format.
-        """
+        """Read the content of the file; unless ``validate``, check only checksum and forms, not that ranges agree."""
         table = parse_json(data, where)
         version = table.get("format")
         if type(version) is not int or version < 1:
@@ -141,11 +127,7 @@ def check_name(name: str, where: str) -> None:
 
 
 def split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return ``value`` as JSON; its tensors go to ``tensors``, and references stay in their place.
-
-    Raises:
-        TypeError: it holds something that is neither a tensor nor a JSON value; the message names its path.
-    """
+    """Return ``value`` as JSON; its tensors go to ``tensors``, and references stay in their place."""
     if isinstance(value, torch.Tensor):
         tensors[path] = value.detach()
         return {"__tensor__": path}
@@ -172,7 +154,7 @@ def split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def join(value: Any, tensors: Mapping[str, Any]) -> Any:
-    """Invert ``split``."""
+    """Invert ``split``; what is of no form of its stays as it is."""
     if isinstance(value, dict):
         if "__tensor__" in value:
             return tensors[value["__tensor__"]]
@@ -180,31 +162,29 @@ def join(value: Any, tensors: Mapping[str, Any]) -> Any:
             return dtype_of(value["__dtype__"])
         if "__tuple__" in value:
             return tuple(join(each, tensors) for each in value["__tuple__"])
-        return {key: join(each, tensors) for key, each in value["__dict__"]}
+        if "__dict__" in value:
+            return {key: join(each, tensors) for key, each in value["__dict__"]}
     return [join(each, tensors) for each in value] if isinstance(value, list) else value
 
 
 def located(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """Yield (keys and indices that lead to it, key of the tensor) for each reference in a split value."""
-    if isinstance(value, dict):
-        if "__tensor__" in value:
-            yield path, value["__tensor__"]
-        inside = [*enumerate(value.get("__tuple__", [])), *value.get("__dict__", [])]
-    else:
-        inside = list(enumerate(value)) if isinstance(value, list) else []
+    """Yield (keys and indices that lead to it, key of the tensor) for each reference in split values."""
+    inside: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, list):
+        inside = enumerate(value)
+    elif isinstance(value, dict) and "__tensor__" in value:
+        yield path, value["__tensor__"]
+    elif isinstance(value, dict) and "__tuple__" in value:
+        inside = enumerate(value["__tuple__"])
+    elif isinstance(value, dict):
+        inside = value["__dict__"] if "__dict__" in value else value.items()
     for key, each in inside:
         yield from located(each, (*path, key))
 
 
 def references(value: Any) -> Iterator[str]:
-    """Yield the keys of the tensors that split values refer to, in whatever lists and tables they stand."""
-    if isinstance(value, dict):
-        if isinstance(value.get("__tensor__"), str):
-            yield value["__tensor__"]
-        value = list(value.values())
-    if isinstance(value, list):
-        for each in value:
-            yield from references(each)
+    """Yield the keys of the tensors that split values refer to."""
+    return (key for _, key in located(value))
 
 
 # Forms: what each value of the file may be. A tuple of types; a predicate; [form of each item]; or {key: form}, where
@@ -264,12 +244,12 @@ def _is_split(value: Any) -> bool:
         return all(map(_is_split, value))
     if not isinstance(value, dict):
         return _is_plain(value)
-    if len(value) != 1:
-        return False
-    ((mark, inner),) = value.items()
+    mark, inner = next(iter(value.items()), ("", None))
     if mark in ("__tuple__", "__dict__"):
-        return isinstance(inner, list) and all(map(_is_split if mark == "__tuple__" else _is_pair, inner))
-    return (mark == "__tensor__" and isinstance(inner, str)) or (mark == "__dtype__" and _is_dtype(inner))
+        good = isinstance(inner, list) and all(map(_is_split if mark == "__tuple__" else _is_pair, inner))
+    else:
+        good = isinstance(inner, str) if mark == "__tensor__" else mark == "__dtype__" and _is_dtype(inner)
+    return good and len(value) == 1
 
 
 _TEXT, _COUNT, _COUNT_OR_NONE = (str,), (int,), (int, type(None))

@@ -33,13 +33,7 @@ def uncomputable(model: nn.Module, loaded: set[int]) -> list[str]:
 
 
 def materialise(model: nn.Module, catalogue: Catalogue, key_of: Mapping[int, str]) -> set[int]:
-    """Give memory to meta tensors; return the ``id`` of each one that has its values now.
-
-    ``key_of``: ``id`` of each tensor that will be loaded → its key in ``catalogue``.
-
-    Raises:
-        ValueError: the model's functions do not compute a tensor; the message names it.
-    """
+    """Give memory to meta tensors; return the ``id`` of each one that has its values now."""
     owners, device_for = initialisers(names.unwrap(model)), _devices(model)
     left = list(_meta_tensors(model, set(key_of)))
     filled = {id(tensor) for _, _, tensor in left}

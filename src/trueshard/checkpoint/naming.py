@@ -33,14 +33,10 @@ _MOST_PIECES = 100_000
 class Naming:
     """The names of one model's tensors in a catalogue."""
 
-    prefix: str
-    """Of the model's keys."""
-    given: Callable[[str], str | None] | None = None
-    """The user's mapping."""
-    table: dict[str, str] = field(default_factory=dict)
-    """Name → key, where they differ."""
-    may_lack: Callable[[str], bool] = lambda name: False
-    """True for the name of a tensor that the files need not have."""
+    prefix: str  # of the model's keys
+    given: Callable[[str], str | None] | None = None  # the user's mapping
+    table: dict[str, str] = field(default_factory=dict)  # name → key, where they differ
+    may_lack: Callable[[str], bool] = lambda name: False  # true for the name of a tensor that the files need not have
     _name_of: dict[str, str] = field(default_factory=dict)
 
     def key(self, name: str) -> str:

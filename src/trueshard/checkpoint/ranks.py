@@ -50,11 +50,7 @@ class RankGroup:
             self._group = known[members]
 
     def attempt(self, failed: str, function: Callable[[], Any]) -> list[Any]:
-        """Call ``function`` on every rank, and return every rank's result (pickled), in rank order. Collective.
-
-        Raises:
-            RuntimeError: it raised on another rank; the message begins with ``failed``. If on this one, its own error.
-        """
+        """Call ``function`` on every rank, and return every rank's result (pickled), in rank order. Collective."""
         value, error = None, None
         try:
             value = function()
@@ -113,10 +109,7 @@ def rows_here(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def bytes_here(tensor: torch.Tensor, nbytes: int | None = None) -> tuple[int, int]:
-    """Return (begin, end) of this rank's shard among the bytes of the whole tensor, in row order.
-
-    ``nbytes``: of the whole tensor where it is stored, if in another dtype.
-    """
+    """Return (begin, end) of this rank's shard among the bytes of the whole tensor, in row order."""
     start, rows = rows_here(tensor)
     size = tensor.dtype.itemsize if nbytes is None else nbytes // max(tensor.numel(), 1)
     width = math.prod(tensor.shape[1:]) * size

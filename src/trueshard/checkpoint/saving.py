@@ -1,8 +1,7 @@
 """Save a checkpoint: each rank writes its own bytes of the final files, and the directory appears when all are on disk.
 
 1. Content is collected and compared; every rank computes the same layout.
-2. With ``wait=False`` this rank's part is copied to host memory, and the rest happens on a thread. A thread, not a
-   process: writing and checksums release the interpreter's lock, and nothing has to be copied twice.
+2. With ``wait=False`` this rank's part is copied to host memory, and the rest happens on a thread.
 3. Rank 0 makes the files with their headers; every rank writes its ranges, flushes them to disk, reads them again.
 4. Rank 0 writes the manifest and gives the directory its name.
 
@@ -85,34 +84,26 @@ class SaveJob:
     writer: CheckpointWriter
     group: RankGroup
     manifest: Manifest
-    headers: dict[str, bytes]
-    """First bytes of tensor files, and whole index files."""
-    companions: Callable[[], dict[str, bytes]]
-    """Returns the files without tensors."""
-    mine: dict[str, tuple[int, Any]]
-    """Key → (first byte in the tensor, this rank's rows of it)."""
+    headers: dict[str, bytes]  # first bytes of tensor files, and whole index files
+    companions: Callable[[], dict[str, bytes]]  # returns the files without tensors
+    mine: dict[str, tuple[int, Any]]  # key → (first byte in the tensor, this rank's rows of it)
     verify: bool
 
     def stage(self) -> None:
         """Copy this rank's part to host memory."""
-        staged = {}
         for key, (begin, tensor) in self.mine.items():
             local = _torch.local(tensor).detach()
-            staged[key] = begin, torch.empty(local.shape, dtype=local.dtype).copy_(local)
-        self.mine = staged
+            self.mine[key] = begin, torch.empty(local.shape, dtype=local.dtype).copy_(local)
 
     def run(self) -> None:
-        """Write and publish, and log how long it took. Collective."""
-        with timed(f"save of {self.writer.where}"):
-            self._run()
-
-    def _run(self) -> None:
+        """Write and publish. Collective."""
         rank, where = self.group.rank, self.writer.where
         attempt = functools.partial(self.group.attempt, f"{where} was not saved")
         try:
-            attempt(lambda: None if rank else self.writer.begin(*self._files()))
-            everyone = attempt(lambda: self.writer.write(rank, self.mine, self.manifest.tensors, self.verify))
-            attempt(lambda: None if rank else self._publish(everyone))
+            with timed(f"save of {where}"):
+                attempt(lambda: None if rank else self.writer.begin(*self._files()))
+                everyone = attempt(lambda: self.writer.write(rank, self.mine, self.manifest.tensors, self.verify))
+                attempt(lambda: None if rank else self._publish(everyone))
         except BaseException:
             self.mine = {}
             if rank == 0:
@@ -183,9 +174,8 @@ def _prepare(
     mine = _my_part(content, first_with, group.rank)
     mine["rng"] = group.rank * len(bits), bits
     manifest.rng = [table] * group.world
-    now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
     manifest.about = {
-        "written": now,
+        "written": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         "trueshard": version("trueshard"),
         "torch": torch.__version__,
         "ranks": group.world,
@@ -203,7 +193,7 @@ def _check_kind(key: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{key!r} is on the meta device and has no values; load or initialise it first")
     if tensor.layout != torch.strided:
         raise TypeError(f"{key!r} is a {tensor.layout} tensor; give its parts as entries of their own")
-    if type(local) not in (torch.Tensor, torch.nn.Parameter) and not isinstance(local, torch.nn.Parameter):
+    if type(local) is not torch.Tensor and not isinstance(local, torch.nn.Parameter):
         raise TypeError(
             f"{key!r} is a {type(local).__name__}, whose bytes depend on how it is cut, so it would not load at "
             "another number of ranks; leave its optimizer or model out, or convert it"
@@ -226,10 +216,7 @@ def _same_everywhere(content: state.Content) -> dict[str, Any]:
 
 
 def _merge(manifest: Manifest, everyone: list[tuple[dict[str, TensorEntry], dict[str, Any]]]) -> dict[str, int]:
-    """Add ``everyone``'s plain state tensors and optimizer state to ``manifest``, in the same order on every rank.
-
-    Returns key of each plain state tensor → the first rank that has it, which writes it.
-    """
+    """Add all ranks' optimizer state to ``manifest``; return key of a plain tensor → the first rank that has it."""
     first_with: dict[str, int] = {}
     entries = manifest.tensors
     for rank, (plain, states) in enumerate(everyone):

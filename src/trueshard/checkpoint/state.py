@@ -34,10 +34,8 @@ class ModelTensor:
     """A parameter or buffer."""
 
     tensor: torch.Tensor
-    names: list[str]
-    """The first is the one it is stored under."""
-    trainable: bool | None
-    """None for a buffer."""
+    names: list[str]  # the first is the one it is stored under
+    trainable: bool | None  # None for a buffer
 
 
 @dataclass
@@ -45,16 +43,11 @@ class Content:
     """Tensors and values to be saved, as far as this rank has them."""
 
     tensors: Tensors = field(default_factory=dict)
-    manifest: Manifest = field(default_factory=Manifest)
-    """An entry for each of ``tensors``, without pieces."""
+    manifest: Manifest = field(default_factory=Manifest)  # an entry for each of ``tensors``, without pieces
 
 
 def collect(models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], more: Mapping[str, Any]) -> Content:
-    """Collect the tensors and values of models and optimizers, by key prefix, and of the user's entries.
-
-    Raises:
-        ValueError, TypeError: something cannot be saved; the message names it.
-    """
+    """Collect the tensors and values of models and optimizers, by key prefix, and of the user's entries."""
     content = Content()
     tensors, manifest = content.tensors, content.manifest
     for prefix, module in models.items():
@@ -137,11 +130,7 @@ def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
 def _optimizer_record(
     prefix: str, optimizer: torch.optim.Optimizer, name_of: Mapping[int, str], tensors: Tensors
 ) -> dict[str, Any]:
-    """Return class, groups and state as JSON values; tensors go to ``tensors``, wrapped optimizers to ``"wrapped"``.
-
-    Raises:
-        ValueError: it holds a parameter of none of the models.
-    """
+    """Return class, groups and state as JSON values; tensors go to ``tensors``, wrapped optimizers to ``"wrapped"``."""
     record: dict[str, Any] = {}
     for place, member in enumerate(family(optimizer)):
         path = f"{prefix}/@{place}" if place else prefix
@@ -189,8 +178,7 @@ def groups_of(records: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-_WORDS = 625
-"""Words of Python's Mersenne Twister: 624 of state and a position."""
+_WORDS = 625  # words of Python's Mersenne Twister: 624 of state and a position
 
 
 def random_state() -> tuple[list[list[Any]], torch.Tensor]:

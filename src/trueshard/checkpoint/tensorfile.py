@@ -20,16 +20,13 @@ from zlib_ng import zlib_ng
 
 from trueshard.plans import SHORT_DTYPES
 
-BLOCK = 8 << 20
-"""Bytes read, written or checksummed at once; the interpreter's lock is free meanwhile."""
+BLOCK = 8 << 20  # bytes read, written or checksummed at once; the interpreter's lock is free meanwhile
 _CODES = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64", "bool": "BOOL"}
 _CODES |= {f"float{bits}": f"F{bits}" for bits in (16, 32, 64)}
 _CODES |= {f"{sign}int{bits}": f"{sign or 'i'}{bits}".upper() for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _NAMES = {code: name for name, code in _CODES.items()}
-_MARK = {"trueshard": "checkpoint"}
-"""Header metadata of a checkpoint's files: a manifest belongs to them."""
-_LONGEST_HEADER = 100_000_000
-"""Bytes; the limit of the safetensors package."""
+_MARK = {"trueshard": "checkpoint"}  # header metadata of a checkpoint's files: a manifest belongs to them
+_LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
 
 def crc32(data: memoryview, value: int = 0) -> int:
@@ -77,16 +74,12 @@ class Piece:
 class TensorEntry:
     """A stored tensor."""
 
-    names: list[str]
-    """Names in the model or optimizer; a tied tensor has several."""
+    names: list[str]  # names in the model or optimizer; a tied tensor has several
     shape: list[int]
     dtype: str
-    trainable: bool | None = None
-    """None if not a parameter."""
-    crc32: int | None = None
-    """None if unknown: another program's files."""
-    pieces: list[Piece] = field(default_factory=list)
-    """In row order."""
+    trainable: bool | None = None  # None if not a parameter
+    crc32: int | None = None  # None if unknown: another program's files
+    pieces: list[Piece] = field(default_factory=list)  # in row order
 
     @classmethod
     def of(cls, tensor: torch.Tensor, names: list[str], trainable: bool | None = None) -> TensorEntry:
@@ -114,17 +107,13 @@ class TensorEntry:
 
 
 def make_header(entries: Mapping[str, TensorEntry], *, marked: bool) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """Return a file's header, and the byte range of each of ``entries`` in it.
-
-    Sorted by element size, largest first, so that each tensor is aligned to its elements. A dtype that safetensors does
-    not know is stored as bytes, with one more dimension. ``marked``: the file belongs to a checkpoint.
-    """
+    """Return a file's header, and the byte range of each of ``entries``; ``marked``: it belongs to a checkpoint."""
     ranges: dict[str, tuple[int, int]] = {}
     at = 0
     table: dict[str, object] = {"__metadata__": {"format": "pt", **(_MARK if marked else {})}}
-    for key, entry in sorted(entries.items(), key=lambda each: -each[1].itemsize):
+    for key, entry in sorted(entries.items(), key=lambda each: -each[1].itemsize):  # so that all are aligned
         code, shape = _CODES.get(entry.dtype), list(entry.shape)
-        if code is None:
+        if code is None:  # unknown to safetensors: stored as bytes
             code, shape = "U8", [*shape, entry.itemsize]
         ranges[key] = at, at + entry.nbytes
         table[key] = {"dtype": code, "shape": shape, "data_offsets": list(ranges[key])}

@@ -25,11 +25,9 @@ from trueshard.checkpoint.ranks import as_bytes
 from trueshard.checkpoint.tensorfile import BLOCK, Piece, TensorEntry, crc32, make_header
 from trueshard.files import locked
 
-_BEGUN = ".trueshard-partial"
-"""A file that a remote directory has until its manifest is there."""
+_BEGUN = ".trueshard-partial"  # a file that a remote directory has until its manifest is there
 _PARTIAL = re.compile(r"(\..+\.partial-[0-9a-f]{8})(\.lock)?")
-_PATIENCE = 10.0
-"""Seconds to wait for a save that takes this one's new lock for a dead one's."""
+_PATIENCE = 10.0  # seconds to wait for a save that takes this one's new lock for a dead one's
 
 
 @dataclass
@@ -38,16 +36,14 @@ class Written:
 
     parts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """Key → (begin, end, checksum) of the rank's bytes of the tensor."""
-    pieces: dict[str, Piece] = field(default_factory=dict)
-    """Key → where they are, if the rank has files of its own."""
+    pieces: dict[str, Piece] = field(default_factory=dict)  # key → where they are, if the rank has files of its own
     files: dict[str, FileRecord] = field(default_factory=dict)
 
 
 class LocalWriter:
     """Writes to a directory of the file system. ``token``: eight hexadecimal digits, the same on every rank."""
 
-    positioned = True
-    """True if ranks write to the same files."""
+    positioned = True  # true if ranks write to the same files
 
     def __init__(self, final: Path, token: str) -> None:
         self.where, self._final = str(final), Path(os.path.abspath(final))
