@@ -39,13 +39,11 @@ class OtherModel(ValueError):
 
 def write_adapters(source: ExportSource, directory: Path, dtype: torch.dtype | None, adapter: str | None) -> None:
     """Write what ``PeftModel.save_pretrained`` does: one adapter at the top, several in a folder each but "default"."""
-    if adapter is not None and adapter not in source.adapters and len(source.adapters) > 1:
+    alone = len(source.adapters) == 1
+    chosen = [name for name in source.adapters if alone or adapter in (None, name)]
+    if not chosen:
         raise ValueError(f"adapter={adapter!r}: {source.catalogue.where} has {', '.join(source.adapters)}")
-    folders = {
-        name: directory if len(source.adapters) == 1 or name == "default" else directory / name
-        for name in source.adapters
-        if len(source.adapters) == 1 or adapter in (None, name)
-    }
+    folders = {name: directory if alone or name == "default" else directory / name for name in chosen}
     try:
         model = _rebuilt(source, lambda name: _ADAPTER_IN_NAME.search(name) is not None)
     except OtherModel:  # no class of transformers, or its layers were replaced, as by quantized ones
@@ -82,11 +80,8 @@ def _copy_adapters(source: ExportSource, folders: dict[str, Path], dtype: torch.
                 "transformers; load it into the model, and use PEFT's save_pretrained"
             )
         name_at = {tuple(entry.pieces): key for key, entry in catalogue.directory.tensors(file).items()}
-        entries = {
-            key: entry
-            for key, entry in source.converted(dtype).items()
-            if catalogue.entries[key].pieces[0].file == file
-        }
+        converted = source.converted(dtype)
+        entries = {key: entry for key, entry in converted.items() if catalogue.entries[key].files[:1] == [file]}
         folder.mkdir(parents=True)
         name_of = {key: name_at[tuple(catalogue.entries[key].pieces)] for key in entries}
         source.write(folder / "adapter_model.safetensors", entries, name_of)
@@ -98,11 +93,6 @@ def write_merged(source: ExportSource, directory: Path, dtype: torch.dtype | Non
     if len(source.adapters) > 1 and adapter not in source.adapters:
         raise ValueError(
             f"{where} has the adapters {', '.join(source.adapters)}; say adapter= which is merged (it is {adapter!r})"
-        )
-    if _model_class(source) is None:
-        raise ValueError(
-            f"{where} has no config.json that names a class of transformers, so the model cannot be "
-            "built here; load the checkpoint into it, and call PEFT's merge_and_unload()"
         )
     if packed := next((source.name(key) for key in source.keys if source.name(key).endswith(".packed")), None):
         raise ValueError(
@@ -126,35 +116,38 @@ def write_merged(source: ExportSource, directory: Path, dtype: torch.dtype | Non
 
 def _model_class(source: ExportSource) -> Any:
     """Return the class of transformers that the configuration names, or None."""
-    config = source.companions().get("config.json")
-    if config is None:
-        return None
     import transformers
 
-    named = (json.loads(config).get("architectures") or [""])[0]
-    return getattr(transformers, str(named), None)
+    config = json.loads(source.companions().get("config.json", b"{}"))
+    return getattr(transformers, str((config.get("architectures") or [""])[0]), None)
 
 
 def _rebuilt(source: ExportSource, checked: Callable[[str], bool]) -> Any:
     """Build the PEFT model with its tensors; compare the checksums of those whose key is ``checked``."""
-    if _model_class(source) is None:
-        raise OtherModel(f"{source.catalogue.where} has no config.json that names a class of transformers")
+    kind = _model_class(source)
+    if kind is None:
+        raise OtherModel(
+            f"{source.catalogue.where} has no config.json that names a class of transformers, so the model cannot be "
+            "built here; load the checkpoint into it, and use PEFT's own functions"
+        )
     import peft
     from transformers import AutoConfig
 
+    known = {match[1] for key in source.keys if (match := _ADAPTER_IN_NAME.search(source.name(key)))}
+    only = "default" if not known or "default" in known else min(known)  # its name in the model's names of tensors
     with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         Path(scratch, "config.json").write_bytes(source.companions()["config.json"])
         config = AutoConfig.from_pretrained(scratch)
         with torch.device("meta"), torch.no_grad():
-            model: Any = _model_class(source)(config)
+            model: Any = kind(config)
             for i, name in enumerate(source.adapters):
                 Path(scratch, "adapter_config.json").write_bytes(_config(source, name))
                 settings = copy.deepcopy(peft.PeftConfig.from_pretrained(scratch))
                 if hasattr(settings, "init_lora_weights"):
                     settings.init_lora_weights = False  # the base has been changed already, if this changes it
                 model.name_or_path = settings.base_model_name_or_path
-                called = name if len(source.adapters) > 1 else _only_name(source)
+                called = name if len(source.adapters) > 1 else only
                 if i:
                     model.add_adapter(called, settings)
                 else:
@@ -162,12 +155,6 @@ def _rebuilt(source: ExportSource, checked: Callable[[str], bool]) -> Any:
         _renew_parameters(model)
     _fill(model, source, checked)
     return model.eval()
-
-
-def _only_name(source: ExportSource) -> str:
-    """Return the only adapter's name, as the model's names of tensors have it."""
-    found = {match[1] for key in source.keys if (match := _ADAPTER_IN_NAME.search(source.name(key)))}
-    return "default" if not found or "default" in found else sorted(found)[0]
 
 
 def _renew_parameters(model: nn.Module) -> None:

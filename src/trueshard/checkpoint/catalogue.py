@@ -1,8 +1,7 @@
 """Read tensors from files by key and byte range, whoever wrote them: a checkpoint, a Hugging Face model, an adapter.
 
-- A rank reads the bytes that it holds and nothing else.
-- A local file is mapped into memory: pages that are not used are not read, and the ranks of a machine share the rest.
-- A URL of fsspec (``s3://``, ``gs://``, ``memory://``, …) is read by ranges.
+A local file is mapped into memory: pages that are not used are not read, and the ranks of a machine share the rest. A
+URL of fsspec (``s3://``, ``memory://``, …) is read by ranges.
 """
 
 from __future__ import annotations

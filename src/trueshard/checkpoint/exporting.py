@@ -26,7 +26,7 @@ from trueshard.checkpoint import layout, tensorfile
 from trueshard.checkpoint.catalogue import Catalogue, LocalDirectory, is_url, open_catalogue, resolve_latest
 from trueshard.checkpoint.ranks import as_bytes
 from trueshard.checkpoint.tensorfile import TensorEntry
-from trueshard.checkpoint.writing import move_into_place, sync
+from trueshard.checkpoint.writing import move_into_place
 
 KINDS = ("hf", "safetensors", "adapter", "merged", "dcp")
 _COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -107,8 +107,6 @@ def _appearing(final: Path, shown: str) -> Iterator[Path]:
     partial = final.with_name(f".{final.name}.exporting-{secrets.token_hex(4)}")
     try:
         yield partial
-        for path in [*partial.rglob("*"), partial]:
-            sync(path)
         move_into_place(partial, final, shown)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,9 +1,7 @@
 """Assign each tensor of a checkpoint its file and its key in it.
 
-- The model part is a Hugging Face model directory: ``model.safetensors``, or numbered files and their index, with the
-  model's own names, beside its ``config.json``. Several models have a folder each.
-- A PEFT model is stored in two parts: its base, under the names the base has without PEFT, and its adapters in
-  ``adapter/``, as PEFT itself writes them.
+The model part is a Hugging Face model directory; several models have a folder each. A PEFT model is stored in two
+parts: its base, under the names the base has without PEFT, and its adapters in ``adapter/``, as PEFT writes them.
 """
 
 from __future__ import annotations

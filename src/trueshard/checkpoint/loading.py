@@ -114,7 +114,7 @@ class LoadJob:
 
     def _open(self, path: str | os.PathLike[str], model: Any, optimizer: Any) -> dict[str, Any]:
         """Check that everything fits; return what must be the same on all ranks."""
-        self._models, self._optimizers = state.models_of(model), state.optimizers_of(optimizer)
+        self._models, self._optimizers = state.by_prefix(model, optimizer)
         self._catalogue: Catalogue = open_catalogue(path)
         if self._catalogue.dcp:
             from trueshard.checkpoint.dcp_keys import open_dcp

@@ -1,8 +1,7 @@
 """Give memory to models on the meta device, so that values can be loaded into them.
 
 - Parameters and buffers remain the same objects, so that optimizers, ties and hooks go on with them.
-- What is loaded is not initialised first. On the CPU it is, where rows lie in one piece, a private map of the file:
-  read when used, copied when written to.
+- What is loaded on the CPU is, where rows lie in one piece, a private map of the file.
 - What is in no checkpoint (mostly non-persistent buffers) is computed as the model itself does: by the
   ``_init_weights`` of a transformers model, or by the module's ``reset_parameters``.
 """

@@ -1,8 +1,7 @@
 """Ranks that save or load together: the values they exchange, and which rows of a tensor each holds and writes.
 
 They exchange values over a gloo group of their own, so that a save in the background does not come between the
-collectives of training, and a rank that calls ``save`` or ``load`` alone ends in an error instead of receiving another
-rank's gradients.
+collectives of training, and a rank that calls ``save`` or ``load`` alone ends in an error.
 """
 
 from __future__ import annotations

@@ -152,8 +152,9 @@ def _prepare(
         nonlocal content, table, bits
         if bad := [key for key in more if key in _RESERVED or "/" in key]:
             raise ValueError(f"{bad[0]!r} cannot be the name of an entry; give it another")
-        models.update(state.models_of(model))
-        content = state.collect(models, state.optimizers_of(optimizer), more)
+        given_models, optimizers = state.by_prefix(model, optimizer)
+        models.update(given_models)
+        content = state.collect(models, optimizers, more)
         for key, tensor in content.tensors.items():
             _check_kind(key, tensor)
         table, bits = state.random_state()

@@ -1,9 +1,7 @@
 """The content of a checkpoint, by name: the tensors and JSON values of models, optimizers, the user's entries.
 
-- A tensor's key is its path: ``model/<name>``, ``optimizer/<parameter>/<state>``, ``more/<path>``. With several
-  models or optimizers, ``model/<key>/<name>``.
-- A tied tensor is one tensor with several names. State that an optimizer does not have is not made up.
-- Collecting has no side effect: no optimizer steps, no communication, no tensor moves.
+A tensor's key is its path: ``model/<name>``, ``optimizer/<parameter>/<state>``, ``more/<path>``; with several models or
+optimizers, ``model/<key>/<name>``. Collecting has no side effect: no optimizer steps, no tensor moves.
 
 Also the state of this rank's random generators (torch's on CPU and accelerator, Python's, numpy's) as bytes, and back.
 """
@@ -68,14 +66,9 @@ def collect(models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], more
     return content
 
 
-def models_of(model: Any) -> dict[str, nn.Module]:
-    """Return ``save``'s ``model`` as a dict: key prefix → module."""
-    return _by_prefix("model", model, nn.Module)
-
-
-def optimizers_of(optimizer: Any) -> dict[str, Any]:
-    """Return ``save``'s ``optimizer`` as a dict: key prefix → optimizer."""
-    return _by_prefix("optimizer", optimizer, torch.optim.Optimizer)
+def by_prefix(model: Any, optimizer: Any) -> tuple[dict[str, nn.Module], dict[str, Any]]:
+    """Return ``save``'s ``model`` and ``optimizer`` as dicts: key prefix → module, or optimizer."""
+    return _by_prefix("model", model, nn.Module), _by_prefix("optimizer", optimizer, torch.optim.Optimizer)
 
 
 def parameters_of(model: Any) -> list[torch.Tensor]:
@@ -136,9 +129,9 @@ def _optimizer_record(
         path = f"{prefix}/@{place}" if place else prefix
         if place and member.state is optimizer.state:
             continue
-        one = {
+        one: dict[str, Any] = {
             "class": _class_name(type(member)),
-            "groups": [_group(path, g, group, member, name_of, tensors) for g, group in enumerate(member.param_groups)],
+            "groups": [],
             "state": {
                 name: split(entries, f"{path}/{name}", tensors)
                 for key, entries in member.state.items()
@@ -146,27 +139,20 @@ def _optimizer_record(
                 if (name := name_of.get(id(key)) if isinstance(key, torch.Tensor) else f"@{key}") is not None
             },
         }
+        for g, group in enumerate(member.param_groups):
+            for shape in (tuple(p.shape) for p in group["params"] if id(p) not in name_of):
+                raise ValueError(
+                    f"{type(member).__name__}: a parameter of group {g}, of shape {shape}, is in none of the models "
+                    "given; pass the model that owns it as model="
+                )
+            settings = {key: value for key, value in group.items() if key != "params"}
+            members = [name_of[id(parameter)] for parameter in group["params"]]
+            one["groups"].append({"params": members, "settings": split(settings, f"{path}/@groups/{g}", tensors)})
         if place:
             record.setdefault("wrapped", {})[str(place)] = one
         else:
             record = one
     return record
-
-
-def _group(
-    path: str, g: int, group: Mapping[str, Any], optimizer: Any, name_of: Mapping[int, str], tensors: Tensors
-) -> dict[str, Any]:
-    for parameter in group["params"]:
-        if id(parameter) not in name_of:
-            raise ValueError(
-                f"{type(optimizer).__name__}: a parameter of group {g}, of shape {tuple(parameter.shape)}, is in "
-                "none of the models given; pass the model that owns it as model="
-            )
-    settings = {key: value for key, value in group.items() if key != "params"}
-    return {
-        "params": [name_of[id(parameter)] for parameter in group["params"]],
-        "settings": split(settings, f"{path}/@groups/{g}", tensors),
-    }
 
 
 def groups_of(records: Mapping[str, Any]) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def make_header(entries: Mapping[str, TensorEntry], *, marked: bool) -> tuple[by
 
 
 def header_length(first: bytes, size: int, where: str) -> int:
-    """Return the bytes of a header, including the length field, from the first eight of a file of ``size`` bytes."""
+    """Return the bytes of a header, with the length field, from the first eight of a file of ``size`` bytes."""
     if len(first) < 8:
         raise ValueError(f"{where} is cut short: {size} bytes, where a safetensors file begins with 8")
     (length,) = struct.unpack("<Q", first)

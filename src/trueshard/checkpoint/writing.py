@@ -101,8 +101,6 @@ class LocalWriter:
     def publish(self, manifest: bytes) -> None:
         """Make it a checkpoint. Rank 0."""
         _write_file(self._partial / MANIFEST, manifest)
-        for folder in {self._partial, *(path for path in self._partial.rglob("*") if path.is_dir())}:
-            sync(folder)
         move_into_place(self._partial, self._final, self.where)
         self._lock.close()
 
@@ -154,7 +152,9 @@ def _verify(blocks: Iterable[Any], part: tuple[int, int, int], path: Path | str,
 
 
 def move_into_place(made: Path, final: Path, shown: str) -> None:
-    """Rename ``made``, which is on disk, to ``final``, durably; in messages it is ``shown``."""
+    """Rename ``made`` to ``final``, once all of it is on disk, durably; in messages it is ``shown``."""
+    for path in [*made.rglob("*"), made]:
+        _sync(path)
     try:
         if os.path.lexists(final):  # a rename would replace a file or an empty directory
             raise FileExistsError
@@ -165,10 +165,10 @@ def move_into_place(made: Path, final: Path, shown: str) -> None:
                 f"{shown} was made by another process in the meantime; nothing was changed"
             ) from error
         raise
-    sync(final.parent)
+    _sync(final.parent)
 
 
-def sync(path: Path) -> None:
+def _sync(path: Path) -> None:
     """Flush a file or directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
