@@ -17,9 +17,22 @@ from typing import Any
 import torch
 
 from trueshard import _torch
-from trueshard.checkpoint import ranks, tensorfile
-from trueshard.checkpoint.manifest import MANIFEST, Manifest, check_name, join, references
-from trueshard.checkpoint.tensorfile import Piece, TensorEntry
+from trueshard.checkpoint import ranks
+from trueshard.checkpoint.format import (
+    BLOCK,
+    MANIFEST,
+    Manifest,
+    Piece,
+    TensorEntry,
+    check_name,
+    crc32,
+    dtype_of,
+    header_length,
+    join,
+    parse_header,
+    parse_json,
+    references,
+)
 
 _STEMS = ("model", "diffusion_pytorch_model", "adapter_model")
 
@@ -64,12 +77,12 @@ class Directory:
     def header(self, file: str) -> bytes:
         """Return the header of a safetensors file."""
         size = self.size(file)
-        length = tensorfile.header_length(bytes(self.read(file, 0, min(8, size))), size, f"{self.where}/{file}")
+        length = header_length(bytes(self.read(file, 0, min(8, size))), size, f"{self.where}/{file}")
         return bytes(self.read(file, 0, length))
 
     def tensors(self, file: str) -> dict[str, TensorEntry]:
         """Return the tensors of a safetensors file, by key."""
-        return tensorfile.parse_header(self.header(file), self.size(file), file, f"{self.where}/{file}")
+        return parse_header(self.header(file), self.size(file), file, f"{self.where}/{file}")
 
 
 class LocalDirectory(Directory):
@@ -171,8 +184,8 @@ class Catalogue:
     def _blocks(self, key: str, begin: int, end: int) -> Iterator[tuple[memoryview, int]]:
         """Yield bytes ``begin`` to ``end`` of a tensor in blocks, each with its distance from ``begin``."""
         for piece, where in self.ranges(key, begin, end):
-            for at in range(piece.begin, piece.end, tensorfile.BLOCK):
-                stop = min(at + tensorfile.BLOCK, piece.end)
+            for at in range(piece.begin, piece.end, BLOCK):
+                stop = min(at + BLOCK, piece.end)
                 yield self.directory.read(piece.file, at, stop), where - begin + at - piece.begin
                 self.directory.release(piece.file, at, stop)
 
@@ -180,7 +193,7 @@ class Catalogue:
         """Return the checksum of bytes ``begin`` to ``end`` of a tensor."""
         value = 0
         for data, _ in self._blocks(key, begin, end):
-            value = tensorfile.crc32(data, value)
+            value = crc32(data, value)
         return value
 
     def is_intact(self, key: str) -> bool:
@@ -195,7 +208,7 @@ class Catalogue:
 
     def read_into(self, key: str, begin: int, local: torch.Tensor) -> None:
         """Fill ``local`` with the elements from byte ``begin`` of a tensor on, converted to its dtype."""
-        dtype = tensorfile.dtype_of(self.entries[key].dtype)
+        dtype = dtype_of(self.entries[key].dtype)
         plain = local.is_contiguous()
         flat = local.detach().view(-1) if plain else torch.empty(local.numel(), dtype=local.dtype)
         for data, at in self._blocks(key, begin, begin + local.numel() * dtype.itemsize):
@@ -215,7 +228,7 @@ class Catalogue:
         if rows.device.type == "cpu":
             self.read_into(key, begin, rows)
         else:
-            staged = torch.empty(rows.shape, dtype=tensorfile.dtype_of(entry.dtype))
+            staged = torch.empty(rows.shape, dtype=dtype_of(entry.dtype))
             self.read_into(key, begin, staged)
             rows.copy_(staged)
 
@@ -284,7 +297,7 @@ def _open_directory(path: str | os.PathLike[str], confined: bool = True) -> Dire
 def _files_of_model(directory: Directory, stem: str) -> list[str]:
     index = f"{stem}.safetensors.index.json"
     if directory.exists(index):
-        table = tensorfile.parse_json(directory.read(index), f"{directory.where}/{index}").get("weight_map")
+        table = parse_json(directory.read(index), f"{directory.where}/{index}").get("weight_map")
         if not isinstance(table, dict):
             raise ValueError(f"{directory.where}/{index} is damaged: it has no weight_map")
         return list(dict.fromkeys(str(file) for file in table.values()))

@@ -6,8 +6,7 @@ import os
 from dataclasses import dataclass
 
 from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
-from trueshard.checkpoint.manifest import MANIFEST
-from trueshard.checkpoint.tensorfile import crc32, is_marked
+from trueshard.checkpoint.format import MANIFEST, crc32, is_marked
 
 
 class DamagedCheckpoint(ValueError):

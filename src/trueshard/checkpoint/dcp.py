@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from trueshard.checkpoint.catalogue import Catalogue
-from trueshard.checkpoint.manifest import check_name, join, located, references
-from trueshard.checkpoint.tensorfile import dtype_of
+from trueshard.checkpoint.format import check_name, dtype_of, join, located, references
 
 if TYPE_CHECKING:
     from trueshard.checkpoint.exporting import ExportSource

@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from trueshard.checkpoint import state
 from trueshard.checkpoint.catalogue import Catalogue, LocalDirectory
 from trueshard.checkpoint.dcp import DcpCatalogue, DcpDirectory, dcp_directories
-from trueshard.checkpoint.manifest import Manifest, join, references
-from trueshard.checkpoint.tensorfile import TensorEntry, dtype_name
+from trueshard.checkpoint.format import Manifest, TensorEntry, dtype_name, join, references
 
 _OPTIMIZER = re.compile(r"(|.*?\.)param_groups\.")
 # Top-level names that are never entries of the user:

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
-from trueshard.checkpoint.manifest import join, references
-from trueshard.checkpoint.tensorfile import TensorEntry
+from trueshard.checkpoint.format import TensorEntry, join, references
 from trueshard.text import size, table
 
 
@@ -87,15 +86,10 @@ class Inspected:
             lines.append(f"  step: {self.step}")
         shown = [tensor for tensor in self.tensors if _part(tensor.key) in ("model", "more")]
         kinds = {True: "trainable", False: "frozen", None: ""}
+        names = [" = ".join([tensor.key.removeprefix("model/"), *tensor.names[1:]]) for tensor in shown]
+        shapes = ["×".join(map(str, tensor.shape)) or "one" for tensor in shown]
         rows = [
-            (
-                " = ".join([tensor.key.removeprefix("model/"), *tensor.names[1:]]),
-                "×".join(map(str, tensor.shape)) or "one",
-                tensor.dtype,
-                size(tensor.bytes),
-                kinds[tensor.trainable],
-            )
-            for tensor in shown
+            (*row, t.dtype, size(t.bytes), kinds[t.trainable]) for *row, t in zip(names, shapes, shown, strict=True)
         ]
         lines += ["", *table(("tensor", "shape", "dtype", "size", ""), rows, right=(3,))]
         counts = Counter((_part(tensor.key), tensor.dtype) for tensor in self.tensors)
@@ -238,24 +232,25 @@ def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspec
     before, after = (
         {key if each.manifest is not None else f"model/{key}": key for key in each.entries} for each in (first, second)
     )
-    shared = {key: None for key in before if key in after}
-    kinds = {
-        key: (_dtype_and_shape(first.entries[before[key]]), _dtype_and_shape(second.entries[after[key]]))
-        for key in shared
-    }
+    shared = {key: (first.entries[before[key]], second.entries[after[key]]) for key in before if key in after}
     facts = [_facts(each, shared) if first.manifest and second.manifest else {} for each in (one, other)]
-    same = [key for key in shared if kinds[key][0] == kinds[key][1]]
+    same = [key for key, both in shared.items() if _is_alike(*both)]
+    changed = {key: both for key, both in shared.items() if not _is_alike(*both)}
     differ = [key for key in same if _checksum(first, before[key]) != _checksum(second, after[key])]
     return Compared(
         one.where,
         other.where,
         [key for key in before if key not in after],
         [key for key in after if key not in before],
-        {key: kinds[key] for key in shared if kinds[key][0] != kinds[key][1]},
+        {key: (_dtype_and_shape(a), _dtype_and_shape(b)) for key, (a, b) in changed.items()},
         differ,
         len(same) - len(differ),
         {key: (a, b) for key in facts[0] | facts[1] if (a := facts[0].get(key)) != (b := facts[1].get(key))},
     )
+
+
+def _is_alike(one: TensorEntry, other: TensorEntry) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape)
 
 
 def _checksum(catalogue: Catalogue, key: str) -> int:

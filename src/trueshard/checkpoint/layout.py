@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from trueshard import _torch
-from trueshard.checkpoint.tensorfile import Piece, TensorEntry, make_header
+from trueshard.checkpoint.format import Piece, TensorEntry, make_header
 from trueshard.model import names
 
 LARGEST = 5_000_000_000  # bytes of tensors in one file, unless a single tensor has more

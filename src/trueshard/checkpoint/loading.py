@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from trueshard.checkpoint import ranks, saving, state
 from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
-from trueshard.checkpoint.manifest import Manifest, references
+from trueshard.checkpoint.format import Manifest, crc32, crc32_joined, dtype_name, references
 from trueshard.checkpoint.materialise import materialise, uncomputable
 from trueshard.checkpoint.naming import Naming, naming_of
 from trueshard.checkpoint.optimizers import OptimizerLoad, optimizer_loads
 from trueshard.checkpoint.ranks import RankGroup, check_same
-from trueshard.checkpoint.tensorfile import crc32, crc32_joined, dtype_name
 from trueshard.log import timed
 from trueshard.model import names as model_names
 
@@ -221,7 +220,7 @@ class LoadJob:
         return {
             key: (begin, end, self._catalogue.checksum(key, begin, end))
             for key, begin, end in self._ranges()
-            if entries[key].crc32 is not None or dcp
+            if end > begin and (entries[key].crc32 is not None or dcp)
         }
 
     def _verify(self, everyone: list[dict[str, tuple[int, int, int]]]) -> None:
@@ -242,9 +241,7 @@ class LoadJob:
         for number, (key, tensor) in enumerate([*self._targets, *templates]):
             full = self._catalogue.entries[key].nbytes
             if isinstance(tensor, DTensor):
-                begin, end = ranks.bytes_here(tensor, full)
-                if end > begin and ranks.is_writer(tensor, number):
-                    yield key, begin, end
+                yield key, *ranks.own_part(tensor, number, full)
             elif rank == number % world:
                 yield key, 0, full
         values = [self._manifest.more, *(self._saved_extra(prefix) for prefix in self._models)]

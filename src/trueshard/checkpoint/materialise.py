@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard.checkpoint import ranks
 from trueshard.checkpoint.catalogue import Catalogue
-from trueshard.checkpoint.tensorfile import dtype_of
+from trueshard.checkpoint.format import dtype_of
 from trueshard.distributed import device_of
 from trueshard.model import names
 from trueshard.model.first_values import initialisers, is_unwritten, mark_unwritten

@@ -22,8 +22,8 @@ from torch import nn
 from trueshard import _torch
 from trueshard.checkpoint import state
 from trueshard.checkpoint.catalogue import Catalogue
+from trueshard.checkpoint.format import Piece, TensorEntry
 from trueshard.checkpoint.layout import adapted_keys
-from trueshard.checkpoint.tensorfile import Piece, TensorEntry
 from trueshard.model import names
 
 _MOST_PIECES = 100_000

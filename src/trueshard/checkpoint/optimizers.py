@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.checkpoint.catalogue import Catalogue
-from trueshard.checkpoint.manifest import join, located, references
-from trueshard.checkpoint.tensorfile import TensorEntry, dtype_of
+from trueshard.checkpoint.format import TensorEntry, dtype_of, join, located, references
 from trueshard.optim.rebind import family
 from trueshard.optim.stepping import Role, roles_of
 

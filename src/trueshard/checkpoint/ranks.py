@@ -120,11 +120,12 @@ def placement_word(tensor: torch.Tensor) -> str:
     return str(tensor.placements) if isinstance(tensor, DTensor) else "plain"
 
 
-def is_writer(tensor: DTensor, number: int) -> bool:
-    """True if this rank writes its shard, among those that hold the same one; ``number``: ranks take turns by it."""
+def own_part(tensor: DTensor, number: int, nbytes: int | None = None) -> tuple[int, int]:
+    """Return ``bytes_here``, or (0, 0) if another rank that holds the same is to handle them; they take turns."""
     mesh = tensor.device_mesh
     replicated = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    return all(mesh.get_local_rank(dim) == number % mesh.size(dim) for dim in replicated)
+    mine = all(mesh.get_local_rank(dim) == number % mesh.size(dim) for dim in replicated)
+    return bytes_here(tensor, nbytes) if mine else (0, 0)
 
 
 def is_unpadded(tensor: DTensor) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trueshard.checkpoint.catalogue import checkpoint_folders
-from trueshard.checkpoint.manifest import MANIFEST, Manifest
+from trueshard.checkpoint.format import MANIFEST, Manifest
 from trueshard.checkpoint.ranks import RankGroup
 from trueshard.checkpoint.saving import Saving, save
 from trueshard.checkpoint.writing import discard

@@ -26,9 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.checkpoint import layout, ranks, state
-from trueshard.checkpoint.manifest import FileRecord, Manifest
+from trueshard.checkpoint.format import FileRecord, Manifest, TensorEntry, crc32_joined
 from trueshard.checkpoint.ranks import RankGroup, check_same
-from trueshard.checkpoint.tensorfile import TensorEntry, crc32_joined
 from trueshard.checkpoint.writing import CheckpointWriter, Written, writer_for
 from trueshard.log import logger, timed
 
@@ -240,8 +239,8 @@ def _my_part(content: state.Content, first_with: Mapping[str, int], rank: int) -
     for number, key in enumerate(content.manifest.tensors):
         tensor = content.tensors.get(key)
         if isinstance(tensor, DTensor):
-            begin, end = ranks.bytes_here(tensor)
-            if end > begin and ranks.is_writer(tensor, number):
+            begin, end = ranks.own_part(tensor, number)
+            if end > begin:
                 mine[key] = begin, tensor
         elif tensor is not None and first_with.get(key, 0) == rank:
             mine[key] = 0, tensor

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from trueshard import _torch
-from trueshard.checkpoint.manifest import Manifest, split
-from trueshard.checkpoint.tensorfile import TensorEntry
+from trueshard.checkpoint.format import Manifest, TensorEntry, split
 from trueshard.model import names
 from trueshard.optim.rebind import family
 

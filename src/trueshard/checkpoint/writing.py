@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from trueshard.checkpoint.catalogue import file_system, is_url
-from trueshard.checkpoint.manifest import MANIFEST, FileRecord
+from trueshard.checkpoint.format import BLOCK, MANIFEST, FileRecord, Piece, TensorEntry, crc32, make_header
 from trueshard.checkpoint.ranks import as_bytes
-from trueshard.checkpoint.tensorfile import BLOCK, Piece, TensorEntry, crc32, make_header
 from trueshard.files import locked
 
 _BEGUN = ".trueshard-partial"  # a file that a remote directory has until its manifest is there
