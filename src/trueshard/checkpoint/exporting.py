@@ -175,9 +175,10 @@ class ExportSource:
         found = {}
         for key in self.keys:
             entry = self.catalogue.entries[key]
-            found[key] = TensorEntry(entry.names, entry.shape, entry.dtype)
-            if dtype is not None and dtype_of(entry.dtype).is_floating_point:
-                found[key].dtype = dtype_name(dtype)
+            keeps = not dtype_of(entry.dtype).is_floating_point
+            found[key] = TensorEntry(
+                entry.names, entry.shape, entry.dtype if keeps or dtype is None else dtype_name(dtype)
+            )
         return found
 
     def write(self, path: Path, entries: Mapping[str, TensorEntry], name_of: Mapping[str, str]) -> None:
@@ -246,8 +247,8 @@ def _with_dtype(config: Any, dtype: str) -> Any:
     }
 
 
-# PEFT models. The model is built again from its configurations, on the meta device. Its tensors are maps of the
-# checkpoint's files, so what PEFT does not use is not read.
+# PEFT models are built again from their configurations, on the meta device. Their tensors are maps of the checkpoint's
+# files, so what PEFT does not use is not read.
 
 
 class _OtherModel(ValueError):

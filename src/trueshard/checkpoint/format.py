@@ -152,8 +152,8 @@ def parse_header(header: bytes, size: int, file: str, where: str) -> dict[str, T
         if code not in _NAMES:
             raise ValueError(f"{where}: {key!r} has dtype {code}, which this version does not know")
         begin, end = offsets
-        entries[key] = TensorEntry([key], shape, _NAMES[code])
-        entries[key].pieces = [Piece(file, len(header) + begin, len(header) + end)]
+        pieces = [Piece(file, len(header) + begin, len(header) + end)]
+        entries[key] = TensorEntry([key], shape, _NAMES[code], pieces=pieces)
         if end - begin != entries[key].nbytes:
             raise ValueError(f"{where} is damaged: {key!r} of shape {shape} and dtype {code} has {end - begin} bytes")
     check_ranges({key: each.pieces[0] for key, each in entries.items()}, len(header), size, where)
@@ -209,9 +209,9 @@ class FileRecord:
     header: int | None = None  # bytes of the header of a safetensors file
 
     @classmethod
-    def of(cls, data: bytes, is_header: bool) -> FileRecord:
-        """Describe a file that is ``data``, or begins with it."""
-        return cls(len(data), crc32(memoryview(data)), len(data) if is_header else None)
+    def of(cls, data: bytes, size: int, is_header: bool) -> FileRecord:
+        """Describe a file of ``size`` bytes that is ``data``, or begins with it."""
+        return cls(size, crc32(memoryview(data)), len(data) if is_header else None)
 
 
 @dataclass
@@ -401,7 +401,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _is_sized_name(value: Any) -> bool:
-    return _is_pair(value) and type(value[0]) is str and type(value[1]) is int and value[1] >= 0
+    return isinstance(value, list) and list(map(type, value)) == [str, int] and value[1] >= 0
 
 
 def _is_settings(value: Any) -> bool:

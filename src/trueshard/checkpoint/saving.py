@@ -28,7 +28,7 @@ from trueshard import _torch
 from trueshard.checkpoint import layout, ranks, state
 from trueshard.checkpoint.format import FileRecord, Manifest, TensorEntry, crc32_joined
 from trueshard.checkpoint.ranks import RankGroup, check_same
-from trueshard.checkpoint.writing import CheckpointWriter, Written, writer_for
+from trueshard.checkpoint.writing import LocalWriter, RemoteWriter, Written, writer_for
 from trueshard.log import logger, timed
 
 _RESERVED = ("model", "optimizer", "rng")
@@ -80,7 +80,7 @@ def save(
 class SaveJob:
     """A save that all ranks have agreed on."""
 
-    writer: CheckpointWriter
+    writer: LocalWriter | RemoteWriter
     group: RankGroup
     manifest: Manifest
     headers: dict[str, bytes]  # first bytes of tensor files, and whole index files
@@ -117,9 +117,8 @@ class SaveJob:
             for piece in entry.pieces:
                 sizes[piece.file] = max(sizes[piece.file], piece.end)
         for file, data in files.items():
-            record = FileRecord.of(data, is_header=file in self.headers and file.endswith(".safetensors"))
-            record.size = sizes[file]
-            self.manifest.files[file] = record
+            is_header = file in self.headers and file.endswith(".safetensors")
+            self.manifest.files[file] = FileRecord.of(data, sizes[file], is_header)
         return files, sizes
 
     def _publish(self, everyone: list[Written]) -> None:
@@ -161,10 +160,15 @@ def _prepare(
         entries["rng"] = TensorEntry(["rng"], [group.world, len(bits)], "uint8")
         if group.rank == 0:
             writer_for(path, token).check_free()
-        given = {"path": os.fspath(path), "verify": verify, "rng": table, "more": sorted(more)}
-        plain = {key: entries[key] for key, tensor in content.tensors.items() if _is_plain_state(key, tensor)}
+        plain: dict[str, TensorEntry] = {}  # state that only some ranks may have: of parameters updated by an owner
+        same: dict[str, Any] = {"path": os.fspath(path), "verify": verify, "rng": table, "more": sorted(more)}
+        for key, tensor in content.tensors.items():
+            if key.startswith("optimizer") and not isinstance(tensor, DTensor):
+                plain[key] = entries[key]
+            else:
+                same[key] = [ranks.placement_word(tensor), list(tensor.shape), str(tensor.dtype)]
         states = {prefix: record["state"] for prefix, record in content.manifest.optimizers.items()}
-        return token, given | _same_everywhere(content), plain, states
+        return token, same | state.groups_of(content.manifest.optimizers), plain, states
 
     everyone = group.attempt(f"{path} was not saved", collect)
     check_same("save()", [same for _, same, _, _ in everyone])
@@ -198,21 +202,6 @@ def _check_kind(key: str, tensor: torch.Tensor) -> None:
             f"{key!r} is a {type(local).__name__}, whose bytes depend on how it is cut, so it would not load at "
             "another number of ranks; leave its optimizer or model out, or convert it"
         )
-
-
-def _is_plain_state(key: str, tensor: torch.Tensor) -> bool:
-    """True for optimizer state that only some ranks may have: that of a parameter updated by its owner."""
-    return key.startswith("optimizer") and not isinstance(tensor, DTensor)
-
-
-def _same_everywhere(content: state.Content) -> dict[str, Any]:
-    """Return what must be the same on every rank."""
-    tensors = {
-        key: [ranks.placement_word(tensor), list(tensor.shape), str(tensor.dtype)]
-        for key, tensor in content.tensors.items()
-        if not _is_plain_state(key, tensor)
-    }
-    return state.groups_of(content.manifest.optimizers) | tensors
 
 
 def _merge(manifest: Manifest, everyone: list[tuple[dict[str, TensorEntry], dict[str, Any]]]) -> dict[str, int]:

@@ -253,8 +253,7 @@ class RemoteWriter:
                     stream.write(data[at : at + BLOCK])
                 written.parts[key] = begin, begin + len(data), crc32(data)
                 written.pieces[key] = Piece(file, first, last)
-        written.files[file] = FileRecord.of(header, True)
-        written.files[file].size = max(last for _, last in ranges.values())
+        written.files[file] = FileRecord.of(header, max(last for _, last in ranges.values()), is_header=True)
         for key, piece in written.pieces.items() if verify else ():
             starts = range(piece.begin, piece.end, BLOCK)
             blocks = (
@@ -273,9 +272,6 @@ class RemoteWriter:
             self._fs.rm(self._root, recursive=True)
 
 
-CheckpointWriter = LocalWriter | RemoteWriter
-
-
-def writer_for(path: str | os.PathLike[str], token: str) -> CheckpointWriter:
+def writer_for(path: str | os.PathLike[str], token: str) -> LocalWriter | RemoteWriter:
     """Return the writer for ``path``; ``token``: of a ``LocalWriter``."""
     return RemoteWriter(str(path)) if is_url(path) else LocalWriter(Path(path), token)
