@@ -219,18 +219,11 @@ class Catalogue:
 
     def fill(self, key: str, tensor: torch.Tensor) -> None:
         """Fill this rank's shard of ``tensor``."""
-        entry = self.entries[key]
         local = _torch.local(tensor).detach()
         if not local.numel():
             return
-        begin, _ = ranks.bytes_here(tensor, entry.nbytes)
-        rows = local[: ranks.rows_here(tensor)[1]] if local.ndim else local
-        if rows.device.type == "cpu":
-            self.read_into(key, begin, rows)
-        else:
-            staged = torch.empty(rows.shape, dtype=dtype_of(entry.dtype))
-            self.read_into(key, begin, staged)
-            rows.copy_(staged)
+        begin, _ = ranks.bytes_here(tensor, self.entries[key].nbytes)
+        self.read_into(key, begin, local[: ranks.rows_here(tensor)[1]] if local.ndim else local)
 
     def whole(self, key: str) -> torch.Tensor:
         """Read a tensor into new memory on the CPU."""

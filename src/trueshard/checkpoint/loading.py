@@ -216,11 +216,11 @@ class LoadJob:
 
     def _checksums(self) -> dict[str, tuple[int, int, int]]:
         """Return key → (begin, end, checksum) of this rank's part of the checking."""
-        entries, dcp = self._catalogue.entries, self._catalogue.dcp
+        catalogue = self._catalogue
         return {
-            key: (begin, end, self._catalogue.checksum(key, begin, end))
+            key: (begin, end, catalogue.checksum(key, begin, end))
             for key, begin, end in self._ranges()
-            if end > begin and (entries[key].crc32 is not None or dcp)
+            if end > begin and (catalogue.entries[key].crc32 is not None or catalogue.dcp)
         }
 
     def _verify(self, everyone: list[dict[str, tuple[int, int, int]]]) -> None:

@@ -9,6 +9,7 @@ Also the state of this rank's random generators (torch's on CPU and accelerator,
 from __future__ import annotations
 
 import random
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ def _by_prefix(kind: str, given: Any, expected: type) -> dict[str, Any]:
         if not isinstance(each, expected):
             raise TypeError(f"{prefix.replace('/', '=')} is a {type(each).__name__}, not a {expected.__name__}")
         key = prefix.partition("/")[2]
-        if many and (not key or not key.replace("-", "").replace("_", "").replace(".", "").isalnum()):
+        if many and re.fullmatch(r"[\w.-]*\w[\w.-]*", key) is None:
             raise ValueError(f"{kind}={{{key!r}: …}}: name it by letters, digits, '-', '_' and '.'")
     return found
 
