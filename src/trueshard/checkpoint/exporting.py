@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import json
 import os
 import re
@@ -332,17 +333,11 @@ def _write_merged(source: ExportSource, directory: Path, dtype: torch.dtype | No
             (directory / name).write_bytes(data)
 
 
-def _model_class(source: ExportSource) -> Any:
-    """Return the class of transformers that the configuration names, or None."""
-    import transformers
-
-    config = json.loads(source.companions().get("config.json", b"{}"))
-    return getattr(transformers, str((config.get("architectures") or [""])[0]), None)
-
-
 def _rebuilt(source: ExportSource, checked: Callable[[str], bool]) -> Any:
     """Build the PEFT model with its tensors; compare the checksums of those whose key is ``checked``."""
-    kind = _model_class(source)
+    described = source.companions().get("config.json", b"{}")
+    named = (json.loads(described).get("architectures") or [None])[0]
+    kind: Any = getattr(importlib.import_module("transformers"), str(named), None) if named else None
     if kind is None:
         raise _OtherModel(
             f"{source.catalogue.where} has no config.json that names a class of transformers, so the model cannot be "
@@ -355,7 +350,7 @@ def _rebuilt(source: ExportSource, checked: Callable[[str], bool]) -> Any:
     only = "default" if not known or "default" in known else min(known)  # its name in the model's names of tensors
     with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        Path(scratch, "config.json").write_bytes(source.companions()["config.json"])
+        Path(scratch, "config.json").write_bytes(described)
         config = AutoConfig.from_pretrained(scratch)
         with torch.device("meta"), torch.no_grad():
             model: Any = kind(config)

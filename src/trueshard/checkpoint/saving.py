@@ -143,41 +143,38 @@ def _prepare(
     group = RankGroup(state.parameters_of(model))
     token = secrets.token_hex(4) if group.rank == 0 else ""
     models: dict[str, Any] = {}
-    content, bits = state.Content(), torch.empty(0)
-    table: list[list[Any]] = []
+    tensors: state.Tensors = {}
+    manifest, bits = Manifest(), torch.empty(0)
 
     def collect() -> tuple[Any, ...]:
-        nonlocal content, table, bits
+        nonlocal models, tensors, manifest, bits
         if bad := [key for key in more if key in _RESERVED or "/" in key]:
             raise ValueError(f"{bad[0]!r} cannot be the name of an entry; give it another")
-        given_models, optimizers = state.by_prefix(model, optimizer)
-        models.update(given_models)
-        content = state.collect(models, optimizers, more)
-        for key, tensor in content.tensors.items():
-            _check_kind(key, tensor)
+        models, optimizers = state.by_prefix(model, optimizer)
+        tensors, manifest = state.collect(models, optimizers, more)
         table, bits = state.random_state()
-        entries = content.manifest.tensors
+        manifest.rng = [table] * group.world
+        entries = manifest.tensors
         entries["rng"] = TensorEntry(["rng"], [group.world, len(bits)], "uint8")
         if group.rank == 0:
             writer_for(path, token).check_free()
         plain: dict[str, TensorEntry] = {}  # state that only some ranks may have: of parameters updated by an owner
         same: dict[str, Any] = {"path": os.fspath(path), "verify": verify, "rng": table, "more": sorted(more)}
-        for key, tensor in content.tensors.items():
+        for key, tensor in tensors.items():
+            _check_kind(key, tensor)
             if key.startswith("optimizer") and not isinstance(tensor, DTensor):
                 plain[key] = entries[key]
             else:
                 same[key] = [ranks.placement_word(tensor), list(tensor.shape), str(tensor.dtype)]
-        states = {prefix: record["state"] for prefix, record in content.manifest.optimizers.items()}
-        return token, same | state.groups_of(content.manifest.optimizers), plain, states
+        states = {prefix: record["state"] for prefix, record in manifest.optimizers.items()}
+        return token, same | state.groups_of(manifest.optimizers), plain, states
 
     everyone = group.attempt(f"{path} was not saved", collect)
     check_same("save()", [same for _, same, _, _ in everyone])
     # From here on every rank computes the same, or fails alike.
-    manifest = content.manifest
     first_with = _merge(manifest, [(plain, states) for _, _, plain, states in everyone])
-    mine = _my_part(content, first_with, group.rank)
+    mine = _my_part(manifest, tensors, first_with, group.rank)
     mine["rng"] = group.rank * len(bits), bits
-    manifest.rng = [table] * group.world
     manifest.about = {
         "written": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         "trueshard": version("trueshard"),
@@ -222,11 +219,13 @@ def _merge(manifest: Manifest, everyone: list[tuple[dict[str, TensorEntry], dict
     return first_with
 
 
-def _my_part(content: state.Content, first_with: Mapping[str, int], rank: int) -> dict[str, tuple[int, Any]]:
+def _my_part(
+    manifest: Manifest, tensors: state.Tensors, first_with: Mapping[str, int], rank: int
+) -> dict[str, tuple[int, Any]]:
     """Return key → (first byte in the tensor, rows) of all that this rank writes."""
     mine: dict[str, tuple[int, Any]] = {}
-    for number, key in enumerate(content.manifest.tensors):
-        tensor = content.tensors.get(key)
+    for number, key in enumerate(manifest.tensors):
+        tensor = tensors.get(key)
         if isinstance(tensor, DTensor):
             begin, end = ranks.own_part(tensor, number)
             if end > begin:

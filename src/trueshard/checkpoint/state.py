@@ -12,7 +12,7 @@ import random
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -36,18 +36,12 @@ class ModelTensor:
     trainable: bool | None  # None for a buffer
 
 
-@dataclass
-class Content:
-    """Tensors and values to be saved, as far as this rank has them."""
-
-    tensors: Tensors = field(default_factory=dict)
-    manifest: Manifest = field(default_factory=Manifest)  # an entry for each of ``tensors``, without pieces
-
-
-def collect(models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], more: Mapping[str, Any]) -> Content:
-    """Collect the tensors and values of models and optimizers, by key prefix, and of the user's entries."""
-    content = Content()
-    tensors, manifest = content.tensors, content.manifest
+def collect(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], more: Mapping[str, Any]
+) -> tuple[Tensors, Manifest]:
+    """Return this rank's tensors of models and optimizers, by key prefix, and of the user's entries; and all values."""
+    tensors: Tensors = {}
+    manifest = Manifest()
     for prefix, module in models.items():
         held, extra = model_tensors(module)
         for name, each in held.items():
@@ -63,7 +57,7 @@ def collect(models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], more
     for key, tensor in tensors.items():
         if key not in manifest.tensors:
             manifest.tensors[key] = TensorEntry.of(tensor, [key.partition("/")[2]])
-    return content
+    return tensors, manifest
 
 
 def by_prefix(model: Any, optimizer: Any) -> tuple[dict[str, nn.Module], dict[str, Any]]:
