@@ -314,17 +314,10 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     An interrupted save does not count, since it never got its name, nor does a checkpoint with a damaged manifest.
     """
     found = []
-    for path in checkpoint_folders(Path(directory)):
+    for path in Path(directory).glob(f"[!.]*/{MANIFEST}"):
         try:
-            manifest = Manifest.parse((path / MANIFEST).read_bytes(), str(path), validate=False)
-            found.append((str(manifest.about.get("written", "")), (path / MANIFEST).stat().st_mtime_ns, path))
+            manifest = Manifest.parse(path.read_bytes(), str(path), validate=False)
+            found.append((str(manifest.about.get("written", "")), path.stat().st_mtime_ns, path.parent))
         except (OSError, ValueError):  # no checkpoint, or another rank is deleting it
             continue
     return max(found)[2] if found else None
-
-
-def checkpoint_folders(directory: Path) -> list[Path]:
-    """Return the folders in ``directory`` that may be checkpoints, in the order of their names."""
-    if not directory.is_dir():
-        return []
-    return [path for path in sorted(directory.iterdir()) if not path.name.startswith(".") and path.is_dir()]
