@@ -245,7 +245,7 @@ class LoadJob:
             elif rank == number % world:
                 yield key, 0, full
         values = [self._manifest.more, *(self._saved_extra(prefix) for prefix in self._models)]
-        keys = {*references(values), *(key for one in self._loads for key in one.settings_keys())}
+        keys = {*references([*values, *(value for one in self._loads for _, value in one.settings)])}
         keys |= {"rng"} if self._options["rng"] and self._manifest.rng else set()
         for number, key in enumerate(sorted(keys)):
             if rank == number % world:

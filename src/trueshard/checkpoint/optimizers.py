@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.checkpoint.catalogue import Catalogue
-from trueshard.checkpoint.format import TensorEntry, dtype_of, join, located, references
+from trueshard.checkpoint.format import TensorEntry, dtype_of, join, located
 from trueshard.optim.rebind import family
 from trueshard.optim.stepping import Role, roles_of
 
@@ -28,10 +28,6 @@ class OptimizerLoad:
     parts: list[tuple[Any, Any]] = field(default_factory=list)  # (parameter or other key of the state, its saved state)
     templates: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """(key that is read, a meta tensor sharded as what is read), for checksums."""
-
-    def settings_keys(self) -> list[str]:
-        """Return the keys of tensors in settings."""
-        return list(references([value for _, value in self.settings]))
 
     def apply(self) -> None:
         """Change the optimizer; its state dict remains the same object."""

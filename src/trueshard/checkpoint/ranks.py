@@ -81,7 +81,7 @@ def check_same(function: str, arguments: Sequence[Mapping[str, Any]]) -> None:
     """Raise ``ValueError``, naming the first difference, unless all ranks' arguments (name → value) are the same."""
     first = arguments[0]
     for rank, given in enumerate(arguments):
-        for key in [*first, *(key for key in given if key not in first)]:
+        for key in {**first, **given}:
             if given.get(key) != first.get(key):
                 one, other = (str(each.get(key, "missing"))[:200] for each in (first, given))
                 raise ValueError(
