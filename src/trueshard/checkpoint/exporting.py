@@ -176,10 +176,8 @@ class ExportSource:
         found = {}
         for key in self.keys:
             entry = self.catalogue.entries[key]
-            keeps = not dtype_of(entry.dtype).is_floating_point
-            found[key] = TensorEntry(
-                entry.names, entry.shape, entry.dtype if keeps or dtype is None else dtype_name(dtype)
-            )
+            converts = dtype_of(entry.dtype).is_floating_point
+            found[key] = TensorEntry(entry.names, entry.shape, dtype_name(dtype) if dtype and converts else entry.dtype)
         return found
 
     def write(self, path: Path, entries: Mapping[str, TensorEntry], name_of: Mapping[str, str]) -> None:
