@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -35,46 +36,22 @@ def agree_on_structure(intent: Intent, facts: Sequence[tuple[str, Any]], mesh: D
     Raises:
         ValueError: names the first thing that differs and the rank.
     """
-    mine = [
-        (f"{kind[:-1]} {record.name!r}", repr(record))
-        for kind in ("parameters", "buffers")
-        for record in getattr(intent, kind)
-    ]
-    for i, optimizer in enumerate(intent.optimizers):
-        mine.append((f"optimizer {i}", f"{optimizer.kind} with {len(optimizer.groups)} groups"))
-        for g, group in enumerate(optimizer.groups):
-            mine.append((f"optimizer {i}, group {g}", f"holds {', '.join(group.parameters)}"))
-            mine += [(f"optimizer {i}, group {g}, {key}", _stable(value)) for key, value in group.settings.items()]
-        mine += [(f"optimizer {i}, state of {name!r}", repr(state)) for name, state in sorted(optimizer.state.items())]
-    mine += [(name, repr(value)) for name, value in facts]
+    mine = [(what, repr(value)) for what, value in (*intent.facts(), *facts)]
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(gather_objects(digest, mesh))) == 1:
         return
     everyone = gather_objects(mine, mesh)
     for rank, theirs in enumerate(everyone):
-        for a, b in zip(everyone[0], theirs, strict=False):
+        for a, b in zip_longest(everyone[0], theirs, fillvalue=("nothing", "more")):
             if a != b:
                 raise ValueError(
                     f"ranks were given different models: rank 0 has {' '.join(a)}, rank {rank} {' '.join(b)}"
                 )
-        if len(theirs) != len(everyone[0]):
-            raise ValueError(
-                f"ranks were given different models: rank 0 has {len(everyone[0])} things, rank {rank} {len(theirs)}"
-            )
 
 
 def union(words: Iterable[str], mesh: DeviceMesh) -> set[str]:
     """Return the union of every rank's words. Collective."""
     return set().union(*gather_objects(sorted(words), mesh))
-
-
-def _stable(value: Any) -> str:
-    """Return text that can be compared between processes: numbers and words by value, the rest by type."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
-        return repr(value.item())
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_stable, value))}]"
-    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def agree_on_success(error: BaseException | None, mesh: DeviceMesh) -> None:

@@ -16,7 +16,7 @@ tie with another unit. A unit that does not fit is split or joined here, before 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -33,8 +33,8 @@ HEAD = 4 << 20
 @dataclass
 class _Parameter:
     name: str
-    tensor: nn.Parameter
-    owners: list[str] = field(default_factory=list)
+    tensor: torch.Tensor
+    owners: list[str]
     """Names of the modules that hold it: several for a tie."""
 
 
@@ -50,8 +50,11 @@ class Grouping:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(names.named_modules(model))
-        self.first_name = {id(module): name for name, module in self.modules.items()}
-        self.parameters = self._parameters(model)
+        name_of = {id(module): name for name, module in self.modules.items()}
+        self.parameters = [
+            _Parameter(held.name, held.tensor, list(dict.fromkeys(self._host(name_of[id(m)]) for m, _ in held.places)))
+            for held in names.held_tensors(model, "parameters")
+        ]
         self.replicated: dict[str, str] = {}
         self.groups: dict[str, _Group] = {}
 
@@ -92,16 +95,6 @@ class Grouping:
         self._split_dtypes()
 
     # What is where
-
-    def _parameters(self, model: nn.Module) -> list[_Parameter]:
-        found: dict[int, _Parameter] = {}
-        for name, module, _, tensor in names.named_tensors(model, "parameters"):
-            assert isinstance(tensor, nn.Parameter)
-            owner = self._host(self.first_name[id(module)])
-            record = found.setdefault(id(tensor), _Parameter(name, tensor))
-            if owner not in record.owners:
-                record.owners.append(owner)
-        return list(found.values())
 
     def _host(self, name: str) -> str:
         """Return the nearest module, from ``name`` upwards, that has a forward (a ParameterList has none)."""
@@ -218,15 +211,12 @@ class Grouping:
                     hosts.append(owner)
             else:
                 self.replicated[parameter.name] = f"trainable {word} beside another dtype in one module"
-        hosts = [h for h in hosts if not any(module.startswith(f"{h}.") for module in self._unit_modules())]
+        hosts = [h for h in hosts if not any(module.startswith(f"{h}.") for module in self._members())]
         if hosts:
             order = list(self.modules)
             hosts.sort(key=order.index)
             inside = f" of {key}" if key else ""
             self.groups[" + ".join(hosts)] = _Group(tuple(hosts), "dtype", f"trainable {word}{inside}")
-
-    def _unit_modules(self) -> list[str]:
-        return [module for group in self.groups.values() for module in group.modules if module]
 
     # Result
 
@@ -237,7 +227,7 @@ class Grouping:
         found = [self._unit(key, group, [p.tensor for p in gathered[key]]) for key, group in self.groups.items()]
         return tuple(sorted(found, key=lambda unit: order[unit.modules[0]]))
 
-    def _unit(self, key: str, group: _Group, mine: list[nn.Parameter]) -> Unit:
+    def _unit(self, key: str, group: _Group, mine: list[torch.Tensor]) -> Unit:
         dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in mine})
         return Unit(
             name=key,

@@ -7,7 +7,6 @@ and shows a third one, the gathered parameter, to the forward.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.model import names
 from trueshard.model.intent import attributes_of
+from trueshard.model.names import Held
 from trueshard.optim.rebind import shard_like
 from trueshard.plans import Plan, Unit
 from trueshard.runtime.gradients import GradientHooks
@@ -31,25 +31,6 @@ from trueshard.runtime.methods import (
 )
 from trueshard.runtime.passes import Runtime, State
 from trueshard.runtime.replicated import ReplicatedGradients, WholeParameter
-
-
-@dataclass
-class Original:
-    """A parameter before sharding."""
-
-    name: str
-    parameter: nn.Parameter
-    places: list[tuple[nn.Module, str]]
-    """Every (module, attribute) that holds it."""
-
-
-def originals_of(root: nn.Module) -> list[Original]:
-    """Return each parameter once, in the model's order."""
-    found: dict[int, Original] = {}
-    for name, module, attribute, tensor in names.named_tensors(root, "parameters"):
-        assert isinstance(tensor, nn.Parameter)
-        found.setdefault(id(tensor), Original(name, tensor, [])).places.append((module, attribute))
-    return list(found.values())
 
 
 class Attachments:
@@ -70,7 +51,7 @@ class Attachments:
         plan: Plan,
         mesh: DeviceMesh,
         modules: Mapping[str, nn.Module],
-        originals: list[Original],
+        originals: list[Held],
         hooked: Collection[str],
     ) -> None:
         assert isinstance(root, ShardedModule)
@@ -80,11 +61,7 @@ class Attachments:
         replicated = {each.name for each in plan.replicated}
         compute = plan.mixed_precision.compute if plan.mixed_precision else None
         dtype = getattr(torch, compute) if compute else None
-        self.whole = {
-            id(o.parameter): WholeParameter(o.name, o.places, o.parameter, mesh, dtype)
-            for o in originals
-            if o.name in replicated
-        }
+        self.whole = {held.name: WholeParameter(held, mesh, dtype) for held in originals if held.name in replicated}
         self.runtime = Runtime(root, plan, mesh, ReplicatedGradients(list(self.whole.values()), mesh))
         self._unit_of = {module: unit for unit in plan.units for module in unit.modules}
         self._name_of = {id(module): name for name, module in modules.items()}
@@ -97,12 +74,12 @@ class Attachments:
             module, attribute = original.places[0]
             new = _torch.own_parameters(module)[attribute]
             assert new is not None
-            self.new_of[id(original.parameter)] = new
-            new.__dict__.update(attributes_of(original.parameter))
-            if original.parameter.grad is not None and isinstance(new, DTensor):
-                new.grad = shard_like(original.parameter.grad, new)
+            self.new_of[id(original.tensor)] = new
+            new.__dict__.update(attributes_of(original.tensor))
+            if original.tensor.grad is not None and isinstance(new, DTensor):
+                new.grad = shard_like(original.tensor.grad, new)
             unit = self._enclosing_unit(module)
-            if (whole := self.whole.get(id(original.parameter))) is not None:
+            if (whole := self.whole.get(original.name)) is not None:
                 self._move_whole(whole, original, self._module(unit))
             else:
                 by_unit[unit.name].append((original.name, new))
@@ -141,19 +118,19 @@ class Attachments:
         assert isinstance(module, ShardedModule)
         return module
 
-    def _move_whole(self, whole: WholeParameter, original: Original, unit: ShardedModule) -> None:
+    def _move_whole(self, whole: WholeParameter, original: Held, unit: ShardedModule) -> None:
         runtime = self.runtime
-        whole.attributes = attributes_of(original.parameter)
+        whole.attributes = attributes_of(original.tensor)
         whole.leaf.__dict__.update(whole.attributes)
         whole.computing = lambda: (
             torch.compiler.is_compiling() or runtime.is_in(State.PASS) or _torch.in_backward() or _torch.in_pass(unit)
         )
         whole.used = runtime.begin_backward
 
-    def _move_sharded(self, original: Original, new: nn.Parameter, unit: Unit) -> None:
-        found = attributes_of(original.parameter)
+    def _move_sharded(self, original: Held, new: nn.Parameter, unit: Unit) -> None:
+        found = attributes_of(original.tensor)
         gathers = original.name in self.hooked
-        hooks = GradientHooks(original.parameter, gathers) if gathers or GradientHooks.on(original.parameter) else None
+        hooks = GradientHooks(original.tensor, gathers) if gathers or GradientHooks.on(original.tensor) else None
         if hooks is not None:
             self.runtime.call_hooks(new, hooks, self._module(unit))
         if found:

@@ -51,17 +51,16 @@ def shard(
         with together(mesh):
             names.hide_wrappers(model)
             before, originals = intent.capture(model, optimizers)
-            refuse(names.unwrap(model), before, originals)
+            refuse(names.unwrap(model), originals.parameters)
             resolved = resolve(model, how, tuple(mesh.shape))
             verdicts = [classify(optimizer) for optimizer in optimizers]
-        pairs = list(zip(before.parameters, originals.parameters, strict=True))
         facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key != "units"]
         facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
         facts += [(f"optimizer {i}'s way to step", manner(each)) for i, each in enumerate(verdicts)]
         agreement.agree_on_structure(before, facts, mesh)
-        hooked = agreement.union((r.name for r, p in pairs if _torch.gradient_hooks(p)[0]), mesh)
+        hooked = agreement.union((p.name for p in originals.parameters if _torch.gradient_hooks(p.tensor)[0]), mesh)
         with together(mesh):
-            _equalise(before, originals, optimizers, mesh)
+            _equalise(originals, optimizers, mesh)
             new_of = apply.apply(model, resolved, mesh, hooked=hooked)
             for optimizer, verdict in zip(optimizers, verdicts, strict=True):
                 rebind(optimizer, new_of, [each.is_rows for each in verdict])
@@ -73,7 +72,8 @@ def shard(
         snapshot.restore()
         raise
     # Only now: parameters that a failure put back must not count as replaced.
-    watch(names.unwrap(model), {record.name: p for record, p in pairs if new_of[id(p)] is not p})
+    replaced = {p.name: p.tensor for p in originals.parameters if new_of[id(p.tensor)] is not p.tensor}
+    watch(names.unwrap(model), replaced)
     _torch.find_every_inf()
     _torch.average_mixed_lists()
     for optimizer, verdict in zip(optimizers, verdicts, strict=True):
@@ -149,24 +149,24 @@ def resolve(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> Pl
     return choices.apply_words(plan, ranks[-1])
 
 
-def _equalise(before: intent.Intent, originals: intent.Originals, optimizers: Any, mesh: Any) -> None:
+def _equalise(originals: intent.Originals, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh) -> None:
     """Take rank 0's values where ranks were initialised differently, with a warning."""
-    tensors = list(zip((r.name for r in before.parameters), originals.parameters, strict=True))
-    agreement.announce("parameters", agreement.take_from_first_rank(tensors, mesh))
-    buffers = list(zip((r.name for r in before.buffers), originals.buffers, strict=True))
-    agreement.announce("buffers", agreement.take_from_first_rank(buffers, mesh))
-    grads = [(name, tensor.grad) for name, tensor in tensors if tensor.grad is not None]
-    agreement.announce("gradients", agreement.take_from_first_rank(grads, mesh))
-    name_of = {id(p): r.name for r, p in zip(before.parameters, originals.parameters, strict=True)}
-    state = [
-        (f"{name_of[id(parameter)]}.{key}", value)
-        for optimizer in optimizers
-        for parameter, entries in optimizer.state.items()
-        if id(parameter) in name_of
-        for key, value in entries.items()
-        if isinstance(value, torch.Tensor)
-    ]
-    agreement.announce("tensors of optimizer state", agreement.take_from_first_rank(state, mesh))
+    name_of = {held.tensor: held.name for held in originals.parameters}
+    kinds = {
+        "parameters": [(held.name, held.tensor) for held in originals.parameters],
+        "buffers": [(held.name, held.tensor) for held in originals.buffers],
+        "gradients": [(name, tensor.grad) for tensor, name in name_of.items() if tensor.grad is not None],
+        "tensors of optimizer state": [
+            (f"{name_of[parameter]}.{key}", value)
+            for optimizer in optimizers
+            for parameter, entries in optimizer.state.items()
+            if parameter in name_of
+            for key, value in entries.items()
+            if isinstance(value, torch.Tensor)
+        ],
+    }
+    for kind, tensors in kinds.items():
+        agreement.announce(kind, agreement.take_from_first_rank(tensors, mesh))
 
 
 def sharded(model: nn.Module) -> Runtime:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from trueshard import _torch
 from trueshard.distributed import groups_of
+from trueshard.model.names import Held
 from trueshard.runtime.gradients import GradientHooks, add_gradient
 
 _KEY = "_trueshard_whole"
@@ -28,33 +29,20 @@ class WholeParameter:
     """One replicated parameter.
 
     Args:
-        name: its first name.
-        places: every (module, attribute) that holds it.
-        original: the parameter before sharding; its memory goes on.
+        original: the parameter before sharding, whose memory goes on, and what holds it.
         mesh: the ranks.
         compute: dtype in which the forward sees it; None: as stored.
     """
 
-    def __init__(
-        self,
-        name: str,
-        places: Sequence[tuple[nn.Module, str]],
-        original: nn.Parameter,
-        mesh: DeviceMesh,
-        compute: torch.dtype | None,
-    ) -> None:
-        self.name, self.places, self.compute = name, list(places), compute
-        self.hooks = GradientHooks(original) if GradientHooks.on(original) else None
+    def __init__(self, original: Held, mesh: DeviceMesh, compute: torch.dtype | None) -> None:
+        self.places, self.compute = original.places, compute
+        self.hooks = GradientHooks(original.tensor) if GradientHooks.on(original.tensor) else None
         self.attributes: dict[str, Any] = {}
         self.computing: Callable[[], bool] = lambda: False
         self.used: Callable[[], Any] = lambda: None
-        module, attribute = self.places[0]
-        held = _torch.own_parameters(module)[
-            attribute
-        ]  # not the original itself: a copy may have been given memory since
-        assert held is not None
-        shown = DTensor.from_local(held.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-        parameter = nn.Parameter(shown, requires_grad=original.requires_grad)
+        held = self.parameter.detach()  # not the original itself: a copy may have been given memory since
+        shown = DTensor.from_local(held, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        parameter = nn.Parameter(shown, requires_grad=original.tensor.requires_grad)
         for module, attribute in self.places:
             _torch.own_parameters(module)[attribute] = parameter
             module.__dict__.setdefault(_KEY, {})[attribute] = self
