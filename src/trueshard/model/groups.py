@@ -99,26 +99,26 @@ class Grouping:
     def _host(self, name: str) -> str:
         """Return the nearest module, from ``name`` upwards, that has a forward (a ParameterList has none)."""
         while name and not has_forward(self.modules[name]):
-            name = _parent(name)
+            name = name.rpartition(".")[0]
         return name
 
     def home(self, owner: str) -> str:
         """Return the key of the group that gathers what ``owner`` holds."""
-        return _home(owner, self._members())
+        return names.nearest_above(owner, self._members())
 
     def _members(self) -> dict[str, str]:
         return {module: key for key, group in self.groups.items() for module in group.modules}
 
     def _homes(self, parameter: _Parameter) -> set[str]:
         member = self._members()
-        return {_home(owner, member) for owner in parameter.owners}
+        return {names.nearest_above(owner, member) for owner in parameter.owners}
 
     def _by_home(self) -> dict[str, list[_Parameter]]:
         """Return the parameters that each group gathers, by its key."""
         member = self._members()
         found: dict[str, list[_Parameter]] = {key: [] for key in self.groups}
         for parameter in self.parameters:
-            homes = {_home(owner, member) for owner in parameter.owners}
+            homes = {names.nearest_above(owner, member) for owner in parameter.owners}
             if len(homes) == 1 and parameter.name not in self.replicated:
                 found[homes.pop()].append(parameter)
         return found
@@ -248,17 +248,6 @@ class Grouping:
             for p in self.parameters
             if p.name in self.replicated
         )
-
-
-def _home(owner: str, member: dict[str, str]) -> str:
-    """Return the group of the nearest module, from ``owner`` upwards, that is in one."""
-    while owner not in member:
-        owner = _parent(owner)
-    return member[owner]
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _nested(a: str, b: str) -> bool:

@@ -10,15 +10,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from trueshard import _torch
 from trueshard.text import nearest as nearest
+
+Value = TypeVar("Value")
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -61,6 +63,13 @@ def named_tensors(root: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, 
         for attribute, tensor in tables[kind](module).items():
             if tensor is not None:
                 yield (f"{prefix}.{attribute}" if prefix else attribute), module, attribute, tensor
+
+
+def nearest_above(name: str, found: Mapping[str, Value]) -> Value:
+    """Return what ``found`` has for a module or the nearest one around it; it has the root, ``""``."""
+    while name not in found:
+        name = name.rpartition(".")[0]
+    return found[name]
 
 
 @dataclass

@@ -22,8 +22,8 @@ from trueshard.optim.rebind import shard_like
 from trueshard.plans import Plan, Unit
 from trueshard.runtime.gradients import GradientHooks
 from trueshard.runtime.methods import (
-    CarryOnce,
     after_gathering,
+    carry_attributes,
     gather_in_methods,
     gather_in_submodules,
     keep_gathered_in,
@@ -80,7 +80,7 @@ class Attachments:
                 new.grad = shard_like(original.tensor.grad, new)
             unit = self._enclosing_unit(module)
             if (whole := self.whole.get(original.name)) is not None:
-                self._move_whole(whole, original, self._module(unit))
+                self._move_whole(whole, self._module(unit))
             else:
                 by_unit[unit.name].append((original.name, new))
                 self._move_sharded(original, new, unit)
@@ -108,35 +108,28 @@ class Attachments:
         return found
 
     def _enclosing_unit(self, module: nn.Module) -> Unit:
-        name = self._name_of[id(module)]
-        while name not in self._unit_of:
-            name = name.rpartition(".")[0]
-        return self._unit_of[name]
+        return names.nearest_above(self._name_of[id(module)], self._unit_of)
 
     def _module(self, unit: Unit) -> ShardedModule:
         module = self.modules[unit.modules[0]]
         assert isinstance(module, ShardedModule)
         return module
 
-    def _move_whole(self, whole: WholeParameter, original: Held, unit: ShardedModule) -> None:
+    def _move_whole(self, whole: WholeParameter, unit: ShardedModule) -> None:
         runtime = self.runtime
-        whole.attributes = attributes_of(original.tensor)
-        whole.leaf.__dict__.update(whole.attributes)
         whole.computing = lambda: (
             torch.compiler.is_compiling() or runtime.is_in(State.PASS) or _torch.in_backward() or _torch.in_pass(unit)
         )
         whole.used = runtime.begin_backward
 
     def _move_sharded(self, original: Held, new: nn.Parameter, unit: Unit) -> None:
-        found = attributes_of(original.tensor)
         gathers = original.name in self.hooked
-        hooks = GradientHooks(original.tensor, gathers) if gathers or GradientHooks.on(original.tensor) else None
-        if hooks is not None:
-            self.runtime.call_hooks(new, hooks, self._module(unit))
-        if found:
+        if gathers or GradientHooks.on(original.tensor):
+            self.runtime.call_hooks(new, GradientHooks(original.tensor, gathers), self._module(unit))
+        if found := attributes_of(original.tensor):
             module, attribute = original.places[0]
             for name in unit.modules:
-                CarryOnce(module, attribute, found).install(self.modules[name])
+                carry_attributes(self.modules[name], module, attribute, found)
 
     def _gather_beside_forward(self) -> None:
         runtime = self.runtime

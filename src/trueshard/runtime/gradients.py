@@ -15,8 +15,9 @@ expert without a token), the packs do not fit, or worse, fit by accident.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -123,10 +124,10 @@ class Usage:
             for _, sharded, gathered in _torch.gathered_parameters(module, recurse=False):
                 if gathered.requires_grad and id(gathered) not in self._marked:
                     self._marked.add(id(gathered))
-                    gathered.register_post_accumulate_grad_hook(self._marker(id(sharded)))
+                    gathered.register_post_accumulate_grad_hook(functools.partial(self._mark, id(sharded)))
 
-    def _marker(self, key: int) -> Callable[[torch.Tensor], None]:
-        return lambda _: self._used.add(key)
+    def _mark(self, key: int, _: torch.Tensor) -> None:
+        self._used.add(key)
 
     def end(self) -> None:
         """End a backward that reduced gradients. Collective, where anything is to be compared.

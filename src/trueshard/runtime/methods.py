@@ -164,26 +164,22 @@ def after_gathering(unit: nn.Module, function: Callable[[], Any]) -> Any:
     return handle
 
 
-class CarryOnce:
-    """Gives the gathered parameter, at the first pass, the attributes that the user set on the original.
+def carry_attributes(unit: nn.Module, module: nn.Module, attribute: str, found: dict[str, Any]) -> None:
+    """Give a gathered parameter, at the first pass of ``unit``, the attributes that the user set on the original.
 
     FSDP2 makes the gathered parameter when it gathers for the first time, and keeps that object.
 
     Args:
-        module: holds the parameter.
-        attribute: the parameter's name there.
+        unit: gathers the parameter.
+        module: holds it.
+        attribute: its name there.
         found: the user's attributes.
     """
 
-    def __init__(self, module: nn.Module, attribute: str, found: dict[str, Any]) -> None:
-        self.module, self.attribute, self.found = module, attribute, found
-
-    def install(self, unit: nn.Module) -> None:
-        """Wait for the first pass of ``unit``, which gathers the parameter."""
-        self._handle = after_gathering(unit, self._carry)
-
-    def _carry(self) -> None:
-        gathered = _torch.own_parameters(self.module)[self.attribute]
+    def carry() -> None:
+        gathered = _torch.own_parameters(module)[attribute]
         if gathered is not None and not isinstance(gathered, DTensor):
-            self._handle.remove()
-            gathered.__dict__.update(self.found)
+            handle.remove()
+            gathered.__dict__.update(found)
+
+    handle = after_gathering(unit, carry)

@@ -169,7 +169,7 @@ class Runtime:
         """Leave a pass, whether it returned or raised."""
         self._leave_state(State.PASS)
         if not self.is_in(State.PASS, State.SHARED) and not torch.is_grad_enabled() and not _torch.in_backward():
-            self.free_but(self._gathered_before)
+            self.free(self._gathered_before)
 
     def end(self, output: Any) -> None:
         """Register the ``output`` of a pass for backward, and remember the versions of what is gathered."""
@@ -195,7 +195,7 @@ class Runtime:
         finally:
             self._leave_state(State.SHARED)
             if not self.is_in(State.SHARED, State.PASS):
-                self.free_but(before)
+                self.free(before)
 
     def _write_back(self, modules: list[ShardedModule]) -> None:
         """Copy to the shards what was written to gathered parameters since the last pass, ``requires_grad`` too."""
@@ -219,11 +219,7 @@ class Runtime:
                     module.unshard()
                     module.reshard()
 
-    def free(self) -> None:
-        """Free every gathered parameter."""
-        self.free_but(())
-
-    def free_but(self, kept: Collection[ShardedModule]) -> None:
+    def free(self, kept: Collection[ShardedModule] = ()) -> None:
         """Free the gathered parameters of all units but ``kept``."""
         for module, _ in self.units:
             if module not in kept:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from trueshard import _torch
 from trueshard.distributed import groups_of
+from trueshard.model.intent import attributes_of
 from trueshard.model.names import Held
 from trueshard.runtime.gradients import GradientHooks, add_gradient
 
@@ -37,7 +38,7 @@ class WholeParameter:
     def __init__(self, original: Held, mesh: DeviceMesh, compute: torch.dtype | None) -> None:
         self.places, self.compute = original.places, compute
         self.hooks = GradientHooks(original.tensor) if GradientHooks.on(original.tensor) else None
-        self.attributes: dict[str, Any] = {}
+        self._attributes = attributes_of(original.tensor)
         self.computing: Callable[[], bool] = lambda: False
         self.used: Callable[[], Any] = lambda: None
         held = self.parameter.detach()  # not the original itself: a copy may have been given memory since
@@ -59,7 +60,7 @@ class WholeParameter:
     def _make_leaf(self) -> None:
         self._memory = _torch.local(self.parameter)
         self.leaf = nn.Parameter(self._memory.detach(), requires_grad=False)
-        self.leaf.__dict__.update(self.attributes)
+        self.leaf.__dict__.update(self._attributes)
         self._follow()
 
     def _follow(self) -> None:
