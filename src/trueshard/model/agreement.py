@@ -26,15 +26,9 @@ _ODD = -7_046_029_254_386_353_131  # 2**64 / golden ratio, as a signed integer
 
 
 def agree_on_structure(intent: Intent, facts: Sequence[tuple[str, Any]], mesh: DeviceMesh) -> None:
-    """Raise on every rank if the ranks were given different models, optimizers or arguments. Collective.
+    """Raise ValueError on every rank if ranks were given different models, optimizers or arguments. Collective.
 
-    Args:
-        intent: this rank's.
-        facts: (name, value with a stable ``repr``): results of the arguments of ``shard()``.
-        mesh: the ranks.
-
-    Raises:
-        ValueError: names the first thing that differs and the rank.
+    ``facts``: (name, value with a stable ``repr``), results of the arguments of ``shard()``.
     """
     mine = [(what, repr(value)) for what, value in (*intent.facts(), *facts)]
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
@@ -68,9 +62,7 @@ def agree_on_success(error: BaseException | None, mesh: DeviceMesh) -> None:
 def take_from_first_rank(tensors: Sequence[tuple[str, torch.Tensor]], mesh: DeviceMesh) -> list[str]:
     """Give ``tensors`` rank 0's values, in new memory, where ranks differ; return their names. Collective.
 
-    Args:
-        tensors: (name, tensor), the same names, shapes and dtypes on every rank. Meta and DTensors are left alone.
-        mesh: the ranks; "rank 0" is the first of the mesh.
+    They have the same names, shapes and dtypes on every rank; meta and DTensors are left alone.
     """
     if mesh.size() == 1 or is_simulated(mesh):
         return []

@@ -60,11 +60,7 @@ class Grouping:
 
     @classmethod
     def of_plan(cls, model: nn.Module, plan: Plan) -> Grouping:
-        """Return the units of ``plan``, measured on ``model``.
-
-        Raises:
-            ValueError: the plan names a module or parameter that the model does not have.
-        """
+        """Return the units of ``plan``, measured on ``model``; raise ValueError for what the model does not have."""
         self = cls(model)
         known = {parameter.name for parameter in self.parameters}
         for unit in plan.units:

@@ -193,11 +193,7 @@ def difference(before: Intent, after: Intent) -> str | None:
 
 
 def refuse(root: nn.Module, parameters: Sequence[Held]) -> None:
-    """Raise for the first part of the model that sharding would change.
-
-    Raises:
-        ValueError: names the parameter or module, and the remedy.
-    """
+    """Raise ValueError for the first part of the model that sharding would change; name it, and the remedy."""
     if not has_forward(root):
         raise ValueError(
             f"a {type(root).__name__} has no forward, so nothing says when to gather it; put it in a module that calls "

@@ -54,9 +54,7 @@ def _walk(module: nn.Module, name: str, parent: nn.Module | None) -> Iterator[tu
 def named_tensors(root: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
     """Yield (name, module, attribute, tensor) for every place: a tied tensor once for each of its names.
 
-    Args:
-        root: the model.
-        kind: ``"parameters"`` or ``"buffers"``.
+    ``kind``: ``"parameters"`` or ``"buffers"``.
     """
     tables: dict[str, Any] = {"parameters": _torch.own_parameters, "buffers": _torch.own_buffers}
     for prefix, module, _ in all_named_modules(root):

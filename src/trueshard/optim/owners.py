@@ -86,14 +86,10 @@ def update_cost(shape: Sequence[int]) -> int:
 
 
 def assign(shapes: Sequence[Sequence[int]], ranks: int, loads: list[list[float]] | None = None) -> list[int]:
-    """Return the owner of each of ``shapes``, balanced by elements and by ``update_cost``.
+    """Return the owner of each of ``shapes`` among ``ranks``, balanced by elements and by ``update_cost``.
 
-    Greedy: largest first, each to the rank whose larger load (elements or cost) stays smallest.
-
-    Args:
-        shapes: of the parameters.
-        ranks: how many own.
-        loads: [elements, cost] that each rank has already; added to.
+    Greedy: largest first, each to the rank whose larger load (elements or cost) stays smallest. ``loads``: [elements,
+    cost] that each rank has already; added to.
     """
     sizes = [(math.prod(shape), update_cost(shape)) for shape in shapes]
     loads = [[0.0, 0.0] for _ in range(ranks)] if loads is None else loads
@@ -127,12 +123,7 @@ class Arrival:
 
 
 class Batch:
-    """Parameters of one mesh and dtype that travel together.
-
-    Args:
-        members: in the same order on every rank.
-        mesh: its last dimension is the one that shards.
-    """
+    """Parameters of one mesh and dtype that travel together; its last dimension is the one that shards."""
 
     def __init__(self, members: Sequence[Owned], mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -289,11 +280,7 @@ def _land(batch: Batch, arrival: Arrival, groups: list[dict[str, Any]], decouple
 
 
 def _agree(members: Sequence[Owned], keeping: Sequence[Owned]) -> bool:
-    """True if some rank wrote to a shard since its owner fetched it; ranks must have the same gradients.
-
-    Raises:
-        RuntimeError: they have not; on every rank.
-    """
+    """True if some rank wrote to a shard since its owner fetched it; raise if ranks lack different gradients."""
     any_stale = False
     for mesh in dict.fromkeys(each.parameter.device_mesh for each in members):
         here = [each for each in members if each.parameter.device_mesh == mesh]

@@ -93,12 +93,7 @@ def each_in(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tup
 
 
 def shard_like(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """Return this rank's rows of ``whole`` as a DTensor placed like ``like``, in its own memory; no communication.
-
-    Args:
-        whole: the full tensor, with as many rows as ``like``, the same on every rank; any dtype.
-        like: a parameter sharded by FSDP2.
-    """
+    """Return this rank's rows of ``whole``, the same on every rank, as a new DTensor placed like ``like``."""
     local = _torch.local(like)
     part = torch.empty((*local.shape[:1], *whole.shape[1:]), dtype=whole.dtype, device=local.device)
     mesh = like.device_mesh

@@ -329,12 +329,7 @@ class JoinedShards(StandIn):
 
 
 class GroupStandIns:
-    """The stand-ins of one parameter group, until its parameters, their memory or the verdict change.
-
-    Args:
-        parameters: the group's.
-        verdict: how the group steps.
-    """
+    """The stand-ins of one parameter group, until its parameters, their memory or the verdict change."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], verdict: Verdict) -> None:
         self._parameters, self._verdict = list(parameters), verdict

@@ -53,12 +53,7 @@ _bound: weakref.WeakKeyDictionary[torch.optim.Optimizer, Stepping] = weakref.Wea
 
 
 def watch(root: nn.Module, originals: Mapping[str, torch.Tensor]) -> None:
-    """From now on, check optimizers that hold parameters of ``root`` before they step.
-
-    Args:
-        root: the sharded model.
-        originals: the parameters that were replaced, by name; held weakly.
-    """
+    """From now on, check optimizers that hold parameters of ``root``, or those that it replaced, before they step."""
     for name, parameter in originals.items():
         _replaced[parameter] = name
     _roots.add(root)
@@ -99,12 +94,7 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def bind(optimizer: torch.optim.Optimizer, verdicts: list[Verdict] | None = None) -> None:
     """From now on, let ``optimizer`` step without DTensor dispatch, exactly. Once is enough.
 
-    Args:
-        optimizer: one that holds DTensors.
-        verdicts: what ``classify`` said before its parameters were sharded; None: ask now.
-
-    Raises:
-        ValueError: it cannot step on shards; the message names its class and the reason.
+    ``verdicts``: what ``classify`` said before its parameters were sharded. Raises its ValueError.
     """
     if optimizer not in _bound:
         _bound[optimizer] = Stepping(optimizer, classify(optimizer) if verdicts is None else verdicts)
@@ -121,11 +111,7 @@ class Role:
 
 
 def roles_of(optimizer: torch.optim.Optimizer) -> dict[int, Role]:
-    """Return by ``id`` the role of each sharded parameter of ``optimizer``, bound if it was not. No communication.
-
-    Raises:
-        ValueError: it cannot step on shards.
-    """
+    """Return by ``id`` the role of each sharded parameter of ``optimizer``, which is bound. No communication."""
     if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         return {}
     bind(optimizer)

@@ -66,11 +66,7 @@ def shapes_of(group: dict[str, Any], small: bool) -> list[tuple[int, ...]]:
 class _StandIn:
     """A parameter in the place of one of the user's, whole, or the piece of it that a rank has.
 
-    Args:
-        shape: of the whole.
-        number: one of its own; values and gradients follow from it.
-        dtype: of the parameter.
-        rank: whose piece; None: the whole.
+    Values and gradients follow from its ``number``.
     """
 
     def __init__(self, shape: tuple[int, ...], number: int, dtype: torch.dtype, rank: int | None) -> None:

@@ -55,9 +55,7 @@ _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
 def recompute(module: nn.Module, mode: str) -> None:
     """Make ``module`` recompute its forward in backward, in place.
 
-    Args:
-        module: any module with a forward.
-        mode: ``"full"`` keeps only the inputs for backward; ``"selective"`` also the costly operations' outputs.
+    ``"full"`` keeps only the inputs for backward; ``"selective"`` also the costly operations' outputs.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
@@ -205,12 +203,7 @@ def splits_statistics(root: nn.Module) -> str | None:
 
 
 def _allow_deepcopy(runtime: Runtime, before: Snapshot) -> None:
-    """Make ``copy.deepcopy`` of the sharded model work; of one unit alone it is refused.
-
-    Args:
-        runtime: the model's; everything else has been installed on its modules.
-        before: the modules before that.
-    """
+    """Make ``copy.deepcopy`` of the sharded model work; of one unit alone it is refused."""
     root: Any = runtime.root
     for module in root.modules():
         if isinstance(module, ShardedModule) and module is not root:

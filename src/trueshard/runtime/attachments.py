@@ -36,13 +36,7 @@ from trueshard.runtime.replicated import ReplicatedGradients, WholeParameter
 class Attachments:
     """Moves attributes, hooks and gradients of the originals to the shards; one use.
 
-    Args:
-        root: the model, with every unit sharded.
-        plan: the plan that was applied.
-        mesh: its mesh.
-        modules: the model's modules by name.
-        originals: the parameters as they were.
-        hooked: parameters on which some rank has a gradient hook.
+    ``hooked``: names of parameters on which some rank has a gradient hook.
     """
 
     def __init__(

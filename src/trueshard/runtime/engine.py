@@ -34,14 +34,7 @@ def shard(
     how: Plan | Choices,
     mesh: DeviceMesh | None,
 ) -> Plan:
-    """Shard ``model`` and ``optimizers`` by a plan or by choices; see ``trueshard.shard``. Collective.
-
-    Args:
-        model: the user's.
-        optimizers: over its parameters.
-        how: a plan, or choices without ``"auto"``.
-        mesh: None: all ranks shard.
-    """
+    """Shard ``model`` and ``optimizers`` by a plan, or by choices without ``"auto"``; see ``trueshard.shard``."""
     mesh = distributed.ensure_mesh(mesh)
     with together(mesh):
         _torch.check_torch()
@@ -170,11 +163,7 @@ def _equalise(originals: intent.Originals, optimizers: Sequence[torch.optim.Opti
 
 
 def sharded(model: nn.Module) -> Runtime:
-    """Return the runtime of a sharded model.
-
-    Raises:
-        ValueError: ``shard()`` was not called on ``model``.
-    """
+    """Return the runtime of a sharded model; raise ValueError if ``shard()`` was not called on it."""
     runtime = runtime_of(names.unwrap(model))
     if runtime is None:
         raise ValueError(f"this {type(model).__name__} is not sharded; call trueshard.shard(model, ...) first")

@@ -41,11 +41,9 @@ def add_gradient(parameter: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 class GradientHooks:
-    """The hooks that the user set on one parameter.
+    """The hooks that the user set on one parameter, in torch's own dictionaries.
 
-    Args:
-        original: the parameter on which they are set; its hook dictionaries are taken over.
-        gathers: gather the whole gradient for them; the same on every rank.
+    ``gathers``: gather the whole gradient for them; the same on every rank.
     """
 
     def __init__(self, original: torch.Tensor, gathers: bool = False) -> None:
@@ -94,11 +92,7 @@ class GradientHooks:
 
 
 class Usage:
-    """Tracks which parameters of one sharded model get gradients.
-
-    Args:
-        mesh: the ranks.
-    """
+    """Tracks which parameters of one sharded model get gradients."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -130,11 +124,7 @@ class Usage:
         self._used.add(key)
 
     def end(self) -> None:
-        """End a backward that reduced gradients. Collective, where anything is to be compared.
-
-        Raises:
-            RuntimeError: ranks reached different parameters; the message names one and the remedy.
-        """
+        """End a backward that reduced gradients; raise if ranks reached different parameters. May be collective."""
         self._forget_zeros()
         missing = [name for name, parameter in self._elsewhere if parameter.requires_grad and parameter.grad is None]
         if missing and len(missing) < len(self._elsewhere):

@@ -72,13 +72,9 @@ def _writes(word: str) -> bool:
 def in_a_pass(
     runtime: Runtime, module: nn.Module, function: Callable[..., Any], gathered: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Wrap ``function`` so that a call outside a pass of ``module`` is a pass itself.
+    """Wrap ``function``, which reads parameters of ``module``, so that a call outside a pass of it is a pass itself.
 
-    Args:
-        runtime: the model's.
-        module: the unit whose parameters ``function`` reads.
-        function: called inside a pass.
-        gathered: the same function behind FSDP2's forward hooks.
+    ``gathered``: the same function behind FSDP2's forward hooks.
     """
 
     @functools.wraps(function)
@@ -168,12 +164,6 @@ def carry_attributes(unit: nn.Module, module: nn.Module, attribute: str, found: 
     """Give a gathered parameter, at the first pass of ``unit``, the attributes that the user set on the original.
 
     FSDP2 makes the gathered parameter when it gathers for the first time, and keeps that object.
-
-    Args:
-        unit: gathers the parameter.
-        module: holds it.
-        attribute: its name there.
-        found: the user's attributes.
     """
 
     def carry() -> None:

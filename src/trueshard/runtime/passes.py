@@ -229,11 +229,7 @@ class Runtime:
         return [(p.requires_grad, p.dtype) for _, parameters in self.units for p in parameters]
 
     def _refresh_trainable(self) -> None:
-        """Let FSDP2 read ``requires_grad`` and dtypes again, which it does only once.
-
-        Raises:
-            RuntimeError: a unit now has trainable parameters of two dtypes.
-        """
+        """Let FSDP2 read ``requires_grad`` and dtypes again, which it does only once."""
         self.free()
         for unit, (module, parameters) in zip(self.plan.units, self.units, strict=True):
             dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}

@@ -27,13 +27,7 @@ _KEY = "_trueshard_whole"
 
 
 class WholeParameter:
-    """One replicated parameter.
-
-    Args:
-        original: the parameter before sharding, whose memory goes on, and what holds it.
-        mesh: the ranks.
-        compute: dtype in which the forward sees it; None: as stored.
-    """
+    """One replicated parameter, over the memory of the original; the forward sees it in the compute dtype."""
 
     def __init__(self, original: Held, mesh: DeviceMesh, compute: torch.dtype | None) -> None:
         self.places, self.compute = original.places, compute
@@ -107,12 +101,7 @@ class HoldsWhole(nn.Module):
 
 
 class ReplicatedGradients:
-    """Averages the gradients of replicated parameters over ranks.
-
-    Args:
-        parameters: in the model's order, the same on every rank.
-        mesh: the ranks to average over.
-    """
+    """Averages the gradients of replicated parameters, in the model's order, over ranks."""
 
     def __init__(self, parameters: Sequence[WholeParameter], mesh: DeviceMesh) -> None:
         self.parameters = list(parameters)
@@ -122,9 +111,7 @@ class ReplicatedGradients:
     def reduce(self, *, only_hooked: bool = False) -> None:
         """Average at the end of a backward. Collective over the mesh.
 
-        Args:
-            only_hooked: average only parameters with a gradient hook, which means the global gradient; the others
-                accumulate without communication.
+        ``only_hooked``: average parameters with a gradient hook, which means the global gradient; others accumulate.
         """
         by_device: dict[torch.device, list[WholeParameter]] = {}
         for whole in self.parameters:
