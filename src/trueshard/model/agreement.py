@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -43,13 +43,14 @@ def agree_on_structure(intent: Intent, facts: Sequence[tuple[str, Any]], mesh: D
                 )
 
 
-def union(words: Iterable[str], mesh: DeviceMesh) -> set[str]:
-    """Return the union of every rank's words. Collective."""
-    return set().union(*gather_objects(sorted(words), mesh))
-
-
-def agree_on_success(error: BaseException | None, mesh: DeviceMesh) -> None:
-    """Raise on every rank if any failed. Collective, so every rank must come here, failed or not."""
+@contextlib.contextmanager
+def together(mesh: DeviceMesh) -> Iterator[None]:
+    """Raise on every rank of the mesh if the block raises on any. Collective."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
     told = gather_objects(None if error is None else f"{type(error).__name__}: {error}", mesh)
     if error is not None:
         raise error
@@ -89,17 +90,6 @@ def take_from_first_rank(tensors: Sequence[tuple[str, torch.Tensor]], mesh: Devi
     # Along the first dimension only some ranks see a difference: let all of them name it.
     told: set[str] = set().union(*gather_objects([real[i][0] for i in sorted(differing)], mesh))
     return [name for name, _ in real if name in told]
-
-
-def announce(kind: str, differing: Sequence[str]) -> None:
-    """Warn, once, that ``differing`` tensors took rank 0's values."""
-    if differing:
-        shown = ", ".join(repr(name) for name in differing[:5]) + (", …" if len(differing) > 5 else "")
-        warnings.warn(
-            f"{len(differing)} {kind} differed between ranks and now have rank 0's values: {shown}. "
-            "Seed every rank alike before making the model to silence this.",
-            stacklevel=4,
-        )
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -173,7 +173,7 @@ class Grouping:
         for parameter in self._by_home()[""]:
             for owner in parameter.owners:
                 alone = len(parameter.owners) == 1 and not _torch.own_modules(self.modules[owner])
-                size = parameter.tensor.numel() * parameter.tensor.itemsize if alone else -(1 << 62)
+                size = parameter.tensor.nbytes if alone else -(1 << 62)
                 sizes[owner] = sizes.get(owner, 0) + size
         behind = order.index(max(blocks, key=order.index))
         heads = [name for name, size in sizes.items() if size >= HEAD and order.index(name) > behind]
@@ -188,7 +188,7 @@ class Grouping:
                 if parameter.tensor.requires_grad:
                     by_dtype.setdefault(parameter.tensor.dtype, []).append(parameter)
             if len(by_dtype) > 1:
-                sizes = {d: sum(p.tensor.numel() * p.tensor.itemsize for p in ps) for d, ps in by_dtype.items()}
+                sizes = {d: sum(p.tensor.nbytes for p in ps) for d, ps in by_dtype.items()}
                 for dtype in sorted(by_dtype, key=lambda d: sizes[d], reverse=True)[1:]:
                     self._split_off(key, dtype, by_dtype[dtype], mine)
 
@@ -230,7 +230,7 @@ class Grouping:
             modules=group.modules,
             kind=group.kind,
             parameters=sum(tensor.numel() for tensor in mine),
-            bytes=sum(tensor.numel() * tensor.itemsize for tensor in mine),
+            bytes=sum(tensor.nbytes for tensor in mine),
             trainable=sum(tensor.numel() for tensor in mine if tensor.requires_grad),
             dtype="+".join(dtypes) or "-",
             unshard_in_backward=group.kind != "embedding",

@@ -184,21 +184,6 @@ def _shard_unit(
         members[0].set_unshard_in_backward(False)
 
 
-def splits_statistics(root: nn.Module) -> str | None:
-    """Return a warning if batch normalisation would see one rank's part of the batch only."""
-    found = [
-        name
-        for name, module in names.named_modules(root)
-        if isinstance(module, _torch.BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
-    ]
-    if not found:
-        return None
-    return (
-        f"{found[0]!r} (and {len(found) - 1} more) normalises by the statistics of each rank's part of the batch, "
-        "which is not what one device computes; use nn.SyncBatchNorm.convert_sync_batchnorm(model) before shard()"
-    )
-
-
 # copy.deepcopy
 
 

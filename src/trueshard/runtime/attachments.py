@@ -81,7 +81,7 @@ class Attachments:
         with_lists = self._units_with_lists()
         for unit in self.plan.units:
             module = self._module(unit)
-            runtime.units.append((module, [parameter for _, parameter in by_unit[unit.name]]))
+            runtime.units[module] = [parameter for _, parameter in by_unit[unit.name]]
             runtime.usage.add(module, by_unit[unit.name], holds_list=unit.name in with_lists)
             if not isinstance(unit.reshard_after_forward, bool):
                 _torch.set_reshard_after_forward(module, unit.reshard_after_forward, runtime.meshes)

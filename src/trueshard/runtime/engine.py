@@ -36,12 +36,12 @@ def shard(
 ) -> Plan:
     """Shard ``model`` and ``optimizers`` by a plan, or by choices without ``"auto"``; see ``trueshard.shard``."""
     mesh = distributed.ensure_mesh(mesh)
-    with together(mesh):
+    with agreement.together(mesh):
         _torch.check_torch()
         check_arguments(model, optimizers, how)
         snapshot = Snapshot(model, optimizers)
     try:
-        with together(mesh):
+        with agreement.together(mesh):
             names.hide_wrappers(model)
             before, originals = intent.capture(model, optimizers)
             refuse(names.unwrap(model), originals.parameters)
@@ -51,10 +51,11 @@ def shard(
         facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
         facts += [(f"optimizer {i}'s way to step", manner(each)) for i, each in enumerate(verdicts)]
         agreement.agree_on_structure(before, facts, mesh)
-        hooked = agreement.union((p.name for p in originals.parameters if _torch.gradient_hooks(p.tensor)[0]), mesh)
-        with together(mesh):
+        hooked = [p.name for p in originals.parameters if _torch.gradient_hooks(p.tensor)[0]]
+        hooked_anywhere = set().union(*distributed.gather_objects(hooked, mesh))
+        with agreement.together(mesh):
             _equalise(originals, optimizers, mesh)
-            new_of = apply.apply(model, resolved, mesh, hooked=hooked)
+            new_of = apply.apply(model, resolved, mesh, hooked=hooked_anywhere)
             for optimizer, verdict in zip(optimizers, verdicts, strict=True):
                 rebind(optimizer, new_of, [each.is_rows for each in verdict])
             after, _ = intent.capture(model, optimizers)
@@ -74,22 +75,20 @@ def shard(
     return resolved
 
 
-@contextlib.contextmanager
-def together(mesh: DeviceMesh) -> Iterator[None]:
-    """Raise on every rank of the mesh if the block raises on any. Collective."""
-    error: BaseException | None = None
-    try:
-        yield
-    except BaseException as caught:
-        error = caught
-    agreement.agree_on_success(error, mesh)
-
-
 def _warn(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     if mesh.size() == 1:
         return
-    if words := apply.splits_statistics(names.unwrap(model)):
-        warnings.warn(words, stacklevel=3)
+    split = [
+        name
+        for name, module in names.named_modules(model)
+        if isinstance(module, _torch.BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
+    ]
+    if split:
+        warnings.warn(
+            f"{split[0]!r} (and {len(split) - 1} more) normalises by the statistics of each rank's part of the batch, "
+            "which is not what one device computes; use nn.SyncBatchNorm.convert_sync_batchnorm(model) before shard()",
+            stacklevel=3,
+        )
     if len(plan.units) == 1:
         warnings.warn(
             "the whole model is one unit, so each rank gathers all of it at once; name its blocks with units=...",
@@ -159,7 +158,13 @@ def _equalise(originals: intent.Originals, optimizers: Sequence[torch.optim.Opti
         ],
     }
     for kind, tensors in kinds.items():
-        agreement.announce(kind, agreement.take_from_first_rank(tensors, mesh))
+        if differing := agreement.take_from_first_rank(tensors, mesh):
+            shown = ", ".join(map(repr, differing[:5])) + (", …" if len(differing) > 5 else "")
+            warnings.warn(
+                f"{len(differing)} {kind} differed between ranks and now have rank 0's values: {shown}. "
+                "Seed every rank alike before making the model to silence this.",
+                stacklevel=3,
+            )
 
 
 def sharded(model: nn.Module) -> Runtime:
@@ -202,7 +207,7 @@ def set_reshard_after_forward(model: nn.Module, policy: str | int | Mapping[str,
     plan = dataclasses.replace(runtime.plan, reshard_after_forward=policy)
     values = choices.reshard_values(plan, policy, runtime.mesh.shape[-1])
     plan = dataclasses.replace(plan, resolved_for=plan.policies)
-    for (module, _), value in zip(runtime.units, values, strict=True):
+    for module, value in zip(runtime.units, values, strict=True):
         module.reshard()
         _torch.set_reshard_after_forward(module, value, runtime.meshes)
     units = (dataclasses.replace(u, reshard_after_forward=v) for u, v in zip(plan.units, values, strict=True))

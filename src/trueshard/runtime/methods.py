@@ -110,7 +110,7 @@ def gather_in_submodules(runtime: Runtime) -> None:
     root.__dict__["_trueshard_call"] = lambda function, *args, **kwargs: function(*args, **kwargs)
     register_fsdp_forward_method(root, "_trueshard_call")
     behind_hooks = root.__dict__["_trueshard_call"]
-    mine = {id(p) for module, parameters in runtime.units if module is runtime.root for p in parameters}
+    mine = {id(p) for p in runtime.units[runtime.root]}
     for module in root.modules():
         direct = {id(p) for p in _torch.own_parameters(module).values()}
         if module is root or not direct & mine:
