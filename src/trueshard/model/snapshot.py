@@ -71,8 +71,9 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         self.modules = [_ModuleState.of(module) for module in _every_module(model)]
-        tables = [read(state.module) for state in self.modules for read in (_torch.own_parameters, _torch.own_buffers)]
-        tensors: dict[int, torch.Tensor] = {id(t): t for held in tables for t in held.values() if t is not None}
+        modules = [state.module for state in self.modules]
+        held = [t for m in modules for t in (*_torch.own_parameters(m).values(), *_torch.own_buffers(m).values())]
+        tensors = {id(tensor): tensor for tensor in held if tensor is not None}
         for optimizer in optimizers:
             for entries in optimizer.state.values():
                 values = entries.values() if isinstance(entries, dict) else ()

@@ -79,16 +79,14 @@ def _spoken(words: Any) -> list[str | type]:
 
 def _matching(model: nn.Module, word: str | type) -> dict[str, str]:
     modules = [(name, module) for name, module in names.named_modules(model) if name]
+    shown = word.__name__ if isinstance(word, type) else word
     if isinstance(word, type):
-        found = {name: f"class {word.__name__}" for name, module in modules if isinstance(module, word)}
-        shown = word.__name__
+        found = {name: f"class {shown}" for name, module in modules if isinstance(module, word)}
     elif any(character in word for character in "*?["):
         found = {name: f"glob {word}" for name, _ in modules if fnmatch.fnmatchcase(name, word)}
-        shown = word
     else:
         found = {name: f"class {word}" for name, module in modules if word in _class_names(module)}
         found = found or {name: "named" for name, _ in modules if name == word}
-        shown = word
     if found:
         return found
     classes = sorted({type(module).__name__ for _, module in modules})

@@ -130,6 +130,7 @@ def apply(
     _torch.join_shards(root, SMALL)
     if sources is not None:
         _fill(root, sources, torch.device("cpu") if plan.offload == "cpu" else device_of(mesh))
+    assert isinstance(root, ShardedModule)
     attachments = Attachments(root, plan, mesh, modules, originals, hooked)
     attachments.move()
     _allow_deepcopy(attachments.runtime, before)
@@ -165,7 +166,7 @@ def _depth(unit: Unit) -> int:
 def _shard_unit(
     unit: Unit, modules: Mapping[str, nn.Module], plan: Plan, mesh: DeviceMesh, whole: set[nn.Parameter]
 ) -> None:
-    members = [modules[name] for name in unit.modules]
+    members: Any = [modules[name] for name in unit.modules]
     policy = unit.reshard_after_forward
     mixed = plan.mixed_precision or MixedPrecision()
     dtypes = [getattr(torch, name) if name else None for name in (mixed.compute, mixed.reduce, mixed.output)]

@@ -7,6 +7,7 @@ and shows a third one, the gathered parameter, to the forward.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -33,32 +34,30 @@ from trueshard.runtime.passes import Runtime, State
 from trueshard.runtime.replicated import ReplicatedGradients, WholeParameter
 
 
+@dataclass
 class Attachments:
-    """Moves attributes, hooks and gradients of the originals to the shards; one use.
+    """Moves attributes, hooks and gradients of the originals to the shards; one use."""
 
-    ``hooked``: names of parameters on which some rank has a gradient hook.
-    """
+    root: ShardedModule
+    """With every unit sharded."""
+    plan: Plan
+    mesh: DeviceMesh
+    modules: Mapping[str, nn.Module]
+    originals: list[Held]
+    hooked: Collection[str]
+    """Names of parameters on which some rank has a gradient hook."""
+    new_of: dict[int, nn.Parameter] = field(default_factory=dict)
+    """``id`` of each original parameter → the parameter that took its place."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        plan: Plan,
-        mesh: DeviceMesh,
-        modules: Mapping[str, nn.Module],
-        originals: list[Held],
-        hooked: Collection[str],
-    ) -> None:
-        assert isinstance(root, ShardedModule)
-        self.root, self.plan, self.modules, self.originals, self.hooked = root, plan, modules, originals, hooked
-        self.new_of: dict[int, nn.Parameter] = {}
-        """``id`` of each original parameter → the parameter that took its place."""
+    def __post_init__(self) -> None:
+        plan, mesh = self.plan, self.mesh
         replicated = {each.name for each in plan.replicated}
         compute = plan.mixed_precision.compute if plan.mixed_precision else None
         dtype = getattr(torch, compute) if compute else None
-        self.whole = {held.name: WholeParameter(held, mesh, dtype) for held in originals if held.name in replicated}
-        self.runtime = Runtime(root, plan, mesh, ReplicatedGradients(list(self.whole.values()), mesh))
+        self.whole = {o.name: WholeParameter(o, mesh, dtype) for o in self.originals if o.name in replicated}
+        self.runtime = Runtime(self.root, plan, mesh, ReplicatedGradients(list(self.whole.values()), mesh))
         self._unit_of = {module: unit for unit in plan.units for module in unit.modules}
-        self._name_of = {id(module): name for name, module in modules.items()}
+        self._name_of = {id(module): name for name, module in self.modules.items()}
 
     def move(self) -> None:
         """Move all, and install the runtime: the model is ready for its first pass."""

@@ -52,7 +52,7 @@ def shard(
         facts += [(f"optimizer {i}'s way to step", manner(each)) for i, each in enumerate(verdicts)]
         agreement.agree_on_structure(before, facts, mesh)
         hooked = [p.name for p in originals.parameters if _torch.gradient_hooks(p.tensor)[0]]
-        hooked_anywhere = set().union(*distributed.gather_objects(hooked, mesh))
+        hooked_anywhere: set[str] = set().union(*distributed.gather_objects(hooked, mesh))
         with agreement.together(mesh):
             _equalise(originals, optimizers, mesh)
             new_of = apply.apply(model, resolved, mesh, hooked=hooked_anywhere)
