@@ -141,7 +141,7 @@ class Stepping:
         self._sending: Iterator[Any] = iter(())
         """The rest of the way of owned parameters whose last batch the call itself steps."""
         self._watches_random = any(v.rows is not None for v in verdicts) and not any(v.draws for v in verdicts)
-        self._random = torch.empty(0)
+        self._random: Any = None
         """State of the random number generator when the optimizer began to compute."""
         self._losses: list[tuple[Any, Any]] = []
         """What the optimizer was told in this step, and what the user's closure returned."""
