@@ -55,11 +55,14 @@ class Choices:
         precision_of(self.mixed_precision)
         self.budget()
 
+    def said(self, defaults: Choices | None = None) -> list[str]:
+        """Return the options that differ from their defaults."""
+        usual = vars(defaults or DEFAULTS)
+        return [name for name, value in vars(self).items() if value != usual[name]]
+
     def check_alone(self, plan: Plan | None, defaults: Choices | None = None) -> None:
         """Raise ValueError if any option is set alongside ``plan=``."""
-        usual = vars(defaults or DEFAULTS)
-        said = [name for name, value in vars(self).items() if value != usual[name]]
-        if plan is not None and said:
+        if plan is not None and (said := self.said(defaults)):
             raise ValueError(f"plan= holds every choice: leave out {', '.join(said)}, or leave out plan")
 
     def needs_planner(self) -> bool:

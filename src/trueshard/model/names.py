@@ -97,7 +97,8 @@ def held_tensors(root: nn.Module, kind: str) -> list[Held]:
 def mix_in(module: nn.Module, mixin: type) -> None:
     """Put ``mixin`` before the class of one module, in place."""
     if not isinstance(module, mixin):
-        object.__setattr__(module, "__class__", _mixed(type(module), mixin))
+        cls: Any = type(module)
+        object.__setattr__(module, "__class__", _mixed(cls, mixin))
 
 
 @functools.cache

@@ -169,14 +169,20 @@ def _shard_unit(
     members: Any = [modules[name] for name in unit.modules]
     policy = unit.reshard_after_forward
     mixed = plan.mixed_precision or MixedPrecision()
-    dtypes = [getattr(torch, name) if name else None for name in (mixed.compute, mixed.reduce, mixed.output)]
+    compute, reduce, output = mixed.compute, mixed.reduce, mixed.output
+    dtypes: dict[str | None, torch.dtype] = {n: getattr(torch, n) for n in (compute, reduce, output) if n}
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if plan.offload == "cpu" else OffloadPolicy()
     fully_shard(
         members[0] if len(members) == 1 else members,
         mesh=mesh,
         # An integer is set after all units are made: fully_shard would make process groups for each unit.
         reshard_after_forward=policy if isinstance(policy, bool) else True,
-        mp_policy=MixedPrecisionPolicy(*dtypes, cast_forward_inputs=mixed.cast_inputs),
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=dtypes.get(compute),
+            reduce_dtype=dtypes.get(reduce),
+            output_dtype=dtypes.get(output),
+            cast_forward_inputs=mixed.cast_inputs,
+        ),
         offload_policy=offload,
         ignored_params=whole or None,
     )
