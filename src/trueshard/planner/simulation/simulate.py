@@ -188,7 +188,7 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation
 def _adopt(recorder: Recorder, model: nn.Module, plan: Plan) -> None:
     """Register parameters and buffers before the first step."""
     name_of = _parameter_names(model)
-    for unit, (_, parameters) in zip(plan.units, engine.sharded(model).units, strict=True):
+    for unit, parameters in zip(plan.units, engine.sharded(model).units.values(), strict=True):
         recorder.members[unit.name] = [name_of[id(parameter)] for parameter in parameters]
         recorder.adopt(zip(recorder.members[unit.name], parameters, strict=True), "parameters", unit.name)
     recorder.adopt(((name_of[id(parameter)], parameter) for parameter in model.parameters()), "parameters", "")
