@@ -65,7 +65,7 @@ def preflight(
     plan: Plan | None = None,
     choices: Choices = DEFAULTS,
 ) -> list[Problem]:
-    """Build, shard and run ``workload`` on fake tensors, as rank 0 would, and return all problems.
+    """Build, shard and run ``workload`` on fake tensors, as rank 0 would, and return errors, then warnings.
 
     If ``shard()`` refuses the model, it runs unsharded, so that further problems are found as well.
 
@@ -73,11 +73,8 @@ def preflight(
         workload: model and step.
         ranks: mesh shape: (shard,) or (replicate, shard).
         microbatch: samples in one forward.
-        plan: to apply; None: ``choices`` decide.
-        choices: options of ``shard()``, without ``"auto"``.
-
-    Returns:
-        Errors, then warnings.
+        plan: to apply; None: ``choices``, without ``"auto"``, decide.
+        choices: options of ``shard()``.
     """
     problems: list[Problem] = []
     # Compiled modules run eagerly: a compiled kernel would read the memory that fake tensors do not have.
@@ -124,13 +121,12 @@ def _run(
     optimizers: list[torch.optim.Optimizer] = []
     with _collected("optimizer", problems):
         optimizers = list(workload.optimizers(model))
-    is_sharded = False
+    sharded: list[torch.optim.Optimizer] = []
     with _collected("shard", problems):
         engine.shard(model, optimizers, how, mesh)
-        is_sharded = True
+        sharded = optimizers
     with _collected("batch", problems):
-        batch = workload.batch(microbatch, workload.sequence)
-        _step(workload, model, optimizers if is_sharded else [], batch, problems)
+        _step(workload, model, sharded, workload.batch(microbatch, workload.sequence), problems)
 
 
 def _step(
@@ -162,14 +158,16 @@ def _step(
 def _forward(workload: Workload, model: nn.Module, batch: Any, problems: list[Problem]) -> torch.Tensor | None:
     """Return the loss of a watched forward; None if it fails or has no gradient."""
     name_of = {module: name for name, module in names.named_modules(names.unwrap(model))}
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     attributes = {
-        id(tensor): (name, attribute)
+        id(tensor): Problem(
+            f"{name}.{attribute}".lstrip("."), _STAYS, f"register_buffer({attribute!r}, …, persistent=False)", "error"
+        )
         for module, name in name_of.items()
         for attribute, value in plain_attributes(module).items()
         for tensor in _torch.tensors_in(value)
+        if id(tensor) not in registered
     }
-    for tensor in (*model.parameters(), *model.buffers()):
-        attributes.pop(id(tensor), None)
     calls = _RunningModules(name_of, problems)
     watch = _Watch(attributes, calls.where)
     try:
@@ -281,24 +279,18 @@ _STAYS = "is a tensor attribute, which stays on the CPU when the model goes to a
 class _Watch(TorchFunctionMode):
     """Find tensors that would be on the CPU beside others on a GPU, mixed dtypes, and values that are read.
 
-    Args:
-        attributes: (module's name, attribute) by ``id`` of each tensor that is an ordinary attribute.
-        where: return the name of the module that runs, "" outside of all.
+    ``attributes``: problem with each tensor that is an ordinary attribute, by its ``id``; ``where``: return the name of
+    the module that runs, "" outside of all.
     """
 
-    def __init__(self, attributes: Mapping[int, tuple[str, str]], where: Callable[[], str]) -> None:
+    def __init__(self, attributes: Mapping[int, Problem], where: Callable[[], str]) -> None:
         super().__init__()
         self.found: dict[str, Problem] = {}
         """One for each line of code, whichever modules run it; one for each attribute."""
         self.first_guess = ""
         """``file:line`` that first read a value that depends on data; "" if none did."""
         self._where = where
-        self._attributes = {
-            key: Problem(
-                f"{module}.{name}".lstrip("."), _STAYS, f"register_buffer({name!r}, …, persistent=False)", "error"
-            )
-            for key, (module, name) in attributes.items()
-        }
+        self._attributes = attributes
         self._on_cpu: dict[int, tuple[weakref.ref[torch.Tensor], Problem]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
