@@ -31,7 +31,7 @@ from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.inputs.fakes import plain_attributes
 from trueshard.planner.simulation.environment import fake_tensors_look_real
 from trueshard.planner.simulation.recorder import Recorder
-from trueshard.planner.simulation.repeats import find_runs, shorten, shortened
+from trueshard.planner.simulation.repeats import find_runs, shorten
 from trueshard.planner.simulation.simulate import simulated_mesh
 from trueshard.planner.workload import Workload
 from trueshard.plans import Plan
@@ -87,18 +87,17 @@ def preflight(
             problems.clear()
             with _torch.fake_tensors(), fake_tensors_look_real(), _collected("model", problems):
                 model, how = workload.model(), plan or choices
-                if shorter and (less := _shortened(model, how, tuple(ranks))) is not None:
-                    model, how = less
-                elif shorter:
+                short_plan = _shorten(model, how, tuple(ranks)) if shorter else None
+                if shorter and short_plan is None:
                     continue
-                _run(workload, model, how, mesh, microbatch, problems)
+                _run(workload, model, short_plan or how, mesh, microbatch, problems)
             if not problems:
                 break
     return sorted(problems, key=lambda each: each.severity)
 
 
-def _shortened(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> tuple[nn.Module, Plan] | None:
-    """Shorten the model in place to ``_BLOCKS`` of each run; return it and its plan, None if there is no run."""
+def _shorten(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> Plan | None:
+    """Shorten the model in place to ``_BLOCKS`` of each run; return its plan, None if there is no run."""
     names.hide_wrappers(model)
     try:
         resolved = engine.resolve(model, how, ranks)
@@ -107,7 +106,7 @@ def _shortened(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) ->
     runs = find_runs(model, resolved)
     if not runs:
         return None
-    return model, shortened(resolved, shorten(model, runs, [min(run.count, _BLOCKS) for run in runs]))
+    return shorten(model, resolved, runs, [_BLOCKS] * len(runs))
 
 
 def _run(

@@ -28,7 +28,7 @@ from trueshard.planner.simulation.environment import (
 from trueshard.planner.simulation.extend import KEPT, NotPeriodicError, extend, labelled
 from trueshard.planner.simulation.offloading import offloaded
 from trueshard.planner.simulation.recorder import Recorder, track_units
-from trueshard.planner.simulation.repeats import Run, find_runs, shorten, shortened, with_counts
+from trueshard.planner.simulation.repeats import Run, find_runs, shorten, with_counts
 from trueshard.planner.trace import Kernel, Kind, Phase, Place, Trace
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan
@@ -132,12 +132,12 @@ def _run_shortened(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, run
     """Run the model with ``KEPT`` blocks of each run, and once for each run with one block less; extend the traces."""
     counts = [KEPT] * len(runs)
     kept = with_counts(runs, counts)
-    short_plan = shortened(plan, shorten(model, runs, counts))
+    short_plan = shorten(model, plan, runs, counts)
     variants = []
     for r in range(len(runs)):
         fewer = with_counts(runs, [KEPT - (i == r) for i in range(len(runs))])
         copied, _ = twin(model)
-        shorter_plan = shortened(short_plan, shorten(copied, kept, [run.count for run in fewer]))
+        shorter_plan = shorten(copied, short_plan, kept, [run.count for run in fewer])
         variants.append((_run(job, mesh, copied, shorter_plan), fewer))
     base = _run(job, mesh, model, short_plan)
     first, steady = (
