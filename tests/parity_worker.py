@@ -32,8 +32,8 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Job:
-    """What one rank is to run. `call` holds the pickled function and its arguments."""
+class RankCall:
+    """One rank's part of a call. `call` holds the pickled function and its arguments."""
 
     rank: int
     world_size: int
@@ -105,7 +105,7 @@ def reset(environment: dict[str, str], folder: str) -> None:
     gc.freeze()  # what is alive now is modules and their tables: the next collection need not walk them again
 
 
-def execute(job: Job) -> Answer:
+def execute(job: RankCall) -> Answer:
     try:
         function, args = pickle.loads(job.call)
         if job.group:

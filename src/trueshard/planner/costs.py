@@ -43,7 +43,12 @@ def communication_seconds(communication: Communication, hardware: Hardware, rank
         return 0.0
     inside, nodes = spread(communication, ranks_per_node)
     if communication.op == "all_to_all":
-        return _all_to_all(communication.received, inside, nodes, communication.ranks, hardware)
+        # Each pair of ranks exchanges directly: data from other nodes arrive through the rank's own adapter.
+        near = communication.received * (inside - 1) / (communication.ranks - 1)
+        over_links = near / (hardware.link_bandwidth * hardware.link_efficiency)
+        over_network = (communication.received - near) / (hardware.network_bandwidth * hardware.network_efficiency)
+        latency = hardware.link_latency if nodes == 1 else hardware.network_latency
+        return BASE_LATENCY + latency + max(over_links, over_network)
     bus = bus_bandwidth(inside, nodes, hardware)
     ring = (communication.ranks - nodes) * hardware.link_latency + (nodes - 1) * hardware.network_latency
     if communication.op != "all_reduce":
@@ -72,15 +77,6 @@ def bus_bandwidth(inside: int, nodes: int, hardware: Hardware) -> float:
         return link
     network = inside * hardware.network_bandwidth * hardware.network_efficiency
     return network if inside == 1 else min(link, network)
-
-
-def _all_to_all(received: int, inside: int, nodes: int, ranks: int, hardware: Hardware) -> float:
-    """Each pair of ranks exchanges directly: data from other nodes arrive through the rank's own adapter."""
-    near = received * (inside - 1) / (ranks - 1)
-    over_links = near / (hardware.link_bandwidth * hardware.link_efficiency)
-    over_network = (received - near) / (hardware.network_bandwidth * hardware.network_efficiency)
-    latency = hardware.link_latency if nodes == 1 else hardware.network_latency
-    return BASE_LATENCY + latency + max(over_links, over_network)
 
 
 _OVERWRITING = frozenset(

@@ -15,16 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trueshard.planner.search.space import (
-    RECOMPUTE,
-    Candidate,
-    Evaluator,
-    Grouping,
-    Setting,
-    cost,
-    node_size,
-    slack,
-)
+from trueshard.planner.search.space import RECOMPUTE, Candidate, Evaluator, Grouping, Setting, cost, node_size, slack
 from trueshard.plans import Forecast
 
 WHOLE = 512
@@ -172,7 +163,7 @@ def branch_and_bound(
             search.evaluate(row)
     while may_continue() and (following := search.next(best_cost())) is not None:
         search.evaluate(following)
-    return search.fastest
+    return None if search.fastest is None else search.fastest[1]
 
 
 class _Search:
@@ -189,8 +180,8 @@ class _Search:
         self.rows: list[int] = []
         self.values: list[tuple[float, float]] = []
         """(cost, reserved bytes over the budget) of each row."""
-        self.fastest: tuple[int, ...] | None = None
-        self._fastest_cost = math.inf
+        self.fastest: tuple[float, tuple[int, ...]] | None = None
+        """(cost, positions) of those that fit."""
 
     def evaluate(self, row: int) -> None:
         positions = self.grid.positions
@@ -204,8 +195,8 @@ class _Search:
         self.lower_bound[slower] = np.maximum(self.lower_bound[slower], seconds)
         if forecast.peak_reserved_bytes > forecast.budget_bytes + slack(forecast):
             self.is_closed |= (positions <= positions[row]).all(axis=1)
-        if forecast.fits and seconds < self._fastest_cost:
-            self.fastest, self._fastest_cost = at, seconds
+        if forecast.fits and (self.fastest is None or seconds < self.fastest[0]):
+            self.fastest = seconds, at
 
     def is_open(self, best: float) -> NDArray[np.bool_]:
         """Return which candidates may be the fastest that fits."""

@@ -1,4 +1,4 @@
-"""The trace of a model with many equal blocks, from traces of the same model with six and with five of them.
+"""Extend traces of a model with six and with five equal blocks to one with many.
 
 Blocks 3 and 4 of six have neighbours on both sides that do, too. If their traces are identical, so are those of all
 further blocks: block 3's events are repeated. Events that happen once for all blocks (a list operator of the
@@ -39,6 +39,9 @@ _COPY = 1 << 40
 Label = tuple[int, int] | None
 """(run, block), or None outside of all blocks."""
 
+Ordinal = tuple[bool, int]
+"""(whether it is an allocation, how many items of its block came before it that are or are not)."""
+
 
 class NotPeriodicError(Exception):
     """The blocks of a run behave differently, or what they share does not grow evenly."""
@@ -56,8 +59,8 @@ class Labelled:
     """Number of resident allocations."""
     labels: list[Label]
     """By item."""
-    ordinals: list[int]
-    """By item: how many items of its block came before it."""
+    ordinals: list[Ordinal]
+    """By item."""
     made: dict[int, int]
     """Storage → index of the item that allocates it."""
 
@@ -82,12 +85,13 @@ def labelled(trace: Trace, runs: Sequence[Run]) -> Labelled:
             label = label_of(event.unit)
         labels.append(label)
     _fill_gaps(items, labels, residents)
-    counts: defaultdict[Label, Iterator[int]] = defaultdict(itertools.count)
+    counts: defaultdict[tuple[Label, bool], Iterator[int]] = defaultdict(itertools.count)
     ordinals = []
     for at, item in enumerate(items):
         if isinstance(item, Free) and labels[at] is None:
             labels[at] = _freeing_block(items, labels, at, labels[made[item.storage]])
-        ordinals.append(next(counts[labels[at]]))
+        is_allocation = isinstance(item, Allocation)
+        ordinals.append((is_allocation, next(counts[labels[at], is_allocation])))
     return Labelled(items, residents, labels, ordinals, made)
 
 
@@ -179,7 +183,7 @@ def _references(base: Labelled, item: Event) -> list[int]:
     return [base.residents + each for each in item.after] if isinstance(item, (Kernel, Communication)) else []
 
 
-def _relative(label: Label, ordinal: int, origin: Label) -> tuple[Any, ...]:
+def _relative(label: Label, ordinal: Ordinal, origin: Label) -> tuple[Any, ...]:
     if label is None or origin is None or label[0] != origin[0]:
         return label, ordinal
     return label[0], "+", label[1] - origin[1], ordinal
@@ -220,8 +224,8 @@ def _after_removal(label: Label, r: int) -> Label:
 class _Extension:
     """Builds the whole model's trace.
 
-    Labels of ``base`` are called old, those of the whole model new. The blocks before the copied one have the same
-    index in both; those behind it are as far from the run's end.
+    Labels and indices of ``base`` are called old, those of the whole model new. The blocks before the copied one have
+    the same number in both; those behind it are as far from the run's end.
     """
 
     def __init__(self, base: Labelled, runs: Sequence[Run], growth: Counter[tuple[int, str]]) -> None:
@@ -231,7 +235,7 @@ class _Extension:
         self.growth = growth
         self.items: list[Any] = []
         self.residents = 0
-        self.index: dict[tuple[Label, int], int] = {}
+        self.index: dict[tuple[Label, Ordinal], int] = {}
         """(new label, ordinal) → index of the new item."""
 
     def trace(self) -> Trace:

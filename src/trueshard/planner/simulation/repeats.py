@@ -122,7 +122,11 @@ def _traits(block: nn.Module, name: str, policies: Mapping[str, Any], tied: set[
         traits[inner] = type(module), module.training, policies.get(f"{name}.{inner}" if inner else name)
         for tensors in (_torch.own_parameters(module), _torch.own_buffers(module)):
             for key, tensor in tensors.items():
-                traits[inner, key] = tensor if tensor is None else _layout(tensor)
+                traits[inner, key] = (
+                    tensor
+                    if tensor is None
+                    else (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.is_contiguous())
+                )
         traits[inner, "hooks"] = _torch.count_forward_hooks(module)
         for key, value in vars(module).items():
             if isinstance(value, _PLAIN):
@@ -137,10 +141,6 @@ def _is_gathered_inside(block: nn.Module, name: str, policies: Mapping[str, Any]
         return True
     held = [f"{name}.{each}" for each, _, _, _ in names.named_tensors(block, "parameters")]
     return all(any(each.startswith(f"{unit}.") for unit in units) for each in held)
-
-
-def _layout(tensor: Any) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.is_contiguous()
 
 
 def _equate_positions(traits: list[dict[Any, Any]]) -> None:

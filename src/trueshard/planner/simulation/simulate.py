@@ -159,6 +159,12 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation
         resolved = engine.shard(model, optimizers, dataclasses.replace(plan, compile=False), mesh)
     _adopt(recorder, model, resolved)
     recorder.adopt(_optimizer_state(model, optimizers), "optimizer", "")
+
+    def enter(phase: Phase) -> None:
+        if phase == "clip":
+            recorder.mark([each.grad for each in model.parameters() if each.grad is not None], "gradients")
+        recorder.place = Place(phase, "")
+
     traces = []
     attention = contextlib.nullcontext() if job.on_cpu else attention_as_on_a_device()
     with attention, track_units(recorder, model, resolved), fake_tensors_look_real(), without_garbage_collection():
@@ -167,7 +173,7 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation
             with recorder, _torch.watching_resizes(recorder.resized):
                 batches = [workload.batch(job.microbatch, workload.sequence) for _ in range(job.accumulation)]
                 recorder.mark(_torch.tensors_in(batches), "inputs")
-                run_step(workload, model, optimizers, batches, lambda phase: _enter(recorder, phase, model))
+                run_step(workload, model, optimizers, batches, enter)
                 del batches
             for name, tensor in _optimizer_state(model, optimizers):
                 recorder.mark([tensor], "optimizer", name)
@@ -201,12 +207,6 @@ def _optimizer_state(
             for key, value in entries.items() if isinstance(entries, dict) else ():
                 for tensor in _torch.tensors_in(value):
                     yield f"{name_of.get(id(parameter), '?')}.{key}", tensor
-
-
-def _enter(recorder: Recorder, phase: Phase, model: nn.Module) -> None:
-    if phase == "clip":
-        recorder.mark([each.grad for each in model.parameters() if each.grad is not None], "gradients")
-    recorder.place = Place(phase, "")
 
 
 def _with_kinds(trace: Trace, uses: Mapping[int, Kind]) -> Trace:

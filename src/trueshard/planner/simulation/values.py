@@ -1,4 +1,4 @@
-"""Values of fake tensors that are known, and sizes of results that depend on values.
+"""Track known values of fake tensors, and sizes of results that depend on values.
 
 Fake tensors have no values, but programs read some: an optimizer its step counter, a sharded step whether all counters
 are equal. Small tensors computed from constants (counters, flags) therefore have real copies here. Values that depend
