@@ -19,8 +19,10 @@ from trueshard.planner.trace import Allocation, Kind, Place
 from trueshard.planner.workload import Study
 from trueshard.text import size
 
-STACK: tuple[Kind, ...] = ("parameters", "optimizer", "inputs")
-STACK += ("activations", "gradients", "gathered", "communication", "temporary")
+STACK: tuple[Kind, ...] = (
+    *("parameters", "optimizer", "inputs"),
+    *("activations", "gradients", "gathered", "communication", "temporary"),
+)
 """Kinds from the bottom up: those that stay, then those that come and go."""
 
 BUCKETS = 1500

@@ -31,8 +31,9 @@ def choose(space: Space) -> Study:
     """Return the fastest plan of a space that fits; of equally fast ones that with the least memory.
 
     Where the units of the model have no more than ``grid.WHOLE`` candidates a setting, it is what trying all of them
-    would find, if a plan that frees or recomputes more is never faster, nor larger by more than ``slack``. Where there
-    are more, candidates are numbers of blocks, and gains below ``grid.ENOUGH`` are not searched for.
+    would find, if a smaller microbatch is never faster, and a plan that frees or recomputes more is never faster, nor
+    larger by more than ``slack``. Where there are more, candidates are numbers of blocks, and gains below
+    ``grid.ENOUGH`` are not searched for.
 
     Raises:
         NothingFits: by how much, and the cheapest change that would.
@@ -84,12 +85,7 @@ def _search(evaluator: Evaluator, offload: Offload) -> None:
 
     for replicate in evaluator.replicas:
         settings = [Setting(replicate, size, times, offload) for size, times in batches(evaluator.space)]
-        settings = _that_may_fit(evaluator, settings)
-        if settings and whole_grids(evaluator, settings[0]):
-            for setting in settings:
-                push([setting])
-        else:
-            push(settings)
+        push(_that_may_fit(evaluator, settings))
     while queue:
         bound, settings = heapq.heappop(queue)
         if bound >= evaluator.best_cost() * (1 - EXACT):

@@ -126,7 +126,8 @@ class Evaluator:
         self.smallest: Candidate | None = None
         self._studies: dict[Candidate | None, Study] = {}
         self.groupings = functools.cache(self._groupings)
-        self.replicas, refused = [], []
+        self.replicas: list[int] = []
+        refused: list[ValueError] = []
         for replicate in meshes(space):
             try:
                 self.groupings(replicate)
