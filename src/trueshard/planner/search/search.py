@@ -43,12 +43,11 @@ def choose(space: Space) -> Study:
         evaluator = Evaluator(space)
         reasons.check_largest_unit(evaluator)
         for offload in space.offloads:
-            _search(evaluator, offload)
-            if (best := evaluator.best) is not None:
-                break
-        else:
+            if evaluator.best is None:
+                _search(evaluator, offload)
+        if evaluator.best is None:
             raise reasons.nothing_fits(evaluator)
-        _evaluate_uniform(evaluator, best.setting)
+        _evaluate_uniform(evaluator, evaluator.best.setting)
         best = evaluator.best
         others = [
             Alternative(reasons.described(evaluator.plan(each), each), forecast)
