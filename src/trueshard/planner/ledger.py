@@ -154,12 +154,7 @@ def _series(lives: Sequence[Lifetime], end: int, start: Sequence[int] = ()) -> S
 
 
 def peak(trace: Trace, of: Curve | None = None) -> Peak:
-    """Return the first maximum of live memory.
-
-    Args:
-        trace: the step.
-        of: its ``curve``, if known.
-    """
+    """Return the first maximum of a step's live memory; ``of``: its ``curve``, if known."""
     live = of or curve(trace)
     index = int(np.argmax(live.total.bytes))
     position = int(live.total.positions[index])

@@ -38,13 +38,9 @@ def replay(first: Trace, steady: Trace, *, repeats: int = 2, workspace_bytes: in
     not mark tensors with ``record_stream`` but keeps them referenced until the host has made the stream that would
     reuse them wait, so the trace has the free where the allocator sees it.
 
-    Args:
-        first: trace of the first step.
-        steady: trace of any later step.
-        repeats: steady steps.
-        workspace_bytes: workspace that torch gives each cuBLAS handle at its first matrix product and keeps. Handles
-            belong to threads (``thread_local`` in ``CublasHandlePool.cpp``), and autograd runs the backward of a device
-            in a thread of its own, so there are two.
+    ``workspace_bytes``: workspace that torch gives each cuBLAS handle at its first matrix product and keeps. Handles
+    belong to threads (``thread_local`` in ``CublasHandlePool.cpp``), and autograd runs the backward of a device in a
+    thread of its own, so there are two.
     """
     run = _Replay(workspace_bytes)
     for trace in [first] + [steady] * repeats:

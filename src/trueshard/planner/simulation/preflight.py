@@ -74,7 +74,6 @@ def preflight(
         ranks: mesh shape: (shard,) or (replicate, shard).
         microbatch: samples in one forward.
         plan: to apply; None: ``choices``, without ``"auto"``, decide.
-        choices: options of ``shard()``.
     """
     problems: list[Problem] = []
     # Compiled modules run eagerly: a compiled kernel would read the memory that fake tensors do not have.
