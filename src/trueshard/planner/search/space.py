@@ -124,7 +124,7 @@ class Evaluator:
         self.forecasts: dict[Candidate, Forecast] = {}
         self.best: Candidate | None = None
         self.smallest: Candidate | None = None
-        self._studies: dict[Candidate | None, Study] = {}
+        self._studies: dict[Candidate, Study] = {}
         self.groupings = functools.cache(self._groupings)
         self.replicas: list[int] = []
         refused: list[ValueError] = []
