@@ -490,3 +490,35 @@ def let_go(rank: int, world_size: int) -> None:
 
 def test_an_optimizer_is_freed_when_it_is_let_go_of(ranks2: Ranks) -> None:
     ranks2.run(let_go)
+
+
+class Mixture(nn.Module):
+    """A model with parameters without dimensions, and two experts of which each rank uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uneven = build()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.uneven(self.experts[which](x))
+
+
+def model_let_go(rank: int, world_size: int) -> None:
+    model = Mixture()
+    hooked = model.uneven.first.weight
+    hooked.register_hook(lambda grad: grad * 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trueshard.shard(model, optimizer, units="Layer")
+    loss = model(torch.ones(2, 6), rank).sum()
+    loss.backward()
+    trueshard.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    weak = weakref.ref(model)
+    del model, optimizer, loss, hooked
+    gc.collect()
+    assert weak() is None
+
+
+def test_a_model_is_freed_when_it_is_let_go_of(ranks2: Ranks) -> None:
+    ranks2.run(model_let_go)

@@ -118,10 +118,8 @@ class Usage:
             for _, sharded, gathered in _torch.gathered_parameters(module, recurse=False):
                 if gathered.requires_grad and id(gathered) not in self._marked:
                     self._marked.add(id(gathered))
-                    gathered.register_post_accumulate_grad_hook(functools.partial(self._mark, id(sharded)))
-
-    def _mark(self, key: int, _: torch.Tensor) -> None:
-        self._used.add(key)
+                    # Python frees no circle through such a hook: it holds the set, not the model.
+                    gathered.register_post_accumulate_grad_hook(functools.partial(_mark, self._used, id(sharded)))
 
     def end(self) -> None:
         """End a backward that reduced gradients; raise if ranks reached different parameters. May be collective."""
@@ -164,3 +162,7 @@ class Usage:
             f"{name!r} got a gradient on some ranks but not on ranks {without}, so this step's gradients are mixed up: "
             "let every rank use the same parameters (add 0 * module(x).sum() where one is skipped)"
         )
+
+
+def _mark(used: set[int], key: int, _: torch.Tensor) -> None:
+    used.add(key)

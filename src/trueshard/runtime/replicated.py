@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,7 +63,9 @@ class WholeParameter:
         if (trainable := self.parameter.requires_grad) != self.leaf.requires_grad:
             self.leaf.requires_grad_(trainable)
             if trainable and not _torch.gradient_hooks(self.leaf)[1]:
-                self.leaf.register_post_accumulate_grad_hook(lambda _: self.used())
+                # Python frees no circle through such a hook, so it must not reach the model.
+                weak = weakref.ref(self)
+                self.leaf.register_post_accumulate_grad_hook(lambda _: (whole := weak()) and whole.used())
 
     def refresh(self) -> None:
         """Follow changes of the parameter: ``requires_grad_()``, ``to_empty()``, an assigned state dict."""
