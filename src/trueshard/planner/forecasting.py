@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 
 from trueshard.planner import ledger
@@ -16,12 +17,12 @@ from trueshard.planner.workload import Job, Study
 from trueshard.plans import Forecast, MixedPrecision, Plan
 
 MICROBATCHES = 3
-"""Microbatches of a step that are simulated; the first and the last are unlike those between."""
+"""Microbatches of a step that are simulated at most: the first, the last, and one for those between."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices and how they are joined."""
+    """Devices, nodes and replicas."""
 
     hardware: Hardware
     ranks: int
@@ -47,26 +48,24 @@ class Cluster:
 
     @property
     def overhead_bytes(self) -> int:
-        """Taken on a device outside of torch's allocator: the context, and a communicator for each mesh dimension."""
+        """Bytes of a device outside of torch's allocator: the context, and a communicator for each mesh dimension."""
         communicators = sum(size > 1 for size in self.mesh)
         return self.hardware.context_bytes + communicators * self.hardware.communicator_bytes
 
     @property
     def available_bytes(self) -> int:
-        """What torch's allocator can have."""
+        """Bytes that torch's allocator can have."""
         return self.hardware.memory_bytes - self.overhead_bytes
 
 
 def study(job: Job, cluster: Cluster, budget: int | None = None) -> Study:
-    """What a job costs on a cluster.
+    """Return what a job costs on a cluster, whose mesh is the job's.
 
     Args:
-        job: its mesh must be the cluster's.
-        cluster: where it would run.
         budget: bytes that torch's allocator may reserve on each rank; None: all that the device has.
 
     Raises:
-        ValueError: the budget is more than the device has, or what ``shard()`` refuses.
+        ValueError: the budget is more than the device has, or ``shard()`` refuses the job.
     """
     if budget is not None and budget > cluster.available_bytes:
         raise ValueError(
@@ -93,9 +92,9 @@ def study(job: Job, cluster: Cluster, budget: int | None = None) -> Study:
 
 @dataclass(frozen=True)
 class _Counted:
-    """What adds up over a step."""
+    """Amounts that add up over a step."""
 
-    received: dict[str, int]
+    received: Counter[str]
     flops: int
     model_flops: int
     seconds: float
@@ -105,7 +104,7 @@ class _Counted:
     @classmethod
     def of(cls, trace: Trace, line: Timeline) -> _Counted:
         return cls(
-            ledger.received(trace),
+            Counter(ledger.received(trace)),
             ledger.flops(trace),
             ledger.flops(trace, recomputed=False),
             line.seconds,
@@ -114,18 +113,11 @@ class _Counted:
         )
 
     def more(self, less: _Counted, times: int) -> _Counted:
-        """With ``times`` microbatches more, each of which costs what the last one more did."""
-        kinds = {*self.received, *less.received}
-        received = {
-            kind: self.received.get(kind, 0) + times * (self.received.get(kind, 0) - less.received.get(kind, 0))
-            for kind in kinds
-        }
-        rest = {
-            field.name: getattr(self, field.name) + times * (getattr(self, field.name) - getattr(less, field.name))
-            for field in dataclasses.fields(self)
-            if field.name != "received"
-        }
-        return _Counted(received, **rest)
+        """Add ``times`` microbatches, each of which costs as much as ``self`` has more than ``less``."""
+        received = {kind: count + times * (count - less.received[kind]) for kind, count in self.received.items()}
+        others = [field.name for field in dataclasses.fields(self)[1:]]
+        last = {name: getattr(self, name) - getattr(less, name) for name in others}
+        return _Counted(Counter(received), **{name: getattr(self, name) + times * last[name] for name in others})
 
 
 def _forecast(
@@ -153,7 +145,7 @@ def _forecast(
         peak_unit=peak.unit,
         peak_by_kind={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
         bytes_received_per_step=sum(counted.received.values()),
-        received_by_collective=counted.received,
+        received_by_collective=dict(counted.received),
         flops_per_step=counted.flops,
         model_flops_per_step=counted.model_flops,
         step_seconds=seconds,
@@ -165,7 +157,7 @@ def _forecast(
 
 
 def compute_dtype(plan: Plan) -> str:
-    """In which dtype the most of a plan's parameters compute."""
+    """Return the dtype in which most of a plan's parameters compute."""
     mixed = plan.mixed_precision or MixedPrecision()
     if mixed.compute is not None:
         return mixed.compute

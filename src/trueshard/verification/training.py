@@ -22,7 +22,7 @@ import trueshard
 from trueshard import _torch
 from trueshard.errors import UserError
 from trueshard.model.names import named_modules
-from trueshard.planner.inputs.fakes import mapped
+from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.verification.compare import TensorStore, gathered_tensors, values_of
 from trueshard.verification.subjects import Case, FactorySubject, Subject, TrainingSetup, seed_all
 

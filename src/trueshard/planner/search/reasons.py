@@ -16,7 +16,7 @@ from trueshard.choices import is_free
 from trueshard.planner.hardware import hardware, known
 from trueshard.planner.search.lattice import Bench, cost
 from trueshard.planner.search.space import Point, Setting, Space, batches, recompute_text, reshard_text
-from trueshard.planner.workload import Study
+from trueshard.planner.workload import NothingFits
 from trueshard.plans import MixedPrecision, Plan, Unit
 from trueshard.text import size
 
@@ -25,15 +25,6 @@ SHORTEST = 128
 
 DOUBLINGS = 4
 """How often the ranks are doubled, and the sequence halved, to find what fits."""
-
-
-class NothingFits(ValueError):
-    """No plan fits the budget; the message says by how much and what would."""
-
-    def __init__(self, message: str, study: Study) -> None:
-        super().__init__(message)
-        self.study = study
-        """Of the plan that takes the least memory."""
 
 
 def check_largest_unit(bench: Bench) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 
 from trueshard.planner.search import lattice, reasons
 from trueshard.planner.search.lattice import Bench, cost
-from trueshard.planner.search.reasons import NothingFits
 from trueshard.planner.search.space import (
     RECOMPUTE,
     Offload,
@@ -26,7 +25,7 @@ from trueshard.planner.search.space import (
     batches,
     node_size,
 )
-from trueshard.planner.workload import Alternative, Study
+from trueshard.planner.workload import Alternative, NothingFits, Study
 
 __all__ = ["NothingFits", "Space", "choose"]
 

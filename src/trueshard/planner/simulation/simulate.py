@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trueshard import _torch
 from trueshard.model import names
 from trueshard.optim.clip import clip_grad_norm_
-from trueshard.planner.inputs.fakes import twin
+from trueshard.planner.inputs.fake_tensors import fake_copy
 from trueshard.planner.simulation.compiling import compiled
 from trueshard.planner.simulation.environment import (
     attention_as_on_a_device,
@@ -144,7 +144,7 @@ def _run_shortened(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, run
     variants = []
     for r in range(len(runs)):
         fewer = with_counts(runs, [KEPT - (i == r) for i in range(len(runs))])
-        copied, _ = twin(model)
+        copied, _ = fake_copy(model)
         shorter_plan = shortened(short_plan, shorten(copied, kept, [run.count for run in fewer]))
         variants.append((_run(job, mesh, copied, shorter_plan), fewer))
     base = _run(job, mesh, model, short_plan)
