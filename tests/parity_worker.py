@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import os
 import pickle
@@ -95,14 +96,30 @@ def reset(environment: dict[str, str], folder: str) -> None:
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     if "torch.distributed.tensor" in sys.modules:
-        # Sharding decisions are cached with the mesh they were made for, and a mesh knows its groups by names
-        # that the next process group uses again.
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
+        clear_mesh_caches()
     warnings.simplefilter("default")  # forgets which warnings were shown, so that each job shows them again
     gc.collect()
     gc.freeze()  # what is alive now is modules and their tables: the next collection need not walk them again
+
+
+def clear_mesh_caches() -> None:
+    """Drop the meshes that DTensor's caches hold: each keeps its process groups alive, and gloo's threads with them.
+
+    A mesh also knows its groups by names that the next process group uses again.
+    """
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute._planner_cache.clear()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor") and module is not None:
+            classes = [each for each in vars(module).values() if isinstance(each, type)]
+            for place in (module, *classes):
+                for value in list(vars(place).values()):
+                    function = getattr(value, "__func__", value)  # of a static method
+                    if isinstance(function, functools._lru_cache_wrapper):
+                        function.cache_clear()
 
 
 def execute(job: Job) -> Answer:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from trueshard.planner import ledger
 from trueshard.planner.hardware import Hardware, Mode
@@ -78,53 +78,46 @@ def study(job: Job, cluster: Cluster, budget: int | None = None) -> Study:
         made = simulate(dataclasses.replace(job, accumulation=min(job.accumulation, MICROBATCHES)))
     mode: Mode = "compile" if made.plan.compile else "eager"
     line = schedule(made.steady, cluster.hardware, cluster.ranks_per_node, mode)
-    counted = _Counted.of(made.steady, line)
-    if job.accumulation > MICROBATCHES:
+    amounts, received = _amounts(made.steady, line), ledger.received(made.steady)
+    if (more := job.accumulation - MICROBATCHES) > 0:
         with quietly():
-            less = simulate(dataclasses.replace(job, accumulation=MICROBATCHES - 1))
-        shorter = schedule(less.steady, cluster.hardware, cluster.ranks_per_node, mode)
-        counted = counted.more(_Counted.of(less.steady, shorter), job.accumulation - MICROBATCHES)
+            less = simulate(dataclasses.replace(job, accumulation=MICROBATCHES - 1)).steady
+        shorter = schedule(less, cluster.hardware, cluster.ranks_per_node, mode)
+        amounts = _extended(amounts, _amounts(less, shorter), more)
+        received = _extended(received, ledger.received(less), more)
     reserved = replay(made.first, made.steady, workspace_bytes=cluster.hardware.workspace_bytes)
-    forecast = _forecast(job, cluster, budget, made, reserved, counted)
+    forecast = _forecast(job, cluster, budget, made, reserved, received, amounts)
     plan = dataclasses.replace(made.plan, forecast=forecast)
     return Study(plan, forecast, made.steady, line, assumptions=_assumptions(job, cluster, made))
 
 
-@dataclass(frozen=True)
-class _Counted:
-    """Amounts that add up over a step."""
+def _amounts(trace: Trace, line: Timeline) -> dict[str, Any]:
+    """Return what adds up over a step, by field of ``Forecast``."""
+    return {
+        "flops_per_step": ledger.flops(trace),
+        "model_flops_per_step": ledger.flops(trace, recomputed=False),
+        "step_seconds": line.seconds,
+        "compute_seconds": line.compute_seconds,
+        "exposed_communication_seconds": line.exposed_seconds,
+    }
 
-    received: Counter[str]
-    flops: int
-    model_flops: int
-    seconds: float
-    compute_seconds: float
-    exposed_seconds: float
 
-    @classmethod
-    def of(cls, trace: Trace, line: Timeline) -> _Counted:
-        return cls(
-            Counter(ledger.received(trace)),
-            ledger.flops(trace),
-            ledger.flops(trace, recomputed=False),
-            line.seconds,
-            line.compute_seconds,
-            line.exposed_seconds,
-        )
-
-    def more(self, less: _Counted, times: int) -> _Counted:
-        """Add ``times`` microbatches, each of which costs as much as ``self`` has more than ``less``."""
-        received = {kind: count + times * (count - less.received[kind]) for kind, count in self.received.items()}
-        others = [field.name for field in dataclasses.fields(self)[1:]]
-        last = {name: getattr(self, name) - getattr(less, name) for name in others}
-        return _Counted(Counter(received), **{name: getattr(self, name) + times * last[name] for name in others})
+def _extended(amounts: dict[str, Any], less: dict[str, Any], times: int) -> dict[str, Any]:
+    """Return the amounts with ``times`` microbatches more, each as much as ``amounts`` has more than ``less``."""
+    return {key: value + times * (value - less.get(key, 0)) for key, value in amounts.items()}
 
 
 def _forecast(
-    job: Job, cluster: Cluster, budget: int, made: Simulation, reserved: Reserved, counted: _Counted
+    job: Job,
+    cluster: Cluster,
+    budget: int,
+    made: Simulation,
+    reserved: Reserved,
+    received: dict[str, int],
+    amounts: dict[str, Any],
 ) -> Forecast:
     peak = max((ledger.peak(made.first), ledger.peak(made.steady)), key=lambda each: each.bytes)
-    seconds = counted.seconds
+    seconds = amounts["step_seconds"]
     tokens = job.microbatch * job.accumulation * job.workload.sequence
     rate = cluster.hardware.peak(compute_dtype(made.plan))
     return Forecast(
@@ -144,15 +137,11 @@ def _forecast(
         peak_phase=peak.phase,
         peak_unit=peak.unit,
         peak_by_kind={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
-        bytes_received_per_step=sum(counted.received.values()),
-        received_by_collective=dict(counted.received),
-        flops_per_step=counted.flops,
-        model_flops_per_step=counted.model_flops,
-        step_seconds=seconds,
-        compute_seconds=counted.compute_seconds,
-        exposed_communication_seconds=counted.exposed_seconds,
+        bytes_received_per_step=sum(received.values()),
+        received_by_collective=received,
         tokens_per_second_per_rank=tokens / seconds if seconds else 0.0,
-        mfu=counted.model_flops / seconds / rate if seconds else 0.0,
+        mfu=amounts["model_flops_per_step"] / seconds / rate if seconds else 0.0,
+        **amounts,
     )
 
 

@@ -23,8 +23,8 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -178,9 +178,13 @@ class _Pickler(cloudpickle.Pickler):
             if is_parametrized(value):  # its class refuses to be pickled
                 return object.__new__, (type(value),), vars(value), None, None, _set_attributes
         if isinstance(value, torch.optim.Optimizer):
-            kept = {key: each for key, each in vars(value).items() if key != "step" and "_hooks" not in key}
+            kept = {key: OrderedDict() if "_hooks" in key else each for key, each in vars(value).items()}
             kept["state"] = defaultdict(dict)
-            return object.__new__, (type(value),), kept, None, None, _set_optimizer
+            kept.pop("step", None)  # a scheduler's
+            return object.__new__, (type(value),), kept, None, None, _set_attributes
+        if isinstance(value, BaseException) and inspect.isfunction(type(value).__init__):
+            # By itself it would be made anew from what it passed to its base class.
+            return _error, (type(value), *value.args), vars(value), None, None, _set_attributes
         return super().reducer_override(value)
 
     def _reduced(self, tensor: torch.Tensor) -> Any:
@@ -189,8 +193,8 @@ class _Pickler(cloudpickle.Pickler):
         is_parameter = isinstance(tensor, nn.Parameter)
         shape = tuple(tensor.shape)
         if not is_parameter and id(tensor) not in self._of_models:
-            if tensor.nbytes > _SMALL or tensor.device.type != "cpu" or _torch.is_fake(tensor):
-                return _zeros, (shape, tensor.dtype)
+            if tensor.untyped_storage().nbytes() > _SMALL or tensor.device.type != "cpu" or _torch.is_fake(tensor):
+                return _untouched, (shape, tensor.dtype)
             return NotImplemented
         hooks = list((_torch.gradient_hooks(tensor)[0] or {}).values())
         made = (is_parameter, shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
@@ -204,9 +208,9 @@ def _meta(
     return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros that take no memory."""
-    return torch.zeros((), dtype=dtype).expand(shape)
+def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of memory that was never written to, and so takes none."""
+    return torch.empty(shape, dtype=dtype)
 
 
 def _set_tensor(tensor: torch.Tensor, state: tuple[dict[str, Any], list[Any]]) -> None:
@@ -216,13 +220,12 @@ def _set_tensor(tensor: torch.Tensor, state: tuple[dict[str, Any], list[Any]]) -
         tensor.register_hook(hook)
 
 
+def _error(cls: type[BaseException], *arguments: Any) -> BaseException:
+    return cls.__new__(cls, *arguments)
+
+
 def _set_attributes(value: Any, attributes: dict[str, Any]) -> None:
     vars(value).update(attributes)
-
-
-def _set_optimizer(optimizer: torch.optim.Optimizer, attributes: dict[str, Any]) -> None:
-    vars(optimizer).update(attributes)
-    _torch.make_hookable(optimizer)
 
 
 def dumped(value: Any) -> bytes:
@@ -279,9 +282,14 @@ def serve(descriptor: int) -> NoReturn:
     """Answer the calls that come over a connection."""
     global _serves
     _serves = True
-    connection, requests = _Locked(descriptor), queue.SimpleQueue[bytes]()
+    connection, requests, sending = Connection(descriptor), queue.SimpleQueue[bytes](), threading.Lock()
     threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
-    sys.stdout, sys.stderr = _Stream(connection, "stdout"), _Stream(connection, "stderr")
+
+    def send(message: bytes) -> None:
+        with sending:
+            connection.send_bytes(message)
+
+    sys.stdout, sys.stderr = _Stream(send, "stdout"), _Stream(send, "stderr")
     modified: dict[str, float] = {}
     while True:
         try:
@@ -290,31 +298,20 @@ def serve(descriptor: int) -> NoReturn:
             os._exit(0)
         if any(_modified(file) != then for file, then in modified.items()):
             os._exit(0)  # the caller starts another, which imports anew
-        connection.send_bytes(_worked_out(request))
+        answer = _worked_out(request)
         files = [str(getattr(module, "__file__", None)) for module in list(sys.modules.values())]
         modified = {file: _modified(file) for file in files}
-
-
-class _Locked(Connection):
-    """A connection over which several threads may send."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(descriptor)
-        self._lock = threading.Lock()
-
-    def send_bytes(self, message: Any, *part: Any) -> None:
-        with self._lock:
-            super().send_bytes(message, *part)
+        send(answer)
 
 
 class _Stream(io.TextIOBase):
     """Stands for stdout or stderr and sends what is written to the caller."""
 
-    def __init__(self, connection: Connection, name: str) -> None:
-        self._connection, self._name = connection, name
+    def __init__(self, send: Callable[[bytes], None], name: str) -> None:
+        self._send, self._name = send, name
 
     def write(self, text: str) -> int:
-        self._connection.send_bytes(pickle.dumps((self._name, text)))
+        self._send(pickle.dumps((self._name, text)))
         return len(text)
 
 
@@ -347,12 +344,10 @@ def _worked_out(request: bytes) -> bytes:
         for name in around["readers"]:
             importlib.import_module(name)
         function, arguments = pickle.loads(packed)
-        return cloudpickle.dumps(("answer", (pkgutil.resolve_name(function)(*arguments), None, "")))
+        return dumped(("answer", (pkgutil.resolve_name(function)(*arguments), None, "")))
     except BaseException as error:
         where = f"\n{traceback.format_exc()}"
         try:
-            message = cloudpickle.dumps(("answer", (None, error, where)))
-            pickle.loads(message)
-        except Exception:  # its class takes other arguments than it keeps
-            message = pickle.dumps(("answer", (None, RuntimeError(with_kind(error)), where)))
-        return message
+            return dumped(("answer", (None, error, where)))
+        except Exception:  # it holds what cannot be sent
+            return pickle.dumps(("answer", (None, RuntimeError(with_kind(error)), where)))

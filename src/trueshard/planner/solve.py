@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -54,21 +55,17 @@ def best_plan_for(
         for g, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 setattr(parameter, _GROUP, (i, g))
-    workload = workload_of(model, optimizer=lambda made: [_over(made, each, i) for i, each in enumerate(optimizers)])
-    size = ranks[0] * ranks[-1] if len(ranks) == 2 else ranks[0]
-    space = Space(
-        workload=workload,
+    request = Request(
+        model=model,
         hardware=device,
-        ranks=size,
-        ranks_per_node=min(device.ranks_per_node, size),
-        budget=choices.budget(),
-        choices=choices,
+        ranks=math.prod(ranks),
         replicate=ranks[0] if len(ranks) == 2 else 1,
         microbatch=1,
         accumulation=1,
-        global_batch=None,
-        optimizer="own",
+        optimizer=lambda made: [_over(made, each, i) for i, each in enumerate(optimizers)],
+        **vars(choices),
     )
+    space, _ = _space(request)
     return choose(space).plan
 
 
