@@ -1,25 +1,23 @@
 """Contract line 9: every optimizer computes, sharded, what it computes on one device, or is refused by name.
 
-`make test` runs torch's own, and of the others one of each way to work; `make test-all` runs every one. The catalogue
-finds the classes by itself; which way each is to step stands in `optimizer_expectations`, by hand, and
-``docs/optimizers.md`` is held against what the code says of each.
+`make test` runs torch's own and torchao's, and of the others one of each way to work; `make test-rest` runs every one
+at two and at three ranks. The catalogue finds the classes by itself; which way each is to step stands in
+`optimizer_expectations`, by hand, and ``docs/optimizers.md`` is held against what the code says of each.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
 import optimizer_table
 from optimizer_catalogue import LIBRARIES, entries
 from optimizer_expectations import EXPECTED
-from optimizer_trial import Sweep, moved
+from optimizer_trial import BATCH, Sweep, moved
 from parity import Pool
-from resting import all_but
-
-SIZES = (2, 3)
 
 REPRESENTATIVE = (
     "ADOPT",  # element-wise, with a list of tensors at once
@@ -38,64 +36,55 @@ REPRESENTATIVE = (
 """Of pytorch_optimizer, in `make test`."""
 
 
-def cases(library: str) -> Iterator[object]:
-    for name in entries(library):
-        quick = library != "pytorch_optimizer" or name in REPRESENTATIVE
-        yield pytest.param(library, name, id=f"{library}.{name}", marks=[] if quick else pytest.mark.rest)
+def batches(count: int) -> Iterator[Any]:
+    """(library, names, count) of each test, with the mark of those that are of the rest."""
+    for library in LIBRARIES:
+        every = list(entries(library))
+        quick = [name for name in every if library != "pytorch_optimizer" or name in REPRESENTATIVE]
+        quick = quick if count == 2 else []
+        for names, marks in ((quick, []), ([name for name in every if name not in quick], [pytest.mark.rest])):
+            for start in range(0, len(names), BATCH):
+                some = names[start : start + BATCH]
+                yield pytest.param(library, some, count, id=f"{library} {some[0]} to {some[-1]}, {count}", marks=marks)
 
 
-@pytest.fixture(scope="session")
-def sweep(pool: Pool) -> Sweep:
-    return Sweep(pool)
-
-
-every = pytest.mark.parametrize(("library", "name"), [case for library in LIBRARIES for case in cases(library)])
-
-
-@every
-@pytest.mark.parametrize("count", all_but([2], SIZES))
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("library", "names", "count"), [*batches(2), *batches(3)])
 def test_every_optimizer_equals_one_process_or_is_refused_as_expected(
-    library: str, name: str, count: int, sweep: Sweep
+    library: str, names: Sequence[str], count: int, pool: Pool
 ) -> None:
-    compared, expected = sweep.compared(count, library, name, [name]), EXPECTED[library][name]
-    assert compared.outcome == expected.outcome, f"{name} on {count} ranks: {compared.words}"
-    if expected.outcome == "equal":
-        assert sweep.results(1, library, [name])[name]["way"] == expected.says
-    else:
-        assert expected.says in compared.words
-    if expected.outcome == "refused":
-        assert compared.words.startswith(f"{entries(library)[name].cls.__name__} ")
+    sweep = Sweep(pool)
+    sweep.results(count, library, names)
+    wrong = {name: list(faults(sweep, count, library, name)) for name in names}
+    assert not any(wrong.values()), {name: found for name, found in wrong.items() if found}
+
+
+def faults(sweep: Sweep, count: int, library: str, name: str) -> Iterator[str]:
+    """How an optimizer did otherwise than `EXPECTED`, or than the page says."""
+    expected, compared = EXPECTED[library][name], sweep.compared(count, library, name, [name])
+    one, many = (sweep.results(each, library, [name])[name] for each in (1, count))
+    if compared.outcome != expected.outcome:
+        yield f"{compared.outcome}, expected {expected.outcome}: {compared.words}"
+        return
+    says = one["way"] if expected.outcome == "equal" else compared.words
+    if says != expected.says and (expected.outcome == "equal" or expected.says not in says):
+        yield f"says {says!r}, expected {expected.says!r}"
+    if expected.outcome == "refused" and not says.startswith(f"{entries(library)[name].cls.__name__} "):
+        yield f"the refusal does not begin with the class: {says!r}"
+    if expected.outcome != "alone":
+        still = [parameter for parameter, change in moved(one).items() if change <= 1e-3]
+        if len(still) == len(one["after"]) or (still and not entries(library)[name].special.partly):
+            yield f"does not move {still}, of which the trial would say nothing"
+    if page()[library].get(name) != optimizer_table.escaped(optimizer_table.outcome(one, many)):
+        yield "the page says otherwise: run `make tables`"
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_of_every_class_it_is_said_how_it_steps(library: str) -> None:
     assert list(EXPECTED[library]) == list(entries(library)), "edit tests/optimizer_expectations.py"
-
-
-@every
-def test_every_parameter_moves_visibly(library: str, name: str, sweep: Sweep) -> None:
-    """Else a trial would say nothing."""
-    one = sweep.results(1, library, [name])[name]
-    if EXPECTED[library][name].outcome == "alone":
-        assert "error" in one
-        return
-    moves = {parameter: change > 1e-3 for parameter, change in moved(one).items()}
-    assert any(moves.values()) if entries(library)[name].special.partly else all(moves.values()), moves
-
-
-@every
-def test_the_page_says_how_it_steps(library: str, name: str, sweep: Sweep) -> None:
-    one = sweep.results(1, library, [name])[name]
-    many = sweep.results(SIZES[0], library, [name])[name]
-    assert page()[library].get(name) == optimizer_table.escaped(optimizer_table.outcome(one, many)), "run `make tables`"
+    assert list(page()[library]) == list(entries(library)), "run `make tables`"
 
 
 @functools.cache
 def page() -> dict[str, dict[str, str]]:
     return optimizer_table.committed()
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_the_page_lists_every_class_of_the_library(library: str) -> None:
-    assert list(page()[library]) == list(entries(library)), "run `make tables`"

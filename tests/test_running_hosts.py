@@ -15,8 +15,8 @@ from messages import lacking
 from running import TORCHRUN, end, metrics, project, start, wait_for_steps
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
-TIMEOUT = 4
-"""Seconds that a rank waits for another."""
+TIMEOUT = 15
+"""Seconds that a rank waits for another: more than a slow machine needs for a step."""
 
 
 def ip(*arguments: str) -> None:
