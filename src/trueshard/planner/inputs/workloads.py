@@ -36,24 +36,15 @@ def workload_of(
     clip: float | None = 1.0,
     storage_dtype: str | None = None,
 ) -> Workload:
-    """Return what is trained, with what was taken for granted.
+    """Return what is trained, with what was taken for granted. Arguments: see ``planning.Request``.
 
-    Args:
-        model: a folder with a transformers ``config.json`` or that file; ``"file.py:factory"``; a function without
-            arguments; or a module, which stays as it is. A function returns a module, ``(module, batch)``,
-            ``(module, batch, loss)``, or an object or dict with ``model`` and perhaps ``batch``, ``loss`` and
-            ``optimizers``; a file may define functions of these three names beside it.
-        sequence: tokens of one sample; None: what the batch has, else what the model takes, up to 4096.
-        optimizer: as ``optimizers_of`` takes it; None: the factory's own, else ``"adamw"``.
-        batch: None (found from the model); ``(microbatch, sequence)``; example tensors, whose first size is the
-            microbatch; or a function (microbatch, sequence) → batch.
-        loss: (model, batch) → scalar; None: the factory's own, else what forward returns.
-        clip: norm to which gradients are clipped; None: not at all.
-        storage_dtype: of parameters; None: as made, and float32 for a configuration.
+    A function, which takes no arguments, returns a module, ``(module, batch)``, ``(module, batch, loss)``, or an object
+    or dict with ``model`` and perhaps ``batch``, ``loss`` and ``optimizers``; a file may define functions of these
+    names beside it. What is given here comes first, then that, then what the model itself shows.
 
     Raises:
         ValueError: one line that names what does not fit, and the remedy.
-        TypeError: ``model`` is something else.
+        TypeError: ``model`` is none of what it may be.
     """
     if is_size(batch):
         sequence, batch = sequence or batch[1], None
