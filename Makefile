@@ -46,7 +46,7 @@ docs: $(READY)
 tables: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/optimizer_table.py
 	$(BIN)/python tests/configuration_reference.py
-	$(BIN)/python -m trueshard.convert.tables docs/coming-from.md
+	$(BIN)/python tests/convert_tables.py
 	$(BIN)/python tests/documents_commands.py
 	$(BIN)/python tests/documents_pictures.py
 

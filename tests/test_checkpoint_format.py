@@ -20,7 +20,7 @@ from checkpointing import LAYOUTS, SETUPS, everything, go_on, named, seed, start
 from messages import naming
 from models import CASES
 from parity import Ranks, assert_same
-from trueshard.checkpoint.manifest import FORMAT
+from trueshard.checkpoint.format import FORMAT
 
 HUGGING_FACE = ("llama", "tied_llama", "mixtral", "t5", "llava", "qwen2_vl", "gpt2")
 

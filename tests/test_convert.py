@@ -25,11 +25,12 @@ from accelerate.utils import dataclasses as accelerate_dataclasses
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, trainer, trainer_utils, training_args
 
 import trueshard
+from convert_tables import FILE, fill
 from messages import lacking
 from parity import Ranks
 from trueshard.convert.converting import Converted, convert
 from trueshard.convert.engine import Draft, Wrong, our_default, section_of
-from trueshard.convert.tables import FRAMEWORKS, Framework, fill, spelled, table
+from trueshard.convert.tables import FRAMEWORKS, Framework, spelled, table
 from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.parse import load_config
@@ -139,8 +140,8 @@ def test_every_variable_that_accelerate_peft_and_transformers_name_is_known() ->
 
 
 def test_every_training_argument_is_known() -> None:
-    fields = {field.name for field in dataclasses.fields(TrainingArguments)} - {"fsdp_config"}
-    assert fields - KNOWN["hf"] == set()
+    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert fields - {key.partition(".")[0] for key in KNOWN["hf"]} == set()
 
 
 def test_every_key_that_transformers_reads_from_fsdp_config_is_known() -> None:
@@ -217,8 +218,8 @@ def test_every_key_is_told_whatever_its_value(source: Framework, tmp_path: Path)
 
 
 def test_the_page_has_the_present_tables() -> None:
-    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
-    assert fill(page) == page
+    page = FILE.read_text(encoding="utf-8")
+    assert fill(page) == page, "run `make tables`"
 
 
 # ---- the examples
@@ -484,6 +485,19 @@ def test_torchtitans_batch_stays_where_ranks_shared_it(tmp_path: Path) -> None:
     assert config.train.batch_size == 16
 
 
+def test_an_older_spelling_beside_the_present_one_is_told(tmp_path: Path) -> None:
+    converted = from_torchtitan(tmp_path, "[training]\nlocal_batch_size = 8\nbatch_size = 2\n")
+    assert accepted(tmp_path, converted, **{"model.config": "model"}).train.batch_size == 8
+    assert status(converted, "training.local_batch_size") == ["always"]
+
+
+def test_what_is_first_asked_and_then_given_is_set() -> None:
+    draft = Draft({}, {"a": 3}, {}, None, "run")
+    draft.ask("shard.replicate", "1", "copies")
+    draft.put("shard.replicate", 3, "a", 3)
+    assert draft.asked == {}
+
+
 def test_torchtitans_defaults_count_where_keys_are_absent(tmp_path: Path) -> None:
     config = accepted(tmp_path, from_torchtitan(tmp_path, "[training]\nsteps = 7\n"), **{"model.config": "model"})
     assert (config.train.sequence_length, config.train.batch_size, config.optimizer.lr) == (2048, 32, 8e-4)
@@ -600,6 +614,10 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_framework_is_refused(tmp_path: Path) -> None:
     assert "--from fairseq" in refused(tmp_path / "a.yaml", "fairseq")
+
+
+def test_a_section_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    assert lacking(refused(written(tmp_path, "a.json", {"training": 3, "job": {}})), "training", "table") == []
 
 
 # ---- what comes out

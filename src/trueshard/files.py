@@ -46,17 +46,17 @@ def locked(file: Path, patience: float) -> Iterator[None]:
     """
     import filelock
 
-    lock = filelock.FileLock(file, timeout=patience, poll_interval=0.1)
+    lock = filelock.FileLock(file)
     try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise TimeoutError(_holder(file)) from None
-    try:
+        lock.acquire(timeout=patience, poll_interval=0.1)
         file.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}), encoding="utf-8")
         yield
+    except filelock.Timeout:
+        raise TimeoutError(_holder(file)) from None
     finally:
-        file.unlink(missing_ok=True)
-        lock.release()
+        if lock.is_locked:
+            file.unlink(missing_ok=True)
+            lock.release()
 
 
 def _holder(file: Path) -> str:

@@ -1,8 +1,7 @@
 """Read tensors from files by key and byte range, whoever wrote them: a checkpoint, a Hugging Face model, an adapter.
 
-- A rank reads the bytes that it holds and nothing else.
-- A local file is mapped into memory: pages that are not used are not read, and the ranks of a machine share the rest.
-- A URL of fsspec (``s3://``, ``gs://``, ``memory://``, …) is read by ranges.
+A local file is mapped into memory: pages that are not used are not read, and the ranks of a machine share the rest. A
+URL of fsspec (``s3://``, ``memory://``, …) is read by ranges.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,47 +17,72 @@ from typing import Any
 import torch
 
 from trueshard import _torch
-from trueshard.checkpoint import ranks, tensorfile
-from trueshard.checkpoint.manifest import MANIFEST, Manifest, check_name, join, references
-from trueshard.checkpoint.tensorfile import Piece, TensorEntry
+from trueshard.checkpoint import ranks
+from trueshard.checkpoint.format import (
+    BLOCK,
+    MANIFEST,
+    Manifest,
+    Piece,
+    TensorEntry,
+    check_name,
+    crc32,
+    dtype_of,
+    header_length,
+    join,
+    parse_header,
+    parse_json,
+    references,
+)
 
 _STEMS = ("model", "diffusion_pytorch_model", "adapter_model")
 
 
-class Directory(ABC):
-    """A directory of files to read."""
+class Directory:
+    """Files of an fsspec file system, read by ranges."""
 
-    where: str
-    """For messages."""
+    def __init__(self, url: str) -> None:
+        self._fs, self._root = file_system(url)
+        self.where = url.rstrip("/")
 
-    @abstractmethod
     def exists(self, name: str) -> bool:
         """True if there is such a file."""
+        return bool(self._fs.exists(self._url(name)))
 
-    @abstractmethod
+    def _url(self, name: str) -> str:
+        check_name(name, self.where)
+        return f"{self._root}/{name}"
+
     def size(self, name: str) -> int:
         """Return the bytes of a file, or raise ``FileNotFoundError``."""
+        try:
+            return int(self._fs.size(self._url(name)))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{self.where} has no file {name!r}; it is incomplete") from None
 
-    @abstractmethod
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         """Return bytes ``begin`` to ``end`` of a file."""
+        end = self.size(name) if end is None else end
+        data = memoryview(self._fs.cat_file(self._url(name), start=begin, end=end) if end > begin else b"")
+        if len(data) != end - begin:
+            raise ValueError(f"{self.where}/{name} is cut short: bytes {begin} to {end} are not all there")
+        return data
 
-    def private(self, name: str) -> mmap.mmap | None:
-        """Return a map of a file whose pages are copied when written to; None if it cannot be mapped."""
+    def mapped(self, name: str, access: int) -> mmap.mmap | None:
+        """Return a map of a file; None if it cannot be mapped."""
         return None
 
-    def release(self, name: str, begin: int, end: int) -> None:  # noqa: B027
+    def release(self, name: str, begin: int, end: int) -> None:
         """Drop these bytes from this process's memory."""
 
     def header(self, file: str) -> bytes:
         """Return the header of a safetensors file."""
         size = self.size(file)
-        length = tensorfile.header_length(bytes(self.read(file, 0, min(8, size))), size, f"{self.where}/{file}")
+        length = header_length(bytes(self.read(file, 0, min(8, size))), size, f"{self.where}/{file}")
         return bytes(self.read(file, 0, length))
 
     def tensors(self, file: str) -> dict[str, TensorEntry]:
         """Return the tensors of a safetensors file, by key."""
-        return tensorfile.parse_header(self.header(file), self.size(file), file, f"{self.where}/{file}")
+        return parse_header(self.header(file), self.size(file), file, f"{self.where}/{file}")
 
 
 class LocalDirectory(Directory):
@@ -69,8 +92,7 @@ class LocalDirectory(Directory):
         self.directory, self.where = directory, str(directory)
         self._confined = confined
         self._paths: dict[str, Path] = {}
-        self._maps: dict[str, mmap.mmap] = {}
-        self._private: dict[str, mmap.mmap] = {}
+        self._maps: dict[tuple[str, int], mmap.mmap] = {}
 
     def exists(self, name: str) -> bool:
         return self._path(name).is_file()
@@ -96,52 +118,18 @@ class LocalDirectory(Directory):
         end = size if end is None else end
         if end > size:
             raise ValueError(f"{self.where}/{name} is cut short: {size} bytes, where {end} are needed")
-        if begin == end:
-            return memoryview(b"")
-        return memoryview(self._map(self._maps, name, mmap.ACCESS_READ))[begin:end]
+        return memoryview(self.mapped(name, mmap.ACCESS_READ) if end > begin else b"")[begin:end]
 
-    def private(self, name: str) -> mmap.mmap | None:
-        return self._map(self._private, name, mmap.ACCESS_COPY)
-
-    def _map(self, maps: dict[str, mmap.mmap], name: str, access: int) -> mmap.mmap:
-        if name not in maps:
+    def mapped(self, name: str, access: int) -> mmap.mmap:
+        if (name, access) not in self._maps:
             with open(self._path(name), "rb") as file:
-                maps[name] = mmap.mmap(file.fileno(), 0, access=access)
-        return maps[name]
+                self._maps[name, access] = mmap.mmap(file.fileno(), 0, access=access)
+        return self._maps[name, access]
 
     def release(self, name: str, begin: int, end: int) -> None:
-        found = self._maps.get(name)
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        if found is not None and hasattr(mmap, "MADV_DONTNEED") and end > first:
-            found.madvise(mmap.MADV_DONTNEED, first, end - first)
-
-
-class RemoteDirectory(Directory):
-    """A directory of an fsspec file system."""
-
-    def __init__(self, url: str) -> None:
-        self._fs, self._root = file_system(url)
-        self.where = url.rstrip("/")
-
-    def _path(self, name: str) -> str:
-        check_name(name, self.where)
-        return f"{self._root}/{name}"
-
-    def exists(self, name: str) -> bool:
-        return bool(self._fs.exists(self._path(name)))
-
-    def size(self, name: str) -> int:
-        try:
-            return int(self._fs.size(self._path(name)))
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{self.where} has no file {name!r}; it is incomplete") from None
-
-    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
-        end = self.size(name) if end is None else end
-        data = memoryview(self._fs.cat_file(self._path(name), start=begin, end=end) if end > begin else b"")
-        if len(data) != end - begin:
-            raise ValueError(f"{self.where}/{name} is cut short: bytes {begin} to {end} are not all there")
-        return data
+        if hasattr(mmap, "MADV_DONTNEED") and end > first:
+            self.mapped(name, mmap.ACCESS_READ).madvise(mmap.MADV_DONTNEED, first, end - first)
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -150,11 +138,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system of ``url``, and the path in it.
-
-    Raises:
-        ValueError: fsspec does not know it, or lacks a package for it.
-    """
+    """Return fsspec's file system of ``url``, and the path in it."""
     import fsspec
 
     try:
@@ -169,19 +153,23 @@ class Catalogue:
     """Tensors in files."""
 
     directory: Directory
-    entries: dict[str, TensorEntry]
-    """By key."""
-    manifest: Manifest | None = None
-    """None if not written by ``save``."""
-    adapter: bool = False
-    """True for a PEFT adapter without its base."""
-    dcp: bool = False
-    """True for a directory of torch.distributed.checkpoint."""
+    entries: dict[str, TensorEntry]  # by key
+    manifest: Manifest | None = None  # None if not written by ``save``
+    adapter: bool = False  # true for a PEFT adapter without its base
+    dcp: bool = False  # true for a directory of torch.distributed.checkpoint
 
     @property
     def where(self) -> str:
         """For messages."""
         return self.directory.where
+
+    def refuse_dcp(self) -> None:
+        """Raise ``ValueError`` for a directory of torch.distributed.checkpoint."""
+        if self.dcp:
+            raise ValueError(
+                f"{self.where} is a directory of torch.distributed.checkpoint, whose metadata is a pickle; load it "
+                "into its model with trueshard.load(…, allow_pickle=True), and save that"
+            )
 
     def ranges(self, key: str, begin: int, end: int) -> Iterator[tuple[Piece, int]]:
         """Yield where in files bytes ``begin`` to ``end`` of a tensor are, and each one's first byte in the tensor."""
@@ -193,14 +181,19 @@ class Catalogue:
                 yield Piece(piece.file, piece.begin + low - at, piece.begin + high - at), low
             at += length
 
+    def _blocks(self, key: str, begin: int, end: int) -> Iterator[tuple[memoryview, int]]:
+        """Yield bytes ``begin`` to ``end`` of a tensor in blocks, each with its distance from ``begin``."""
+        for piece, where in self.ranges(key, begin, end):
+            for at in range(piece.begin, piece.end, BLOCK):
+                stop = min(at + BLOCK, piece.end)
+                yield self.directory.read(piece.file, at, stop), where - begin + at - piece.begin
+                self.directory.release(piece.file, at, stop)
+
     def checksum(self, key: str, begin: int, end: int) -> int:
         """Return the checksum of bytes ``begin`` to ``end`` of a tensor."""
         value = 0
-        for piece, _ in self.ranges(key, begin, end):
-            for at in range(piece.begin, piece.end, tensorfile.BLOCK):
-                stop = min(at + tensorfile.BLOCK, piece.end)
-                value = tensorfile.crc32(self.directory.read(piece.file, at, stop), value)
-                self.directory.release(piece.file, at, stop)
+        for data, _ in self._blocks(key, begin, end):
+            value = crc32(data, value)
         return value
 
     def is_intact(self, key: str) -> bool:
@@ -215,35 +208,22 @@ class Catalogue:
 
     def read_into(self, key: str, begin: int, local: torch.Tensor) -> None:
         """Fill ``local`` with the elements from byte ``begin`` of a tensor on, converted to its dtype."""
-        dtype = tensorfile.dtype_of(self.entries[key].dtype)
-        end = begin + local.numel() * dtype.itemsize
-        flat = local.detach().view(-1) if local.is_contiguous() else None
-        filled = torch.empty(local.numel(), dtype=local.dtype) if flat is None else flat
-        for piece, where in self.ranges(key, begin, end):
-            block = tensorfile.BLOCK - tensorfile.BLOCK % dtype.itemsize
-            for at in range(piece.begin, piece.end, block):
-                stop = min(at + block, piece.end)
-                first = (where - begin + at - piece.begin) // dtype.itemsize
-                data = _as_tensor(self.directory.read(piece.file, at, stop), dtype)
-                filled[first : first + data.numel()].copy_(data)
-                self.directory.release(piece.file, at, stop)
-        if flat is None:
-            local.copy_(filled.view(local.shape))
+        dtype = dtype_of(self.entries[key].dtype)
+        plain = local.is_contiguous()
+        flat = local.detach().view(-1) if plain else torch.empty(local.numel(), dtype=local.dtype)
+        for data, at in self._blocks(key, begin, begin + local.numel() * dtype.itemsize):
+            elements = _as_tensor(data, dtype)
+            flat[at // dtype.itemsize :][: elements.numel()].copy_(elements)
+        if not plain:
+            local.copy_(flat.view(local.shape))
 
     def fill(self, key: str, tensor: torch.Tensor) -> None:
         """Fill this rank's shard of ``tensor``."""
-        entry = self.entries[key]
         local = _torch.local(tensor).detach()
         if not local.numel():
             return
-        begin, _ = ranks.bytes_here(tensor, entry.nbytes)
-        rows = local[: ranks.rows_here(tensor)[1]] if local.ndim else local
-        if rows.device.type == "cpu":
-            self.read_into(key, begin, rows)
-        else:
-            staged = torch.empty(rows.shape, dtype=tensorfile.dtype_of(entry.dtype))
-            self.read_into(key, begin, staged)
-            rows.copy_(staged)
+        begin, _ = ranks.bytes_here(tensor, self.entries[key].nbytes)
+        self.read_into(key, begin, local[: ranks.rows_here(tensor)[1]] if local.ndim else local)
 
     def whole(self, key: str) -> torch.Tensor:
         """Read a tensor into new memory on the CPU."""
@@ -267,15 +247,7 @@ def _as_tensor(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
 
 
 def open_catalogue(path: str | os.PathLike[str]) -> Catalogue:
-    """Open a checkpoint, a Hugging Face, PEFT or DCP directory, or a .safetensors file.
-
-    Args:
-        path: where; ``…/latest``, if there is no such path, means the newest checkpoint in ``…``.
-
-    Raises:
-        FileNotFoundError: nothing that can be read is there.
-        ValueError: it is damaged; the message names file and tensor.
-    """
+    """Open a checkpoint, a Hugging Face, PEFT or DCP directory, or a .safetensors file."""
     path = resolve_latest(path)
     if not is_url(path) and Path(path).is_file():
         file = Path(path)
@@ -294,9 +266,7 @@ def open_catalogue(path: str | os.PathLike[str]) -> Catalogue:
                 )
         return Catalogue(directory, manifest.tensors, manifest)
     directory = _open_directory(path, confined=False)
-    if any(
-        directory.exists(f"{folder}.metadata") for folder in ("", "pytorch_model_fsdp_0/")
-    ):  # the latter: Accelerate
+    if any(map(directory.exists, (".metadata", "pytorch_model_fsdp_0/.metadata"))):  # the latter: Accelerate
         return Catalogue(directory, {}, dcp=True)
     for stem in _STEMS:
         files = _files_of_model(directory, stem)
@@ -311,7 +281,7 @@ def open_catalogue(path: str | os.PathLike[str]) -> Catalogue:
 
 def _open_directory(path: str | os.PathLike[str], confined: bool = True) -> Directory:
     if is_url(path):
-        return RemoteDirectory(str(path))
+        return Directory(str(path))
     if not Path(path).is_dir():
         raise FileNotFoundError(f"no checkpoint is at {path}")
     return LocalDirectory(Path(path), confined)
@@ -320,7 +290,7 @@ def _open_directory(path: str | os.PathLike[str], confined: bool = True) -> Dire
 def _files_of_model(directory: Directory, stem: str) -> list[str]:
     index = f"{stem}.safetensors.index.json"
     if directory.exists(index):
-        table = tensorfile.parse_json(directory.read(index), f"{directory.where}/{index}").get("weight_map")
+        table = parse_json(directory.read(index), f"{directory.where}/{index}").get("weight_map")
         if not isinstance(table, dict):
             raise ValueError(f"{directory.where}/{index} is damaged: it has no weight_map")
         return list(dict.fromkeys(str(file) for file in table.values()))
@@ -344,17 +314,10 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     An interrupted save does not count, since it never got its name, nor does a checkpoint with a damaged manifest.
     """
     found = []
-    for path in checkpoint_folders(Path(directory)):
+    for path in Path(directory).glob(f"[!.]*/{MANIFEST}"):
         try:
-            manifest = Manifest.parse((path / MANIFEST).read_bytes(), str(path), validate=False)
-            found.append((str(manifest.about.get("written", "")), (path / MANIFEST).stat().st_mtime_ns, path))
+            manifest = Manifest.parse(path.read_bytes(), str(path), validate=False)
+            found.append((str(manifest.about.get("written", "")), path.stat().st_mtime_ns, path.parent))
         except (OSError, ValueError):  # no checkpoint, or another rank is deleting it
             continue
     return max(found)[2] if found else None
-
-
-def checkpoint_folders(directory: Path) -> list[Path]:
-    """Return the folders in ``directory`` that may be checkpoints, in the order of their names."""
-    if not directory.is_dir():
-        return []
-    return [path for path in sorted(directory.iterdir()) if not path.name.startswith(".") and path.is_dir()]

@@ -6,8 +6,7 @@ import os
 from dataclasses import dataclass
 
 from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
-from trueshard.checkpoint.manifest import MANIFEST
-from trueshard.checkpoint.tensorfile import crc32, is_marked
+from trueshard.checkpoint.format import MANIFEST, crc32, is_marked
 
 
 class DamagedCheckpoint(ValueError):
@@ -48,17 +47,11 @@ def check(path: str | os.PathLike[str]) -> Checked:
     """
     try:
         catalogue = open_catalogue(path)
-    except FileNotFoundError as error:
-        if "incomplete" in str(error):
+    except (FileNotFoundError, ValueError) as error:
+        if isinstance(error, ValueError) or "incomplete" in str(error):
             raise DamagedCheckpoint(str(path), [str(error)]) from error
         raise
-    except ValueError as error:
-        raise DamagedCheckpoint(str(path), [str(error)]) from error
-    if catalogue.dcp:
-        raise ValueError(
-            f"{path} is a directory of torch.distributed.checkpoint: its metadata is a pickle, and it has no checksums "
-            "to compare; load() reads it with allow_pickle=True"
-        )
+    catalogue.refuse_dcp()
     manifest, directory = catalogue.manifest, catalogue.directory
     files = {file for entry in catalogue.entries.values() for file in entry.files}
     problems = _problems(catalogue)

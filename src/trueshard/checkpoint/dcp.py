@@ -1,10 +1,7 @@
 """Read and write directories of torch.distributed.checkpoint (DCP).
 
 Torch's own reader reads the files, and each rank only what it holds. Its planner is left out: it wants the ranks to
-communicate, and if one failed, the others would wait. Torch writes no checksums of its own, but each tensor is a zip
-archive, which has them.
-
-Torch's own ``save`` writes, with one tensor in memory at a time.
+communicate, and if one failed, the others would wait. Torch's own ``save`` writes, with one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -26,22 +23,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from trueshard.checkpoint.catalogue import Catalogue
-from trueshard.checkpoint.manifest import check_name, join, located, references
-from trueshard.checkpoint.tensorfile import dtype_of
+from trueshard.checkpoint.format import check_name, dtype_of, join, located, references
 
 if TYPE_CHECKING:
     from trueshard.checkpoint.exporting import ExportSource
 
-_ACCELERATE = ("pytorch_model_fsdp_*", "optimizer_*")
-"""Folders of Accelerate's ``save_state``: each is a DCP directory."""
+_ACCELERATE = ("pytorch_model_fsdp_*", "optimizer_*")  # folders of Accelerate's ``save_state``: each is a DCP directory
 
 
 class DcpDirectory:
-    """A directory with a ``.metadata``.
-
-    Raises:
-        ValueError: it is damaged; the message names file and tensor.
-    """
+    """A directory with a ``.metadata``."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -56,9 +47,9 @@ class DcpDirectory:
             raise ValueError(
                 f"{directory}/.metadata is damaged ({type(error).__name__}: {error}); load an earlier checkpoint"
             ) from error
+        # Key → its path in the nested dicts that were saved, or (key,) if not recorded.
         paths = self.metadata.planner_data or {}
         self.paths: dict[str, tuple[Any, ...]] = {key: tuple(paths.get(key, (key,))) for key in self.saved}
-        """Key → its path in the nested dicts that were saved, or (key,) if not recorded."""
         self._check_files()
 
     def _check_files(self) -> None:
@@ -81,18 +72,15 @@ class DcpDirectory:
 
     def values(self, keys: Iterable[str]) -> dict[str, Any]:
         """Unpickle values that are not tensors."""
-        nothing = torch.Size((0,))
-        wanted = [
-            ReadItem(LoadItemType.BYTE_IO, MetadataIndex(key), nothing, MetadataIndex(key), nothing, nothing)
-            for key in keys
-        ]
-        receiver = _ValueReceiver()
+        nothing, where = torch.Size((0,)), map(MetadataIndex, keys)
+        wanted = [ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing) for index in where]
+        receiver = _Receiver()
         self._read(wanted, receiver)
         return receiver.found
 
     def fill(self, key: str, offsets: tuple[int, ...], local: torch.Tensor) -> None:
         """Fill ``local``, whose first element is at ``offsets`` of the saved tensor, converted to its dtype."""
-        self._read(self._items(key, offsets, tuple(local.shape)), _TensorReceiver(local))
+        self._read(self._items(key, offsets, tuple(local.shape)), _Receiver(local))
 
     def _items(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[ReadItem]:
         here = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
@@ -125,7 +113,7 @@ class DcpDirectory:
                 data = io.BytesIO(file.read(info.length))
             try:
                 damaged = zipfile.ZipFile(data).testzip()
-            except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError) as error:
+            except Exception as error:  # whatever zip raises on damaged bytes
                 damaged = str(error)
             if damaged is not None:
                 raise ValueError(
@@ -138,35 +126,25 @@ def dcp_directories(directory: Path) -> list[DcpDirectory]:
     """Open the directory itself, or the DCP directories that Accelerate makes in it."""
     if (directory / ".metadata").is_file():
         return [DcpDirectory(directory)]
-
-    def order(path: Path) -> tuple[str, int]:
-        stem, _, number = path.name.rpartition("_")
-        return stem, int(number) if number.isdigit() else 0
-
     found = [path for pattern in _ACCELERATE for path in directory.glob(pattern) if (path / ".metadata").is_file()]
-    return [DcpDirectory(path) for path in sorted(found, key=order)]
+    in_order = sorted(found, key=lambda path: (path.name.rpartition("_")[0], len(path.name), path.name))
+    return [DcpDirectory(path) for path in in_order]
 
 
-class _ValueReceiver(dcp.DefaultLoadPlanner):
-    """Receives values that are not tensors."""
+class _Receiver(dcp.DefaultLoadPlanner):
+    """Receives the parts of one tensor, ``local``, or values that are not tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, local: torch.Tensor | None = None) -> None:
         super().__init__()
+        self._local = local
         self.found: dict[str, Any] = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.found[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=False)
 
-
-class _TensorReceiver(dcp.DefaultLoadPlanner):
-    """Receives the parts of one tensor."""
-
-    def __init__(self, local: torch.Tensor) -> None:
-        super().__init__()
-        self._local = local
-
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         found = self._local
+        assert found is not None
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             found = found.narrow(dim, start, length)
         return found
@@ -179,8 +157,7 @@ class _TensorReceiver(dcp.DefaultLoadPlanner):
 class DcpCatalogue(Catalogue):
     """The tensors of DCP directories, under the keys that ``save`` would give them."""
 
-    saved: dict[str, tuple[DcpDirectory, str]] = field(default_factory=dict)
-    """Key → (directory, key in it)."""
+    saved: dict[str, tuple[DcpDirectory, str]] = field(default_factory=dict)  # key → (directory, key in it)
 
     def read_into(self, key: str, begin: int, local: torch.Tensor) -> None:
         if local.numel():
@@ -191,9 +168,8 @@ class DcpCatalogue(Catalogue):
         """Raise ``ValueError`` if these bytes of a tensor are damaged; there is no checksum to return but 0."""
         directory, name = self.saved[key]
         shape = tuple(self.entries[key].shape)
-        if end > begin:
-            rows = (end - begin) * shape[0] // self.entries[key].nbytes if shape else 0
-            directory.verify(name, self._offsets(key, begin), (rows, *shape[1:]) if shape else ())
+        rows = (end - begin) * shape[0] // self.entries[key].nbytes if shape else 0
+        directory.verify(name, self._offsets(key, begin), (rows, *shape[1:]) if shape else ())
         return 0
 
     def _offsets(self, key: str, begin: int) -> tuple[int, ...]:
@@ -204,10 +180,7 @@ class DcpCatalogue(Catalogue):
 
 
 def write_dcp(source: ExportSource, directory: Path, dtype: torch.dtype | None) -> None:
-    """Write the model as ``model.<name>`` and optimizers as ``optimizer.state.<name>.<key>``, as torch names them.
-
-    Optimizers go with the only model of a checkpoint, not with one of several.
-    """
+    """Write the model as ``model.<name>`` and optimizers as ``optimizer.state.<name>.<key>``, as torch names them."""
     catalogue = source.catalogue
     key_of: dict[str, str] = {}
     content: dict[str, Any] = {"model": {}}
@@ -261,11 +234,10 @@ def _optimizer_content(catalogue: Catalogue, root: str, record: Any, key_of: dic
             key_of[".".join(map(str, (root, *where, *path)))] = key
         return join(value, {key: catalogue.entries[key].empty("meta") for key in references(value)})
 
-    states = {
-        name: on_meta(value, "state", name) for name, value in record["state"].items() if not name.startswith("@")
-    }
+    states = record["state"].items()
     groups = [
         {"params": group["params"], **on_meta(group["settings"], "param_groups", g)}
         for g, group in enumerate(record["groups"])
     ]
-    return {"state": states, "param_groups": groups}
+    shown = {name: on_meta(value, "state", name) for name, value in states if not name.startswith("@")}
+    return {"state": shown, "param_groups": groups}

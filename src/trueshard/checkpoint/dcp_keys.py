@@ -1,20 +1,18 @@
 """Interpret the keys of a DCP directory. Whoever saves chooses them, so they are recognised by what they lead to.
 
 - Models: the nested dict (or the top level, as in TorchTitan) that holds most of the model's names.
-- Optimizers: whatever has ``param_groups``. By name and nested, as torch's ``get_optimizer_state_dict`` makes it and
-  Accelerate saves it; by name and flat (``state.<name>.exp_avg``), as TorchTitan saves it; or by number, as
-  ``Optimizer.state_dict()`` makes it, where the places in the groups say which parameter is meant, as for torch.
+- Optimizers: whatever has ``param_groups``. By name and nested, as torch's ``get_optimizer_state_dict`` makes it; by
+  name and flat (``state.<name>.exp_avg``), as TorchTitan saves it; or by number, as ``Optimizer.state_dict()`` does.
 - All else are entries of the user.
-
-The result is a catalogue, which is loaded like any other.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,23 +21,17 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from trueshard.checkpoint import state
 from trueshard.checkpoint.catalogue import Catalogue, LocalDirectory
 from trueshard.checkpoint.dcp import DcpCatalogue, DcpDirectory, dcp_directories
-from trueshard.checkpoint.manifest import Manifest, references
-from trueshard.checkpoint.tensorfile import TensorEntry, dtype_name
+from trueshard.checkpoint.format import Manifest, TensorEntry, dtype_name, join, references
 
 _OPTIMIZER = re.compile(r"(|.*?\.)param_groups\.")
+# Top-level names that are never entries of the user:
 _NO_ENTRIES = ("model", "models", "state_dict", "optimizer", "optimizers", "optim")
-"""Top-level names that are never entries of the user."""
-_T = TypeVar("_T")
 
 
 def open_dcp(
     catalogue: Catalogue, models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], names: Any, allow_pickle: bool
 ) -> DcpCatalogue:
-    """Open the directory of ``catalogue``, to load ``models`` and ``optimizers`` (by key prefix).
-
-    Raises:
-        ValueError: pickles are not allowed, it is damaged, or its keys are ambiguous.
-    """
+    """Open the directory of ``catalogue``, to load ``models`` and ``optimizers`` (by key prefix)."""
     if not allow_pickle:
         raise ValueError(
             f"{catalogue.where} is a directory of torch.distributed.checkpoint, whose metadata is a pickle, which "
@@ -81,46 +73,22 @@ class _Leaf:
         return path
 
 
-_Tree = dict[tuple[Any, ...], _Leaf]
-"""Leaves by their path below some root."""
+_Tree = dict[tuple[Any, ...], _Leaf]  # leaves by their path below some root
+_Where = tuple[DcpDirectory, str]  # a directory, and the root: what keys in it begin with
+_Optimizer = dict[str, dict[str, _Tree]]  # "state" and "param_groups" → a parameter's name, or a number → leaves
 
 
-@dataclass
-class _SavedOptimizer:
-    source: DcpDirectory
-    root: str
-    groups: dict[int, _Tree] = field(default_factory=dict)
-    settings: dict[str, _Tree] = field(default_factory=dict)
-    """By parameter, where no groups were saved."""
-    state: dict[str, _Tree] = field(default_factory=dict)
-    """By parameter: its name or number."""
-
-    def add(self, leaf: _Leaf, parameter_in: Callable[[str], str]) -> None:
-        """Add a leaf; ``parameter_in`` returns the parameter's name that a flat key begins with."""
-        first, *rest = leaf.after(self.root)
-        kind, _, tail = str(first).partition(".")
-        if not rest:
-            name = parameter_in(tail)
-            rest = [name, *(tail[len(name) + 1 :].split("."))]
-        where = tuple(rest[1:])
-        if kind == "state":
-            self.state.setdefault(str(rest[0]), {})[where] = leaf
-        elif kind == "param_groups" and str(rest[0]).isdigit():
-            self.groups.setdefault(int(rest[0]), {})[where] = leaf
-        elif kind == "param_groups":
-            self.settings.setdefault(str(rest[0]), {})[where] = leaf
-
-
-def _match(roots: Sequence[str], number: int, found: Sequence[tuple[DcpDirectory, str, _T]]) -> _T | None:
-    """Return the value of the only (directory, root, value) with the first root, or else the next one, and so on.
-
-    If several directories have that root, Accelerate's with ``number`` in its name is meant.
-    """
+def _match(
+    roots: Sequence[str],
+    number: int,  # at the end of the name of the one that is meant, if several of Accelerate's have the root
+    found: Iterable[_Where],
+) -> _Where | None:
+    """Return the only one with the first root, or else the next one, and so on."""
     for root in roots:
-        same = [each for each in found if each[1] == root]
-        numbered = [each for each in same if each[0].directory.name.endswith(f"_{number}")]
+        same = [where for where in found if where[1] == root]
+        numbered = [where for where in same if where[0].directory.name.endswith(f"_{number}")]
         if len(same) == 1 or len(numbered) == 1:
-            return (numbered or same)[0][2]
+            return (numbered or same)[0]
     return None
 
 
@@ -134,6 +102,7 @@ class _Interpreter:
         sources = dcp_directories(directory.directory)
         self._leaves = [_Leaf(source, key, path) for source in sources for key, path in source.paths.items()]
         self._taken: set[_Leaf] = set()
+        self._ours: dict[str, str] = {}  # a parameter's name in the directory → in the model
         self._values: dict[_Leaf, Any] = {}
 
     def add_model(self, prefix: str, number: int, model: nn.Module, named: bool) -> None:
@@ -161,7 +130,7 @@ class _Interpreter:
         self, prefix: str, number: int, wanted: set[str], whole: dict[str, _Leaf]
     ) -> tuple[DcpDirectory, str, dict[str, _Leaf]]:
         """Return the directory, the root in it, and by name all below it; ``whole``: leaves named by whole keys."""
-        found: dict[tuple[DcpDirectory, str], dict[str, _Leaf]] = {}
+        found: dict[_Where, dict[str, _Leaf]] = {}
         for leaf in self._leaves:
             roots = {leaf.key[: len(leaf.key) - len(str(leaf.path[-1]))]}
             if leaf.path == (leaf.key,):  # its path may not have been recorded
@@ -178,14 +147,15 @@ class _Interpreter:
             raise ValueError(
                 f"{self.catalogue.where} holds no tensor of {prefix!r}, but {shown}; say with names= what is"
             )
-        candidates = [(*where, (*where, found[where])) for where, score in scores.items() if score == best]
+        candidates = [where for where, score in scores.items() if score == best]
         key = prefix.partition("/")[2]
         own_roots = [f"model.{key}.", f"models.{key}.", f"{key}."] if key else []
         chosen = _match([*own_roots, "model.", ""], number, candidates)
         if chosen is None and len(candidates) > 1:
-            shown = ", ".join(repr(root + next(iter(wanted))) for _, root, _ in candidates)
+            shown = ", ".join(repr(root + next(iter(wanted))) for _, root in candidates)
             raise ValueError(f"{self.catalogue.where} holds {prefix!r} more than once ({shown}); say with names= which")
-        return chosen or candidates[0][2]
+        chosen = chosen or candidates[0]
+        return (*chosen, found[chosen])
 
     def _add_tensor(self, key: str, leaf: _Leaf) -> None:
         saved = leaf.tensor
@@ -196,68 +166,66 @@ class _Interpreter:
 
     def add_optimizers(self, wanted: Mapping[str, Any], name_of: Mapping[int, str]) -> None:
         """Add the records of ``wanted`` (key prefix → optimizer); ``name_of``: ``id`` of a parameter → its name."""
-        ours = {self._given(name): name for name in name_of.values()}
-        saved = self._saved_optimizers(ours)
+        self._ours = {self._given(name): name for name in name_of.values()}
+        saved = self._saved_optimizers()
         for i, (prefix, optimizer) in enumerate(wanted.items()):
             key = prefix.partition("/")[2]
             roots = [f"optimizer.{key}.", f"optimizers.{key}.", f"{key}."] if key else []
-            one = _match([*roots, "optimizer.", "optim.", ""], i, [(each.source, each.root, each) for each in saved])
-            if one is None and len(saved) > 1:
-                shown = ", ".join(repr(each.root) for each in saved)
+            where = _match([*roots, "optimizer.", "optim.", ""], i, saved)
+            if where is None and len(saved) > 1:
+                shown = ", ".join(repr(root) for _, root in saved)
                 raise ValueError(
                     f"{self.catalogue.where} holds several optimizers, {shown}; name the one for {prefix!r} by "
                     "optimizer={name: …}"
                 )
-            if one is not None or saved:
+            if saved:
                 own = [[name_of.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
-                record = self._record(prefix, optimizer, one or saved[0], own, ours, len(wanted) > 1)
+                record = self._record(prefix, optimizer, saved[where or next(iter(saved))], own, len(wanted) > 1)
                 self._manifest.optimizers[prefix] = record
 
-    def _saved_optimizers(self, names: Mapping[str, str]) -> list[_SavedOptimizer]:
-        found: dict[tuple[DcpDirectory, str], _SavedOptimizer] = {}
+    def _saved_optimizers(self) -> dict[_Where, _Optimizer]:
+        found: dict[_Where, _Optimizer] = {}
         for leaf in self._leaves:
             match = _OPTIMIZER.match(leaf.key)
             if match is not None and leaf not in self._taken:
-                found.setdefault((leaf.source, match[1]), _SavedOptimizer(leaf.source, match[1]))
-
-        def parameter_in(tail: str) -> str:
-            """Return the longest of ``names`` that ``tail`` begins with, or else a number, or all but its last word."""
-            at = len(tail)
-            while (at := tail.rfind(".", 0, at)) > 0:
-                if tail[:at] in names:
-                    return tail[:at]
-            return tail.partition(".")[0] if tail.partition(".")[0].isdigit() else tail.rpartition(".")[0]
-
+                found.setdefault((leaf.source, match[1]), {"state": {}, "param_groups": {}})
         for leaf in self._leaves:
-            for (source, root), one in found.items():
+            for (source, root), parts in found.items():
                 if leaf.source is source and leaf.key.startswith((f"{root}state.", f"{root}param_groups.")):
-                    one.add(leaf, parameter_in)
+                    first, *rest = leaf.after(root)
+                    kind, _, tail = str(first).partition(".")
+                    if not rest:
+                        name = self._parameter_in(tail)
+                        rest = [name, *tail[len(name) + 1 :].split(".")]
+                    parts[kind].setdefault(str(rest[0]), {})[tuple(rest[1:])] = leaf
                     self._taken.add(leaf)
-        return list(found.values())
+        return found
+
+    def _parameter_in(self, tail: str) -> str:
+        """Return the longest name of a parameter that a flat key begins with, or a number, or all but the last word."""
+        at = len(tail)
+        while (at := tail.rfind(".", 0, at)) > 0:
+            if tail[:at] in self._ours:
+                return tail[:at]
+        return tail.partition(".")[0] if tail.partition(".")[0].isdigit() else tail.rpartition(".")[0]
 
     def _record(
         self,
         prefix: str,
         optimizer: Any,
-        saved: _SavedOptimizer,
-        own: list[list[str]],
-        ours: Mapping[str, str],
-        partly: bool,
+        saved: _Optimizer,
+        own: list[list[str]],  # names in each of its groups
+        partly: bool,  # true if ``saved`` also has parameters of other optimizers
     ) -> dict[str, Any]:
-        """Return the manifest's record of an optimizer.
-
-        ``own``: names in each of its groups; ``ours``: name in the directory → in the model; ``partly``: ``saved`` also
-        holds parameters of other optimizers.
-        """
-        trees = [*saved.groups.values(), *saved.settings.values(), *saved.state.values()]
-        self._unpickle([leaf for tree in trees for leaf in tree.values()])
-        groups, name_of = self._groups(prefix, saved, own, ours)
+        """Return the manifest's record of an optimizer."""
+        self._unpickle([leaf for trees in saved.values() for tree in trees.values() for leaf in tree.values()])
+        groups, name_of = self._groups(prefix, saved["param_groups"], own)
         mine = {name for group in own for name in group}
         if partly:
             groups = [group for group in groups if mine & set(group["params"])]
         states = {}
-        for key, tree in saved.state.items():
-            name = name_of.get(key, ours.get(key, key))
+        for key, tree in saved["state"].items():
+            name = name_of.get(key, self._ours.get(key, key))
             if name in mine or not partly:
                 states[name] = self._value(tree, f"{prefix}/{name}")
         if name_of:
@@ -266,17 +234,17 @@ class _Interpreter:
         return {"class": type(optimizer).__name__, "groups": groups, "state": states}
 
     def _groups(
-        self, prefix: str, saved: _SavedOptimizer, own: list[list[str]], ours: Mapping[str, str]
+        self, prefix: str, trees: Mapping[str, _Tree], own: list[list[str]]
     ) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """Return the groups, by names, and number → name, where the state is by number."""
         groups: list[dict[str, Any]] = []
         name_of: dict[str, str] = {}
-        for g, tree in sorted(saved.groups.items()):
-            settings = self._value(tree, f"{prefix}/@groups/{g}")["__dict__"]
-            given = dict(settings)
-            members = list(given.get("params", []))
+        values = {key: self._value(tree, f"{prefix}/@groups/{key}") for key, tree in trees.items()}
+        for g in sorted(int(key) for key in values if key.isdigit()):
+            settings = dict(values[str(g)]["__dict__"])
+            members = list(settings.pop("params", []))
             if any(isinstance(member, int) for member in members):
-                names = given.get("param_names") or (own[g] if g < len(own) else [])
+                names = settings.get("param_names") or (own[g] if g < len(own) else [])
                 if len(names) != len(members):
                     raise ValueError(
                         f"{self.catalogue.where}: group {g} of {prefix!r} has {len(members)} parameters, by number, "
@@ -284,29 +252,11 @@ class _Interpreter:
                     )
                 name_of |= dict(zip(map(str, members), names, strict=True))
                 members = names
-            others = [[key, value] for key, value in settings if key != "params"]
-            groups.append({"params": [ours.get(name, name) for name in members], "settings": {"__dict__": others}})
-        if saved.settings:
-            groups += self._regrouped(prefix, saved, own, ours)
-        return groups, {number: ours.get(name, name) for number, name in name_of.items()}
-
-    def _regrouped(
-        self, prefix: str, saved: _SavedOptimizer, own: list[list[str]], ours: Mapping[str, str]
-    ) -> list[dict[str, Any]]:
-        """Return the optimizer's own groups, with settings that were saved by parameter."""
-        of = {ours.get(key, key): self._value(tree, f"{prefix}/@groups/{key}") for key, tree in saved.settings.items()}
-        groups: list[dict[str, Any]] = []
-        for members in own:
-            begin = len(groups)  # parameters saved with different settings cannot have been one group
-            for name in (name for name in members if name in of):
-                plain = _without_tensors(of[name])
-                same = next((one for one in groups[begin:] if _without_tensors(one["settings"]) == plain), None)
-                if same is None:
-                    groups.append({"params": [name], "settings": of[name]})
-                else:
-                    same["params"].append(name)
-        left = [name for name in of if not any(name in members for members in own)]
-        return [*groups, {"params": left, "settings": of[left[0]]}] if left else groups
+            others = [[key, value] for key, value in settings.items()]
+            groups.append({"params": [self._ours.get(n, n) for n in members], "settings": {"__dict__": others}})
+        by_parameter = {self._ours.get(key, key): value for key, value in values.items() if not key.isdigit()}
+        groups += _regrouped(by_parameter, own)
+        return groups, {number: self._ours.get(name, name) for number, name in name_of.items()}
 
     def _check_shapes(self, optimizer: Any, own: list[list[str]], states: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` where state by number cannot belong to the parameter at its place."""
@@ -359,22 +309,21 @@ class _Interpreter:
         left = [leaf for leaf in leaves if leaf.tensor is None and leaf not in self._values]
         for source in {leaf.source: None for leaf in left}:
             keys = {leaf.key: leaf for leaf in left if leaf.source is source}
-            self._values |= {keys[key]: _split(value) for key, value in source.values(keys).items()}
+            self._values |= {keys[key]: value for key, value in source.values(keys).items()}
 
 
-def _without_tensors(value: Any) -> Any:
-    """Replace every reference in a split value by the same word, to compare the rest of two."""
-    if isinstance(value, dict) and "__tensor__" in value:
-        return "tensor"
-    if isinstance(value, dict):
-        return {key: _without_tensors(each) for key, each in value.items()}
-    return [_without_tensors(each) for each in value] if isinstance(value, list) else value
-
-
-def _split(value: Any) -> Any:
-    """Return an unpickled value in the form of ``split``; what that has no form for stays as it is."""
-    if isinstance(value, dict):
-        return {"__dict__": [[key, _split(each)] for key, each in value.items()]}
-    if type(value) is tuple:
-        return {"__tuple__": [_split(each) for each in value]}
-    return [_split(each) for each in value] if isinstance(value, list) else value
+def _regrouped(of: Mapping[str, Any], own: list[list[str]]) -> list[dict[str, Any]]:
+    """Return the optimizer's own groups, with settings that were saved by parameter."""
+    groups: list[dict[str, Any]] = []
+    no_tensors: defaultdict[str, Any] = defaultdict(bool)  # to compare the rest
+    for members in own:
+        begin = len(groups)  # parameters saved with different settings cannot have been one group
+        for name in (name for name in members if name in of):
+            plain = join(of[name], no_tensors)
+            same = next((one for one in groups[begin:] if join(one["settings"], no_tensors) == plain), None)
+            if same is None:
+                groups.append({"params": [name], "settings": of[name]})
+            else:
+                same["params"].append(name)
+    left = [name for name in of if not any(name in members for members in own)]
+    return [*groups, {"params": left, "settings": of[left[0]]}] if left else groups

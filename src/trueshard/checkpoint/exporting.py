@@ -3,36 +3,46 @@
 - ``hf``: the model as a Hugging Face directory, with its configuration and tokenizer files.
 - ``safetensors``: the model as one file, under its own names.
 - ``adapter``, ``merged``: of a PEFT model, the adapters alone, or merged into the base, by PEFT itself.
-- ``dcp``: a directory of torch.distributed.checkpoint: ``model.<name>``, as Accelerate and torch's
-  ``get_model_state_dict`` name it, a tied tensor under each of its names; optimizers as ``get_optimizer_state_dict``.
+- ``dcp``: a directory of torch.distributed.checkpoint, with the names that torch's ``get_model_state_dict`` gives.
 
-Tensors are copied from file to file in blocks, and their checksums compared on the way. The export gets its name once
-all of it is on disk.
+Tensors are copied from file to file in blocks, and their checksums compared on the way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import importlib
 import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from trueshard.checkpoint import layout, tensorfile
+from trueshard import _torch
+from trueshard.checkpoint import layout, state
 from trueshard.checkpoint.catalogue import Catalogue, LocalDirectory, is_url, open_catalogue, resolve_latest
+from trueshard.checkpoint.format import BLOCK, TensorEntry, crc32, dtype_name, dtype_of, find_dtype, make_header
+from trueshard.checkpoint.materialise import materialise, uncomputable
 from trueshard.checkpoint.ranks import as_bytes
-from trueshard.checkpoint.tensorfile import TensorEntry
-from trueshard.checkpoint.writing import move_into_place, sync
+from trueshard.checkpoint.writing import move_into_place
+from trueshard.model import names
 
 KINDS = ("hf", "safetensors", "adapter", "merged", "dcp")
 _COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of a Hugging Face directory's files other than weights."""
+_ADAPTER_IN_NAME = re.compile(
+    r"\.(?:lora_\w+|modules_to_save|ia3_l|hada_\w+|lokr_\w+|vera_\w+|oft_\w+|boft_\w+)\.(\w+)"
+)
 
 
 def export(
@@ -68,7 +78,7 @@ def export(
     if is_url(out):
         raise ValueError(f"{out}: export writes to local directories; export to one, and copy it")
     source = _source(resolve_latest(path), model)
-    wanted = dtype if isinstance(dtype, torch.dtype) else tensorfile.find_dtype(dtype)
+    wanted = dtype if isinstance(dtype, torch.dtype) else find_dtype(dtype)
     if dtype is not None and not (wanted is not None and wanted.is_floating_point):
         raise ValueError(f"dtype={dtype!r}: it is a floating-point dtype, such as bfloat16, float16 or float32")
     if to in ("adapter", "merged") and not source.adapters:
@@ -78,26 +88,28 @@ def export(
             f'{path} is of a PEFT model, whose base alone is not what was trained: to="merged" writes both as one '
             'model, to="adapter" the adapter alone'
         )
-    with _whole(Path(os.path.abspath(out)), str(out)) as partial:
-        if to == "hf":
-            _write_hf(source, partial, wanted)
-        elif to == "safetensors":
-            entries = source.converted(wanted)
-            source.write(partial, entries, {key: source.name(key) for key in entries})
-        elif to == "dcp":
-            from trueshard.checkpoint.dcp import write_dcp
-
-            write_dcp(source, partial, wanted)
-        else:
-            from trueshard.checkpoint import adapters
-
-            write = adapters.write_adapters if to == "adapter" else adapters.write_merged
-            write(source, partial, wanted, adapter)
+    with _appearing(Path(os.path.abspath(out)), str(out)) as partial:
+        _write(source, partial, to, wanted, adapter)
     return Path(out)
 
 
+def _write(source: ExportSource, path: Path, to: str, dtype: torch.dtype | None, adapter: str | None) -> None:
+    if to == "hf":
+        _write_hf(source, path, dtype)
+    elif to == "safetensors":
+        entries = source.converted(dtype)
+        source.write(path, entries, {key: source.name(key) for key in entries})
+    elif to == "dcp":
+        from trueshard.checkpoint.dcp import write_dcp
+
+        write_dcp(source, path, dtype)
+    else:
+        write = _write_adapters if to == "adapter" else _write_merged
+        write(source, path, dtype, adapter)
+
+
 @contextlib.contextmanager
-def _whole(final: Path, shown: str) -> Iterator[Path]:
+def _appearing(final: Path, shown: str) -> Iterator[Path]:
     """Yield a temporary path beside ``final``; rename it to ``final`` at the end, or remove it on an error."""
     if os.path.lexists(final):
         raise FileExistsError(f"{shown} exists already; export to another name, or remove it first")
@@ -105,14 +117,11 @@ def _whole(final: Path, shown: str) -> Iterator[Path]:
     partial = final.with_name(f".{final.name}.exporting-{secrets.token_hex(4)}")
     try:
         yield partial
-        for path in [*partial.rglob("*"), partial]:
-            sync(path)
         move_into_place(partial, final, shown)
     except BaseException:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        with contextlib.suppress(OSError):  # of a single file
+            partial.unlink()
         raise
 
 
@@ -121,12 +130,9 @@ class ExportSource:
     """The model that is exported."""
 
     catalogue: Catalogue
-    prefix: str
-    """Of its keys: "model/" or "model/<key>/"; "" in other programs' files."""
-    folder: str
-    """Of its files in the checkpoint: "" or "<key>/"."""
-    alone: bool = False
-    """True for a single file, which has no companions."""
+    prefix: str  # of its keys: "model/" or "model/<key>/"; "" in other programs' files
+    folder: str  # of its files in the checkpoint: "" or "<key>/"
+    alone: bool = False  # true for a single file, which has no companions
 
     @property
     def keys(self) -> list[str]:
@@ -161,7 +167,7 @@ class ExportSource:
             own = name.removeprefix(self.folder)
             if name.startswith(self.folder) and not own.endswith(".index.json") and not own.startswith("adapter"):
                 found[own] = bytes(directory.read(name))
-                if manifest is not None and tensorfile.crc32(memoryview(found[own])) != manifest.files[name].crc32:
+                if manifest is not None and crc32(memoryview(found[own])) != manifest.files[name].crc32:
                     raise ValueError(f"{directory.where}/{name} is damaged; export an earlier checkpoint")
         return found
 
@@ -170,29 +176,21 @@ class ExportSource:
         found = {}
         for key in self.keys:
             entry = self.catalogue.entries[key]
-            found[key] = TensorEntry(entry.names, entry.shape, entry.dtype)
-            if dtype is not None and tensorfile.dtype_of(entry.dtype).is_floating_point:
-                found[key].dtype = tensorfile.dtype_name(dtype)
+            converts = dtype_of(entry.dtype).is_floating_point
+            found[key] = TensorEntry(entry.names, entry.shape, dtype_name(dtype) if dtype and converts else entry.dtype)
         return found
 
     def write(self, path: Path, entries: Mapping[str, TensorEntry], name_of: Mapping[str, str]) -> None:
-        """Write one file; ``name_of``: key of each of ``entries`` → its key in the file."""
-        header, ranges = tensorfile.make_header({name_of[key]: entry for key, entry in entries.items()}, marked=False)
-        self.write_file(path, header, {key: ranges[name_of[key]][0] for key in entries}, entries)
-
-    def write_file(
-        self, path: Path, header: bytes, begins: Mapping[str, int], entries: Mapping[str, TensorEntry]
-    ) -> None:
-        """Write a file of ``header`` and the tensors of ``begins`` (key → first byte), block by block."""
+        """Write one file, block by block; ``name_of``: key of each of ``entries`` → its key in the file."""
+        header, ranges = make_header({name_of[key]: entry for key, entry in entries.items()}, marked=False)
         with open(path, "wb") as file:
             file.write(header)
-            for key in sorted(begins, key=lambda key: (begins[key], entries[key].nbytes)):
+            for key in sorted(entries, key=lambda key: ranges[name_of[key]]):
                 self.check(key)
-                assert file.tell() == begins[key]
                 stored = self.catalogue.entries[key]
-                count, most = stored.nbytes // stored.itemsize, tensorfile.BLOCK // stored.itemsize
+                count, most = stored.nbytes // stored.itemsize, BLOCK // stored.itemsize
                 for at in range(0, count, most):
-                    block = torch.empty(min(most, count - at), dtype=tensorfile.dtype_of(entries[key].dtype))
+                    block = torch.empty(min(most, count - at), dtype=dtype_of(entries[key].dtype))
                     self.catalogue.read_into(key, at * stored.itemsize, block)
                     file.write(as_bytes(block))
 
@@ -205,11 +203,7 @@ class ExportSource:
 def _source(path: Any, model: str | None) -> ExportSource:
     """Open the model at ``path``; ``model``: the key of one of several."""
     catalogue = open_catalogue(path)
-    if catalogue.dcp:
-        raise ValueError(
-            f"{path} is a directory of torch.distributed.checkpoint; load it into its model with "
-            "trueshard.load(…, allow_pickle=True), save that, and export what was saved"
-        )
+    catalogue.refuse_dcp()
     prefixes = ["model"] if catalogue.manifest is None else sorted(catalogue.manifest.models)
     if not prefixes:
         raise ValueError(f"{path} was saved without a model; there is nothing to export")
@@ -231,11 +225,13 @@ def _write_hf(source: ExportSource, directory: Path, dtype: torch.dtype | None) 
     stem = "adapter_model" if source.catalogue.adapter else "model"
     keys = {key: layout.FileKey("", stem, source.name(key)) for key in entries}
     for name, data in layout.lay_out(entries, keys, marked=False).items():
-        begins = {key: entry.pieces[0].begin for key, entry in entries.items() if entry.pieces[0].file == name}
-        source.write_file(directory / name, data, begins, entries)
+        if held := {key: entry for key, entry in entries.items() if entry.files == [name]}:
+            source.write(directory / name, held, {key: source.name(key) for key in held})
+        else:  # the index
+            (directory / name).write_bytes(data)
     for name, data in source.companions().items():
         if name == "config.json" and dtype is not None:
-            data = json.dumps(_with_dtype(json.loads(data), tensorfile.dtype_name(dtype)), indent=2).encode()
+            data = json.dumps(_with_dtype(json.loads(data), dtype_name(dtype)), indent=2).encode()
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(data)
 
@@ -248,3 +244,161 @@ def _with_dtype(config: Any, dtype: str) -> Any:
         key: dtype if key in ("dtype", "torch_dtype") and isinstance(value, str) else _with_dtype(value, dtype)
         for key, value in config.items()
     }
+
+
+# PEFT models are built again from their configurations, on the meta device. Their tensors are maps of the checkpoint's
+# files, so what PEFT does not use is not read.
+
+
+class _OtherModel(ValueError):
+    """The configuration describes another model than was saved."""
+
+
+def _write_adapters(source: ExportSource, directory: Path, dtype: torch.dtype | None, adapter: str | None) -> None:
+    """Write what ``PeftModel.save_pretrained`` does: one adapter at the top, several in a folder each but "default"."""
+    alone = len(source.adapters) == 1
+    chosen = [name for name in source.adapters if alone or adapter in (None, name)]
+    if not chosen:
+        raise ValueError(f"adapter={adapter!r}: {source.catalogue.where} has {', '.join(source.adapters)}")
+    folders = {name: directory if alone or name == "default" else directory / name for name in chosen}
+    try:
+        model = _rebuilt(source, lambda name: _ADAPTER_IN_NAME.search(name) is not None)
+    except _OtherModel:  # no class of transformers, or its layers were replaced, as by quantized ones
+        _copy_adapters(source, folders, dtype)
+    else:
+        if dtype is not None:
+            for name, parameter in model.named_parameters():
+                if parameter.is_floating_point() and _ADAPTER_IN_NAME.search(name):
+                    parameter.data = parameter.data.to(dtype)
+        for config in model.peft_config.values():
+            if not os.path.isfile(os.path.join(config.base_model_name_or_path or "", "config.json")):
+                config.base_model_name_or_path = None  # so that PEFT asks no server for its vocabulary's size
+        model.save_pretrained(str(directory), selected_adapters=None if adapter is None else [_name_in(model, adapter)])
+    for name, folder in folders.items():
+        (folder / "adapter_config.json").write_bytes(_config(source, name))
+
+
+def _name_in(model: Any, adapter: str) -> str:
+    return adapter if adapter in model.peft_config else next(iter(model.peft_config))
+
+
+def _config(source: ExportSource, adapter: str) -> bytes:
+    return bytes(source.catalogue.directory.read(f"{source.adapters[adapter]}/adapter_config.json"))
+
+
+def _copy_adapters(source: ExportSource, folders: dict[str, Path], dtype: torch.dtype | None) -> None:
+    """Copy the adapters' files from the checkpoint, for a model that only its own program can build."""
+    catalogue = source.catalogue
+    for name, folder in folders.items():
+        file = f"{source.adapters[name]}/adapter_model.safetensors"
+        if not catalogue.directory.exists(file):
+            raise ValueError(
+                f"{catalogue.where} is in the layout of a remote store, and of a model that is none of "
+                "transformers; load it into the model, and use PEFT's save_pretrained"
+            )
+        name_at = {tuple(entry.pieces): key for key, entry in catalogue.directory.tensors(file).items()}
+        converted = source.converted(dtype)
+        entries = {key: entry for key, entry in converted.items() if catalogue.entries[key].files[:1] == [file]}
+        folder.mkdir(parents=True)
+        name_of = {key: name_at[tuple(catalogue.entries[key].pieces)] for key in entries}
+        source.write(folder / "adapter_model.safetensors", entries, name_of)
+
+
+def _write_merged(source: ExportSource, directory: Path, dtype: torch.dtype | None, adapter: str | None) -> None:
+    """Write a Hugging Face directory of the base with ``adapter``, one of several, or the only one merged into it."""
+    where = source.catalogue.where
+    if len(source.adapters) > 1 and adapter not in source.adapters:
+        raise ValueError(
+            f"{where} has the adapters {', '.join(source.adapters)}; say adapter= which is merged (it is {adapter!r})"
+        )
+    if packed := next((source.name(key) for key in source.keys if source.name(key).endswith(".packed")), None):
+        raise ValueError(
+            f"{where}: its base is quantized ({packed}), and merging would round the adapter away; "
+            'to="adapter" writes the adapter alone'
+        )
+    model = _rebuilt(source, lambda name: True)
+    chosen = [_name_in(model, adapter)] if adapter is not None else list(model.peft_config)
+    if not hasattr(model, "merge_and_unload") or not hasattr(model.base_model, "merge_and_unload"):
+        kind = model.peft_config[chosen[0]].peft_type
+        raise ValueError(f'PEFT cannot merge a {kind} adapter into its base; to="adapter" writes it alone')
+    merged = model.merge_and_unload(safe_merge=True, adapter_names=chosen)
+    if dtype is not None:
+        merged = merged.to(dtype)
+    merged.save_pretrained(str(directory))
+    for name, data in source.companions().items():
+        if name != "config.json":
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_bytes(data)
+
+
+def _rebuilt(source: ExportSource, checked: Callable[[str], bool]) -> Any:
+    """Build the PEFT model with its tensors; compare the checksums of those whose key is ``checked``."""
+    described = source.companions().get("config.json", b"{}")
+    named = (json.loads(described).get("architectures") or [None])[0]
+    kind: Any = getattr(importlib.import_module("transformers"), str(named), None) if named else None
+    if kind is None:
+        raise _OtherModel(
+            f"{source.catalogue.where} has no config.json that names a class of transformers, so the model cannot be "
+            "built here; load the checkpoint into it, and use PEFT's own functions"
+        )
+    import peft
+    from transformers import AutoConfig
+
+    known = {match[1] for key in source.keys if (match := _ADAPTER_IN_NAME.search(source.name(key)))}
+    only = "default" if not known or "default" in known else min(known)  # its name in the model's names of tensors
+    with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Path(scratch, "config.json").write_bytes(described)
+        config = AutoConfig.from_pretrained(scratch)
+        with torch.device("meta"), torch.no_grad():
+            model: Any = kind(config)
+            for i, name in enumerate(source.adapters):
+                Path(scratch, "adapter_config.json").write_bytes(_config(source, name))
+                settings = copy.deepcopy(peft.PeftConfig.from_pretrained(scratch))
+                if hasattr(settings, "init_lora_weights"):
+                    settings.init_lora_weights = False  # the base has been changed already, if this changes it
+                model.name_or_path = settings.base_model_name_or_path
+                called = name if len(source.adapters) > 1 else only
+                if i:
+                    model.add_adapter(called, settings)
+                else:
+                    model = peft.get_peft_model(model, settings, called, autocast_adapter_dtype=False)
+        _renew_parameters(model)
+    _fill(model, source, checked)
+    return model.eval()
+
+
+def _renew_parameters(model: nn.Module) -> None:
+    """Replace each parameter by a new object, since PEFT keeps some that it ties by memory; ties of objects stay."""
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for module in model.modules():
+        for attribute, old in _torch.own_parameters(module).items():
+            if old is not None:
+                new = nn.Parameter(torch.empty_like(old), requires_grad=False)
+                _torch.own_parameters(module)[attribute] = made.setdefault(id(old), (old, new))[1]
+
+
+def _fill(model: Any, source: ExportSource, checked: Callable[[str], bool]) -> None:
+    catalogue = source.catalogue
+    key_of = {name: key for key in source.keys for name in catalogue.entries[key].names}
+    held, _ = state.model_tensors(model)
+    targets: dict[int, str] = {}
+    for name, each in held.items():
+        key = next((key_of[known] for known in each.names if known in key_of), None)
+        if key is None or catalogue.entries[key].shape != list(each.tensor.shape):
+            raise _OtherModel(
+                f"{catalogue.where} has no {name!r} of shape {list(each.tensor.shape)}, which a model of its "
+                f"configuration has.{names.nearest(name, key_of)} Load it into the model that was saved, and use "
+                "PEFT's own functions"
+            )
+        each.tensor.data = each.tensor.data.to(dtype_of(catalogue.entries[key].dtype))
+        targets[id(each.tensor)] = key
+    if left := uncomputable(model, set(targets)):
+        raise ValueError(f"{catalogue.where}: nothing computes {left[0]!r}, which no checkpoint has")
+    with torch.no_grad():
+        filled = materialise(model, catalogue, targets)
+        for each in held.values():
+            if id(each.tensor) not in filled:
+                catalogue.fill(targets[id(each.tensor)], each.tensor)
+    for key in filter(checked, targets.values()):
+        source.check(key)

@@ -1,8 +1,6 @@
 """``inspect``: list the content of a checkpoint, or compare two, from manifests and headers.
 
-- Everything that ``load`` reads without a model can be inspected: checkpoints, Hugging Face directories, single files.
-- Tensors of the same shape and dtype are compared by their checksums, so at any world size. Only where a file has no
-  checksums are tensors read.
+Tensors are compared by their checksums, so at any world size. Only where a file has no checksums are tensors read.
 """
 
 from __future__ import annotations
@@ -10,17 +8,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
-from trueshard.checkpoint.manifest import join, references
-from trueshard.checkpoint.tensorfile import TensorEntry
+from trueshard.checkpoint.format import TensorEntry, join, references
 from trueshard.text import size, table
-
-_LONGEST = 60
-"""Characters of a value in a table."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +24,11 @@ class TensorFound:
 
     key: str
     """"model/<name>", "optimizer/<parameter>/<state>", "more/<path>", "rng"; in other programs' files, the name."""
-    names: list[str]
-    """A tied tensor has several."""
+    names: list[str]  # a tied tensor has several
     shape: list[int]
     dtype: str
     bytes: int
-    trainable: bool | None
-    """None if not a parameter, or unknown."""
+    trainable: bool | None  # None if not a parameter, or unknown
     files: list[str]
     crc32: int | None
 
@@ -46,8 +39,7 @@ class GroupFound:
 
     settings: dict[str, Any]
     parameters: list[str]
-    elements: int
-    """Of all its parameters."""
+    elements: int  # of all its parameters
 
 
 @dataclass(frozen=True)
@@ -55,11 +47,9 @@ class OptimizerFound:
     """One optimizer."""
 
     key: str
-    kind: str
-    """The class."""
+    kind: str  # the class
     groups: list[GroupFound]
-    with_state: list[str]
-    """Names of parameters."""
+    with_state: list[str]  # names of parameters
     without_state: list[str]
 
 
@@ -95,22 +85,27 @@ class Inspected:
         if self.step is not None:
             lines.append(f"  step: {self.step}")
         shown = [tensor for tensor in self.tensors if _part(tensor.key) in ("model", "more")]
-        rows = [(_name(t), "×".join(map(str, t.shape)) or "one", t.dtype, size(t.bytes), _kind(t)) for t in shown]
+        kinds = {True: "trainable", False: "frozen", None: ""}
+        names = [" = ".join([tensor.key.removeprefix("model/"), *tensor.names[1:]]) for tensor in shown]
+        shapes = ["×".join(map(str, tensor.shape)) or "one" for tensor in shown]
+        rows = [
+            (*row, t.dtype, size(t.bytes), kinds[t.trainable]) for *row, t in zip(names, shapes, shown, strict=True)
+        ]
         lines += ["", *table(("tensor", "shape", "dtype", "size", ""), rows, right=(3,))]
-        lines += ["", *table(("part", "dtype", "tensors", "size"), list(self._summary()), right=(2, 3))]
+        counts = Counter((_part(tensor.key), tensor.dtype) for tensor in self.tensors)
+        parts = [
+            (part, dtype, f"{counts[part, dtype]:,}", size(count))
+            for part, by_dtype in self.totals().items()
+            for dtype, count in by_dtype.items()
+        ]
+        parts.append(("all", "", f"{len(self.tensors):,}", size(sum(tensor.bytes for tensor in self.tensors))))
+        lines += ["", *table(("part", "dtype", "tensors", "size"), parts, right=(2, 3))]
         for optimizer in self.optimizers:
             lines += ["", *_optimizer_lines(optimizer)]
         if self.more:
             entries = [(key, _short(value)) for key, value in self.more.items()]
             lines += ["", *table(("entry", "value"), entries)]
         return "\n".join(line.rstrip() for line in lines)
-
-    def _summary(self) -> Iterable[tuple[str, str, str, str]]:
-        for part, by_dtype in self.totals().items():
-            for dtype, count in by_dtype.items():
-                number = sum(_part(t.key) == part and t.dtype == dtype for t in self.tensors)
-                yield part, dtype, f"{number:,}", size(count)
-        yield "all", "", f"{len(self.tensors):,}", size(sum(t.bytes for t in self.tensors))
 
 
 @dataclass(frozen=True)
@@ -166,25 +161,16 @@ def inspect(path: str | os.PathLike[str], other: str | os.PathLike[str] | None =
         FileNotFoundError: no checkpoint is there.
         ValueError: it is damaged, or a directory of torch.distributed.checkpoint.
     """
-    catalogue = _opened(path)
+    catalogue = open_catalogue(path)
     found = _inspected(catalogue)
     if other is None:
         return found
-    second = _opened(other)
+    second = open_catalogue(other)
     return _compared(catalogue, found, second, _inspected(second))
 
 
-def _opened(path: str | os.PathLike[str]) -> Catalogue:
-    catalogue = open_catalogue(path)
-    if catalogue.dcp:
-        raise ValueError(
-            f"{path} is a directory of torch.distributed.checkpoint, which only unpickling its metadata can describe; "
-            "trueshard.load(…, allow_pickle=True) reads it"
-        )
-    return catalogue
-
-
 def _inspected(catalogue: Catalogue) -> Inspected:
+    catalogue.refuse_dcp()
     tensors = [
         TensorFound(key, e.names, e.shape, e.dtype, e.nbytes, e.trainable, e.files, e.crc32)
         for key, e in catalogue.entries.items()
@@ -229,53 +215,42 @@ def _with_wrapped(prefix: str, record: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _optimizer(prefix: str, record: Any, catalogue: Catalogue) -> OptimizerFound:
-    elements = {
-        key.partition("/")[2]: math.prod(entry.shape)
-        for key, entry in catalogue.entries.items()
-        if key.startswith("model/")
-    }
+    models = {key: entry for key, entry in catalogue.entries.items() if key.startswith("model/")}
+    elements = {key.partition("/")[2]: math.prod(entry.shape) for key, entry in models.items()}
     groups = [
-        GroupFound(
-            _readable(group["settings"], catalogue),
-            group["params"],
-            sum(elements.get(name, 0) for name in group["params"]),
-        )
-        for group in record["groups"]
+        GroupFound(_readable(each["settings"], catalogue), names, sum(elements.get(name, 0) for name in names))
+        for each in record["groups"]
+        for names in [each["params"]]
     ]
     members = [name for group in groups for name in group.parameters]
-    with_state = [name for name in members if name in record["state"]]
-    without = [name for name in members if name not in record["state"]]
-    return OptimizerFound(prefix, record["class"], groups, with_state, without)
+    having, without = ([name for name in members if (name in record["state"]) is has] for has in (True, False))
+    return OptimizerFound(prefix, record["class"], groups, having, without)
 
 
 def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspected) -> Compared:
-    before, after = _common_keys(first), _common_keys(second)
-    kinds, bytes_differ, equal = {}, [], 0
-    for key in before:
-        if key not in after:
-            continue
-        a, b = (_dtype_and_shape(c.entries[keys[key]]) for c, keys in ((first, before), (second, after)))
-        if a != b:
-            kinds[key] = a, b
-        elif _checksum(first, before[key]) != _checksum(second, after[key]):
-            bytes_differ.append(key)
-        else:
-            equal += 1
+    # Other programs' files hold only a model, under its own names.
+    before, after = (
+        {key if each.manifest is not None else f"model/{key}": key for key in each.entries} for each in (first, second)
+    )
+    shared = {key: (first.entries[before[key]], second.entries[after[key]]) for key in before if key in after}
+    facts = [_facts(each, shared) if first.manifest and second.manifest else {} for each in (one, other)]
+    same = [key for key, both in shared.items() if _is_alike(*both)]
+    changed = {key: both for key, both in shared.items() if not _is_alike(*both)}
+    differ = [key for key in same if _checksum(first, before[key]) != _checksum(second, after[key])]
     return Compared(
         one.where,
         other.where,
         [key for key in before if key not in after],
         [key for key in after if key not in before],
-        kinds,
-        bytes_differ,
-        equal,
-        _differing(_facts(one), _facts(other)) if first.manifest is not None and second.manifest is not None else {},
+        {key: (_dtype_and_shape(a), _dtype_and_shape(b)) for key, (a, b) in changed.items()},
+        differ,
+        len(same) - len(differ),
+        {key: (a, b) for key in facts[0] | facts[1] if (a := facts[0].get(key)) != (b := facts[1].get(key))},
     )
 
 
-def _common_keys(catalogue: Catalogue) -> dict[str, str]:
-    """Map keys that both kinds of catalogue have in common → own keys: other programs' files hold only a model."""
-    return {key if catalogue.manifest is not None else f"model/{key}": key for key in catalogue.entries}
+def _is_alike(one: TensorEntry, other: TensorEntry) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape)
 
 
 def _checksum(catalogue: Catalogue, key: str) -> int:
@@ -283,8 +258,8 @@ def _checksum(catalogue: Catalogue, key: str) -> int:
     return catalogue.checksum(key, 0, entry.nbytes) if entry.crc32 is None else entry.crc32
 
 
-def _facts(found: Inspected) -> dict[str, Any]:
-    """Return all that is compared besides tensors, by path."""
+def _facts(found: Inspected, shared: Collection[str]) -> dict[str, Any]:
+    """Return all that is compared besides values, by path; ``shared``: keys of the tensors that both have."""
     facts: dict[str, Any] = {}
     for optimizer in found.optimizers:
         facts[f"{optimizer.key}: class"] = optimizer.kind
@@ -294,7 +269,7 @@ def _facts(found: Inspected) -> dict[str, Any]:
             _flatten(group.settings, f"{optimizer.key}: group {g}: ", facts)
     _flatten(found.more, "", facts)
     for tensor in found.tensors:
-        if tensor.trainable is not None:
+        if tensor.trainable is not None and tensor.key in shared:
             facts[f"{tensor.key}: trainable"] = tensor.trainable
             facts[f"{tensor.key}: names"] = tensor.names
     facts |= {f"about: {key}": value for key, value in found.about.items() if key != "written"}
@@ -309,28 +284,9 @@ def _flatten(value: Any, path: str, into: dict[str, Any]) -> None:
         into[path] = value
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    keys = [*one, *(key for key in other if key not in one)]
-    tensor = (": trainable", ": names")  # not of a tensor that only one has, which is reported already
-    return {
-        key: (one.get(key), other.get(key))
-        for key in keys
-        if one.get(key) != other.get(key) and not (key.endswith(tensor) and (key in one) != (key in other))
-    }
-
-
 def _part(key: str) -> str:
     kind = key.partition("/")[0]
     return kind if kind in ("optimizer", "more", "rng") else "model"
-
-
-def _name(tensor: TensorFound) -> str:
-    more = f" = {' = '.join(tensor.names[1:])}" if tensor.names[1:] else ""
-    return tensor.key.removeprefix("model/") + more
-
-
-def _kind(tensor: TensorFound) -> str:
-    return {True: "trainable", False: "frozen", None: ""}[tensor.trainable]
 
 
 def _optimizer_lines(optimizer: OptimizerFound) -> list[str]:
@@ -346,4 +302,4 @@ def _optimizer_lines(optimizer: OptimizerFound) -> list[str]:
 
 def _short(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    return text if len(text) <= 60 else text[:59] + "…"

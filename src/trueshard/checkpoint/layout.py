@@ -1,9 +1,7 @@
 """Assign each tensor of a checkpoint its file and its key in it.
 
-- The model part is a Hugging Face model directory: ``model.safetensors``, or numbered files and their index, with the
-  model's own names, beside its ``config.json``. Several models have a folder each.
-- A PEFT model is stored in two parts: its base, under the names the base has without PEFT, and its adapters in
-  ``adapter/``, as PEFT itself writes them.
+The model part is a Hugging Face model directory; several models have a folder each. A PEFT model is stored in two
+parts: its base, under the names the base has without PEFT, and its adapters in ``adapter/``, as PEFT writes them.
 """
 
 from __future__ import annotations
@@ -20,23 +18,19 @@ from typing import Any
 from torch import nn
 
 from trueshard import _torch
-from trueshard.checkpoint.tensorfile import Piece, TensorEntry, make_header
+from trueshard.checkpoint.format import Piece, TensorEntry, make_header
 from trueshard.model import names
 
-LARGEST = 5_000_000_000
-"""Bytes of tensors in one file, unless a single tensor has more."""
+LARGEST = 5_000_000_000  # bytes of tensors in one file, unless a single tensor has more
 
 
 @dataclass(frozen=True)
 class FileKey:
     """The file and key of a tensor."""
 
-    folder: str
-    """"" or "name/"."""
-    stem: str
-    """Of the file's name: "model", "adapter_model", "optimizer" or "extra"."""
-    key: str
-    """In the file."""
+    folder: str  # "" or "name/"
+    stem: str  # of the file's name: "model", "adapter_model", "optimizer" or "extra"
+    key: str  # in the file
 
 
 def file_keys(models: Mapping[str, nn.Module], entries: Mapping[str, TensorEntry]) -> dict[str, FileKey]:
@@ -129,10 +123,7 @@ def _divided(keys: list[str], entries: Mapping[str, TensorEntry]) -> list[list[s
 
 
 def companions(models: Mapping[str, nn.Module], tokenizer: Any) -> Callable[[], dict[str, bytes]]:
-    """Copy the models' configurations; return a function that writes them and the tokenizer, as name → content.
-
-    Writing takes a while, so a save in the background leaves it to its thread.
-    """
+    """Copy the models' configurations; return a function that writes them and the tokenizer, as name → content."""
     parts = [(prefix.partition("/")[2], _configurations(names.unwrap(module))) for prefix, module in models.items()]
 
     def write() -> dict[str, bytes]:

@@ -1,8 +1,7 @@
 """Load in place, at any world size: each rank reads the bytes it holds, and nothing else.
 
 Everything is checked on every rank before anything is changed: names, shapes, dtypes and groups, and then checksums.
-Each rank takes the checksum of its own bytes, and together they must give the tensor's. Only then are values copied,
-from pages that the system holds in memory by now.
+Each rank takes the checksum of its own bytes, and together they must give the tensor's.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from trueshard.checkpoint import ranks, saving, state
 from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
-from trueshard.checkpoint.manifest import Manifest, references
+from trueshard.checkpoint.format import Manifest, crc32, crc32_joined, dtype_name, references
 from trueshard.checkpoint.materialise import materialise, uncomputable
 from trueshard.checkpoint.naming import Naming, naming_of
 from trueshard.checkpoint.optimizers import OptimizerLoad, optimizer_loads
 from trueshard.checkpoint.ranks import RankGroup, check_same
-from trueshard.checkpoint.tensorfile import crc32, crc32_joined, dtype_name
 from trueshard.log import timed
 from trueshard.model import names as model_names
 
@@ -87,34 +85,9 @@ class Found(dict[str, Any]):
     mismatched: list[str]
     """Names whose shape, dtype or group differs."""
 
-    def __init__(self, entries: dict[str, Any] | None = None) -> None:
-        super().__init__(entries or {})
+    def __init__(self) -> None:
+        super().__init__()
         self.missing, self.unexpected, self.mismatched = [], [], []
-
-
-class Misfits:
-    """Collects what does not fit, to report all of it at once; an error if ``strict``."""
-
-    def __init__(self, where: str, strict: bool) -> None:
-        self._where, self._strict = where, strict
-        self._texts: dict[str, dict[str, str]] = {"mismatched": {}, "missing": {}, "unexpected": {}, "new": {}}
-
-    def add(self, kind: str, name: str, text: str) -> None:
-        """Note that ``name`` is "missing" or "unexpected" in the checkpoint, "mismatched", or "new": not an error."""
-        self._texts[kind].setdefault(name, text)
-
-    def check(self) -> None:
-        """Raise ``ValueError`` with all of it, if strict."""
-        every = [text for kind, texts in self._texts.items() if kind != "new" for text in texts.values()]
-        if every and self._strict:
-            shown = "; ".join(every[:6]) + (f"; and {len(every) - 6} more" if every[6:] else "")
-            raise ValueError(f"{self._where} does not fit: {shown}. strict=False loads what fits and reports the rest")
-
-    def report_in(self, found: Found) -> Found:
-        """Fill in the names."""
-        found.missing = [*self._texts["missing"], *self._texts["new"]]
-        found.unexpected, found.mismatched = list(self._texts["unexpected"]), list(self._texts["mismatched"])
-        return found
 
 
 class LoadJob:
@@ -122,27 +95,25 @@ class LoadJob:
 
     def __init__(self, group: RankGroup, options: dict[str, bool], names: Any, more: Mapping[str, Any]) -> None:
         self._group, self._options, self._names, self._more = group, options, names, more
-        self._targets: list[tuple[str, torch.Tensor]] = []
-        """(key in the catalogue, the model's tensor that it fills)."""
+        self._targets: list[tuple[str, torch.Tensor]] = []  # (key in the catalogue, the model's tensor that it fills)
         self._loads: list[OptimizerLoad] = []
+        self._misfits: dict[str, dict[str, str]] = {"mismatched": {}, "missing": {}, "unexpected": {}, "new": {}}
+        """What is wrong → name → text; "new" is no error."""
         self._found = Found()
 
     def run(self, path: str | os.PathLike[str], model: Any, optimizer: Any) -> Found:
         """Check and verify, which changes nothing, then load. Collective."""
         attempt = functools.partial(self._group.attempt, f"{path} was not loaded")
         check_same("load()", attempt(lambda: self._open(path, model, optimizer)))
-        catalogue = self._catalogue
-        has_checksums = catalogue.dcp or any(entry.crc32 is not None for entry in catalogue.entries.values())
-        if self._options["verify"] and has_checksums:
+        if self._options["verify"]:
             self._verify(attempt(self._checksums))
-        if self._more or catalogue.manifest is not None:  # otherwise nothing can fail
-            attempt(self._load_entries)
+        attempt(self._load_entries)
         attempt(self._apply)
-        return self._misfits.report_in(self._found)
+        return self._found
 
     def _open(self, path: str | os.PathLike[str], model: Any, optimizer: Any) -> dict[str, Any]:
         """Check that everything fits; return what must be the same on all ranks."""
-        self._models, self._optimizers = state.models_of(model), state.optimizers_of(optimizer)
+        self._models, self._optimizers = state.by_prefix(model, optimizer)
         self._catalogue: Catalogue = open_catalogue(path)
         if self._catalogue.dcp:
             from trueshard.checkpoint.dcp_keys import open_dcp
@@ -150,8 +121,8 @@ class LoadJob:
             pickled = self._options["allow_pickle"]
             self._catalogue = open_dcp(self._catalogue, self._models, self._optimizers, self._names, pickled)
         self._manifest = self._catalogue.manifest or Manifest()
-        self._misfits = Misfits(self._catalogue.where, self._options["strict"])
         self._check()
+        self._report()
         identity = sorted(
             (key, entry.crc32, entry.dtype, *entry.shape, *map(str, entry.pieces))
             for key, entry in self._catalogue.entries.items()
@@ -172,20 +143,33 @@ class LoadJob:
         name_of, saved = state.parameter_names(self._models), self._manifest.optimizers
         for prefix, optimizer in self._optimizers.items():
             if prefix not in saved:
-                self._misfits.add("missing", prefix, f"has no {prefix!r}.{model_names.nearest(prefix, saved)}")
+                self._misfit("missing", prefix, f"has no {prefix!r}.{model_names.nearest(prefix, saved)}")
                 continue
             for one, record in optimizer_loads(optimizer, saved[prefix], self._catalogue):
                 for misfit in one.match(prefix, record, name_of):
-                    self._misfits.add(*misfit)
+                    self._misfit(*misfit)
                 self._loads.append(one)
         entries = self._manifest.more
         for key, value in self._more.items():
             if key not in entries:
-                self._misfits.add("missing", key, f"has no entry {key!r}.{model_names.nearest(key, entries)}")
+                self._misfit("missing", key, f"has no entry {key!r}.{model_names.nearest(key, entries)}")
             elif not hasattr(value, "load_state_dict"):
                 kind = type(value).__name__
                 raise TypeError(f"{key}: a {kind} has no load_state_dict(); take the entry from what load() returns")
-        self._misfits.check()
+
+    def _misfit(self, kind: str, name: str, text: str) -> None:
+        self._misfits[kind].setdefault(name, text)
+
+    def _report(self) -> None:
+        """Raise ``ValueError`` with all that does not fit, if strict; fill in the names."""
+        texts = self._misfits
+        every = [text for kind in ("mismatched", "missing", "unexpected") for text in texts[kind].values()]
+        if every and self._options["strict"]:
+            shown = "; ".join(every[:6]) + (f"; and {len(every) - 6} more" if every[6:] else "")
+            where = self._catalogue.where
+            raise ValueError(f"{where} does not fit: {shown}. strict=False loads what fits and reports the rest")
+        self._found.missing = [*texts["missing"], *texts["new"]]
+        self._found.unexpected, self._found.mismatched = list(texts["unexpected"]), list(texts["mismatched"])
 
     def _check_model(self, prefix: str, module: nn.Module, naming: Naming) -> None:
         held, extra = state.model_tensors(module)
@@ -198,31 +182,31 @@ class LoadJob:
             if key is not None:
                 self._check_tensor(name, key, each.tensor)
             elif not naming.may_lack(name):
-                known = [naming.name(key) for key in entries if naming.owns(key)]
-                self._misfits.add("missing", name, f"has no {name!r}.{model_names.nearest(name, known)}")
+                known = [naming.name(key) for key in entries if key.startswith(naming.prefix)]
+                self._misfit("missing", name, f"has no {name!r}.{model_names.nearest(name, known)}")
         for key in entries:
-            if naming.owns(key) and key not in used:
+            if key.startswith(naming.prefix) and key not in used:
                 name = naming.name(key)
-                self._misfits.add("unexpected", name, f"holds {name!r}, which the model does not have")
+                self._misfit("unexpected", name, f"holds {name!r}, which the model does not have")
         for name in uncomputable(module, {id(tensor) for _, tensor in self._targets}):
             text = (
                 f"has no {name!r}, which is on the meta device and which nothing computes: give its module "
                 "reset_parameters(), or build the model off the meta device"
             )
-            self._misfits.add("missing", name, text)
+            self._misfit("missing", name, text)
         for name in extra:
-            if name not in self._saved_extra(prefix) and not naming.partial:
+            if name not in self._saved_extra(prefix) and not naming.may_lack(name):
                 text = f"has no {name!r}, which {type(module).__name__} saves itself"
-                self._misfits.add("missing", name, text)
+                self._misfit("missing", name, text)
 
     def _check_tensor(self, name: str, key: str, tensor: torch.Tensor) -> None:
         entry, here = self._catalogue.entries[key], dtype_name(tensor.dtype)
         if entry.shape != list(tensor.shape):
             text = f"{name!r} has shape {entry.shape}, the model's has {list(tensor.shape)}"
-            self._misfits.add("mismatched", name, text)
+            self._misfit("mismatched", name, text)
         elif entry.dtype != here and not self._options["convert"]:
             text = f"{name!r} is {entry.dtype}, the model's is {here}; convert=True converts it"
-            self._misfits.add("mismatched", name, text)
+            self._misfit("mismatched", name, text)
         else:
             self._targets.append((key, tensor))
 
@@ -232,11 +216,11 @@ class LoadJob:
 
     def _checksums(self) -> dict[str, tuple[int, int, int]]:
         """Return key → (begin, end, checksum) of this rank's part of the checking."""
-        entries, dcp = self._catalogue.entries, self._catalogue.dcp
+        catalogue = self._catalogue
         return {
-            key: (begin, end, self._catalogue.checksum(key, begin, end))
+            key: (begin, end, catalogue.checksum(key, begin, end))
             for key, begin, end in self._ranges()
-            if entries[key].crc32 is not None or dcp
+            if end > begin and (catalogue.entries[key].crc32 is not None or catalogue.dcp)
         }
 
     def _verify(self, everyone: list[dict[str, tuple[int, int, int]]]) -> None:
@@ -257,13 +241,11 @@ class LoadJob:
         for number, (key, tensor) in enumerate([*self._targets, *templates]):
             full = self._catalogue.entries[key].nbytes
             if isinstance(tensor, DTensor):
-                begin, end = ranks.bytes_here(tensor, full)
-                if end > begin and ranks.is_writer(tensor, number):
-                    yield key, begin, end
+                yield key, *ranks.own_part(tensor, number, full)
             elif rank == number % world:
                 yield key, 0, full
         values = [self._manifest.more, *(self._saved_extra(prefix) for prefix in self._models)]
-        keys = {*references(values), *(key for one in self._loads for key in one.settings_keys())}
+        keys = {*references([*values, *(value for one in self._loads for _, value in one.settings)])}
         keys |= {"rng"} if self._options["rng"] and self._manifest.rng else set()
         for number, key in enumerate(sorted(keys)):
             if rank == number % world:

@@ -1,14 +1,14 @@
 """Give memory to models on the meta device, so that values can be loaded into them.
 
 - Parameters and buffers remain the same objects, so that optimizers, ties and hooks go on with them.
-- What is loaded is not initialised first. On the CPU it is, where rows lie in one piece, a private map of the file:
-  read when used, copied when written to.
+- What is loaded on the CPU is, where rows lie in one piece, a private map of the file.
 - What is in no checkpoint (mostly non-persistent buffers) is computed as the model itself does: by the
   ``_init_weights`` of a transformers model, or by the module's ``reset_parameters``.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard.checkpoint import ranks
 from trueshard.checkpoint.catalogue import Catalogue
-from trueshard.checkpoint.tensorfile import dtype_of
+from trueshard.checkpoint.format import dtype_of
 from trueshard.distributed import device_of
 from trueshard.model import names
 from trueshard.model.first_values import initialisers, is_unwritten, mark_unwritten
@@ -32,13 +32,7 @@ def uncomputable(model: nn.Module, loaded: set[int]) -> list[str]:
 
 
 def materialise(model: nn.Module, catalogue: Catalogue, key_of: Mapping[int, str]) -> set[int]:
-    """Give memory to meta tensors; return the ``id`` of each one that has its values now.
-
-    ``key_of``: ``id`` of each tensor that will be loaded → its key in ``catalogue``.
-
-    Raises:
-        ValueError: the model's functions do not compute a tensor; the message names it.
-    """
+    """Give memory to meta tensors; return the ``id`` of each one that has its values now."""
     owners, device_for = initialisers(names.unwrap(model)), _devices(model)
     left = list(_meta_tensors(model, set(key_of)))
     filled = {id(tensor) for _, _, tensor in left}
@@ -99,7 +93,7 @@ def _mapped(catalogue: Catalogue, key: str, tensor: torch.Tensor) -> torch.Tenso
     pieces = [piece for piece, _ in catalogue.ranges(key, *ranks.bytes_here(tensor))]
     if len(pieces) != 1 or pieces[0].begin % tensor.dtype.itemsize:
         return None
-    buffer = catalogue.directory.private(pieces[0].file)
+    buffer = catalogue.directory.mapped(pieces[0].file, mmap.ACCESS_COPY)
     if buffer is None:
         return None
     flat = torch.frombuffer(buffer, dtype=tensor.dtype, count=local.numel(), offset=pieces[0].begin)

@@ -1,9 +1,9 @@
 """Map a model's own names of tensors to the keys of a catalogue, and back.
 
 Transformers stores some architectures under other names than they have in memory, and has a table for each: what is
-renamed, and which tensors are merged (the weights of experts, queries, keys and values) or split. The table is asked
-for, not copied. A tensor merged from others becomes an entry of several pieces, in row order, so a rank still reads
-what it holds and nothing else. What moves bytes inside rows (a transposition) is refused.
+renamed, and which tensors are merged (the weights of experts, queries, keys and values) or split. A merged tensor
+becomes an entry of several pieces, in row order, so a rank still reads what it holds and nothing else. What moves bytes
+inside rows (a transposition) is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,8 @@ from torch import nn
 from trueshard import _torch
 from trueshard.checkpoint import state
 from trueshard.checkpoint.catalogue import Catalogue
+from trueshard.checkpoint.format import Piece, TensorEntry
 from trueshard.checkpoint.layout import adapted_keys
-from trueshard.checkpoint.tensorfile import Piece, TensorEntry
 from trueshard.model import names
 
 _MOST_PIECES = 100_000
@@ -32,16 +33,10 @@ _MOST_PIECES = 100_000
 class Naming:
     """The names of one model's tensors in a catalogue."""
 
-    prefix: str
-    """Of the model's keys."""
-    given: Callable[[str], str | None] | None = None
-    """The user's mapping."""
-    partial: bool = False
-    """True if the files hold only a part of the model: an adapter."""
-    table: dict[str, str] = field(default_factory=dict)
-    """Name → key, where they differ."""
-    is_computed: Callable[[str], bool] = lambda name: False
-    """True for the name of a tensor that files leave out since the model computes it."""
+    prefix: str  # of the model's keys
+    given: Callable[[str], str | None] | None = None  # the user's mapping
+    table: dict[str, str] = field(default_factory=dict)  # name → key, where they differ
+    may_lack: Callable[[str], bool] = lambda name: False  # true for the name of a tensor that the files need not have
     _name_of: dict[str, str] = field(default_factory=dict)
 
     def key(self, name: str) -> str:
@@ -51,37 +46,26 @@ class Naming:
         self._name_of[key] = name
         return key
 
-    def may_lack(self, name: str) -> bool:
-        """True if it is no error that the files have no ``name``."""
-        return self.partial or self.is_computed(name)
-
-    def owns(self, key: str) -> bool:
-        """True if ``key`` belongs to this model."""
-        return key.startswith(self.prefix)
-
     def name(self, key: str) -> str:
         """Return the model's name of ``key``."""
         return self._name_of.get(key, key.removeprefix(self.prefix))
 
 
 def naming_of(catalogue: Catalogue, prefix: str, module: nn.Module, given: Any) -> Naming:
-    """Return the naming of ``module``; the entries of a Hugging Face directory get the names that it has.
-
-    ``given``: the user's ``names``.
-    """
+    """Return the naming of ``module``; the entries of a Hugging Face directory get the names that it has."""
     function = given.get if isinstance(given, Mapping) else given
     if catalogue.manifest is not None:
         return Naming(f"{prefix}/", function)
     own = names.unwrap(module)
     if not catalogue.adapter:
-        return Naming("", function, table=_hub_names(module, catalogue), is_computed=_ignored(own, "missing"))
+        return Naming("", function, _hub_names(module, catalogue), may_lack=_ignored(own, "missing"))
     adapters = getattr(own, "peft_config", {})
     if len(adapters) != 1:
         raise ValueError(f"an adapter is loaded into a PEFT model with one adapter, not with {len(adapters)}")
     # PEFT stores changed embeddings of the base under the names that they have.
     keys = adapted_keys(module, "") or {}
     table = {name: each.key if each.stem == "adapter_model" else name for name, each in keys.items()}
-    return Naming("", function, partial=True, table=table)
+    return Naming("", function, table, may_lack=lambda name: True)
 
 
 def _hub_names(module: nn.Module, catalogue: Catalogue) -> dict[str, str]:
@@ -110,13 +94,7 @@ def _ignored(module: Any, kind: str) -> Callable[[str], bool]:
 
 
 def _translate(module: Any, wanted: Mapping[str, torch.Tensor], catalogue: Catalogue) -> None:
-    """Rename and merge the entries of ``catalogue``, in place, as transformers' table for ``module`` says.
-
-    ``wanted``: the model's tensors, by name, without adapters.
-
-    Raises:
-        ValueError: the table says more than which bytes come after which.
-    """
+    """Rename and merge the entries of ``catalogue``, in place, as transformers' table for ``module`` says."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # this version has no tables
@@ -130,28 +108,24 @@ def _translate(module: Any, wanted: Mapping[str, torch.Tensor], catalogue: Catal
     of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     prefix, own = str(module.base_model_prefix), dict(wanted)
     found: dict[str, TensorEntry] = {}
-    groups: dict[str, tuple[Any, dict[str, list[_Bytes]]]] = {}
+    groups: dict[str, tuple[Any, dict[str, list[str]]]] = {}
     for key in sorted(catalogue.entries, key=dot_natural_key):
-        entry = catalogue.entries[key]
         name, pattern = rename_source_key(key, renamings, converters, prefix, own)
         if name not in wanted and key in wanted:
             name, pattern = key, None
         if pattern is None or name not in wanted:
-            found[name if name in wanted else key] = entry
+            found[name if name in wanted else key] = catalogue.entries[key]
         else:
-            _, sources = groups.setdefault(name, (of_pattern[pattern], {}))
-            stored = _Bytes(entry.dtype, entry.itemsize, tuple(entry.shape), tuple(entry.pieces))
-            sources.setdefault(pattern, []).append(stored)
+            groups.setdefault(name, (of_pattern[pattern], {}))[1].setdefault(pattern, []).append(key)
     for name, (converter, sources) in groups.items():
         try:
-            made = _converted(converter, name, sources, wanted)
-        except _NotBytes as error:
+            found |= _converted(converter, name, sources, wanted, module.config, catalogue)
+        except Exception as error:  # whatever the table's operations raise on what they are not made for
+            operations = ", ".join(type(operation).__name__ for operation in converter.operations)
             raise ValueError(
-                f"{catalogue.where}: {name!r} is stored in another form, and {error} is more than reading bytes; "
-                "load it with from_pretrained() once, and save it with trueshard.save()"
-            ) from None
-        for target, each in made.items():
-            found[target] = TensorEntry([target], list(each.shape), each.dtype, None, None, list(each.pieces))
+                f"{catalogue.where}: {name!r} is stored in another form, and {operations} is more than reading bytes "
+                f"({error}); load it with from_pretrained() once, and save it with trueshard.save()"
+            ) from error
     catalogue.entries.clear()
     catalogue.entries.update(found)
 
@@ -169,125 +143,72 @@ def _own_classes(module: nn.Module) -> Iterator[None]:
             each.__class__ = kind
 
 
-class _NotBytes(Exception):
-    """An operation does more than put byte ranges in order."""
+@dataclass
+class _Shapes:
+    """Stands for the model to transformers' operations, which ask it for shapes."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return torch.empty(_halved(self.tensors[name].shape), device="meta")
 
 
-@dataclass(frozen=True)
-class _Bytes:
-    """A tensor as byte ranges of files, in row order."""
-
-    dtype: str
-    itemsize: int
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-
-    def split(self, dim: int, sizes: Sequence[int]) -> list[_Bytes]:
-        """Split into parts of ``sizes`` along ``dim``."""
-        outer, inner = math.prod(self.shape[:dim]), math.prod(self.shape[dim + 1 :]) * self.itemsize
-        width = self.shape[dim] * inner
-        found = []
-        start = 0
-        for size in sizes:
-            ranges = [(o * width + start * inner, o * width + (start + size) * inner) for o in range(outer)]
-            shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
-            found.append(_Bytes(self.dtype, self.itemsize, shape, _coalesced(self.select(ranges))))
-            start += size
-        return found
-
-    def runs(self, outer: int) -> list[tuple[Piece, ...]]:
-        """Return the pieces of each of ``outer`` equal parts."""
-        width = math.prod(self.shape) * self.itemsize // max(outer, 1)
-        if outer == 1:
-            return [self.pieces]
-        return [tuple(self.select([(o * width, (o + 1) * width)])) for o in range(outer)]
-
-    def select(self, ranges: Sequence[tuple[int, int]]) -> Iterator[Piece]:
-        """Yield the pieces of byte ranges of the tensor, which are in order."""
-        if len(ranges) > _MOST_PIECES:
-            raise _NotBytes(f"taking it apart into {len(ranges)} pieces")
-        at, place = 0, 0
-        for begin, end in ranges:
-            while begin < end:
-                piece = self.pieces[place]
-                length = piece.end - piece.begin
-                if at + length <= begin:
-                    at, place = at + length, place + 1
-                    continue
-                stop = min(end, at + length)
-                yield Piece(piece.file, piece.begin + begin - at, piece.begin + stop - at)
-                begin = stop
-
-
-def _coalesced(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    found: list[Piece] = []
-    for piece in pieces:
-        if found and found[-1].file == piece.file and found[-1].end == piece.begin:
-            found[-1] = Piece(piece.file, found[-1].begin, piece.end)
-        else:
-            found.append(piece)
-    return tuple(found)
-
-
-def _concatenate(parts: Sequence[_Bytes], dim: int) -> _Bytes:
-    shape = list(parts[0].shape)
-    shape[dim] = sum(part.shape[dim] for part in parts)
-    outer = math.prod(shape[:dim])
-    if outer * len(parts) > _MOST_PIECES:
-        raise _NotBytes(f"putting it together from {outer * len(parts)} pieces")
-    runs = zip(*(part.runs(outer) for part in parts), strict=True)
-    pieces = _coalesced(piece for run in runs for part in run for piece in part)
-    return _Bytes(parts[0].dtype, parts[0].itemsize, tuple(shape), pieces)
-
-
-def _stack(parts: Sequence[_Bytes]) -> _Bytes:
-    """Stack along a new first dimension."""
-    return _concatenate([_Bytes(p.dtype, p.itemsize, (1, *p.shape), p.pieces) for p in parts], 0)
+def _halved(shape: Sequence[int]) -> list[int]:
+    """Replace the last of several dimensions by 2."""
+    return [*shape[:-1], 2] if len(shape) > 1 else list(shape)
 
 
 def _converted(
-    converter: Any, name: str, sources: dict[str, list[_Bytes]], wanted: Mapping[str, torch.Tensor]
-) -> dict[str, _Bytes]:
-    """Apply ``converter`` to ``sources`` (pattern → tensors); ``name`` is that of its first target."""
-    patterns, targets = list(converter.source_patterns), list(converter.target_patterns)
-    everything = [each for several in sources.values() for each in several]
-    if len({(each.dtype, len(each.shape)) for each in everything}) > 1:
-        raise _NotBytes("joining several dtypes")
-    values: dict[str, list[_Bytes]] = sources
-    for operation in converter.operations:
-        values = _operated(operation, name, values, patterns, targets, wanted)
-    own = name.replace("*.", "0.")
-    for key in values:
-        if key in own:
-            before, _, after = own.partition(key)
-            return {before + each + after: several[0] for each, several in values.items()}
-    return {key: several[0] for key, several in values.items()}
-
-
-def _operated(
-    operation: Any,
-    name: str,
-    values: dict[str, list[_Bytes]],
-    patterns: list[str],
-    targets: list[str],
+    converter: Any,
+    name: str,  # of the first target
+    sources: Mapping[str, list[str]],  # pattern → keys
     wanted: Mapping[str, torch.Tensor],
-) -> dict[str, list[_Bytes]]:
-    """Apply one operation of transformers' ``core_model_loading`` to byte ranges."""
-    kind, dim = type(operation).__name__, getattr(operation, "dim", 0)
-    one = next(iter(values.values()))[0]
-    if kind == "MergeModulelist" and dim == 0:
-        names = targets if len(values) == 1 else list(values)
-        return {key: [_stack(parts)] for key, parts in zip(names, values.values(), strict=True)}
-    if kind == "Concatenate" and len(targets) == 1:
-        return {targets[0]: [_concatenate([each for key in patterns for each in values.get(key, [])], dim)]}
-    sizes: list[int] | None = None
-    if kind == "Chunk" and getattr(operation, "num_shards_attribute", None) is None and len(values) == 1:
-        step = -(-one.shape[dim] // len(targets))
-        sizes = [min(step, one.shape[dim] - i * step) for i in range(len(targets))]
-    if kind == "Split" and len(values) == 1:
-        sizes = [wanted[name.replace(targets[0], target)].shape[dim] for target in targets]
-    if sizes is not None:
-        return {target: [part] for target, part in zip(targets, one.split(dim, sizes), strict=True)}
-    if kind == "Transpose" and getattr(operation, "check_dims", False) and one.shape == tuple(wanted[name].shape):
-        return {targets[0]: [one]}
-    raise _NotBytes(f"{kind} along dimension {dim}")
+    config: Any,
+    catalogue: Catalogue,
+) -> dict[str, TensorEntry]:
+    """Apply transformers' own operations to numbers in the place of half rows, and see where each number ends up."""
+    keys = [key for several in sources.values() for key in several]
+    if len({(catalogue.entries[key].dtype, len(catalogue.entries[key].shape)) for key in keys}) > 1:
+        raise ValueError("joining several dtypes")
+    values: dict[str, Any] = {}
+    starts = [0]
+    for pattern, key in ((pattern, key) for pattern, several in sources.items() for key in several):
+        shape = _halved(catalogue.entries[key].shape)
+        values.setdefault(pattern, []).append(torch.arange(starts[-1], starts[-1] + math.prod(shape)).view(shape))
+        starts.append(starts[-1] + math.prod(shape) + 1)  # a gap, so that no run spans two sources
+    every = torch.cat([each.flatten() for several in values.values() for each in several])
+    for operation in converter.operations:
+        values = operation.convert(
+            values,
+            source_patterns=list(converter.source_patterns),
+            target_patterns=list(converter.target_patterns),
+            full_layer_name=name,
+            model=_Shapes(wanted),
+            config=config,
+            missing_keys=None,
+        )
+    made: dict[str, torch.Tensor] = {key: each[0] if isinstance(each, list) else each for key, each in values.items()}
+    if not torch.equal(torch.cat([each.flatten() for each in made.values()]).sort().values, every):
+        raise ValueError("values change")
+    own = name.replace("*.", "0.")
+    before, _, after = next((own.partition(key) for key in made if key in own), ("", "", ""))
+    return {before + key + after: _entry_of(each, starts, keys, catalogue) for key, each in made.items()}
+
+
+def _entry_of(numbers: torch.Tensor, starts: list[int], keys: list[str], catalogue: Catalogue) -> TensorEntry:
+    """Return the tensor made of ``numbers``, of which the source ``keys[i]`` has those from ``starts[i]`` on."""
+    flat, shape = numbers.flatten(), list(numbers.shape)
+    edges = [0, *(flat.diff() != 1).nonzero().flatten().add(1).tolist(), len(flat)]
+    if len(edges) > _MOST_PIECES:
+        raise ValueError(f"{len(edges)} pieces")
+    pieces: list[Piece] = []
+    for first, count in zip(flat[edges[:-1]].tolist(), torch.tensor(edges).diff().tolist(), strict=True):
+        i = bisect_right(starts, first) - 1
+        entry, begin, total = catalogue.entries[keys[i]], first - starts[i], starts[i + 1] - starts[i] - 1
+        if len(entry.shape) > 1 and (begin % 2 or count % 2):
+            raise ValueError("rows are taken apart")
+        ends = begin * entry.nbytes // total, (begin + count) * entry.nbytes // total
+        pieces += (piece for piece, _ in catalogue.ranges(keys[i], *ends))
+    if len(entry.shape) > 1:
+        shape[-1] = sum(piece.end - piece.begin for piece in pieces) // entry.itemsize // math.prod(shape[:-1])
+    return TensorEntry(list(keys), shape, entry.dtype, pieces=pieces)

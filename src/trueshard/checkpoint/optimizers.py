@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.checkpoint.catalogue import Catalogue
-from trueshard.checkpoint.manifest import join, located, references
-from trueshard.checkpoint.tensorfile import TensorEntry, dtype_of
+from trueshard.checkpoint.format import TensorEntry, dtype_of, join, located
 from trueshard.optim.rebind import family
 from trueshard.optim.stepping import Role, roles_of
 
@@ -24,18 +23,11 @@ class OptimizerLoad:
 
     optimizer: Any
     catalogue: Catalogue
-    roles: dict[int, Role]
-    """``id`` of a sharded parameter → how the optimizer keeps its state."""
-    settings: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
-    """(group, its saved settings)."""
-    parts: list[tuple[Any, Any]] = field(default_factory=list)
-    """(parameter or other key of the state, its saved state)."""
+    roles: dict[int, Role]  # ``id`` of a sharded parameter → how the optimizer keeps its state
+    settings: list[tuple[dict[str, Any], Any]] = field(default_factory=list)  # (group, its saved settings)
+    parts: list[tuple[Any, Any]] = field(default_factory=list)  # (parameter or other key of the state, its saved state)
     templates: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """(key that is read, a meta tensor sharded as what is read), for checksums."""
-
-    def settings_keys(self) -> list[str]:
-        """Return the keys of tensors in settings."""
-        return list(references([value for _, value in self.settings]))
 
     def apply(self) -> None:
         """Change the optimizer; its state dict remains the same object."""
@@ -55,10 +47,7 @@ class OptimizerLoad:
         return join(value, tensors)
 
     def match(self, prefix: str, saved: Any, name_of: Mapping[int, str]) -> Iterator[tuple[str, str, str]]:
-        """Match groups and state with the record ``saved``; yield misfits, as ``Misfits.add`` takes them.
-
-        ``name_of``: ``id`` of a parameter → its name.
-        """
+        """Match groups and state with the record ``saved``; yield misfits: what is wrong, name, text."""
         here = type(self.optimizer).__name__
         if saved["class"].rpartition(".")[2] != here:
             yield "mismatched", prefix, f"{prefix!r} is a {saved['class']}, not a {here}"
@@ -122,10 +111,7 @@ def optimizer_loads(optimizer: Any, saved: Any, catalogue: Catalogue) -> list[tu
 def _like(
     entry: TensorEntry, path: tuple[Any, ...], parameter: torch.Tensor, role: Role | None, meta: bool = False
 ) -> torch.Tensor:
-    """Make a tensor for ``entry``, sharded and placed as the optimizer itself would hold it, or on the meta device.
-
-    ``path``: its keys in the state of ``parameter``; ``role``: how the optimizer keeps it, None if not sharded.
-    """
+    """Make a tensor for ``entry``, sharded and placed as the optimizer itself would hold it, or on the meta device."""
     local = _torch.local(parameter)
     device: Any = "meta" if meta else local.device
     if role is not None and role.is_mine is None and isinstance(parameter, DTensor):

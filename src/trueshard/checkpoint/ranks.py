@@ -1,8 +1,7 @@
 """Ranks that save or load together: the values they exchange, and which rows of a tensor each holds and writes.
 
 They exchange values over a gloo group of their own, so that a save in the background does not come between the
-collectives of training, and a rank that calls ``save`` or ``load`` alone ends in an error instead of receiving another
-rank's gradients.
+collectives of training, and a rank that calls ``save`` or ``load`` alone ends in an error.
 """
 
 from __future__ import annotations
@@ -50,11 +49,7 @@ class RankGroup:
             self._group = known[members]
 
     def attempt(self, failed: str, function: Callable[[], Any]) -> list[Any]:
-        """Call ``function`` on every rank, and return every rank's result (pickled), in rank order. Collective.
-
-        Raises:
-            RuntimeError: it raised on another rank; the message begins with ``failed``. If on this one, its own error.
-        """
+        """Call ``function`` on every rank, and return every rank's result (pickled), in rank order. Collective."""
         value, error = None, None
         try:
             value = function()
@@ -86,7 +81,7 @@ def check_same(function: str, arguments: Sequence[Mapping[str, Any]]) -> None:
     """Raise ``ValueError``, naming the first difference, unless all ranks' arguments (name → value) are the same."""
     first = arguments[0]
     for rank, given in enumerate(arguments):
-        for key in [*first, *(key for key in given if key not in first)]:
+        for key in {**first, **given}:
             if given.get(key) != first.get(key):
                 one, other = (str(each.get(key, "missing"))[:200] for each in (first, given))
                 raise ValueError(
@@ -113,10 +108,7 @@ def rows_here(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def bytes_here(tensor: torch.Tensor, nbytes: int | None = None) -> tuple[int, int]:
-    """Return (begin, end) of this rank's shard among the bytes of the whole tensor, in row order.
-
-    ``nbytes``: of the whole tensor where it is stored, if in another dtype.
-    """
+    """Return (begin, end) of this rank's shard among the bytes of the whole tensor, in row order."""
     start, rows = rows_here(tensor)
     size = tensor.dtype.itemsize if nbytes is None else nbytes // max(tensor.numel(), 1)
     width = math.prod(tensor.shape[1:]) * size
@@ -128,11 +120,12 @@ def placement_word(tensor: torch.Tensor) -> str:
     return str(tensor.placements) if isinstance(tensor, DTensor) else "plain"
 
 
-def is_writer(tensor: DTensor, number: int) -> bool:
-    """True if this rank writes its shard, among those that hold the same one; ``number``: ranks take turns by it."""
+def own_part(tensor: DTensor, number: int, nbytes: int | None = None) -> tuple[int, int]:
+    """Return ``bytes_here``, or (0, 0) if another rank that holds the same is to handle them; they take turns."""
     mesh = tensor.device_mesh
     replicated = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    return all(mesh.get_local_rank(dim) == number % mesh.size(dim) for dim in replicated)
+    mine = all(mesh.get_local_rank(dim) == number % mesh.size(dim) for dim in replicated)
+    return bytes_here(tensor, nbytes) if mine else (0, 0)
 
 
 def is_unpadded(tensor: DTensor) -> bool:

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trueshard.checkpoint.catalogue import checkpoint_folders
-from trueshard.checkpoint.manifest import MANIFEST, Manifest
+from trueshard.checkpoint.format import MANIFEST, Manifest
 from trueshard.checkpoint.ranks import RankGroup
 from trueshard.checkpoint.saving import Saving, save
 from trueshard.checkpoint.writing import discard
@@ -57,8 +56,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps of complete checkpoints, in order."""
-        folders = [path.name for path in checkpoint_folders(self.directory) if (path / MANIFEST).is_file()]
-        return sorted(int(match[1]) for match in map(_NAME.fullmatch, folders) if match)
+        names = (path.parent.name for path in self.directory.glob(f"*/{MANIFEST}"))
+        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
     def latest(self) -> Path | None:
         """Return the checkpoint of the last step, or None."""

@@ -1,8 +1,7 @@
 """Save a checkpoint: each rank writes its own bytes of the final files, and the directory appears when all are on disk.
 
 1. Content is collected and compared; every rank computes the same layout.
-2. With ``wait=False`` this rank's part is copied to host memory, and the rest happens on a thread. A thread, not a
-   process: writing and checksums release the interpreter's lock, and nothing has to be copied twice.
+2. With ``wait=False`` this rank's part is copied to host memory, and the rest happens on a thread.
 3. Rank 0 makes the files with their headers; every rank writes its ranges, flushes them to disk, reads them again.
 4. Rank 0 writes the manifest and gives the directory its name.
 
@@ -27,10 +26,9 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.checkpoint import layout, ranks, state
-from trueshard.checkpoint.manifest import FileRecord, Manifest
+from trueshard.checkpoint.format import FileRecord, Manifest, TensorEntry, crc32_joined
 from trueshard.checkpoint.ranks import RankGroup, check_same
-from trueshard.checkpoint.tensorfile import TensorEntry, crc32_joined
-from trueshard.checkpoint.writing import CheckpointWriter, Written, writer_for
+from trueshard.checkpoint.writing import LocalWriter, RemoteWriter, Written, writer_for
 from trueshard.log import logger, timed
 
 _RESERVED = ("model", "optimizer", "rng")
@@ -82,43 +80,34 @@ def save(
 class SaveJob:
     """A save that all ranks have agreed on."""
 
-    writer: CheckpointWriter
+    writer: LocalWriter | RemoteWriter
     group: RankGroup
     manifest: Manifest
-    headers: dict[str, bytes]
-    """First bytes of tensor files, and whole index files."""
-    companions: Callable[[], dict[str, bytes]]
-    """Returns the files without tensors."""
-    mine: dict[str, tuple[int, Any]]
-    """Key → (first byte in the tensor, this rank's rows of it)."""
+    headers: dict[str, bytes]  # first bytes of tensor files, and whole index files
+    companions: Callable[[], dict[str, bytes]]  # returns the files without tensors
+    mine: dict[str, tuple[int, Any]]  # key → (first byte in the tensor, this rank's rows of it)
     verify: bool
 
     def stage(self) -> None:
         """Copy this rank's part to host memory."""
-        staged = {}
         for key, (begin, tensor) in self.mine.items():
             local = _torch.local(tensor).detach()
-            staged[key] = begin, torch.empty(local.shape, dtype=local.dtype).copy_(local)
-        self.mine = staged
+            self.mine[key] = begin, torch.empty(local.shape, dtype=local.dtype).copy_(local)
 
     def run(self) -> None:
-        """Write and publish, and log how long it took. Collective."""
-        with timed(f"save of {self.writer.where}"):
-            self._run()
-
-    def _run(self) -> None:
+        """Write and publish. Collective."""
         rank, where = self.group.rank, self.writer.where
         attempt = functools.partial(self.group.attempt, f"{where} was not saved")
         try:
-            attempt(lambda: None if rank else self.writer.begin(*self._files()))
-            everyone = attempt(lambda: self.writer.write(rank, self.mine, self.manifest.tensors, self.verify))
-            attempt(lambda: None if rank else self._publish(everyone))
+            with timed(f"save of {where}"):
+                attempt(lambda: None if rank else self.writer.begin(*self._files()))
+                everyone = attempt(lambda: self.writer.write(rank, self.mine, self.manifest.tensors, self.verify))
+                attempt(lambda: None if rank else self._publish(everyone))
         except BaseException:
             self.mine = {}
             if rank == 0:
                 self.writer.abandon()
             raise
-        self.writer.end()
 
     def _files(self) -> tuple[dict[str, bytes], dict[str, int]]:
         """Return each file's first bytes and its size; record them in the manifest. Rank 0."""
@@ -128,9 +117,8 @@ class SaveJob:
             for piece in entry.pieces:
                 sizes[piece.file] = max(sizes[piece.file], piece.end)
         for file, data in files.items():
-            record = FileRecord.of(data, is_header=file in self.headers and file.endswith(".safetensors"))
-            record.size = sizes[file]
-            self.manifest.files[file] = record
+            is_header = file in self.headers and file.endswith(".safetensors")
+            self.manifest.files[file] = FileRecord.of(data, sizes[file], is_header)
         return files, sizes
 
     def _publish(self, everyone: list[Written]) -> None:
@@ -155,38 +143,40 @@ def _prepare(
     group = RankGroup(state.parameters_of(model))
     token = secrets.token_hex(4) if group.rank == 0 else ""
     models: dict[str, Any] = {}
-    content, bits = state.Content(), torch.empty(0)
-    table: list[list[Any]] = []
+    tensors: state.Tensors = {}
+    manifest, bits = Manifest(), torch.empty(0)
 
     def collect() -> tuple[Any, ...]:
-        nonlocal content, table, bits
+        nonlocal models, tensors, manifest, bits
         if bad := [key for key in more if key in _RESERVED or "/" in key]:
             raise ValueError(f"{bad[0]!r} cannot be the name of an entry; give it another")
-        models.update(state.models_of(model))
-        content = state.collect(models, state.optimizers_of(optimizer), more)
-        for key, tensor in content.tensors.items():
-            _check_kind(key, tensor)
+        models, optimizers = state.by_prefix(model, optimizer)
+        tensors, manifest = state.collect(models, optimizers, more)
         table, bits = state.random_state()
-        entries = content.manifest.tensors
+        manifest.rng = [table] * group.world
+        entries = manifest.tensors
         entries["rng"] = TensorEntry(["rng"], [group.world, len(bits)], "uint8")
         if group.rank == 0:
             writer_for(path, token).check_free()
-        given = {"path": os.fspath(path), "verify": verify, "rng": table, "more": sorted(more)}
-        plain = {key: entries[key] for key, tensor in content.tensors.items() if _is_plain_state(key, tensor)}
-        states = {prefix: record["state"] for prefix, record in content.manifest.optimizers.items()}
-        return token, given | _same_everywhere(content), plain, states
+        plain: dict[str, TensorEntry] = {}  # state that only some ranks may have: of parameters updated by an owner
+        same: dict[str, Any] = {"path": os.fspath(path), "verify": verify, "rng": table, "more": sorted(more)}
+        for key, tensor in tensors.items():
+            _check_kind(key, tensor)
+            if key.startswith("optimizer") and not isinstance(tensor, DTensor):
+                plain[key] = entries[key]
+            else:
+                same[key] = [ranks.placement_word(tensor), list(tensor.shape), str(tensor.dtype)]
+        states = {prefix: record["state"] for prefix, record in manifest.optimizers.items()}
+        return token, same | state.groups_of(manifest.optimizers), plain, states
 
     everyone = group.attempt(f"{path} was not saved", collect)
     check_same("save()", [same for _, same, _, _ in everyone])
     # From here on every rank computes the same, or fails alike.
-    manifest = content.manifest
     first_with = _merge(manifest, [(plain, states) for _, _, plain, states in everyone])
-    mine = _my_part(content, first_with, group.rank)
+    mine = _my_part(manifest, tensors, first_with, group.rank)
     mine["rng"] = group.rank * len(bits), bits
-    manifest.rng = [table] * group.world
-    now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
     manifest.about = {
-        "written": now,
+        "written": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         "trueshard": version("trueshard"),
         "torch": torch.__version__,
         "ranks": group.world,
@@ -204,33 +194,15 @@ def _check_kind(key: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{key!r} is on the meta device and has no values; load or initialise it first")
     if tensor.layout != torch.strided:
         raise TypeError(f"{key!r} is a {tensor.layout} tensor; give its parts as entries of their own")
-    if type(local) not in (torch.Tensor, torch.nn.Parameter) and not isinstance(local, torch.nn.Parameter):
+    if type(local) is not torch.Tensor and not isinstance(local, torch.nn.Parameter):
         raise TypeError(
             f"{key!r} is a {type(local).__name__}, whose bytes depend on how it is cut, so it would not load at "
             "another number of ranks; leave its optimizer or model out, or convert it"
         )
 
 
-def _is_plain_state(key: str, tensor: torch.Tensor) -> bool:
-    """True for optimizer state that only some ranks may have: that of a parameter updated by its owner."""
-    return key.startswith("optimizer") and not isinstance(tensor, DTensor)
-
-
-def _same_everywhere(content: state.Content) -> dict[str, Any]:
-    """Return what must be the same on every rank."""
-    tensors = {
-        key: [ranks.placement_word(tensor), list(tensor.shape), str(tensor.dtype)]
-        for key, tensor in content.tensors.items()
-        if not _is_plain_state(key, tensor)
-    }
-    return state.groups_of(content.manifest.optimizers) | tensors
-
-
 def _merge(manifest: Manifest, everyone: list[tuple[dict[str, TensorEntry], dict[str, Any]]]) -> dict[str, int]:
-    """Add ``everyone``'s plain state tensors and optimizer state to ``manifest``, in the same order on every rank.
-
-    Returns key of each plain state tensor → the first rank that has it, which writes it.
-    """
+    """Add all ranks' optimizer state to ``manifest``; return key of a plain tensor → the first rank that has it."""
     first_with: dict[str, int] = {}
     entries = manifest.tensors
     for rank, (plain, states) in enumerate(everyone):
@@ -247,14 +219,16 @@ def _merge(manifest: Manifest, everyone: list[tuple[dict[str, TensorEntry], dict
     return first_with
 
 
-def _my_part(content: state.Content, first_with: Mapping[str, int], rank: int) -> dict[str, tuple[int, Any]]:
+def _my_part(
+    manifest: Manifest, tensors: state.Tensors, first_with: Mapping[str, int], rank: int
+) -> dict[str, tuple[int, Any]]:
     """Return key → (first byte in the tensor, rows) of all that this rank writes."""
     mine: dict[str, tuple[int, Any]] = {}
-    for number, key in enumerate(content.manifest.tensors):
-        tensor = content.tensors.get(key)
+    for number, key in enumerate(manifest.tensors):
+        tensor = tensors.get(key)
         if isinstance(tensor, DTensor):
-            begin, end = ranks.bytes_here(tensor)
-            if end > begin and ranks.is_writer(tensor, number):
+            begin, end = ranks.own_part(tensor, number)
+            if end > begin:
                 mine[key] = begin, tensor
         elif tensor is not None and first_with.get(key, 0) == rank:
             mine[key] = 0, tensor

@@ -1,9 +1,7 @@
 """The content of a checkpoint, by name: the tensors and JSON values of models, optimizers, the user's entries.
 
-- A tensor's key is its path: ``model/<name>``, ``optimizer/<parameter>/<state>``, ``more/<path>``. With several
-  models or optimizers, ``model/<key>/<name>``.
-- A tied tensor is one tensor with several names. State that an optimizer does not have is not made up.
-- Collecting has no side effect: no optimizer steps, no communication, no tensor moves.
+A tensor's key is its path: ``model/<name>``, ``optimizer/<parameter>/<state>``, ``more/<path>``; with several models or
+optimizers, ``model/<key>/<name>``. Collecting has no side effect: no optimizer steps, no tensor moves.
 
 Also the state of this rank's random generators (torch's on CPU and accelerator, Python's, numpy's) as bytes, and back.
 """
@@ -11,9 +9,10 @@ Also the state of this rank's random generators (torch's on CPU and accelerator,
 from __future__ import annotations
 
 import random
+import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -21,8 +20,7 @@ import torch
 from torch import nn
 
 from trueshard import _torch
-from trueshard.checkpoint.manifest import Manifest, split
-from trueshard.checkpoint.tensorfile import TensorEntry
+from trueshard.checkpoint.format import Manifest, TensorEntry, split
 from trueshard.model import names
 from trueshard.optim.rebind import family
 
@@ -34,29 +32,16 @@ class ModelTensor:
     """A parameter or buffer."""
 
     tensor: torch.Tensor
-    names: list[str]
-    """The first is the one it is stored under."""
-    trainable: bool | None
-    """None for a buffer."""
+    names: list[str]  # the first is the one it is stored under
+    trainable: bool | None  # None for a buffer
 
 
-@dataclass
-class Content:
-    """Tensors and values to be saved, as far as this rank has them."""
-
-    tensors: Tensors = field(default_factory=dict)
-    manifest: Manifest = field(default_factory=Manifest)
-    """An entry for each of ``tensors``, without pieces."""
-
-
-def collect(models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], more: Mapping[str, Any]) -> Content:
-    """Collect the tensors and values of models and optimizers, by key prefix, and of the user's entries.
-
-    Raises:
-        ValueError, TypeError: something cannot be saved; the message names it.
-    """
-    content = Content()
-    tensors, manifest = content.tensors, content.manifest
+def collect(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], more: Mapping[str, Any]
+) -> tuple[Tensors, Manifest]:
+    """Return this rank's tensors of models and optimizers, by key prefix, and of the user's entries; and all values."""
+    tensors: Tensors = {}
+    manifest = Manifest()
     for prefix, module in models.items():
         held, extra = model_tensors(module)
         for name, each in held.items():
@@ -72,17 +57,12 @@ def collect(models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], more
     for key, tensor in tensors.items():
         if key not in manifest.tensors:
             manifest.tensors[key] = TensorEntry.of(tensor, [key.partition("/")[2]])
-    return content
+    return tensors, manifest
 
 
-def models_of(model: Any) -> dict[str, nn.Module]:
-    """Return ``save``'s ``model`` as a dict: key prefix → module."""
-    return _by_prefix("model", model, nn.Module)
-
-
-def optimizers_of(optimizer: Any) -> dict[str, Any]:
-    """Return ``save``'s ``optimizer`` as a dict: key prefix → optimizer."""
-    return _by_prefix("optimizer", optimizer, torch.optim.Optimizer)
+def by_prefix(model: Any, optimizer: Any) -> tuple[dict[str, nn.Module], dict[str, Any]]:
+    """Return ``save``'s ``model`` and ``optimizer`` as dicts: key prefix → module, or optimizer."""
+    return _by_prefix("model", model, nn.Module), _by_prefix("optimizer", optimizer, torch.optim.Optimizer)
 
 
 def parameters_of(model: Any) -> list[torch.Tensor]:
@@ -100,7 +80,7 @@ def _by_prefix(kind: str, given: Any, expected: type) -> dict[str, Any]:
         if not isinstance(each, expected):
             raise TypeError(f"{prefix.replace('/', '=')} is a {type(each).__name__}, not a {expected.__name__}")
         key = prefix.partition("/")[2]
-        if many and (not key or not key.replace("-", "").replace("_", "").replace(".", "").isalnum()):
+        if many and re.fullmatch(r"[\w.-]*\w[\w.-]*", key) is None:
             raise ValueError(f"{kind}={{{key!r}: …}}: name it by letters, digits, '-', '_' and '.'")
     return found
 
@@ -137,19 +117,15 @@ def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
 def _optimizer_record(
     prefix: str, optimizer: torch.optim.Optimizer, name_of: Mapping[int, str], tensors: Tensors
 ) -> dict[str, Any]:
-    """Return class, groups and state as JSON values; tensors go to ``tensors``, wrapped optimizers to ``"wrapped"``.
-
-    Raises:
-        ValueError: it holds a parameter of none of the models.
-    """
+    """Return class, groups and state as JSON values; tensors go to ``tensors``, wrapped optimizers to ``"wrapped"``."""
     record: dict[str, Any] = {}
     for place, member in enumerate(family(optimizer)):
         path = f"{prefix}/@{place}" if place else prefix
         if place and member.state is optimizer.state:
             continue
-        one = {
+        one: dict[str, Any] = {
             "class": _class_name(type(member)),
-            "groups": [_group(path, g, group, member, name_of, tensors) for g, group in enumerate(member.param_groups)],
+            "groups": [],
             "state": {
                 name: split(entries, f"{path}/{name}", tensors)
                 for key, entries in member.state.items()
@@ -157,27 +133,20 @@ def _optimizer_record(
                 if (name := name_of.get(id(key)) if isinstance(key, torch.Tensor) else f"@{key}") is not None
             },
         }
+        for g, group in enumerate(member.param_groups):
+            for shape in (tuple(p.shape) for p in group["params"] if id(p) not in name_of):
+                raise ValueError(
+                    f"{type(member).__name__}: a parameter of group {g}, of shape {shape}, is in none of the models "
+                    "given; pass the model that owns it as model="
+                )
+            settings = {key: value for key, value in group.items() if key != "params"}
+            members = [name_of[id(parameter)] for parameter in group["params"]]
+            one["groups"].append({"params": members, "settings": split(settings, f"{path}/@groups/{g}", tensors)})
         if place:
             record.setdefault("wrapped", {})[str(place)] = one
         else:
             record = one
     return record
-
-
-def _group(
-    path: str, g: int, group: Mapping[str, Any], optimizer: Any, name_of: Mapping[int, str], tensors: Tensors
-) -> dict[str, Any]:
-    for parameter in group["params"]:
-        if id(parameter) not in name_of:
-            raise ValueError(
-                f"{type(optimizer).__name__}: a parameter of group {g}, of shape {tuple(parameter.shape)}, is in "
-                "none of the models given; pass the model that owns it as model="
-            )
-    settings = {key: value for key, value in group.items() if key != "params"}
-    return {
-        "params": [name_of[id(parameter)] for parameter in group["params"]],
-        "settings": split(settings, f"{path}/@groups/{g}", tensors),
-    }
 
 
 def groups_of(records: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,8 +158,7 @@ def groups_of(records: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-_WORDS = 625
-"""Words of Python's Mersenne Twister: 624 of state and a position."""
+_WORDS = 625  # words of Python's Mersenne Twister: 624 of state and a position
 
 
 def random_state() -> tuple[list[list[Any]], torch.Tensor]:

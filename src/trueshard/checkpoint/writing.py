@@ -1,37 +1,32 @@
 """Write a checkpoint's files.
 
 - To a local directory: every rank writes its byte ranges of the same files, under a temporary name; renaming the
-  directory makes it a checkpoint. A lock on the temporary directory tells that a save is in progress; without one a
-  process that died left it behind, and the next save beside it removes it.
+  directory makes it a checkpoint. A lock beside it tells that a save is in progress; what a process that died left
+  behind, the next save in that place removes.
 - To a URL of fsspec: each rank writes a file of its own; the manifest, written last, makes it a checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trueshard.checkpoint.catalogue import file_system, is_url
-from trueshard.checkpoint.manifest import MANIFEST, FileRecord
+from trueshard.checkpoint.format import BLOCK, MANIFEST, FileRecord, Piece, TensorEntry, crc32, make_header
 from trueshard.checkpoint.ranks import as_bytes
-from trueshard.checkpoint.tensorfile import BLOCK, Piece, TensorEntry, crc32, crc32_of_range, make_header
+from trueshard.files import locked
 
-fcntl: Any
-try:
-    import fcntl
-except ImportError:  # a system without locks: nothing left behind is removed
-    fcntl = None
-
-_BEGUN = ".trueshard-partial"
-"""A file that a remote directory has until its manifest is there."""
-_PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{8}")
+_BEGUN = ".trueshard-partial"  # a file that a remote directory has until its manifest is there
+_PARTIAL = re.compile(r"(\..+\.partial-[0-9a-f]{8})(\.lock)?")
+_PATIENCE = 10.0  # seconds to wait for a save that takes this one's new lock for a dead one's
 
 
 @dataclass
@@ -40,21 +35,19 @@ class Written:
 
     parts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """Key → (begin, end, checksum) of the rank's bytes of the tensor."""
-    pieces: dict[str, Piece] = field(default_factory=dict)
-    """Key → where they are, if the rank has files of its own."""
+    pieces: dict[str, Piece] = field(default_factory=dict)  # key → where they are, if the rank has files of its own
     files: dict[str, FileRecord] = field(default_factory=dict)
 
 
 class LocalWriter:
     """Writes to a directory of the file system. ``token``: eight hexadecimal digits, the same on every rank."""
 
-    positioned = True
-    """True if ranks write to the same files."""
+    positioned = True  # true if ranks write to the same files
 
     def __init__(self, final: Path, token: str) -> None:
         self.where, self._final = str(final), Path(os.path.abspath(final))
         self._partial = self._final.with_name(f".{self._final.name}.partial-{token}")
-        self._lock: int | None = None
+        self._lock = contextlib.ExitStack()
 
     def check_free(self) -> None:
         """Raise ``FileExistsError`` if something is there already. Rank 0."""
@@ -69,25 +62,17 @@ class LocalWriter:
         except (FileExistsError, NotADirectoryError) as error:
             text = f"cannot make {parent}: it, or a part of its path, is a file; choose another place"
             raise NotADirectoryError(text) from error
-        # Clearing needs the parent's lock too, so it never meets a directory that is not locked yet.
-        guard = _locked(parent, wait=True)
-        try:
-            _clear(parent)
-            self._partial.mkdir()
-            self._lock = _locked(self._partial)
-        finally:
-            if guard is not None:
-                os.close(guard)
+        _clear(parent)
+        with contextlib.suppress(OSError, NotImplementedError):  # a file system without locks
+            self._lock.enter_context(locked(_lock_of(self._partial), _PATIENCE))
+        self._partial.mkdir()
         for name, data in files.items():
             path = self._partial / name
             path.parent.mkdir(parents=True, exist_ok=True)
             _write_file(path, data, sizes[name])
 
     def write(self, rank: int, mine: Mapping[str, Any], entries: Mapping[str, TensorEntry], verify: bool) -> Written:
-        """Write ``mine`` (key → (first byte in the tensor, this rank's rows of it)) durably.
-
-        If ``verify``, read it again and compare checksums.
-        """
+        """Write ``mine`` (key → (first byte in the tensor, this rank's rows)) durably; read it again to ``verify``."""
         written = Written()
         by_file: dict[str, list[str]] = {}
         for key in mine:
@@ -105,7 +90,9 @@ class LocalWriter:
                 with _naming(path):
                     os.fsync(descriptor)
                 for key in keys if verify else []:
-                    _verify(descriptor, entries[key].pieces[0].begin, written.parts[key], path, key)
+                    begin, end, _ = written.parts[key]
+                    start = entries[key].pieces[0].begin
+                    _verify(_uncached(descriptor, start + begin, start + end), written.parts[key], path, key)
             finally:
                 os.close(descriptor)
         return written
@@ -113,20 +100,13 @@ class LocalWriter:
     def publish(self, manifest: bytes) -> None:
         """Make it a checkpoint. Rank 0."""
         _write_file(self._partial / MANIFEST, manifest)
-        for folder in {self._partial, *(path for path in self._partial.rglob("*") if path.is_dir())}:
-            sync(folder)
         move_into_place(self._partial, self._final, self.where)
+        self._lock.close()
 
     def abandon(self) -> None:
         """Remove everything. Rank 0."""
         shutil.rmtree(self._partial, ignore_errors=True)
-        self.end()
-
-    def end(self) -> None:
-        """Release the lock."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.close()
 
 
 def _write_file(path: Path, data: bytes, size: int = 0) -> None:
@@ -154,27 +134,26 @@ def _write_at(descriptor: int, at: int, data: memoryview) -> int:
     return checksum
 
 
-def _verify(descriptor: int, start: int, part: tuple[int, int, int], path: Path, key: str) -> None:
-    """Raise ``OSError`` if the part (begin, end, checksum) of the tensor that starts at byte ``start`` differs."""
-    begin, end, expected = part
-    if hasattr(os, "posix_fadvise"):  # read from the disk, not from the cache
-        os.posix_fadvise(descriptor, start + begin, end - begin, os.POSIX_FADV_DONTNEED)
-    buffer = bytearray(min(BLOCK, end - begin))
+def _uncached(descriptor: int, begin: int, end: int) -> Iterator[memoryview]:
+    """Read bytes ``begin`` to ``end`` block by block, from the disk and not from the system's cache."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
+    buffer = memoryview(bytearray(min(BLOCK, end - begin)))
+    for at in range(begin, end, BLOCK):
+        yield buffer[: os.preadv(descriptor, [buffer[: end - at]], at)]
 
-    def read(first: int, last: int) -> memoryview:
-        view = memoryview(buffer)[: last - first]
-        return view[: os.preadv(descriptor, [view], first)]
 
-    if crc32_of_range(read, start + begin, start + end) != expected:
-        raise OSError(f"{path.name} does not hold what was written to it: {key!r} reads differently; look at the disk")
+def _verify(blocks: Iterable[Any], part: tuple[int, int, int], path: Path | str, key: str) -> None:
+    """Raise ``OSError`` if ``blocks`` do not have the checksum of ``part`` (begin, end, checksum)."""
+    if functools.reduce(lambda value, block: crc32(memoryview(block), value), blocks, 0) != part[2]:
+        name = str(path).rpartition("/")[2]
+        raise OSError(f"{name} does not hold what was written to it: {key!r} reads differently; look at the disk")
 
 
 def move_into_place(made: Path, final: Path, shown: str) -> None:
-    """Rename ``made``, which is on disk, to ``final``, durably.
-
-    Raises:
-        FileExistsError: something was made at ``final``, shown as ``shown``, in the meantime.
-    """
+    """Rename ``made`` to ``final``, once all of it is on disk, durably; in messages it is ``shown``."""
+    for path in [*made.rglob("*"), made]:
+        _sync(path)
     try:
         if os.path.lexists(final):  # a rename would replace a file or an empty directory
             raise FileExistsError
@@ -185,10 +164,10 @@ def move_into_place(made: Path, final: Path, shown: str) -> None:
                 f"{shown} was made by another process in the meantime; nothing was changed"
             ) from error
         raise
-    sync(final.parent)
+    _sync(final.parent)
 
 
-def sync(path: Path) -> None:
+def _sync(path: Path) -> None:
     """Flush a file or directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -207,29 +186,16 @@ def discard(path: Path) -> None:
     shutil.rmtree(left, ignore_errors=True)
 
 
-def _locked(directory: Path, wait: bool = False) -> int | None:
-    """Return a descriptor that locks ``directory`` until it is closed or its process dies; None if it is locked."""
-    if fcntl is None:
-        return None
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+def _lock_of(partial: Path) -> Path:
+    return partial.with_name(f"{partial.name}.lock")
 
 
 def _clear(parent: Path) -> None:
     """Remove what the saves of processes that died have left behind."""
-    for path in parent.iterdir():
-        if _PARTIAL.fullmatch(path.name) is None or not path.is_dir() or path.is_symlink():
-            continue
-        with contextlib.suppress(OSError):
-            lock = _locked(path)
-            if lock is not None:
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)
+    for match in filter(None, map(_PARTIAL.fullmatch, os.listdir(parent))):
+        left = parent / match[1]
+        with contextlib.suppress(OSError, NotImplementedError), locked(_lock_of(left), patience=0):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -287,24 +253,14 @@ class RemoteWriter:
                     stream.write(data[at : at + BLOCK])
                 written.parts[key] = begin, begin + len(data), crc32(data)
                 written.pieces[key] = Piece(file, first, last)
-        written.files[file] = FileRecord.of(header, True)
-        written.files[file].size = max(last for _, last in ranges.values())
-        if verify:
-            self._verify(file, written)
+        written.files[file] = FileRecord.of(header, max(last for _, last in ranges.values()), is_header=True)
+        for key, piece in written.pieces.items() if verify else ():
+            starts = range(piece.begin, piece.end, BLOCK)
+            blocks = (
+                self._fs.cat_file(f"{self._root}/{file}", start=at, end=min(at + BLOCK, piece.end)) for at in starts
+            )
+            _verify(blocks, written.parts[key], file, key)
         return written
-
-    def _verify(self, file: str, written: Written) -> None:
-        with self._fs.open(f"{self._root}/{file}", "rb") as stream:
-
-            def read(begin: int, end: int) -> bytes:
-                stream.seek(begin)
-                return bytes(stream.read(end - begin))
-
-            for key, piece in written.pieces.items():
-                if crc32_of_range(read, piece.begin, piece.end) != written.parts[key][2]:
-                    raise OSError(
-                        f"{self.where}/{file} does not hold what was written to it: {key!r} reads differently"
-                    )
 
     def publish(self, manifest: bytes) -> None:
         with _naming(f"{self.where}/{MANIFEST}"):
@@ -315,13 +271,7 @@ class RemoteWriter:
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._root, recursive=True)
 
-    def end(self) -> None:
-        """Do nothing: there is no lock."""
 
-
-CheckpointWriter = LocalWriter | RemoteWriter
-
-
-def writer_for(path: str | os.PathLike[str], token: str) -> CheckpointWriter:
+def writer_for(path: str | os.PathLike[str], token: str) -> LocalWriter | RemoteWriter:
     """Return the writer for ``path``; ``token``: of a ``LocalWriter``."""
     return RemoteWriter(str(path)) if is_url(path) else LocalWriter(Path(path), token)

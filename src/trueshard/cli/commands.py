@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -9,18 +10,21 @@ from typing import Annotated
 
 import typer
 
-from trueshard.cli.doctor import doctor
 from trueshard.cli.options import Json
 from trueshard.cli.plan import plan
 from trueshard.cli.train import convert, demo, plot, train
 from trueshard.cli.verify import verify
 from trueshard.errors import UserError, refused
 from trueshard.launching import STOPPED
+from trueshard.machine import cpu_cores
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """The option parser's error: click's class, or that of the copy of click inside newer releases of typer."""
+
+PROCESSES_A_CORE = 4
+"""Most processes per core in a trial of `doctor`: each imports torch first."""
 
 assert USAGE_ERROR.__name__ == "UsageError"
 
@@ -28,6 +32,33 @@ assert USAGE_ERROR.__name__ == "UsageError"
 @app.callback()
 def _trueshard() -> None:
     """Fully-sharded training on PyTorch FSDP2."""
+
+
+def doctor(
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", help="Processes to try; left out: two, and all GPUs.", metavar="N", show_default=False),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that each trial may take.", metavar="SECONDS", min=1)] = 120,
+    as_json: Json = False,
+) -> None:
+    """Examine this machine, and try whether training works on it; exit code 1 if something stops it.
+
+    Looks at versions, devices and their links, the host, the environment and the extras, and lets real processes
+    gather, reduce and take a sharded step. The output is fit to be pasted into a report.
+    """
+    from trueshard.doctor.examine import report
+
+    if int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))):
+        return  # under a launcher, one process speaks for the machine
+    most = PROCESSES_A_CORE * cpu_cores()
+    if nproc is not None and not 1 <= nproc <= most:
+        raise UserError(f"--nproc {nproc}: this machine can try 1 to {most} processes; choose one of these")
+    found = report(nproc, timeout, aloud=not as_json)
+    if as_json:
+        print(json.dumps(found.as_json(), indent=2))
+    if found.problems:
+        raise typer.Exit(1)
 
 
 for command in (train, plan, verify, doctor, plot, convert, demo):

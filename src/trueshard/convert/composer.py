@@ -11,7 +11,7 @@ from collections.abc import Set
 from typing import Any
 
 from trueshard.convert.engine import Draft, Wrong, number, positive, table, text
-from trueshard.convert.shared import REDUCED, batch, mixed_precision_policy
+from trueshard.convert.shared import REDUCED, batch, count, mixed_precision_policy
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
@@ -19,11 +19,18 @@ REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 def prepare(tree: dict[str, Any], sections: Set[str]) -> dict[str, Any]:
     """Follow references, and put `parallelism_config` around a file of its tables, or of the keys of its `fsdp`."""
     tree = {key: _resolved(value, tree) for key, value in tree.items()}
+    for key in ("optimizer", "scheduler"):
+        if {key, f"{key}s"} <= set(tree):
+            raise Wrong(f"{key} and {key}s are the same; keep one")
+        if (given := tree.pop(f"{key}s", tree.get(key))) is not None:
+            tree[key] = _named(key, given)
+    if isinstance(tree.get("tokenizer"), str):
+        tree["tokenizer"] = {"name": tree["tokenizer"]}
     if set(tree) <= {"fsdp", "fsdp2", "tp"}:
-        return {"parallelism_config": {key: value for key, value in tree.items() if value is not None}}
+        return {"parallelism_config": tree}
     if not sections & set(tree):
         return {"parallelism_config": {"fsdp": tree}}
-    return {key: tree[key] for key in tree if key not in ("parallelism_config", "fsdp_config") or tree[key] is not None}
+    return tree
 
 
 def _resolved(value: Any, tree: dict[str, Any]) -> Any:
@@ -93,16 +100,13 @@ def duration(draft: Draft, key: str, value: Any) -> None:
 
 
 def interval(draft: Draft, key: str, value: Any) -> None:
-    """Read `save_interval` or `eval_interval` as steps; the latter counts where there is something to evaluate on."""
-    ours, loaders, steps = draft.rules[key].becomes, draft.rules[key].beside, _steps(draft, value)
-    if loaders and not any(each in draft.given for each in loaders):
-        draft.tell(key, value, "always", "nothing to evaluate on is given, so there is none, there either")
-    elif steps:
+    """Read an interval, or the length of a warm-up, as steps."""
+    ours, steps = draft.rules[key].becomes, _steps(draft, value)
+    if steps or (steps == 0 and key == "scheduler.t_warmup"):
         draft.put(ours, steps, key, value)
     else:
-        what = "evaluations" if loaders else "checkpoints"
         draft.tell(key, value, "none", f"told in steps here; set {ours}")
-        draft.ask(ours, "100", f"steps between {what}; there {value}")
+        draft.ask(ours, "100", f"in steps; there {value}")
 
 
 # Precision, sharding, compilation.
@@ -134,14 +138,6 @@ def precision(draft: Draft, key: str, value: Any) -> None:
         draft.put_word(key, value)
 
 
-def reshard(draft: Draft, key: str, value: Any) -> None:
-    """Read `reshard_after_forward` of FSDP2: true, false, or a number of ranks."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        draft.put("shard.reshard_after_forward", positive(value), key, value)
-    else:
-        draft.put_word(key, value)
-
-
 def compiled(draft: Draft, key: str, value: Any) -> None:
     """Read `compile_config`: any table means to compile."""
     if value is None:
@@ -154,63 +150,22 @@ def compiled(draft: Draft, key: str, value: Any) -> None:
 # Optimizer, schedule, model: tables with a name.
 
 
-def _named(value: Any) -> tuple[str, dict[str, Any]]:
-    """Return (name, settings) of `{name: NAME, ...}` or `{NAME: {...}}`."""
-    if isinstance(value, dict) and isinstance(value.get("name"), str):
-        return value["name"], value
-    if isinstance(value, dict) and len(value) == 1 and isinstance(inner := next(iter(value.values())), dict):
-        return next(iter(value)), inner
-    raise Wrong(f"found {value!r}, wanted a table with a name")
+def _named(key: str, value: Any) -> dict[str, Any]:
+    """Return the settings of `{NAME: {...}}` with the name among them, as in `{name: NAME, ...}`."""
+    if not isinstance(value, dict):
+        raise Wrong(f"{key}: found {value!r}, wanted a table with a name; give it one")
+    inner = next(iter(value.values())) if len(value) == 1 else None
+    return {"name": next(iter(value)), **inner} if isinstance(inner, dict) else value
 
 
-def optimizer(draft: Draft, key: str, value: Any) -> None:
-    """Read llm-foundry's `optimizer` or `optimizers`."""
-    name, settings = _named(value)
-    word = draft.word(key, name)
-    if word.none:
-        draft.tell(key, value, "none", word.none)
-        draft.ask("optimizer.class", '"torch.optim.AdamW"', f"import path of {name}")
-        return
-    decoupled = name.lower() == "decoupled_adamw"
-    lr = number(settings.get("lr", 1e-3))
-    draft.put_word(key, name)
-    draft.put("optimizer.lr", lr, key, {"lr": lr})
-    if "betas" in settings:
-        betas = [number(each) for each in settings["betas"]]
-        draft.put("optimizer.betas", betas, key, {"betas": betas})
-    if "eps" in settings:
-        draft.put("optimizer.arguments.eps", number(settings["eps"]), key, {"eps": settings["eps"]})
-    # Composer's decay goes by lr / peak, torch's by lr: w · lr / peak = (w / peak) · lr.
-    decay = number(settings.get("weight_decay", 1e-5 if decoupled else 1e-2))
-    scaled = round(decay / lr, 12) if decoupled and lr else decay
-    draft.put("optimizer.weight_decay", scaled, key, {"weight_decay": decay}, "set", "/ lr" if decoupled else "")
-    draft.put("optimizer.no_decay", [], key, name, "set", "decay on all parameters, as there")
-    lost = {each: settings[each] for each in settings if each not in ("name", "lr", "betas", "eps", "weight_decay")}
-    if lost:
-        draft.tell(key, lost, "none", "give them in optimizer.arguments, or in optimizer.groups")
-
-
-def schedule(draft: Draft, key: str, value: Any) -> None:
-    """Read llm-foundry's `scheduler` or `schedulers`."""
-    name, settings = _named(value)
-    word = draft.word(key, name)
-    if word.none:
-        draft.tell(key, value, "none", word.none)
-        draft.ask("schedule.decay", '"cosine"', f"in place of {name}")
-        return
-    draft.put_word(key, name)
-    if "t_warmup" in settings:
-        warm, steps = {"t_warmup": settings["t_warmup"]}, _steps(draft, settings["t_warmup"])
-        if steps is None:
-            draft.tell(key, warm, "none", "told in steps here; set schedule.warmup_steps")
-            draft.ask("schedule.warmup_steps", "100", f"there {settings['t_warmup']}")
-        else:
-            draft.put("schedule.warmup_steps", steps, key, warm)
-    if word.sets["schedule.decay"] != "constant":
-        final = number(settings.get("alpha_f", 0.0))
-        draft.put("schedule.final", final, key, {"alpha_f": final})
-    if str(settings.get("t_max", "1dur")) != "1dur":
-        draft.tell(key, {"t_max": settings["t_max"]}, "none", "the schedule ends with train.steps")
+def decay(draft: Draft, key: str, value: Any) -> None:
+    """Read `weight_decay`: decoupled_adamw takes it · lr / peak, torch takes it · lr."""
+    decoupled, lr = str(draft.get("optimizer.name")).lower() == "decoupled_adamw", number(draft.get("optimizer.lr"))
+    given = number(value if key in draft.given else 1e-5 if decoupled else 1e-2)
+    if decoupled and lr:
+        draft.put("optimizer.weight_decay", round(given / lr, 12), key, given, "set", "/ lr")
+    else:
+        draft.put("optimizer.weight_decay", given, key, given)
 
 
 def model(draft: Draft, key: str, value: Any) -> None:
@@ -223,55 +178,26 @@ def model(draft: Draft, key: str, value: Any) -> None:
     draft.put(ours, text(path), key, path, "set", "a directory on this machine")
 
 
-def tokenizer(draft: Draft, key: str, value: Any) -> None:
-    """Read llm-foundry's `tokenizer` by its name."""
-    name = text(value.get("name") if isinstance(value, dict) else value)
-    draft.put("tokenizer.path", name, key, name, "set", "a directory on this machine")
-
-
-def algorithms(draft: Draft, key: str, value: Any) -> None:
-    """Read `algorithms`, of which gradient clipping by norm has an equivalent."""
-    given = table(value)
-    settings = given.get("gradient_clipping")
-    if isinstance(settings, dict) and settings.get("clipping_type") == "norm":
-        threshold = number(settings.get("clipping_threshold"))
-        draft.put("train.max_grad_norm", threshold, key, given.pop("gradient_clipping"))
-    if given:
-        draft.tell(key, given, "none", "methods of training of their own, made by changing the model or the batch")
-    elif not value:
-        draft.tell(key, value, "always", "not asked for")
-
-
 # The batch.
 
 
 def finish(draft: Draft) -> None:
     """Set the batch from that of all ranks or of one, and `train.accumulate` from the microbatch."""
-    micro = draft.get("device_train_microbatch_size")
-    if str(micro).lower() == "auto":
-        draft.put("train.on_oom", "tighten", "device_train_microbatch_size", micro)
-    elif "device_train_microbatch_size" in draft.given:
-        _accumulate(draft, positive(micro))
-    if "global_train_batch_size" in draft.given:
-        total = positive(draft.get("global_train_batch_size"))
-        draft.put("train.batch_size", total, "global_train_batch_size", total)
-        each = draft.get("device_train_batch_size")
-        draft.tell("device_train_batch_size", each, "always", "global_train_batch_size says it")
-    elif "device_train_batch_size" in draft.given:
-        batch(draft, "device_train_batch_size", microbatches=1)
-    else:
-        batch(draft)
-
-
-def _accumulate(draft: Draft, micro: int) -> None:
-    """Set `train.accumulate` from the microbatch of a rank."""
-    key, total, each = "device_train_microbatch_size", _batch_size(draft), draft.get("device_train_batch_size")
-    of_rank = positive(each) if each is not None else total / draft.ranks if total and draft.ranks else None
-    if of_rank is None:
-        draft.ask("train.accumulate", "1", f"a rank's part of the batch / {micro}; --ranks works it out")
-        draft.tell(key, micro, "set", "which needs the number of ranks", "train.accumulate")
-    elif of_rank % micro:
-        raise Wrong(f"{key} = {micro} does not divide a rank's {of_rank:g} sequences; change it, or --ranks")
-    else:
-        draft.put("train.accumulate", int(of_rank // micro), key, micro, "set", f"{of_rank:g} of a rank / {micro}")
-        draft.origins["train.accumulate"] = f"{of_rank:g} of a rank / {key} = {micro}"
+    total, each, micro = "global_train_batch_size", "device_train_batch_size", "device_train_microbatch_size"
+    if str(draft.get(micro)).lower() == "auto":
+        draft.put("train.on_oom", "tighten", micro, draft.get(micro))
+        micro = ""
+    if total in draft.given:
+        batch(draft, micro, total=total)
+        draft.tell(each, draft.get(each), "always", f"{total} says it")
+        return
+    if micro in draft.given:
+        of_rank, part = count(draft, each), positive(draft.get(micro))
+        if of_rank is None:
+            draft.ask("train.accumulate", "1", f"a rank's part of the batch / {part}")
+            draft.tell(micro, part, "set", "which needs the batch of a rank", "train.accumulate")
+        elif of_rank % part:
+            raise Wrong(f"{micro} = {part} does not divide {each} = {of_rank}; change one of them")
+        else:
+            draft.put("train.accumulate", of_rank // part, micro, part, "set", f"{of_rank} of a rank / {part}")
+    batch(draft, each if each in draft.given else "", microbatches=1)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +12,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trueshard.convert.engine import Draft, Entry, Wrong, nearest, section_of, shown
-from trueshard.convert.tables import ENVIRONMENT, FILES, FRAMEWORKS, Framework
+from trueshard.convert.engine import Draft, Entry, Rule, Wrong, nearest, our_fields, shown
+from trueshard.convert.tables import ENVIRONMENT, FILES, FRAMEWORKS, Framework, tomllib
 from trueshard.errors import UserError, one_line
 from trueshard.files import replace_text
 from trueshard.train.config import Config
 from trueshard.train.parse import toml_key, toml_value
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".env", ".sh")
 ASSIGNED = re.compile(r"\s*(?:(?:export|env)\s+)?[A-Za-z_][A-Za-z0-9_]*=")
@@ -57,7 +50,10 @@ class Converted:
 
     def report(self) -> str:
         """Return a line for each key: what it became, how it differs, or why it has no equivalent."""
-        rows = [(WORDS[each.status], f"{each.key} = {shown(each.value)}", _became(each)) for each in self.entries]
+        rows = []
+        for each in self.entries:
+            note = f"{each.becomes} ({each.note})" if each.becomes and each.note else each.becomes or each.note
+            rows.append((WORDS[each.status], f"{each.key} = {shown(each.value)}", note))
         wide = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
         lines = [f"From {self.title}: {len({each.key for each in self.entries})} keys."]
         lines += [f"{state.ljust(wide[0])}  {key.ljust(wide[1])}  {note}".rstrip() for state, key, note in rows]
@@ -86,17 +82,10 @@ def convert(
     ranks: int | None = None,
     out: Path | None = None,
 ) -> Converted:
-    """Convert a file, or the environment.
+    """Convert a YAML, JSON, TOML or shell file, or with path=None the `environment`.
 
-    Args:
-        path: YAML, JSON or TOML, or a shell file that sets variables; None: `environment` is converted.
-        source: "accelerate", "torchtitan", "composer", "hf" or "environment"; None: guessed from the keys.
-        environment: variables; those of other programs are passed over.
-        ranks: processes of the run; None: as the source says, if it does.
-        out: name of the new configuration, for the command that starts it.
-
-    Raises:
-        UserError: no such file, a key that the framework does not know, or a value that it would not take.
+    `source` (a framework's name) is guessed where it is None, `ranks` (processes of the run) taken from the file; `out`
+    is the file that the command names. Raises `UserError`: no such file, an unknown key, or a value of the wrong kind.
     """
     tree, kind, title = _find(path, source, environment)
     where = str(path) if path is not None else "the environment"
@@ -104,11 +93,11 @@ def convert(
         given = dict(_flat(kind.prepare(tree), set(kind.index)))
     except Wrong as error:
         raise UserError(f"{where}: {error}") from None
-    _refuse_unknown(given, kind, where)
+    rules = _rules_of(given, kind, where)
     if ranks is not None and ranks < 1:
         raise UserError(f"--ranks {ranks}: it is a whole number from 1 on")
     name = kind.name if path is None else path.stem.lstrip(".") or kind.name
-    draft = Draft(kind.index, given, kind.defaults(given), ranks, name)
+    draft = Draft(rules, given, kind.defaults(given), ranks, name)
     _apply(kind, draft, where)
     command = _command(draft, str(out) if out is not None else f"{name}.toml")
     text = _toml(draft, _head(draft, f"From {where}, of {title}", command))
@@ -123,22 +112,19 @@ def _find(
     path: Path | None, source: str | None, environment: Mapping[str, str] | None
 ) -> tuple[dict[str, Any], Framework, str]:
     """Return (tree, framework, the framework in prose)."""
-    chosen = next((each for each in FRAMEWORKS if each.name == source), None)
-    if source is not None and chosen is None:
-        raise UserError(f"--from {source}: unknown; use one of {', '.join(each.name for each in FRAMEWORKS)}")
-    if path is None:
-        if chosen not in (None, ENVIRONMENT):
-            raise UserError(f"--from {source}: which file? give its path")
-        variables = dict(environment or {})
-        if not ENVIRONMENT.prepare(variables):
-            raise UserError("no variable FSDP_*, ACCELERATE_* or PARALLELISM_CONFIG_* is set; give the path of a file")
-        return variables, ENVIRONMENT, ENVIRONMENT.title
-    tree = _read(path)
-    shell = path.suffix.lower() in (".env", ".sh") or path.name == ".env"
-    if shell and chosen not in (None, ENVIRONMENT):
-        raise UserError(f"--from {source}: {path} is a shell file; leave --from out")
-    kind = chosen or (ENVIRONMENT if shell else _guess(tree, path, FILES))
-    return tree, kind, kind.title if chosen else f"{kind.title} (guessed by its {'ending' if shell else 'keys'})"
+    known = {each.name: each for each in FRAMEWORKS}
+    if source is not None and source not in known:
+        raise UserError(f"--from {source}: unknown; use one of {', '.join(known)}")
+    shell = path is None or path.suffix.lower() in (".env", ".sh") or path.name == ".env"
+    if shell and source not in (None, ENVIRONMENT.name):
+        remedy = "which file? give its path" if path is None else f"{path} is a shell file; leave --from out"
+        raise UserError(f"--from {source}: {remedy}")
+    tree: dict[str, Any] = dict(environment or {}) if path is None else _read(path)
+    if path is None and not ENVIRONMENT.prepare(tree):
+        raise UserError("no variable FSDP_*, ACCELERATE_* or PARALLELISM_CONFIG_* is set; give the path of a file")
+    kind = known[source] if source else ENVIRONMENT if path is None or shell else _guess(tree, path, FILES)
+    guessed = "" if source or path is None else f" (guessed by its {'ending' if shell else 'keys'})"
+    return tree, kind, f"{kind.title}{guessed}"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -232,13 +218,22 @@ def _flat(tree: Mapping[str, Any], known: set[str], prefix: str = "") -> Iterato
             yield key, value
 
 
-def _refuse_unknown(given: Mapping[str, Any], source: Framework, where: str) -> None:
-    """Raise `UserError` for the first key that the framework does not know, with the nearest one that it does."""
-    known = list(source.index)
+def _rules_of(given: Mapping[str, Any], source: Framework, where: str) -> dict[str, Rule]:
+    """Return the rule of each key that is known or given, of which `section.*` is that of any other key of a section.
+
+    Raises `UserError` for the first key that the framework does not know, with the nearest one that it does.
+    """
+    known, rules = list(source.index), dict(source.index)
     for key in given:
-        if key not in source.index:
+        section, inside, _ = key.partition(".")
+        if inside and key not in rules and (rule := source.index.get(f"{section}.*")):
+            rules[key] = rule
+        if key not in rules and any(each.startswith(f"{key}.") for each in known):
+            raise UserError(f"{where}: {key}: found {given[key]!r}, wanted a table; correct it")
+        if key not in rules:
             near = nearest(key, known) or nearest(key.rpartition(".")[2], [each.rpartition(".")[2] for each in known])
             raise UserError(f"{where}: unknown key {key} for {source.title}{near}; correct it, or remove it")
+    return rules
 
 
 # What it becomes.
@@ -246,11 +241,11 @@ def _refuse_unknown(given: Mapping[str, Any], source: Framework, where: str) -> 
 
 def _apply(kind: Framework, draft: Draft, where: str) -> None:
     """Apply all rules: of keys that are given, of those with a default, then what depends on several."""
-    seen = {kind.index[key].keys for key in draft.given}
-    absent = [key for key in draft.defaults if kind.index[key].keys not in seen]
+    seen = {draft.rules[key].keys for key in draft.given}
+    absent = [key for key in draft.defaults if draft.rules[key].keys not in seen]
     key = ""
     try:
-        for key in sorted([*draft.given, *absent], key=lambda each: kind.index[each].last):
+        for key in sorted([*draft.given, *absent], key=lambda each: draft.rules[each].last):
             draft.apply(key)
         key = ""
         kind.finish(draft)
@@ -318,20 +313,8 @@ def _line(draft: Draft, key: str) -> str:
 
 def _in_order(keys: Sequence[str] | Mapping[str, Any]) -> list[str]:
     """Sort keys of ours as a file has them."""
-    order = _places()
-    return sorted(keys, key=lambda key: order[".".join(key.split(".")[:2])])
-
-
-@functools.cache
-def _places() -> dict[str, int]:
-    """Return the place of each key of ours in a file."""
-    sections = {section: section_of(section).model_fields for section in Config.model_fields}
-    keys = [f"{section}.{field.alias or name}" for section in sections for name, field in sections[section].items()]
-    return {key: place for place, key in enumerate(keys)}
-
-
-def _became(entry: Entry) -> str:
-    return f"{entry.becomes} ({entry.note})" if entry.becomes and entry.note else entry.becomes or entry.note
+    order = list(our_fields())
+    return sorted(keys, key=lambda key: order.index(".".join(key.split(".")[:2])))
 
 
 def _check(text: str, draft: Draft, where: str) -> None:

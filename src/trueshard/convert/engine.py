@@ -8,11 +8,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
+
+from pydantic.fields import FieldInfo
 
 from trueshard.train.config import Config, Section
 from trueshard.train.parse import toml_value
@@ -63,8 +66,8 @@ class Rule:
     """The source's value where the key is absent, if that decides something here."""
     last: bool = False
     """True: applied after all others, since it depends on them."""
-    read: Callable[[Any], Any] = lambda value: value
-    """Turns the source's value into ours; raises `Wrong`."""
+    read: Callable[[Any], Any] | None = None
+    """Turns the source's value, if it is none of `words`, into ours; raises `Wrong`."""
     words: Mapping[str, Word] = field(default_factory=dict)
     unset: frozenset[Any] = frozenset()
     """Plain values that mean "not given"."""
@@ -74,6 +77,10 @@ class Rule:
     """Other keys; where none of them has a value other than "no", this one has no effect."""
     yields: tuple[str, ...] = ()
     """Other keys, any of which counts instead of this one."""
+    when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Other keys, and the plain values with which alone this one counts; "absent" if the key has no value."""
+    otherwise: str = ""
+    """Why there is no equivalent where `when` does not hold; empty: it has no effect there either."""
     beside: tuple[str, ...] = ()
     """Other keys that the function reads."""
     function: Callable[[Draft, str, Any], None] | None = None
@@ -92,71 +99,73 @@ class Entry:
     """What differs, or why there is no equivalent."""
 
 
+@dataclass
 class Draft:
-    """Our configuration in the making.
+    """Our configuration in the making."""
 
-    Args:
-        rules: the rule of each key that the source knows.
-        given: the source's keys, dotted, and their values.
-        defaults: the source's values for keys that are absent.
-        ranks: processes of the run; None: unknown.
-        name: of the run.
-    """
-
-    def __init__(
-        self,
-        rules: Mapping[str, Rule],
-        given: Mapping[str, Any],
-        defaults: Mapping[str, Any],
-        ranks: int | None,
-        name: str,
-    ) -> None:
-        self.rules = rules
-        self.given = dict(given)
-        self.defaults = dict(defaults)
-        self.ranks = ranks
-        self.machines: int | None = None
-        self.name = name
-        self.tree: dict[str, Any] = {}
-        """Our dotted keys and their values."""
-        self.origins: dict[str, str] = {}
-        """The comment beside each of our keys: where its value comes from."""
-        self.asked: dict[str, tuple[str, str]] = {}
-        """Our keys that only the user can know: an example of a value, as TOML, and what to give."""
-        self.entries: list[Entry] = []
-        self._by_default: set[str] = set()
+    rules: Mapping[str, Rule]
+    """The rule of each key that the source knows, or that is given."""
+    given: Mapping[str, Any]
+    """The source's keys, dotted, and their values."""
+    defaults: Mapping[str, Any]
+    """The source's values for keys that are absent."""
+    ranks: int | None
+    """Processes of the run; None: unknown."""
+    name: str
+    machines: int | None = None
+    tree: dict[str, Any] = field(default_factory=dict)
+    """Our dotted keys and their values."""
+    origins: dict[str, str] = field(default_factory=dict)
+    """The comment beside each of our keys: where its value comes from."""
+    asked: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Our keys that only the user can know: an example of a value, as TOML, and what to give."""
+    entries: list[Entry] = field(default_factory=list)
+    _by_default: set[str] = field(default_factory=set)
 
     def apply(self, key: str) -> None:
         """Apply the rule of one of their keys; raises `Wrong` for a value the source would not take."""
         rule, value = self.rules[key], self.get(key)
-        if instead := next(filter(self.get, rule.yields), None):
+        other = next((each for each in rule.when if not self._is_one_of(each, rule.when[each])), None)
+        if (rule.kind in ("set", "none") or rule.unset) and not self._has(key):
+            self.tell(key, value, "always", "not asked for")
+        elif instead := next(filter(self._has, rule.yields), None):
             self.tell(key, value, "always", f"{instead} counts instead")
         elif rule.needs and all(str(self.get(each) or "no").lower() in FALSE for each in rule.needs):
             self.tell(key, value, "always", f"of no effect without {either(rule.needs)}")
+        elif other is not None:
+            without = f"not looked at with {other} = {str(self.get(other) or 'no').lower()}"
+            self.tell(key, value, "none" if rule.otherwise else "always", rule.otherwise or without)
         elif rule.function is not None:
             rule.function(self, key, value)
-        elif rule.kind == "set" and rule.words:
+        elif rule.kind == "set" and rule.words and (rule.read is None or str(value).lower() in rule.words):
             self.put_word(key, value)
         elif rule.kind == "set":
-            found = None if value is None or plain(value) in rule.unset else rule.read(value)
-            if found is None:
-                self.tell(key, value, "always", "as the default here")
-            else:
-                self.put(rule.becomes, found, key, value)
+            self.put(rule.becomes, rule.read(value) if rule.read else value, key, value)
         elif rule.kind == "always":
             lost = rule.unless.get(plain(value))
             self.tell(key, value, "none" if lost else "always", lost or rule.why)
         elif rule.kind == "none":
-            lost = None if plain(value) in rule.unset else rule.why
-            self.tell(key, value, "none" if lost else "always", lost or "not asked for")
+            self.tell(key, value, "none", rule.why)
         elif rule.kind == "command":
             self.tell(key, value, "command", rule.becomes)
         elif rule.kind == "part":
+            if rule.read and value is not None:
+                rule.read(value)
             self.tell(key, value, "set", rule.why, rule.becomes)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of one of their keys, given or by default."""
         return self.given.get(key, self.defaults.get(key, default))
+
+    def _has(self, key: str) -> bool:
+        """Return True if one of their keys has a value, and not one that means "not given"."""
+        value, rule = self.get(key), self.rules[key]
+        return "none" in rule.words if value is None else plain(value) not in rule.unset
+
+    def _is_one_of(self, key: str, values: tuple[Any, ...]) -> bool:
+        found = self.get(key)
+        found = "absent" if found is None else found
+        return any(plain(each) in values for each in (found if isinstance(found, list) else [found]))
 
     def tell(self, key: str, value: Any, status: Status, note: str, becomes: str = "") -> None:
         """Record what became of one of their keys. Defaults are not recorded."""
@@ -171,15 +180,16 @@ class Draft:
             raise Wrong(f"{key} = {given} contradicts {self.origins[ours]}: both decide {ours}; keep one")
         (self._by_default.discard if key in self.given else self._by_default.add)(ours)
         self.tree[ours] = value
+        self.asked.pop(ours, None)
         self.origins[ours] = f"{key} = {shown(given)}" if key in self.given else f"{key} = {shown(given)}, its default"
         self.tell(key, given, status, note, f"{ours} = {toml_value(value)}")
 
-    def put_word(self, key: str, value: Any) -> Word | None:
-        """Do what the rule of `key` lists for a value; return that word, or None for a value that is not given."""
+    def put_word(self, key: str, value: Any) -> None:
+        """Do what the rule of `key` lists for a value."""
         words = self.rules[key].words
-        if (value is None and "none" not in words) or plain(value) in self.rules[key].unset:
-            self.tell(key, value, "always", "not given")
-            return None
+        if value is None and "none" not in words:
+            self.tell(key, value, "always", "not asked for")
+            return
         if set(words) == {"true", "false"}:
             value = boolean(value)
         word = self.word(key, value)
@@ -193,7 +203,6 @@ class Draft:
             self.replicate(word.copies, key, value)
         if word.ask:
             self.ask(word.ask[0], word.ask[1], word.ask[2].format(str(value).lower()))
-        return word
 
     def word(self, key: str, value: Any) -> Word:
         """Return what the rule of `key` lists for a value, whose case does not count; "*" is any other.
@@ -222,17 +231,24 @@ class Draft:
 
     def in_order(self) -> tuple[Entry, ...]:
         """Return what became of each key, in the order in which they were given."""
-        order = {key: place for place, key in enumerate(self.given)}
-        return tuple(sorted(self.entries, key=lambda entry: order[entry.key]))
+        order = list(self.given)
+        return tuple(sorted(self.entries, key=lambda entry: order.index(entry.key)))
+
+
+@functools.cache
+def our_fields() -> dict[str, FieldInfo]:
+    """Return the field of each key of ours, in a file's order."""
+    return {
+        f"{section}.{info.alias or name}": info
+        for section in Config.model_fields
+        for name, info in section_of(section).model_fields.items()
+    }
 
 
 def our_default(ours: str) -> Any:
     """Return the default of a key of ours; None where it is required, or inside a table."""
-    section, name = ours.split(".", 1)
-    for attribute, info in section_of(section).model_fields.items():
-        if name == (info.alias or attribute):
-            return None if info.is_required() else info.get_default(call_default_factory=True)
-    return None
+    info = our_fields().get(ours)
+    return None if info is None or info.is_required() else info.get_default(call_default_factory=True)
 
 
 def section_of(name: str) -> type[Section]:
@@ -311,6 +327,13 @@ def rounded_up(value: Any) -> int:
     if found <= 0:
         raise Wrong(f"found {value!r}, wanted a number above 0")
     return math.ceil(found)
+
+
+def numbers(value: Any) -> list[float]:
+    """Read an array of numbers."""
+    if not isinstance(value, (list, tuple)):
+        raise Wrong(f"found {value!r}, wanted an array of numbers")
+    return [number(each) for each in value]
 
 
 def names(value: Any) -> list[str]:

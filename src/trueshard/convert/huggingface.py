@@ -12,6 +12,7 @@ from typing import Any
 
 from trueshard.convert.engine import Draft, Wrong, boolean, integer, number, positive, table
 from trueshard.convert.shared import batch
+from trueshard.convert.shared import recompute as recompute_blocks
 
 
 def prepare(tree: dict[str, Any], sections: Set[str]) -> dict[str, Any]:
@@ -23,8 +24,6 @@ def prepare(tree: dict[str, Any], sections: Set[str]) -> dict[str, Any]:
     tree = {"eval_strategy" if key == "evaluation_strategy" else key: value for key, value in tree.items()}
     if isinstance(inner, dict):
         tree["fsdp_config"] = {key.removeprefix("fsdp_"): value for key, value in inner.items()}
-    elif not inner:
-        tree.pop("fsdp_config", None)
     return tree
 
 
@@ -45,52 +44,47 @@ def fsdp(draft: Draft, key: str, value: Any) -> None:
             draft.put_word(key, word)
 
 
-def duration(draft: Draft, key: str, value: Any) -> None:
-    """Read `max_steps`, which counts where it is given, or `num_train_epochs`."""
-    steps = integer(draft.get("max_steps"))
-    counts = "max_steps" if steps > 0 else "num_train_epochs"
-    if key != counts:
-        draft.tell(key, value, "always", f"{counts} counts instead")
-    elif steps > 0:
-        draft.put("train.steps", steps, key, value)
-    else:
-        draft.put("train.epochs", number(value), key, value)
-
-
 def warmup(draft: Draft, key: str, value: Any) -> None:
     """Read `warmup_steps`, a number or a share of the steps; or `warmup_ratio`, as it was called."""
     ratio, kind = number(value or 0), str(draft.get("lr_scheduler_type")).lower()
     if ratio and kind in ("constant", "reduce_lr_on_plateau"):
         draft.tell(key, value, "none", f"{kind} has no warm-up, there either")
-        return
-    if key == "warmup_ratio" and (draft.get("warmup_steps") or not ratio):
+    elif key == "warmup_ratio" and (draft.get("warmup_steps") or not ratio):
         draft.tell(key, value, "always", "warmup_steps counts instead" if ratio else "no warm-up by ratio")
-        return
-    if key == "warmup_steps" and not ratio and draft.given.get("warmup_ratio"):
+    elif key == "warmup_steps" and not ratio and draft.given.get("warmup_ratio"):
         draft.tell(key, value, "always", "warmup_ratio counts instead")
-        return
-    steps = integer(draft.get("max_steps", -1))
-    if ratio >= 1 or not ratio:
-        draft.put("schedule.warmup_steps", integer(ratio), key, value)
-    elif steps > 0:
-        draft.put("schedule.warmup_steps", math.ceil(ratio * steps), key, value, "set", f"of {steps} steps")
     else:
-        draft.tell(key, value, "none", "a share of steps that are not known yet; set schedule.warmup_steps")
-        draft.ask("schedule.warmup_steps", "100", f"{ratio} of all steps")
+        _steps(draft, "schedule.warmup_steps", key, value, ratio)
+
+
+def every(draft: Draft, key: str, value: Any) -> None:
+    """Read `logging_steps`, `eval_steps` or `save_steps`; `eval_steps` that are not given are `logging_steps`."""
+    given = draft.get("logging_steps") if value is None and key == "eval_steps" else value
+    _steps(draft, draft.rules[key].becomes, key, value, number(given))
+
+
+def _steps(draft: Draft, ours: str, key: str, value: Any, steps: float) -> None:
+    """Set a number of steps; below 1 it is a share of all steps."""
+    whole = integer(draft.get("max_steps", -1))
+    if steps >= 1 or not steps:
+        draft.put(ours, integer(steps), key, value)
+    elif whole > 0:
+        draft.put(ours, math.ceil(steps * whole), key, value, "set", f"of {whole} steps")
+    else:
+        draft.tell(key, value, "none", f"a share of steps that are not known yet; set {ours}")
+        draft.ask(ours, "100", f"{steps} of all steps")
 
 
 def schedule(draft: Draft, key: str, value: Any) -> None:
     """Read `lr_scheduler_type` with `lr_scheduler_kwargs`."""
     kind, kwargs = str(value).lower(), "lr_scheduler_kwargs"
     word, more = draft.word(key, value), table(draft.get(kwargs))
-    if word.none or kind == "reduce_lr_on_plateau":
+    if "schedule.decay" not in word.sets:
         draft.put_word(key, value)
-        if word.none:
-            draft.tell(kwargs, more, "none" if more else "always", f"part of {kind}")
-        elif more:
+        if more and not word.none:
             draft.put("schedule.arguments", more, kwargs, more)
         else:
-            draft.tell(kwargs, {}, "always", "the class's own")
+            draft.tell(kwargs, more, "none" if more else "always", f"part of {kind}")
         return
     final = _final(draft, kind, more)
     note = ""
@@ -108,10 +102,8 @@ def schedule(draft: Draft, key: str, value: Any) -> None:
         draft.put("schedule.final", round(final, 12), key, value)
     steps = ("num_decay_steps", "num_warmup_steps", "num_training_steps")
     lost = {name: more[name] for name in more if name not in steps}
-    if lost:
-        draft.tell(kwargs, lost, "none", "no equivalent in [schedule]")
-    else:
-        draft.tell(kwargs, draft.get(kwargs), "always", f"part of {kind}")
+    why = "no equivalent in [schedule]" if lost else f"part of {kind}"
+    draft.tell(kwargs, lost or draft.get(kwargs), "none" if lost else "always", why)
 
 
 def _final(draft: Draft, kind: str, more: dict[str, Any]) -> float:
@@ -123,62 +115,13 @@ def _final(draft: Draft, kind: str, more: dict[str, Any]) -> float:
     return number(more.pop("lr_end", 1e-7)) / lr if kind == "polynomial" and lr else 0.0
 
 
-def optimizer(draft: Draft, key: str, value: Any) -> None:
-    """Read `optim`, with the settings of Adam where it is AdamW."""
-    word = draft.put_word(key, value)
-    if word is None or word.sets.get("optimizer.class") != "torch.optim.AdamW":
-        for each in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-            draft.tell(
-                each, draft.get(each), "always", f"not looked at with optim = {str(value).lower()}, there either"
-            )
-        return
-    betas = [number(draft.get("adam_beta1")), number(draft.get("adam_beta2"))]
-    given = [each for each in ("adam_beta1", "adam_beta2") if each in draft.given]
-    draft.put("optimizer.betas", betas, given[-1] if given else "adam_beta1", betas)
-    if len(given) == 2:
-        draft.tell("adam_beta1", draft.get("adam_beta1"), "set", "", f"optimizer.betas = {betas}")
-    if "adam_epsilon" in draft.given:
-        eps = number(draft.get("adam_epsilon"))
-        draft.put("optimizer.arguments.eps", eps, "adam_epsilon", eps)
-
-
 def recompute(draft: Draft, key: str, value: Any) -> None:
     """Read `activation_checkpointing`, or `gradient_checkpointing` as it was called, with its keyword arguments."""
-    nth = positive(table(draft.get(f"{key}_kwargs")).get("every_n_layers", 1))
-    if not boolean(value or False):
+    nth = positive(draft.get(f"{key}_kwargs.every_n_layers", 1))
+    if boolean(value or False):
+        recompute_blocks(draft, key, value, nth, 0, "full", f"every block, there each {nth}th")
+    else:
         draft.tell(key, value, "always", "not asked for")
-    elif nth == 1:
-        draft.put("shard.activation_checkpointing", "full", key, value)
-    elif 10 % nth == 0:
-        # Blocks whose number, from 0, is a multiple of 2, 5 or 10: told by its last digit.
-        glob = f"*[{''.join(str(digit) for digit in range(0, 10, nth))}]"
-        draft.put("shard.activation_checkpointing", {glob: "full"}, key, value, "set", f"every {nth}th block")
-    else:
-        draft.put("shard.activation_checkpointing", "full", key, value, "near", f"every block, there each {nth}th")
-
-
-def recompute_kwargs(draft: Draft, key: str, value: Any) -> None:
-    """Report the keyword arguments of recomputation but `every_n_layers`, which `recompute` reads."""
-    if table(value).get("offload"):
-        draft.tell(key, value, "none", 'what a recomputed block keeps stays on the device; "full" keeps the least')
-    else:
-        draft.tell(key, value, "always", "recomputation is without reentrance, and keeps random states")
-
-
-def every(draft: Draft, key: str, value: Any) -> None:
-    """Read `logging_steps`, `eval_steps` or `save_steps`: a number or share of steps, with the strategy "steps"."""
-    ours, strategy = draft.rules[key].becomes, key.replace("steps", "strategy")
-    how = str(draft.get(strategy) or "no").lower()
-    if how != "steps" or (value is None and key != "eval_steps"):
-        draft.tell(key, value, "always", f"not looked at with {strategy} = {how}")
-        return
-    steps = number(draft.get("logging_steps") if value is None else value)
-    whole = integer(draft.get("max_steps", -1))
-    if steps < 1 and whole < 1:
-        draft.tell(key, value, "none", f"a share of steps that are not known yet; set {ours}")
-        draft.ask(ours, "100", f"{steps} of all steps")
-    else:
-        draft.put(ours, max(1, math.ceil(steps * whole)) if steps < 1 else positive(steps), key, value)
 
 
 def finish(draft: Draft) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any
 
-from trueshard.convert.engine import Draft, Wrong, integer, names, positive
+from trueshard.convert.engine import Draft, Wrong, integer, names, number, positive
 
 # FSDP's words, which Accelerate, transformers and PEFT pass on under several names.
 
@@ -22,19 +22,6 @@ def strategy(draft: Draft, key: str, value: Any) -> None:
         draft.tell(key, value, "always", f"not looked at beside {counts}, there either")
     else:
         draft.put_word(key, value)
-
-
-def units(draft: Draft, key: str, value: Any) -> None:
-    """Read the class names of units, which count only with the wrap policy for transformers."""
-    policy = draft.rules[key].beside[0]
-    chosen = draft.given.get(policy, "TRANSFORMER_BASED_WRAP")
-    named = [] if value is None else names(value)
-    if not named:
-        draft.tell(key, value, "always", "empty: the model's own hints")
-    elif str(chosen).upper() != "TRANSFORMER_BASED_WRAP":
-        draft.tell(key, value, "none", f"not looked at beside {policy} = {chosen}, there either")
-    else:
-        draft.put("shard.units", named, key, value)
 
 
 REDUCED = "gradients are reduced in float32, there in the compute dtype: more exact, twice the bytes"
@@ -90,18 +77,32 @@ def trackers(draft: Draft, key: str, value: Any) -> None:
         draft.tell(key, value, "always", "none but metrics.jsonl")
 
 
+def join(draft: Draft, key: str, value: Any) -> None:
+    """Read two numbers that are one array here, as `betas`."""
+    draft.put(draft.rules[key].becomes, [number(draft.get(each)) for each in draft.rules[key].beside], key, value)
+
+
+def recompute(draft: Draft, key: str, value: Any, every: int, first: int, word: str, note: str) -> None:
+    """Recompute every so many blocks from the one numbered `first`; `word` where a glob cannot tell these."""
+    ours = "shard.activation_checkpointing"
+    if every == 1:
+        draft.put(ours, "full", key, value)
+    elif 10 % every == 0:  # blocks are told apart by the last digit of their number
+        digits = "".join(str(digit) for digit in range(first, 10, every))
+        draft.put(ours, {f"*[{digits}]": "full"}, key, value)
+    else:
+        draft.put(ours, word, key, value, "near", note)
+
+
 # Accelerate's launcher: its YAML and the environment variables that it sets.
 
 
 def accelerate_tree(tree: dict[str, Any], sections: Set[str]) -> dict[str, Any]:
-    """Give each key of a section the section's prefix, as Accelerate does, and drop empty sections."""
+    """Give each key of a section the section's prefix, as Accelerate does."""
     found = dict(tree)
-    for section, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_"), ("parallelism_config", "")):
-        inner = found.get(section)
-        if isinstance(inner, dict):
-            found[section] = {f"{'' if key.startswith(prefix) else prefix}{key}": inner[key] for key in inner}
-        elif inner is None:
-            found.pop(section, None)
+    for section, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_")):
+        if isinstance(inner := found.get(section), dict):
+            found[section] = {prefix + key.removeprefix(prefix): inner[key] for key in inner}
     return found
 
 
@@ -147,13 +148,9 @@ def machines(draft: Draft, key: str, value: Any) -> None:
 def batch(
     draft: Draft, per_rank: str = "", accumulate: str = "", total: str = "", microbatches: int | None = None
 ) -> None:
-    """Set `train.batch_size` and `train.accumulate`.
+    """Set `train.batch_size` and `train.accumulate` from keys for the sequences of a rank, its microbatches, all ranks.
 
-    Args:
-        per_rank: key of the sequences of a rank; empty: the source has none.
-        accumulate: key of the microbatches of a rank in a step.
-        total: key of the sequences of all ranks in a step.
-        microbatches: how many times `per_rank` a rank has in a step; None: `train.accumulate` times.
+    `microbatches`: how many times `per_rank` a rank has in a step; None: `train.accumulate` times.
     """
     sequences, whole = count(draft, per_rank), count(draft, total)
     if whole is not None:

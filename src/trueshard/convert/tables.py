@@ -1,19 +1,18 @@
-"""The frameworks that can be converted, each a table in `frameworks/`; and the tables as Markdown.
+"""The frameworks that can be converted, each a table in `frameworks/`.
 
 A table has what concerns the framework as a whole, then a `[[rule]]` for each key, or several alike:
 
-- `keys`: their names, dotted. `shown`: the names in the documents, where these differ.
+- `keys`: their names, dotted; `section.*` is any other key of a section. `shown`: the names in the documents, where
+  these differ.
 - One of `set` = our key; `always` = why it is so here anyway; `none` = why there is no equivalent; `command` = an
   option; `part` or `later` = our key that another of theirs decides too; `function` = a function's name, and `becomes`.
 - `why`: how, what differs, or what to do instead. `default`: theirs, if that decides something here.
 - With `set`: `read` = a reader's name, or `words` = a list of values, or of names of `[words]` in `shared.toml`: `of` =
   theirs ("*": any other), `value` = ours (or `sets` = several of our keys), and the rest as in `Word`.
-- `unset` and `off`: values that mean "not given" and "not asked for". `unless`: values without equivalent. `needs`,
-  `yields`, `beside`, `last`: as in `Rule`.
+- `unset` (of `set`) and `off` (of `none`): values that mean "not asked for". `unless`: values without equivalent.
+  `needs`, `yields`, `when`, `otherwise`, `beside`, `last`: as in `Rule`.
 - `include` = rules of `shared.toml` or of this file, their keys with a prefix (the first one is shown as `shown`),
   under other `names`, or in capitals (`upper`).
-
-`python -m trueshard.convert.tables docs/coming-from.md` puts the tables between their marks.
 """
 
 from __future__ import annotations
@@ -102,7 +101,9 @@ def _rows(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         for each in tree.get(row["include"]) or table("shared")[row["include"]]:
             keys = _listed(each["keys"])
             shown = [row["shown"] + key for key in keys] if "shown" in row else spelled(row, keys)[: len(keys)]
-            yield {**each, "keys": spelled(row, keys), "beside": spelled(row, each.get("beside", ())), "shown": shown}
+            when = {spelled(row, [key])[0]: values for key, values in each.get("when", {}).items()}
+            beside = spelled(row, each.get("beside", ()))
+            yield {**each, "keys": spelled(row, keys), "when": when, "beside": beside, "shown": shown}
 
 
 def spelled(include: Mapping[str, Any], keys: Any) -> list[str]:
@@ -116,24 +117,21 @@ def _rule(row: Mapping[str, Any]) -> Rule:
     kind: Kind = next((kind for kind in get_args(Kind) if kind in row), "set")
     becomes = FIXED.get(kind) or row.get("becomes") or row[kind]
     unless = {engine.plain(value): each["none"] for each in row.get("unless", ()) for value in each["of"]}
-    why = row[kind] if kind in FIXED else row["why"]
     unset = (None, *row["unset"]) if "unset" in row else (*NOTHING, *row.get("off", ())) if kind == "none" else ()
+    more: dict[str, Any] = {name: tuple(row[name]) for name in ("keys", "needs", "yields", "beside") if name in row}
+    more |= {name: row[name] for name in ("default", "last", "otherwise") if name in row}
     return Rule(
-        keys=tuple(row["keys"]),
         kind=kind,
         becomes=becomes,
-        why=why,
+        why=row[kind] if kind in FIXED else row["why"],
         shown=tuple(_listed(row.get("shown", row["keys"]))),
-        default=row.get("default"),
-        last=row.get("last", False),
-        read=_named(row["read"]) if "read" in row else lambda value: value,
+        read=_named(row["read"]) if "read" in row else None,
         words=dict(_words(row.get("words", ()), becomes)),
         unset=frozenset(map(engine.plain, unset)),
         unless=unless,
-        needs=tuple(row.get("needs", ())),
-        yields=tuple(row.get("yields", ())),
-        beside=tuple(row.get("beside", ())),
+        when={key: tuple(values) for key, values in row.get("when", {}).items()},
         function=_named(row["function"]) if kind == "function" else None,
+        **more,
     )
 
 
@@ -162,42 +160,3 @@ def _listed(value: Any) -> list[Any]:
 FILES = tuple(map(framework, ("accelerate", "torchtitan", "composer", "huggingface")))
 ENVIRONMENT = framework("environment")
 FRAMEWORKS = (*FILES, ENVIRONMENT)
-
-HEAD = "| key | becomes | how, or why not |\n|---|---|---|"
-
-
-def markdown(source: Framework) -> str:
-    """Return a table with a row for each rule: its keys, what they become, and why."""
-    rows = [
-        f"| {', '.join(f'`{key}`' for key in rule.shown)} | {_cell(rule.becomes)} | {_cell(_sentence(rule))} |"
-        for rule in source.rules
-    ]
-    return "\n".join([HEAD, *rows])
-
-
-def fill(page: str) -> str:
-    """Return a page with the present table between the marks of each framework."""
-    for source in FRAMEWORKS:
-        begin, end = f"<!-- table {source.name} -->", f"<!-- end {source.name} -->"
-        before, _, rest = page.partition(begin)
-        _, _, after = rest.partition(end)
-        page = f"{before}{begin}\n{markdown(source)}\n{end}{after}"
-    return page
-
-
-def _sentence(rule: Rule) -> str:
-    """Return why, and which values have no equivalent."""
-    reasons: dict[str, list[str]] = {}
-    for value, reason in rule.unless.items():
-        reasons.setdefault(reason, []).append(f"`{str(value).lower()}`")
-    return "; ".join([rule.why, *(f"{', '.join(each)}: {reason}" for reason, each in reasons.items())])
-
-
-def _cell(text: str) -> str:
-    ours = "." in text and " " not in text and "*" not in text
-    return f"`{text}`" if ours or text.startswith("[") else text.replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    place = Path(sys.argv[1])
-    place.write_text(fill(place.read_text(encoding="utf-8")), encoding="utf-8")

@@ -10,14 +10,8 @@ import math
 from typing import Any
 
 from trueshard.convert.engine import Draft, Wrong, boolean, integer, number, positive, text
-from trueshard.convert.shared import batch, count
+from trueshard.convert.shared import batch, count, recompute
 from trueshard.train.parse import toml_value
-
-
-def betas(draft: Draft, key: str, value: Any) -> None:
-    """Join beta1 and beta2."""
-    pair = [number(draft.get("optimizer.beta1")), number(draft.get("optimizer.beta2"))]
-    draft.put("optimizer.betas", pair, key, value)
 
 
 def decay_type(draft: Draft, key: str, value: Any) -> None:
@@ -36,83 +30,39 @@ def decay_type(draft: Draft, key: str, value: Any) -> None:
         draft.put("schedule.decay", shape, key, value)
 
 
-def decay_ratio(draft: Draft, key: str, value: Any) -> None:
-    """Check a share of the steps, which `decay_type` reads."""
-    if value is not None and not 0 <= number(value) <= 1:
+def share(value: Any) -> float:
+    """Read a share of the steps."""
+    if not 0 <= number(value) <= 1:
         raise Wrong(f"found {value!r}, wanted a share from 0 to 1")
-    draft.tell(key, value, "set", "", "schedule.decay and schedule.decay_steps")
+    return number(value)
 
 
-def recompute(draft: Draft, key: str, value: Any) -> None:
-    """Read `activation_checkpoint.mode` with `selective_ac_option`: "op", or every so many blocks."""
-    ours, option_key = "shard.activation_checkpointing", "activation_checkpoint.selective_ac_option"
-    option = str(draft.get(option_key))
-    if str(value).lower() != "selective":
-        draft.tell(option_key, option, "always", f"not looked at with mode = {value}")
-        draft.put_word(key, value)
-        return
-    if option == "op":
-        draft.put_word(key, value)
-        draft.tell(option_key, option, "set", "", f'{ours} = "selective"')
-        return
-    every = positive(option)
-    if every == 1:
-        draft.put(ours, "full", option_key, option)
-    elif 10 % every == 0:
-        # TorchTitan counts from 1: of blocks 0, 1, 2, ... every second is 1, 3, 5, ..., told by its last digit.
-        digits = "".join(str(digit) for digit in range(every - 1, 10, every))
-        draft.put(ours, {f"*[{digits}]": "full"}, option_key, option)
-    else:
-        note = f"every {every}th block there; here what is dear to recompute is kept of each"
-        draft.put(ours, "selective", option_key, option, "near", note)
-    draft.tell(key, value, "set", "", f"{ours}, by {option_key}")
-
-
-def compiled(draft: Draft, key: str, value: Any) -> None:
-    """Read `compile.enable` with `compile.components`."""
-    if not boolean(value):
-        draft.tell(key, value, "always", "not asked for")
-    elif "model" in (draft.get("compile.components") or []):
-        draft.put("shard.compile", True, key, value)
-    else:
-        draft.tell(key, value, "none", "shard.compile compiles blocks; other components are not compiled")
-
-
-def initial_load_path(draft: Draft, key: str, value: Any) -> None:
-    """Read the weights to begin with, which are a Hugging Face directory with `initial_load_in_hf`."""
-    if not value:
-        draft.tell(key, value, "always", "not asked for")
-    elif boolean(draft.get("checkpoint.initial_load_in_hf")):
-        draft.put("model.path", text(value), key, value)
-    else:
-        draft.tell(key, value, "none", "its own format; convert it to a Hugging Face directory, and set model.path")
-
-
-def assets(draft: Draft, key: str, value: Any) -> None:
+def folder(value: Any) -> str:
     """Read the directory of the tokenizer, or its file there."""
-    if value:
-        path = text(value).removesuffix("/tokenizer.model").removesuffix("/original")
-        draft.put("tokenizer.path", path, key, value)
-    else:
-        draft.tell(key, value, "always", "not given")
+    return text(value).removesuffix("/tokenizer.model").removesuffix("/original")
 
 
-def validation(draft: Draft, key: str, value: Any) -> None:
-    """Read `validation.enable` with the other keys of its section."""
-    if not boolean(value):
-        draft.tell(key, value, "always", "not asked for")
+def selected(draft: Draft, key: str, value: Any) -> None:
+    """Read `selective_ac_option`: "op", or every so many blocks, which are counted from 1."""
+    if str(value) == "op":
+        draft.put("shard.activation_checkpointing", "selective", key, value)
         return
-    draft.put("evaluation.every", positive(draft.get("validation.freq")), key, value)
-    if draft.get("validation.dataset_path"):
-        draft.put("evaluation.path", text(draft.get("validation.dataset_path")), key, value)
-    else:
-        draft.ask("evaluation.path", '"path/to/validation"', f"there {draft.get('validation.dataset')}")
-    steps = integer(draft.get("validation.steps"))
+    every = positive(value)
+    note = f"every {every}th block there; here what is dear to recompute is kept of each"
+    recompute(draft, key, value, every, every - 1, "selective", note)
+
+
+def samples(draft: Draft, key: str, value: Any) -> None:
+    """Read `validation.steps` with the batch of a rank; -1: all samples."""
+    steps = integer(value)
     if steps > 0 and draft.ranks:
         each = positive(draft.get("validation.local_batch_size"))
         draft.put("evaluation.samples", steps * each * draft.ranks, key, value)
     elif steps > 0:
         draft.ask("evaluation.samples", "100", f"{steps} × validation.local_batch_size × ranks; --ranks works it out")
+        draft.tell(key, value, "set", "which needs the number of ranks", "evaluation.samples")
+    else:
+        draft.tell(key, value, "always", "all samples")
 
 
 def trackers(draft: Draft, key: str, value: Any) -> None:
@@ -134,13 +84,6 @@ def ranks(draft: Draft, key: str, value: Any) -> None:
         draft.tell(key, value, "always", "as many as there are ranks")
 
 
-def fault_tolerance(draft: Draft, key: str, value: Any) -> None:
-    """Report [fault_tolerance], which takes effect if it is enabled."""
-    used = isinstance(value, dict) and value.get("enable", False)
-    why = draft.rules[key].why
-    draft.tell(key, value, "none" if used else "always", why if used else "not asked for")
-
-
 def finish(draft: Draft) -> None:
     """Ask for the model, and set the batch; ranks that share a matrix, a sequence or a pipeline share a batch there."""
     if "model.path" not in draft.tree:
@@ -149,6 +92,9 @@ def finish(draft: Draft) -> None:
         draft.ask("model.config", place, f"a directory with the config.json of {flavor}; with weights: model.path")
     older = "training.batch_size" in draft.given
     per_rank = "training.batch_size" if older else "training.local_batch_size"
+    if older:
+        each = "training.local_batch_size"
+        draft.tell(each, draft.get(each), "always", f"{per_rank} counts instead")
     degrees = [f"parallelism.{each}_parallel_degree" for each in ("tensor", "context", "pipeline")]
     ways = math.prod(positive(draft.get(each) or 1) for each in degrees)
     if ways > 1:

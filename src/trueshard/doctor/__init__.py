@@ -20,6 +20,11 @@ class Finding:
     """What to do about it; empty where there is nothing to do."""
 
 
+def judged(name: str, says: str, wrong: bool, remedy: str, level: Level = "warning") -> Finding:
+    """Return a finding of `level` with a remedy if something is wrong, else one that is good."""
+    return Finding(name, says, level, remedy) if wrong else Finding(name, says)
+
+
 @dataclass(frozen=True)
 class Report:
     """All findings, by section in the order in which they were made."""

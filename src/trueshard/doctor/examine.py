@@ -12,33 +12,24 @@ from rich.text import Text
 
 from trueshard.doctor import Finding, Report, processes, system
 
+SECTIONS = ("versions", "devices", "host", "environment", "extras", "processes")
 STYLES = {"ok": "green", "note": "blue", "warning": "yellow", "problem": "bold red"}
 
 
-def examine(nproc: int | None, limit: float, tell: Callable[[str, Finding], None] = lambda *_: None) -> Report:
-    """Look at versions, devices, the host, the environment, extras, and processes that train together.
-
-    Args:
-        nproc: processes that try to reach each other; None: two, and one for each GPU.
-        limit: seconds that each trial with processes may take, and importing torch.
-        tell: called with (section, finding) as soon as it is made.
-    """
+def examine(nproc: int | None, limit: float) -> Iterator[tuple[str, Finding]]:
+    """Yield (section, finding) as each is made; `nproc` and `limit` (seconds of a trial) as in `processes`."""
     said, failed = processes.answer(processes.command("torch"), limit)
     torch: dict[str, Any] | str = failed or json.loads(processes.last_line(said))
-    sections: dict[str, Callable[[], Iterator[Finding]]] = {
-        "versions": lambda: system.versions(torch),
-        "devices": lambda: system.devices(torch),
-        "host": system.host,
-        "environment": lambda: system.environment(os.environ),
-        "extras": system.by_extra,
-        "processes": lambda: processes.processes(torch, nproc, limit),
-    }
-    report = Report({title: [] for title in sections})
-    for title, look in sections.items():
-        for finding in _guarded(title, look):
-            report.sections[title].append(finding)
-            tell(title, finding)
-    return report
+    looks: tuple[Callable[[], Iterator[Finding]], ...] = (
+        lambda: system.versions(torch),
+        lambda: system.devices(torch),
+        system.host,
+        lambda: system.environment(os.environ),
+        system.by_extra,
+        lambda: processes.processes(torch, nproc, limit),
+    )
+    for title, look in zip(SECTIONS, looks, strict=True):
+        yield from ((title, finding) for finding in _guarded(title, look))
 
 
 def _guarded(title: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -49,21 +40,17 @@ def _guarded(title: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Find
         yield Finding(title, f"could not be examined: {type(error).__name__}: {error}", "problem", "report this line")
 
 
-def show(nproc: int | None, limit: float) -> Report:
-    """Examine as `examine` does and print each finding as one unbroken line, under the title of its section."""
-    console = Console(highlight=False, soft_wrap=True)
-    titles: list[str] = []
-
-    def tell(section: str, finding: Finding) -> None:
-        if section not in titles:
-            console.print(Text(f"\n{section}" if titles else section, style="bold"))
-            titles.append(section)
+def report(nproc: int | None, limit: float, aloud: bool) -> Report:
+    """Examine; `aloud`, print each finding as one unbroken line, under the title of its section."""
+    console, found = Console(highlight=False, soft_wrap=True, quiet=not aloud), Report({each: [] for each in SECTIONS})
+    for section, finding in examine(nproc, limit):
+        if not found.sections[section]:
+            console.print(Text(section if section == SECTIONS[0] else f"\n{section}", style="bold"))
+        found.sections[section].append(finding)
         remedy = f"; {finding.remedy}" if finding.remedy else ""
         mark = Text(f"  {finding.level:<8} ", style=STYLES[finding.level])
         console.print(mark + Text(f"{finding.name:<24} {finding.says}{remedy}", style=""))
-
-    report = examine(nproc, limit, tell)
-    level, sentence = report.conclusion()
+    level, sentence = found.conclusion()
     console.print()
     console.print(Text(sentence, style=STYLES[level]))
-    return report
+    return found

@@ -66,36 +66,28 @@ def last_line(text: str) -> str:
 
 
 def processes(torch: dict[str, Any] | str, nproc: int | None, limit: float) -> Iterator[Finding]:
-    """Try gloo, and NCCL where there are GPUs.
+    """Try gloo, and NCCL where there are GPUs, for at most `limit` seconds each.
 
-    Args:
-        torch: as `torch_facts`; or why torch cannot be imported.
-        nproc: processes to start; None: two for gloo, one for each GPU for NCCL, which never has more.
-        limit: seconds that the processes of a backend may take in all.
+    `torch` is as `torch_facts`, or why torch cannot be imported. nproc=None: two processes, and one for each GPU.
     """
     yield _localhost()
     yield _host_name()
     if isinstance(torch, str):
         yield Finding("processes", "not tried, since torch cannot be imported", "note")
         return
-    if torch["gloo"]:
-        yield from tried("gloo", nproc or min(2, cpu_cores()), limit)
-    else:
-        yield Finding("gloo", "not in this build of torch", "problem", "install a build of torch with gloo")
     gpus = len(torch["gpus"])
-    if gpus and torch["nccl"]:
-        yield from tried("nccl", min(gpus, nproc or gpus), limit)
-    elif gpus:
-        yield Finding("nccl", "not in this build of torch", "problem", "install a build of torch with NCCL")
+    for backend, ranks in (("gloo", nproc or min(2, cpu_cores())), ("nccl", min(gpus, nproc or gpus))):
+        if ranks and torch[backend]:
+            yield from tried(backend, ranks, limit)
+        elif ranks:
+            yield Finding(backend, "not in this build of torch", "problem", f"install a build of torch with {backend}")
 
 
 def tried(backend: str, ranks: int, limit: float) -> Iterator[Finding]:
     """Start `ranks` processes and yield a finding for each task of a backend, up to the first that fails."""
     with tempfile.TemporaryDirectory(prefix="trueshard-doctor-") as name:
         folder, logs = Path(name), Path(name) / "logs"
-        line = python_command(
-            f"from {__name__} import main; main(*sys.argv[1:])", "rank", name, backend, str(limit / 2)
-        )
+        line = command("rank", name, backend, str(limit / 2))
         environment = {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {})
         ended = run_ranks(line, ranks, environment=environment, logs=logs, limit=limit)
         ended.raise_for_signal()

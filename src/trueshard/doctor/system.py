@@ -6,6 +6,7 @@ what `pip install` would do.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -26,7 +27,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import trueshard
-from trueshard.doctor import Finding
+from trueshard.doctor import Finding, judged
 from trueshard.doctor.processes import answer
 from trueshard.machine import TESTED_TORCH, cpu_cores, cpu_quota, memory_bytes
 from trueshard.text import size
@@ -84,11 +85,7 @@ def _needs(extra: str) -> Iterator[Need]:
 
 
 def versions(torch: dict[str, Any] | str) -> Iterator[Finding]:
-    """Yield the system, Python, torch, TrueShard and its packages.
-
-    Args:
-        torch: as `torch_facts`; or why torch cannot be imported.
-    """
+    """Yield the system, Python, torch, TrueShard and its packages; `torch` as `processes` takes it."""
     yield Finding("system", platform.platform())
     yield _torch(torch)
     try:
@@ -97,22 +94,17 @@ def versions(torch: dict[str, Any] | str) -> Iterator[Finding]:
         says = f"{trueshard.__version__} in {Path(trueshard.__file__).parent} is not installed"
         yield Finding(OURS, says, "warning", "pip install trueshard, or pip install -e . in its folder")
         return
-    if installed["Version"] == trueshard.__version__:
-        yield Finding(OURS, trueshard.__version__)
-    else:
-        says = f"{trueshard.__version__}, but installed as {installed['Version']}"
-        yield Finding(OURS, says, "warning", "install it again: pip install -e . in its folder")
+    is_current = installed["Version"] == trueshard.__version__
+    says = trueshard.__version__ + ("" if is_current else f", but installed as {installed['Version']}")
+    yield judged(OURS, says, not is_current, "install it again: pip install -e . in its folder")
     python, wants = platform.python_version(), installed["Requires-Python"]
-    if SpecifierSet(wants).contains(python, prereleases=True):
-        yield Finding("python", python)
-    else:
-        yield Finding("python", f"{python}, wants {wants}", "problem", f"make an environment with Python {wants}")
+    fits = SpecifierSet(wants).contains(python, prereleases=True)
+    says = python if fits else f"{python}, wants {wants}"
+    yield judged("python", says, not fits, f"make an environment with Python {wants}", "problem")
     for need in needs():
-        if need.fits and need.name != "torch":
-            yield Finding(need.name, str(need.found))
-        elif need.name != "torch":
-            says = f"{need.found or 'missing'}, wants {need.wants or 'any version'}"
-            yield Finding(need.name, says, "problem", f"pip install '{need.name}{need.wants}'")
+        if need.name != "torch":
+            says = str(need.found) if need.fits else f"{need.found or 'missing'}, wants {need.wants or 'any version'}"
+            yield judged(need.name, says, not need.fits, f"pip install '{need.name}{need.wants}'", "problem")
 
 
 def _torch(torch: dict[str, Any] | str) -> Finding:
@@ -162,41 +154,34 @@ LINKS = {
 
 
 def devices(torch: dict[str, Any] | str) -> Iterator[Finding]:
-    """Yield cores, memory, GPUs and their links.
-
-    Args:
-        torch: as `torch_facts`; or why torch cannot be imported.
-    """
+    """Yield cores, memory, GPUs and their links; `torch` as `processes` takes it."""
     yield _cpu()
     yield Finding("memory", size(memory_bytes()))
-    gpus = [] if isinstance(torch, str) else torch["gpus"]
-    for number, gpu in enumerate(gpus):
+    driver = _driver() if shutil.which("nvidia-smi") else None
+    if isinstance(torch, str):
+        yield from [driver] if driver else []
+        return
+    for number, gpu in enumerate(torch["gpus"]):
         slow = "" if gpu["bf16"] else ", computes bfloat16 slowly (use float16)"
         yield Finding(f"gpu {number}", f"{gpu['name']}, {size(gpu['memory'])}{slow}")
-    driver = _driver() if shutil.which("nvidia-smi") else None
-    if driver is not None:
-        yield driver
-    if not isinstance(torch, str):
-        yield from (Finding("torch says", " ".join(line.split()), "warning") for line in torch["said"])
-        if not gpus:
-            yield _without_gpu(torch, driver)
-        elif len(gpus) > 1 and driver is not None:
-            yield _links()
+    yield from [driver] if driver else []
+    yield from (Finding("torch says", " ".join(line.split()), "warning") for line in torch["said"])
+    if not torch["gpus"]:
+        yield _without_gpu(torch, driver)
+    elif len(torch["gpus"]) > 1 and driver is not None:
+        yield _links()
 
 
 def _cpu() -> Finding:
-    cores, quota = cpu_cores(), cpu_quota()
-    if quota is not None and quota < cores:
-        remedy = f"start at most {max(1, int(quota))} processes on the CPU"
-        return Finding("cpu", f"{cores} cores, time of {quota:g} of them", "note", remedy)
-    return Finding("cpu", f"{cores} {'core' if cores == 1 else 'cores'}")
+    cores, quota = cpu_cores(), cpu_quota() or math.inf
+    says = f"{cores} {'core' if cores == 1 else 'cores'}" + (f", time of {quota:g} of them" if quota < cores else "")
+    return judged("cpu", says, quota < cores, f"start at most {max(1, int(min(quota, cores)))} processes on it", "note")
 
 
 def _driver() -> Finding:
     said, failed = answer(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], LIMIT)
-    if failed:
-        return Finding("nvidia driver", failed, "warning", "run nvidia-smi by hand; the driver may have to be reloaded")
-    return Finding("nvidia driver", ", ".join(sorted(set(said.split()))))
+    remedy = "run nvidia-smi by hand; the driver may have to be reloaded"
+    return judged("nvidia driver", failed or ", ".join(sorted(set(said.split()))), bool(failed), remedy)
 
 
 def _without_gpu(torch: dict[str, Any], driver: Finding | None) -> Finding:
@@ -213,11 +198,9 @@ def _without_gpu(torch: dict[str, Any], driver: Finding | None) -> Finding:
 
 def _links() -> Finding:
     said, failed = answer(["nvidia-smi", "topo", "-m"], LIMIT)
-    if failed:
-        return Finding("links", f"nvidia-smi topo -m: {failed}", "note")
     found = links(said)
-    if not found:
-        return Finding("links", "nvidia-smi topo -m shows no pair of GPUs", "note")
+    if failed or not found:
+        return Finding("links", f"nvidia-smi topo -m: {failed or 'no pair of GPUs'}", "note")
     says = ", ".join(f"{count} by {kind}" for kind, count in found.items())
     return Finding("links", f"of {sum(found.values())} pairs of GPUs, {says}")
 
@@ -264,35 +247,26 @@ def host() -> Iterator[Finding]:
     """Yield shared memory, open files, the compiler and temporary space."""
     if SHARED.is_dir():
         total = shutil.disk_usage(SHARED).total
-        small = total < SHARED_ENOUGH
-        remedy = "start the container with --shm-size=16g or --ipc=host" if small else ""
-        yield Finding(str(SHARED), size(total), "warning" if small else "ok", remedy)
-    yield _open_files()
+        remedy = "start the container with --shm-size=16g or --ipc=host"
+        yield judged(str(SHARED), size(total), total < SHARED_ENOUGH, remedy)
+    unlimited = resource.RLIM_INFINITY
+    soft, hard = (math.inf if each == unlimited else each for each in resource.getrlimit(resource.RLIMIT_NOFILE))
+    says = "no limit" if soft == math.inf else f"{soft:,} a process"
+    yield judged("open files", says, soft < FILES_ENOUGH, f"ulimit -n {min(hard, 65536)}")
     yield _compiler()
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
-    little = free < TEMPORARY_ENOUGH
-    remedy = "free some, or set TMPDIR to another folder" if little else ""
-    yield Finding("temporary files", f"{size(free)} free in {folder}", "warning" if little else "ok", remedy)
-
-
-def _open_files() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    says = "no limit" if soft == resource.RLIM_INFINITY else f"{soft:,} a process"
-    if soft == resource.RLIM_INFINITY or soft >= FILES_ENOUGH:
-        return Finding("open files", says)
-    allowed = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    return Finding("open files", says, "warning", f"ulimit -n {allowed}")
+    remedy = "free some, or set TMPDIR to another folder"
+    yield judged("temporary files", f"{size(free)} free in {folder}", free < TEMPORARY_ENOUGH, remedy)
 
 
 def _compiler() -> Finding:
     """Look for the compiler of torch.compile's CPU kernels."""
-    named = os.environ.get("CXX")
-    found = next((path for name in ([named] if named else ["g++", "clang++"]) if (path := shutil.which(name))), None)
-    if found is None:
-        says = f"CXX={named} is not there" if named else "neither g++ nor clang++"
-        return Finding("compiler", f"{says}; compile = true fails on the CPU", "note", "install g++")
-    return Finding("compiler", found)
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
+    if found := next(filter(None, map(shutil.which, names)), None):
+        return Finding("compiler", found)
+    says = "neither g++ nor clang++" if len(names) > 1 else f"CXX={names[0]} is not there"
+    return Finding("compiler", f"{says}; compile = true fails on the CPU", "note", "install g++")
 
 
 def environment(variables: Mapping[str, str]) -> Iterator[Finding]:

@@ -66,6 +66,11 @@ class Comparison:
     words: str = ""
     """The fault, if it is not a number."""
 
+    @classmethod
+    def fault(cls, kind: str, step: int, name: str, words: str) -> Comparison:
+        """Return the comparison of what cannot be compared."""
+        return cls(kind, step, name, math.inf, math.inf, 0.0, words)
+
     @property
     def held(self) -> bool:
         """True if it is within the tolerance."""
@@ -82,13 +87,8 @@ class Comparison:
 def distance(found: torch.Tensor, expected: torch.Tensor, start: torch.Tensor | None = None) -> tuple[float, float]:
     """Return the largest difference of an element, and the size of all differences over that of what is expected.
 
-    Args:
-        found, expected: of one shape. NaN equals NaN, and infinities of one sign are equal.
-        start: compare with the size of ``expected - start``, how far a parameter has moved, and do not count what
-            ``expected``'s own dtype rounds. None: compare with the size of ``expected``.
-
-    Returns:
-        Both 0 where all is equal; infinite where only one is NaN, or something differs that is compared with zero.
+    Both are 0 where all is equal (NaN equals NaN), infinite where only one is NaN, or what is expected is zero. With
+    ``start`` the size is that of ``expected - start``, without what ``expected``'s own dtype rounds.
     """
     if found.shape != expected.shape:
         return math.inf, math.inf
@@ -109,11 +109,6 @@ def distance(found: torch.Tensor, expected: torch.Tensor, start: torch.Tensor | 
     return largest, (left / size if size else math.inf)
 
 
-def number_distance(found: float, expected: float) -> tuple[float, float]:
-    """Return ``distance`` of two numbers."""
-    return distance(torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64))
-
-
 def _size(tensor: torch.Tensor) -> float:
     sizes = tensor.abs()
     return float(sizes[sizes.isfinite()].norm())
@@ -122,16 +117,14 @@ def _size(tensor: torch.Tensor) -> float:
 class Tolerances:
     """Allowed distances of tensors.
 
-    Args:
-        noise: distance between the two runs of the reference, by kind, step and name.
-        floor: allowed in any case.
-        floors: the same by name, for parameters whose optimizer computes in a 16-bit dtype.
+    They follow from the distance between the two runs of the reference (``noise``, by kind, step and name), and are at
+    least ``floor`` or, for parameters whose optimizer computes in a 16-bit dtype, ``floors`` by name.
     """
 
     def __init__(
-        self, noise: dict[tuple[str, int, str], float], floor: float, floors: Mapping[str, float] | None = None
+        self, noise: Mapping[tuple[str, int, str], float], floor: float, floors: Mapping[str, float] | None = None
     ) -> None:
-        self._noise, self.floor, self._floors = noise, floor, floors or {}
+        self._noise, self._floor, self._floors = noise, floor, floors or {}
         self._typical: dict[tuple[str, int], float] = {}
         for kind, step in {key[:2] for key in noise}:
             sizes = sorted(size for key, size in noise.items() if key[:2] == (kind, step))
@@ -144,26 +137,12 @@ class Tolerances:
         """
         usual = self._typical.get(("gradients" if kind == "gradient norm" else kind, step), 0.0)
         own = max((self._noise.get((kind, earlier, name), 0.0) for earlier in range(1, step + 1)), default=0.0)
-        floor = max(self.floor, self._floors.get(name, 0.0) if kind == "parameters" else 0.0)
+        floor = max(self._floor, self._floors.get(name, 0.0) if kind == "parameters" else 0.0)
         return max(floor, FACTOR * own, FACTOR * usual)
 
-    def rounding_alone(self, kind: str, step: int) -> list[str]:
-        """Return the names of tensors that cannot be compared."""
-        return [name for (k, s, name), size in self._noise.items() if (k, s) == (kind, step) and size > ROUNDING_ALONE]
-
-
-def floors_of(short: Mapping[int, torch.dtype], parameters: Mapping[int, Sequence[str]]) -> dict[str, float]:
-    """Return floors by parameter name, where the optimizer of that number computes in a 16-bit dtype.
-
-    Whether such a computation (Muon's Newton-Schulz in bfloat16) rounds one way or the other moves an update by a few
-    roundings, or not at all: a second run may miss what a third one does.
-    """
-    return {name: 3 * FLOORS[dtype] for number, dtype in short.items() for name in parameters.get(number, ())}
-
-
-def floor_of(dtypes: list[torch.dtype]) -> float:
-    """Return the floor of the shortest of some compute dtypes."""
-    return max((FLOORS.get(dtype, 1e-5) for dtype in dtypes), default=1e-5)
+    def rounding_alone(self, kind: str, step: int) -> int:
+        """Return the number of tensors that cannot be compared."""
+        return sum(key[:2] == (kind, step) and size > ROUNDING_ALONE for key, size in self._noise.items())
 
 
 # ---- tensors of a run
@@ -192,37 +171,32 @@ def values_of(kind: str, model: nn.Module, optimizers: Sequence[torch.optim.Opti
     if kind == "buffers":
         return dict(model.named_buffers())
     name_of = {id(each): name for name, each in model.named_parameters()}
-    found: Named = {}
-    for number, optimizer in enumerate(optimizers):
-        for parameter, entries in optimizer.state.items():
-            if id(parameter) in name_of and isinstance(entries, Mapping):
-                _flatten(f"{number}: {name_of[id(parameter)]}", entries, found)
-    return found
+    return {
+        name: value
+        for number, optimizer in enumerate(optimizers)
+        for parameter, entries in optimizer.state.items()
+        if id(parameter) in name_of and isinstance(entries, Mapping)
+        for name, value in _leaves(f"{number}: {name_of[id(parameter)]}", entries)
+    }
 
 
-def _flatten(name: str, value: Any, found: Named) -> None:
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, (Mapping, list, tuple)):
-        found[name] = value
+        yield name, value
         return
     for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
-        _flatten(f"{name}: {key}", each, found)
+        yield from _leaves(f"{name}: {key}", each)
 
 
 def gathered(mine: Named) -> Iterator[tuple[str, Any]]:
     """Yield every entry that some rank has, whole, on every rank. Collective.
 
-    A tensor that lies on some ranks only (of an owner) comes from the first of them.
-
-    Raises:
-        RuntimeError: a sharded tensor is missing on a rank, by name.
+    A tensor that lies on some ranks only (of an owner) comes from the first of them; a sharded one must be on all.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        for name, value in mine.items():
-            yield name, whole(value) if isinstance(value, torch.Tensor) else value
-        return
-    ranks = dist.get_world_size()
-    listed: list[dict[str, bool]] = [{} for _ in range(ranks)]
-    dist.all_gather_object(listed, {name: isinstance(value, DTensor) for name, value in mine.items()})
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    listed = [{name: isinstance(value, DTensor) for name, value in mine.items()}] * ranks
+    if ranks > 1:
+        dist.all_gather_object(listed, listed[0])
     for name in dict.fromkeys(name for each in listed for name in each):
         holders = [rank for rank in range(ranks) if name in listed[rank]]
         if any(listed[rank][name] for rank in holders):
@@ -286,19 +260,11 @@ class Structure:
     """Names of parameters and buffers, in the model's order, then the keys of its state dict."""
     dtypes: Mapping[str, str]
     """Storage dtype and shape of each parameter and buffer."""
-    trainable: Mapping[str, bool]
+    trainability: Mapping[str, bool]
     ties: tuple[tuple[str, ...], ...]
     """The names of each object that has several."""
     membership: Mapping[str, Any]
     """By optimizer and group: the parameters' names in order, and every other key."""
-
-    def members(self) -> dict[int, tuple[str, ...]]:
-        """Return the parameters' names by number of the optimizer."""
-        found: dict[int, tuple[str, ...]] = {}
-        for key, group in self.membership.items():
-            number = int(key.partition(",")[0].rpartition(" ")[2])
-            found[number] = (*found.get(number, ()), *group["params"])
-        return found
 
 
 def structure_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Structure:
@@ -309,7 +275,7 @@ def structure_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
     return Structure(
         names=(*listed, *(f"state_dict: {key}" for key in unwrap(model).state_dict(keep_vars=True))),
         dtypes={each.name: f"{each.dtype} {list(each.shape)}" for each in records},
-        trainable={each.name: each.requires_grad for each in found.parameters},
+        trainability={each.name: each.requires_grad for each in found.parameters},
         ties=tuple(each.names for each in records if len(each.names) > 1),
         membership={
             f"{record.kind} {number}, group {place}": {"params": tuple(group.parameters)}
@@ -322,13 +288,7 @@ def structure_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
 
 def differences(found: Structure, expected: Structure) -> dict[str, str]:
     """Return the first difference of each aspect, in words; aspects that are the same are left out."""
-    told = {
-        "names": _of_lists(found.names, expected.names),
-        "dtypes": _of_tables(found.dtypes, expected.dtypes),
-        "trainability": _of_tables(found.trainable, expected.trainable),
-        "ties": _of_lists(tuple(map(str, found.ties)), tuple(map(str, expected.ties))),
-        "membership": _of_tables(found.membership, expected.membership),
-    }
+    told = {aspect: _difference(value, getattr(expected, aspect)) for aspect, value in vars(found).items()}
     return {aspect: words for aspect, words in told.items() if words}
 
 
@@ -348,12 +308,13 @@ def differences_on_disk(listing: Inspected, expected: Structure) -> list[str]:
         dtype = described.partition(" ")[0].removeprefix("torch.")
         if saved[name].dtype.removeprefix("torch.") != dtype:
             words.append(f"{name!r} is {dtype}, and {saved[name].dtype} in the checkpoint")
-        if saved[name].trainable not in (None, expected.trainable.get(name)):
+        if saved[name].trainable not in (None, expected.trainability.get(name)):
             words.append(f"{name!r} has another requires_grad in the checkpoint")
     return words
 
 
-def _of_lists(found: Sequence[str], expected: Sequence[str]) -> str:
+def _difference(found: Any, expected: Any) -> str:
+    """Return the first difference of two tuples of names or two mappings, in words."""
     lost = [name for name in expected if name not in set(found)]
     new = [name for name in found if name not in set(expected)]
     if lost or new:
@@ -365,19 +326,10 @@ def _of_lists(found: Sequence[str], expected: Sequence[str]) -> str:
     for one, two in zip(found, expected, strict=True):
         if one != two:
             return f"{one!r} stands where {two!r} stood"
-    return ""
-
-
-def _of_tables(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
-    if words := _of_lists(list(found), list(expected)):
-        return words
-    for name, value in expected.items():
-        if isinstance(value, Mapping):  # a parameter group
-            if words := _of_tables(found[name], value):
+    for name, value in expected.items() if isinstance(expected, Mapping) else ():
+        if isinstance(value, Mapping) or name == "params":  # a parameter group, and its members
+            if words := _difference(found[name], value):
                 return f"{name}: {words}"
-        elif name == "params" and isinstance(value, tuple):
-            if words := _of_lists(found[name], value):
-                return words
         elif found[name] != value:
             return f"{name!r} is {found[name]}, was {value}"
     return ""

@@ -24,15 +24,11 @@ from trueshard.train.optimizer import build_optimizer
 from trueshard.train.recipe import shard as shard_by
 from trueshard.train.running.checks import check
 from trueshard.verification.compare import whole
-from trueshard.verification.subjects import FIRST_SCALE, Case, ShardRefused, TrainingSetup, shorten
+from trueshard.verification.subjects import Case, ShardRefused, TrainingSetup, loss_scaler, shorten
 
 
 class ConfigSubject:
-    """The training that a configuration describes.
-
-    Raises:
-        UserError: its settings do not go together, or its data cannot be read.
-    """
+    """The training that a configuration describes; raises UserError where its settings or data are wrong."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -57,7 +53,8 @@ class ConfigSubject:
         del filled
         if torch.cuda.is_available():
             model.cuda()
-        return self._ready(model.train(), self._loss_of(model))
+        optimizer = build_optimizer(config.optimizer, model.named_parameters())
+        return TrainingSetup(model.train(), [optimizer], self._loss_of(model), loss_scaler(self._case))
 
     def sharded(self) -> TrainingSetup:
         config, settings = self._config, self._settings
@@ -68,9 +65,8 @@ class ConfigSubject:
         except UserError as error:
             raise ShardRefused(str(error)) from error
         fill(config, model)
-        setup = self._ready(model.train(), choose_loss(config, settings, model), optimizer)
-        setup.plan = plan
-        return setup
+        loss = choose_loss(config, settings, model)
+        return TrainingSetup(model.train(), [optimizer], loss, loss_scaler(self._case), plan)
 
     def microbatches(self, step: int, part: int) -> list[Any]:
         train = self._config.train
@@ -92,14 +88,6 @@ class ConfigSubject:
             ranks=self._case.parts,
             prefetch=0,
         )
-
-    def _ready(self, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer | None = None) -> TrainingSetup:
-        config = self._config
-        if optimizer is None:
-            optimizer = build_optimizer(config.optimizer, model.named_parameters())
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        scaler = torch.amp.GradScaler(kind, init_scale=FIRST_SCALE) if config.shard.mixed_precision == "fp16" else None
-        return TrainingSetup(model, [optimizer], loss, scaler)
 
     def _loss_of(self, model: nn.Module) -> Loss:
         """Return the run's loss for a model that is not sharded."""

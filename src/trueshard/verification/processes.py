@@ -36,11 +36,7 @@ LEAST_SPACE = 1 << 20
 
 
 def start(case: Case, run: str, ranks: int, limit: float) -> Any:
-    """Take one of ``RUNS`` on ``ranks`` processes of this machine; return what the first rank left, or the ``Failure``.
-
-    Args:
-        limit: seconds after which the processes are ended, and the failure has every process's stack.
-    """
+    """Take one of ``RUNS`` for at most ``limit`` seconds; return what the first rank left, or the ``Failure``."""
     logs = case.folder / f"{run}-logs"
     environment = {
         "MASTER_ADDR": "127.0.0.1",
@@ -63,12 +59,7 @@ def start(case: Case, run: str, ranks: int, limit: float) -> Any:
 
 
 def _cause(failures: list[Failure], codes: Mapping[int, int], ranks: int, logs: Path) -> Failure:
-    """Return the failure from which the others follow.
-
-    Args:
-        failures: those that processes left of themselves.
-        codes: exit codes by rank of the processes that ended first.
-    """
+    """Return the failure from which the others follow: one that a process left of itself, or its exit code by rank."""
     first = min(failures, key=lambda each: (each.kind == "failed", each.at), default=None)
     stage = first.stage if first is not None else "?"
     silent = sorted(set(range(ranks)) - {each.rank for each in failures})

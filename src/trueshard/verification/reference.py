@@ -8,37 +8,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from trueshard import _torch
 from trueshard.verification.compare import (
+    FLOORS,
     SHAKE,
+    Named,
     Structure,
     TensorStore,
+    Tolerances,
     distance,
-    floor_of,
     gathered,
+    gathered_tensors,
     local,
-    number_distance,
     structure_of,
     values_of,
     whole,
 )
 from trueshard.verification.subjects import Case, Subject, TrainingSetup
-from trueshard.verification.training import Progress, RunRecord, StepRecorder, Watcher, subject_of, train
-
-
-@dataclass(frozen=True)
-class PlainDistance:
-    """Distance between training with the plan's arithmetic and plain training without this library."""
-
-    losses: float
-    """Largest relative difference of a step's losses."""
-    moved: float
-    """Difference between how far all parameters together have moved, over their movement in plain training."""
+from trueshard.verification.training import Comparer, Progress, RunRecord, Watcher, subject_of, train
 
 
 @dataclass(frozen=True)
@@ -48,34 +43,62 @@ class Reference:
     name: str
     structure: Structure
     """Structure of the model before its first step."""
-    losses: Sequence[float]
-    norms: Sequence[float]
-    """Norm of all gradients of each step, before clipping."""
-    noise: dict[tuple[str, int, str], float]
-    """By kind, step and name: how far rounding took a tensor."""
-    floor: float
-    short: dict[int, torch.dtype]
-    """By number of the optimizer: the 16-bit dtype in which it computes."""
+    tolerances: Tolerances
     record: RunRecord
     constant_buffers: Sequence[str]
-    plain: PlainDistance | None
-    """None if the reference is plain training itself."""
+    plain: tuple[float, float] | None
+    """Distance from plain training: largest relative difference of a step's losses, and of how far all parameters
+    together have moved over their movement there. None if the reference is plain training itself."""
     notes: Sequence[str]
     parameters: int
     trainable: int
     optimizers: Sequence[str]
 
 
-class RoundingNoise(Watcher):
-    """Change a run by rounding errors, and measure how far that takes it."""
+class StepRecorder(Watcher):
+    """Record every tensor of every step on disk."""
 
-    def __init__(self, recorder: StepRecorder, compute: torch.dtype | None) -> None:
-        self._recorder, self._store, self._compute = recorder, recorder.store, compute
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+        self.short: dict[int, torch.dtype] = {}
+        """By number of the optimizer, the 16-bit dtype in which it computes what is stored in a wider one."""
+
+    def see(self, kind: str, step: int, values: Named) -> None:
+        for name, tensor in gathered_tensors(values):
+            self._store.write(kind, step, name, tensor)
+
+    @contextlib.contextmanager
+    def stepping(self, number: int) -> Iterator[None]:
+        with ShortDtypes() as seen:
+            yield
+        if seen.dtypes:
+            self.short[number] = seen.dtypes[0]
+
+
+class ShortDtypes(_torch.DispatchMode):
+    """Collect the 16-bit dtypes in which operators compute that are given wider ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {each.dtype for each in _torch.tensors_in((args, kwargs)) if each.is_floating_point()}
+        made = {each.dtype for each in _torch.tensors_in(result) if each.is_floating_point()}
+        self.dtypes += [each for each in made - given if each.itemsize == 2 and given]
+        return result
+
+
+class RoundingNoise(Comparer):
+    """Change a run by rounding errors of ``compute`` or of its own dtypes, and measure how far that takes it."""
+
+    def __init__(self, case: Case, compute: torch.dtype | None) -> None:
+        super().__init__(case.tensors("reference"), Tolerances({}, 0.0), (), case.steps)
+        self._compute = compute
         self._random = torch.Generator().manual_seed(0)
-        self.found: dict[tuple[str, int, str], float] = {}
 
     def begin(self, setup: TrainingSetup) -> None:
-        """Change the trainable parameters."""
         for parameter in setup.model.parameters():
             if parameter.requires_grad:
                 self._shake(parameter, torch.promote_types(parameter.dtype, torch.float32))
@@ -84,22 +107,7 @@ class RoundingNoise(Watcher):
         for parameter in setup.model.parameters():
             if parameter.grad is not None:
                 self._shake(parameter.grad, self._compute or parameter.grad.dtype)
-        self._measure("gradients", step, setup)
-
-    def stepped(self, step: int, setup: TrainingSetup, loss: float, norm: float) -> None:
-        self.found["losses", step, ""] = number_distance(loss, self._recorder.losses[step - 1])[1]
-        self.found["gradient norm", step, ""] = number_distance(norm, self._recorder.norms[step - 1])[1]
-        self._measure("parameters", step, setup)
-        self._measure("state", step, setup)
-
-    def _measure(self, kind: str, step: int, setup: TrainingSetup) -> None:
-        known = set(self._store.names(kind, step))
-        for name, value in gathered(values_of(kind, setup.model, setup.optimizers)):
-            if isinstance(value, torch.Tensor) and name in known:
-                expected = self._store.read(kind, step, name)
-                if expected.shape == value.shape:
-                    start = self._store.read(kind, 0, name) if kind == "parameters" else None
-                    self.found[kind, step, name] = distance(value, expected, start)[1]
+        super().gradients(step, setup)
 
     @torch.no_grad()
     def _shake(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -118,47 +126,38 @@ class RoundingNoise(Watcher):
 
 
 def run(case: Case, progress: Progress) -> Reference:
-    """Take both runs; leave the first one's tensors in ``case.tensors("reference")``.
-
-    Raises:
-        ValueError: the factory gives the same model twice, or other values each time.
-    """
-    subject, recorder, record = subject_of(case), StepRecorder(case.tensors("reference")), RunRecord()
-    store = recorder.store
+    """Take both runs; leave the first one's tensors in ``case.tensors("reference")``."""
+    subject, record, store = subject_of(case), RunRecord(), case.tensors("reference")
+    recorder = StepRecorder(store)
     progress.stage = "building the model"
     setup = _built(case, subject)
     structure = structure_of(setup.model, setup.optimizers)
-    recorder.begin(setup)
-    train(case, subject, setup, record, recorder, progress)
-    _check_trains(subject.name, recorder, case.steps)
-    dtypes = [each.dtype for each in setup.model.parameters() if each.requires_grad] or [torch.float32]
+    losses = train(case, subject, setup, record, recorder, progress)
+    _check_trains(subject.name, losses, store, case.steps)
     constant = [
         name
         for name in store.names("buffers", 0)
         if torch.equal(store.read("buffers", 0, name), store.read("buffers", case.steps, name))
     ]
+    precision = None if setup.plan is None else setup.plan.mixed_precision
+    compute = None if precision is None or precision.compute is None else getattr(torch, precision.compute)
+    floor, floors = _floors(setup, recorder.short, compute)
     progress.stage = "building the model again"
     again = _built(case, subject)
     if again.model is setup.model:
         raise ValueError(f"{subject.name} gives the same model each time it is called; make a new one there")
     del setup
     _check_same(subject.name, again, store)
-    precision = None if again.plan is None else again.plan.mixed_precision
-    compute = None if precision is None or precision.compute is None else getattr(torch, precision.compute)
-    noise = RoundingNoise(recorder, compute)
-    noise.begin(again)
+    noise = RoundingNoise(case, compute)
     train(case, subject, again, record, noise, progress)
+    measured = {(each.kind, each.step, each.name): each.relative for each in noise.found if not each.words}
     return Reference(
         name=subject.name,
         structure=structure,
-        losses=recorder.losses,
-        norms=recorder.norms,
-        noise=noise.found,
-        floor=floor_of(dtypes if compute is None else [*dtypes, compute]),
-        short=recorder.short,
+        tolerances=Tolerances(measured, floor, floors),
         record=record,
         constant_buffers=constant,
-        plain=_plain_distance(case, subject, recorder, progress) if case.changes_arithmetic else None,
+        plain=_plain_distance(case, subject, losses, progress) if case.changes_arithmetic else None,
         notes=subject.notes,
         parameters=sum(each.numel() for each in again.model.parameters()),
         trainable=sum(each.numel() for each in again.model.parameters() if each.requires_grad),
@@ -166,30 +165,48 @@ def run(case: Case, progress: Progress) -> Reference:
     )
 
 
+def _floors(
+    setup: TrainingSetup, short: Mapping[int, torch.dtype], compute: torch.dtype | None
+) -> tuple[float, dict[str, float]]:
+    """Return what any tensor may differ by, and parameters whose optimizer computes in a 16-bit dtype, by name.
+
+    Whether such a computation (Muon's Newton-Schulz in bfloat16) rounds one way or the other moves an update by a few
+    roundings, or not at all: a second run may miss what a third one does.
+    """
+    name_of = {id(parameter): name for name, parameter in setup.model.named_parameters()}
+    dtypes = {each.dtype for each in setup.model.parameters() if each.requires_grad} | ({compute} if compute else set())
+    return max((FLOORS.get(dtype, FLOORS[torch.float32]) for dtype in dtypes), default=FLOORS[torch.float32]), {
+        name_of[id(parameter)]: 3 * FLOORS[dtype]
+        for number, dtype in short.items()
+        for group in setup.optimizers[number].param_groups
+        for parameter in group["params"]
+    }
+
+
 def _built(case: Case, subject: Subject) -> TrainingSetup:
     return subject.sharded() if case.changes_arithmetic else subject.plain()
 
 
-def _plain_distance(case: Case, subject: Subject, recorder: StepRecorder, progress: Progress) -> PlainDistance:
+def _plain_distance(case: Case, subject: Subject, losses: Sequence[float], progress: Progress) -> tuple[float, float]:
     """Train the plain model too, without mixed precision and compiling, and compare."""
     progress.stage = "building the plain model"
     setup = subject.plain()
     setup.scaler = None
     plain = train(case, subject, setup, RunRecord(), Watcher(), progress)
+    store = case.tensors("reference")
     apart = moved = 0.0
     for name, value in values_of("parameters", setup.model).items():
-        before, after = (recorder.store.read("parameters", step, name).double() for step in (0, case.steps))
+        before, after = (store.read("parameters", step, name).double() for step in (0, case.steps))
         apart += float((whole(value).double() - after).square().sum())
         moved += float((whole(value).double() - before).square().sum())
-    losses = max(number_distance(one, two)[1] for one, two in zip(recorder.losses, plain, strict=True))
-    return PlainDistance(losses, math.sqrt(apart / moved) if moved else float(apart > 0))
+    pairs = zip(*(torch.tensor(each, dtype=torch.float64) for each in (losses, plain)), strict=True)
+    return max(distance(*pair)[1] for pair in pairs), math.sqrt(apart / moved) if moved else float(apart > 0)
 
 
-def _check_trains(name: str, recorder: StepRecorder, steps: int) -> None:
-    for step, loss in enumerate(recorder.losses, start=1):
+def _check_trains(name: str, losses: Sequence[float], store: TensorStore, steps: int) -> None:
+    for step, loss in enumerate(losses, start=1):
         if not math.isfinite(loss):
             raise ValueError(f"{name}: the loss of step {step} is {loss} on one process: there is nothing to compare")
-    store = recorder.store
     if not store.names("gradients", 1):
         raise ValueError(f"{name}: no parameter has a gradient on one process: there is nothing to compare")
     for key in store.names("gradients", 1):

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trueshard.files import replace_text
 from trueshard.planner.report.frame import SCRIPT, STYLE, framed
-from trueshard.verification.compare import Comparison, Tolerances
+from trueshard.verification.compare import Comparison
 
 if TYPE_CHECKING:
-    from trueshard.verification.reference import PlainDistance, Reference
+    from trueshard.verification.reference import Reference
 
 Status = Literal["held", "broken", "not reached"]
 
@@ -104,9 +104,8 @@ class Verified:
 
         Infinite differences (a tensor that is missing, or NaN on one side) are None.
         """
-        data = {"held": self.held, **dataclasses.asdict(self)}
-        plain: dict[str, Any] = json.loads(json.dumps(_finite(data)))
-        return plain
+        data: dict[str, Any] = _finite({"held": self.held, **dataclasses.asdict(self)})
+        return data
 
     def to_json(self) -> str:
         """Return ``as_dict`` as text."""
@@ -137,11 +136,9 @@ def verdict(report: Verified) -> str:
 
 
 def point_of(name: str, found: Sequence[Comparison], nothing: str, rounding_alone: int = 0) -> ContractPoint:
-    """Return the point for a set of comparisons.
+    """Return the point for some comparisons; ``nothing`` is its detail without any.
 
-    Args:
-        nothing: detail of the point if there are no comparisons.
-        rounding_alone: number of tensors that are nothing but rounding, and so say nothing.
+    ``rounding_alone``: number of tensors that are nothing but rounding, and so say nothing.
     """
     if not found:
         return ContractPoint(name, "held", nothing)
@@ -182,50 +179,39 @@ def _held(found: Sequence[Comparison], rounding_alone: int) -> str:
 def contract(
     known: Reference, sharded: Any, restored: Any, setting: Mapping[str, Any], notes: Sequence[str]
 ) -> Verified:
-    """Return the report.
-
-    Args:
-        known: result of the reference.
-        sharded, restored: results of these runs, or the ``Failure`` of one; ``restored`` is None if it was not begun.
-        setting, notes: of the report.
-    """
+    """Return the report of the results of the three runs, or of the ``Failure`` of one; None: it was not begun."""
     ranks = setting["ranks"]
     if isinstance(sharded, Failure):
         broken = ContractPoint("runs", "broken", _told(sharded), step=_step(sharded))
         rest = [*VALUES.values(), *ASPECTS.values(), ROUND_TRIP, CONTINUED, NO_SIDE_EFFECT]
         points = (broken, *(ContractPoint(name, "not reached", "") for name in rest))
         return Verified(points, setting, tuple(notes), trace=sharded.trace)
-    runs = ContractPoint("runs", "held", f"forward, backward and step on {ranks} rank{'s' if ranks > 1 else ''}")
+    steps: Sequence[Comparison] = sharded["steps"]
     points = (
-        runs,
-        *_values(known, sharded["steps"], setting["steps"]),
-        *([] if known.plain is None else [_plain(known.plain)]),
+        ContractPoint("runs", "held", f"forward, backward and step on {ranks} rank{'s' if ranks > 1 else ''}"),
+        *(
+            point_of(
+                name,
+                [each for each in steps if each.kind == kind],
+                "there are none",
+                rounding_alone=known.tolerances.rounding_alone(kind, setting["steps"]),
+            )
+            for kind, name in VALUES.items()
+        ),
+        *([] if known.plain is None else [_plain(*known.plain)]),
         *_aspects(known, sharded),
         *_checkpoint(sharded, restored, setting),
-        _side_effect(sharded["disturbed"]),
+        _point(NO_SIDE_EFFECT, sharded["disturbed"], "before the first step and between steps, no bit differs"),
     )
-    told = [*sharded["steps"], *([] if isinstance(restored, Failure) else restored["steps"])]
+    told = [*steps, *([] if isinstance(restored, Failure) else restored["steps"])]
     trace = restored.trace if isinstance(restored, Failure) else ""
     return Verified(points, setting, tuple(notes), tuple(_closest(told)), str(sharded["plan"]), trace)
 
 
-def _values(known: Reference, found: Sequence[Comparison], steps: int) -> list[ContractPoint]:
-    tolerances = Tolerances(known.noise, known.floor)
-    return [
-        point_of(
-            name,
-            [each for each in found if each.kind == kind],
-            "there are none",
-            rounding_alone=len(tolerances.rounding_alone(kind, steps)),
-        )
-        for kind, name in VALUES.items()
-    ]
-
-
-def _plain(found: PlainDistance) -> ContractPoint:
+def _plain(losses: float, moved: float) -> ContractPoint:
     """Return the point that says whether mixed precision or compiling still trains what plain training does."""
-    detail = f"losses {found.losses:.1g} and updates {found.moved:.1g} of their size from training without it"
-    is_near = found.losses <= NEAR_LOSSES and found.moved <= NEAR_MOVED
+    detail = f"losses {losses:.1g} and updates {moved:.1g} of their size from training without it"
+    is_near = losses <= NEAR_LOSSES and moved <= NEAR_MOVED
     return ContractPoint(PLAIN, "held" if is_near else "broken", detail)
 
 
@@ -235,21 +221,24 @@ def _aspects(known: Reference, sharded: Mapping[str, Any]) -> list[ContractPoint
     counts = {
         "names": f"{len(structure.names)}, in order, after shard() and after the last step",
         "dtypes": ", ".join(sorted(dtypes)),
-        "trainability": f"{sum(structure.trainable.values())} of {len(structure.trainable)} trainable",
+        "trainability": f"{sum(structure.trainability.values())} of {len(structure.trainability)} trainable",
         "ties": f"{len(structure.ties)}" + (f": {' = '.join(structure.ties[0])}" if structure.ties else ""),
         "membership": f"{len(structure.membership)} group{'s' if len(structure.membership) != 1 else ''}",
     }
     for aspect, name in ASPECTS.items():
-        words = sharded["structure"].get(aspect), sharded["structure at the end"].get(aspect)
-        if aspect == "dtypes" and sharded["computed in"]:
-            found.append(ContractPoint(name, "broken", sharded["computed in"]))
-        elif words[0]:
-            found.append(ContractPoint(name, "broken", f"after shard(): {words[0]}", step=0))
-        elif words[1]:
-            found.append(ContractPoint(name, "broken", f"after the last step: {words[1]}"))
-        else:
-            found.append(ContractPoint(name, "held", counts[aspect]))
+        first, last = (sharded[each].get(aspect) for each in ("structure", "structure at the end"))
+        wrong = list(sharded["computed in"]) if aspect == "dtypes" else []
+        wrong += [f"after shard(): {first}"] if first else []
+        wrong += [f"after the last step: {last}"] if last else []
+        found.append(_point(name, wrong, counts[aspect], step=0 if first else None))
     return found
+
+
+def _point(name: str, wrong: Sequence[str], held: str, step: int | None = None) -> ContractPoint:
+    if not wrong:
+        return ContractPoint(name, "held", held)
+    more = f"; {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return ContractPoint(name, "broken", f"{wrong[0]}{more}", step=step)
 
 
 def _checkpoint(sharded: Mapping[str, Any], restored: Any, setting: Mapping[str, Any]) -> list[ContractPoint]:
@@ -281,19 +270,8 @@ def _loaded(
     return replace(point, detail=f"{where}: {point.detail}")
 
 
-def _side_effect(told: Sequence[str]) -> ContractPoint:
-    if not told:
-        return ContractPoint(NO_SIDE_EFFECT, "held", "before the first step and between steps, no bit differs")
-    more = f"; {len(told) - 1} more" if len(told) > 1 else ""
-    return ContractPoint(NO_SIDE_EFFECT, "broken", f"{told[0]}{more}")
-
-
 def _closest(found: Iterable[Comparison]) -> list[Comparison]:
-    worst: dict[tuple[str, str], Comparison] = {}
-    for each in found:
-        key = each.kind, each.name
-        if key not in worst or each.excess > worst[key].excess:
-            worst[key] = each
+    worst = {(each.kind, each.name): each for each in sorted(found, key=lambda each: each.excess)}
     return sorted(worst.values(), key=lambda each: each.excess, reverse=True)[:CLOSEST]
 
 
@@ -315,26 +293,14 @@ def _finite(value: Any) -> Any:
 
 
 def write_page(report: Verified, path: Path) -> None:
-    """Write the page; an existing file is replaced when the new one is complete.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    replace_text(path, page(report))
-
-
-def page(report: Verified) -> str:
-    """Return the page as text."""
-    return framed(
+    """Write the page; an existing file is replaced when the new one is complete."""
+    name, _, settings = headline(report.setting).partition("\n")
+    page = framed(
         title=f"{report.setting['name']}: {verdict(report)}",
         text=str(report),
-        data=_data(report),
+        data=report.as_dict() | {"headline": name, "settings": settings, "verdict": verdict(report)},
         main=(PACKAGE, "page.html"),
         styles=[STYLE, (PACKAGE, "page.css")],
         scripts=[SCRIPT, (PACKAGE, "page.js")],
     )
-
-
-def _data(report: Verified) -> dict[str, Any]:
-    name, _, settings = headline(report.setting).partition("\n")
-    return report.as_dict() | {"headline": name, "settings": settings, "verdict": verdict(report)}
+    replace_text(path, page)

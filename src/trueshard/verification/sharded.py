@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,25 +19,23 @@ from trueshard.errors import one_line
 from trueshard.model.names import unwrap
 from trueshard.verification.compare import (
     Comparison,
-    TensorStore,
-    Tolerances,
     differences,
     differences_on_disk,
     distance,
-    floors_of,
     gathered_tensors,
     local,
-    number_distance,
     structure_of,
     values_of,
 )
 from trueshard.verification.reference import Reference
 from trueshard.verification.subjects import Case, TrainingSetup
-from trueshard.verification.training import ComputeDtypes, Progress, Watcher, subject_of, train
+from trueshard.verification.training import Comparer, Progress, subject_of, train, wrong_dtypes
 
 CHECKPOINT = "checkpoint"
 SAVED = ("parameters", "buffers", "state")
 """Kinds of values that a checkpoint holds."""
+WORDS = {"parameters": "parameter", "gradients": "the gradient of", "buffers": "buffer", "state": "optimizer state"}
+"""What a single value of a kind is called."""
 
 RankState = dict[str, Any]
 """This rank's values, by a description of each."""
@@ -50,22 +47,18 @@ def run(case: Case, progress: Progress) -> dict[str, Any]:
     progress.stage = "shard()"
     setup = subject.sharded()
     found: dict[str, Any] = {"plan": setup.plan, "structure": _structure_differences(setup, known)}
-    comparer = Comparer(case, known, progress, saves=True)
-    comparer.begin(setup)
-    comparer.save(setup, 0)
-    dtypes = ComputeDtypes(setup)
-    train(case, subject, setup, known.record, comparer, progress)
-    found["computed in"] = dtypes.end()
-    comparer.end(setup)
+    comparer = CheckpointComparer(case, known, progress)
+    with wrong_dtypes(setup) as found["computed in"]:
+        train(case, subject, setup, known.record, comparer, progress)
     found["structure at the end"] = _structure_differences(setup, known)
-    steps, comparer.found = comparer.found, []
+    found["steps"], comparer.found = comparer.found, []
     try:
         found["loaded"], found["structure loaded"] = comparer.load(setup)
     except (ValueError, RuntimeError, OSError) as error:
         words = f"cannot be loaded: {type(error).__name__}: {one_line(error)}"
-        found["loaded"] = [Comparison("checkpoint", case.save_after, CHECKPOINT, math.inf, math.inf, 0.0, words)]
+        found["loaded"] = [Comparison.fault("checkpoint", case.save_after, CHECKPOINT, words)]
         found["structure loaded"] = {}
-    return found | {"steps": steps, "disturbed": comparer.disturbed, "disk": comparer.disk}
+    return found | {"disturbed": comparer.disturbed, "disk": comparer.disk}
 
 
 def restore(case: Case, progress: Progress) -> dict[str, Any]:
@@ -73,82 +66,31 @@ def restore(case: Case, progress: Progress) -> dict[str, Any]:
     subject, known = subject_of(case), case.get("reference")
     progress.stage = "building the model"
     setup = subject.sharded() if case.other_ranks > 1 or case.changes_arithmetic else subject.plain()
-    comparer = Comparer(case, known, progress)
+    comparer = CheckpointComparer(case, known, progress)
     loaded, structure = comparer.load(setup)
     train(case, subject, setup, known.record, comparer, progress, first=case.save_after + 1)
     return {"loaded": loaded, "structure": structure, "steps": comparer.found}
 
 
-class Comparer(Watcher):
-    """Compare each step with the reference's. What it finds is on the first rank."""
+class CheckpointComparer(Comparer):
+    """Compare each step with the reference's, and checkpoints with what was saved."""
 
-    def __init__(self, case: Case, known: Reference, progress: Progress, saves: bool = False) -> None:
-        self._case, self._known, self._progress, self._saves = case, known, progress, saves
-        self._store = case.tensors("reference")
-        floors = floors_of(known.short, known.structure.members())
-        self._tolerances = Tolerances(known.noise, known.floor, floors)
-        self._is_first = not dist.is_initialized() or dist.get_rank() == 0
-        self.found: list[Comparison] = []
+    def __init__(self, case: Case, known: Reference, progress: Progress) -> None:
+        super().__init__(case.tensors("reference"), known.tolerances, known.constant_buffers, case.steps)
+        self._case, self._known, self._progress = case, known, progress
         self.disturbed: list[str] = []
         """Side effects of a save, in words."""
         self.disk: list[str] = []
         """Differences of a checkpoint's own listing, in words."""
 
     def begin(self, setup: TrainingSetup) -> None:
-        """Compare the initial values with the reference's: no bit may differ."""
-        for kind in ("parameters", "buffers"):
-            self.compare(kind, 0, setup, self._store, exactly=True)
-
-    def end(self, setup: TrainingSetup) -> None:
-        """Compare the buffers that did not change in the reference: no bit may differ."""
-        constant = set(self._known.constant_buffers)
-        self.compare("buffers", self._case.steps, setup, self._store, exactly=True, only=constant)
-
-    def gradients(self, step: int, setup: TrainingSetup) -> None:
-        self.compare("gradients", step, setup, self._store)
+        super().begin(setup)
+        self.save(setup, 0)
 
     def stepped(self, step: int, setup: TrainingSetup, loss: float, norm: float) -> None:
-        self._add("losses", step, "", *number_distance(loss, self._known.losses[step - 1]))
-        self._add("gradient norm", step, "", *number_distance(norm, self._known.norms[step - 1]))
-        self.compare("parameters", step, setup, self._store)
-        self.compare("state", step, setup, self._store)
-        if self._saves and step == self._case.save_after:
+        super().stepped(step, setup, loss, norm)
+        if step == self._case.save_after:
             self.save(setup, step)
-
-    def compare(
-        self,
-        kind: str,
-        step: int,
-        setup: TrainingSetup,
-        store: TensorStore,
-        exactly: bool = False,
-        only: set[str] | None = None,
-    ) -> None:
-        """Compare every tensor of a kind with those of ``store``. Collective.
-
-        Args:
-            exactly: no bit may differ.
-            only: names to compare; None: all.
-        """
-        expected = set(store.names(kind, step)) if self._is_first else set()
-        values = values_of(kind, setup.model, setup.optimizers)
-        if only is not None:
-            expected, values = expected & only, {name: each for name, each in values.items() if name in only}
-        for name, tensor in gathered_tensors(values):
-            if not self._is_first:
-                continue
-            if name not in expected:
-                self._wrong(kind, step, name, "is there, and not on one process")
-                continue
-            expected.discard(name)
-            known = store.read(kind, step, name)
-            if known.dtype != tensor.dtype:
-                self._wrong(kind, step, name, f"is {tensor.dtype}, and {known.dtype} there".replace("torch.", ""))
-                continue
-            start = self._store.read(kind, 0, name) if kind == "parameters" and step and not exactly else None
-            self._add(kind, step, name, *distance(tensor, known, start), exactly)
-        for name in sorted(expected):
-            self._wrong(kind, step, name, "is missing")
 
     def save(self, setup: TrainingSetup, step: int) -> None:
         """Write a checkpoint, and find its side effects. Collective."""
@@ -174,25 +116,17 @@ class Comparer(Watcher):
     def load(self, setup: TrainingSetup) -> tuple[list[Comparison], dict[str, str]]:
         """Overwrite all that the checkpoint holds, load it, and compare every bit with what was saved. Collective.
 
-        Returns:
-            The comparisons, and how names, dtypes, ties, trainability and groups differ from the reference's.
+        Returns the comparisons, and by aspect how the structure differs from the reference's.
         """
         self._progress.stage = "loading the checkpoint"
         overwrite(setup.model, setup.optimizers)
         trueshard.load(self._case.folder / CHECKPOINT, **_saved(setup))
         self._progress.stage = "after loading the checkpoint"
         for kind in SAVED:
-            self.compare(kind, self._case.save_after, setup, self._case.tensors("saved"), exactly=True)
+            values = values_of(kind, setup.model, setup.optimizers)
+            self.compare(kind, self._case.save_after, values, self._case.tensors("saved"), exactly=True)
         loaded, self.found = self.found, []
         return loaded, _structure_differences(setup, self._known)
-
-    def _add(self, kind: str, step: int, name: str, largest: float, relative: float, exactly: bool = False) -> None:
-        if self._is_first:
-            tolerance = 0.0 if exactly else self._tolerances.of(kind, step, name)
-            self.found.append(Comparison(kind, step, name, largest, relative, tolerance))
-
-    def _wrong(self, kind: str, step: int, name: str, words: str) -> None:
-        self.found.append(Comparison(kind, step, name, math.inf, math.inf, 0.0, words))
 
 
 def _structure_differences(setup: TrainingSetup, known: Reference) -> dict[str, str]:
@@ -241,21 +175,22 @@ def changes(before: RankState, model: nn.Module, optimizers: Sequence[torch.opti
     after = dict(_walk(model, optimizers))
     words = [f"removed {key}" for key in before if key not in after]
     words += [f"made {key}" for key in after if key not in before]
-    for key, value in before.items():
-        if key in after and not _same(value, after[key]):
-            words.append(f"changed {key}{_by(value, after[key])}")
+    for key in [key for key in before if key in after]:
+        one, two = before[key], after[key]
+        if not (isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and one.dtype == two.dtype):
+            is_same = type(one) is type(two) and not isinstance(one, torch.Tensor) and (one is two or one == two)
+            words += [] if is_same else [f"changed {key}"]
+        elif largest := distance(two, one)[0]:
+            words.append(f"changed {key} by up to {largest:.3g}")
     return words
 
 
 def _walk(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, Any]]:
+    for kind, words in WORDS.items():
+        for name, value in values_of(kind, model, optimizers).items():
+            yield f"{words} {name!r}", local(value) if isinstance(value, torch.Tensor) else value
     for name, parameter in model.named_parameters():
-        yield f"parameter {name!r}", local(parameter)
         yield f"requires_grad of {name!r}", parameter.requires_grad
-        yield f"the gradient of {name!r}", None if parameter.grad is None else local(parameter.grad)
-    for name, buffer in model.named_buffers():
-        yield f"buffer {name!r}", local(buffer)
-    for name, value in values_of("state", model, optimizers).items():
-        yield f"optimizer state {name!r}", local(value) if isinstance(value, torch.Tensor) else value
     for number, optimizer in enumerate(optimizers):
         for place, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
@@ -264,20 +199,3 @@ def _walk(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iter
     for name, module in model.named_modules():
         yield f"the mode of module {name!r}", module.training
     yield "the random state", torch.get_rng_state()
-
-
-def _same(one: Any, two: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-        if one.shape != two.shape or one.dtype != two.dtype:
-            return False
-        unequal = one != two
-        if one.is_floating_point():
-            unequal &= ~(one.isnan() & two.isnan())
-        return not bool(unequal.any())
-    return type(one) is type(two) and bool(one is two or one == two)
-
-
-def _by(one: Any, two: Any) -> str:
-    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and one.shape == two.shape and one.numel():
-        return f" by up to {float((two.double() - one.double()).abs().max()):.3g}"
-    return ""

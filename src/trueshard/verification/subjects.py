@@ -31,7 +31,7 @@ from trueshard.choices import Choices
 from trueshard.distributed import replicated_mesh
 from trueshard.errors import one_line
 from trueshard.model import names
-from trueshard.planner.inputs.batches import module_feed
+from trueshard.planner.inputs.batches import model_loss, module_feed
 from trueshard.planner.inputs.configurations import hub_feed
 from trueshard.planner.inputs.factories import (
     Factory,
@@ -61,9 +61,6 @@ COUNTS = (
 )
 """Names of the number of layers in transformers configurations."""
 
-BatchOf = Callable[[int, int], Any]
-"""(step, part) → batch."""
-
 
 @dataclass(frozen=True)
 class Case:
@@ -72,7 +69,7 @@ class Case:
     folder: Path
     """Temporary folder for what the processes leave to each other."""
     source: Any
-    """``"file.py:factory"``, a function, or a training configuration."""
+    """``"file.py:factory"``, a function, a module as an ``Original``, or a training configuration."""
     plan: Plan | None
     """The plan to apply; None: ``choices``."""
     choices: Choices
@@ -153,19 +150,10 @@ class Subject(Protocol):
         """Build the model in this process, untrained and not sharded."""
 
     def sharded(self) -> TrainingSetup:
-        """Build the same, sharded over the ranks of this process group. Collective.
-
-        Raises:
-            ShardRefused: ``shard()`` refused it.
-        """
+        """Build the same, sharded over the ranks of this process group, or raise ``ShardRefused``. Collective."""
 
     def microbatches(self, step: int, part: int) -> list[Any]:
-        """Return a part of the global batch of a step, on the CPU.
-
-        Args:
-            step: from 1 on.
-            part: below ``Case.parts``.
-        """
+        """Return a part (below ``Case.parts``) of the global batch of a step (from 1 on), on the CPU."""
 
 
 def seed_all(seed: int) -> None:
@@ -178,13 +166,10 @@ def seed_all(seed: int) -> None:
 
 
 def keep_layers(model: nn.Module, layers: int, optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Keep the first ``layers`` modules of every list of blocks, in place; optimizers forget the others' parameters.
+    """Keep the first ``layers`` modules of every list of blocks, in place; return how many were removed.
 
     A list of blocks is a ``ModuleList`` or ``Sequential`` of more modules than that, all of one class, which is in no
-    other such list.
-
-    Returns:
-        The number of modules that were removed.
+    other such list. The optimizers forget the parameters of the others.
     """
     root = names.unwrap(model)
     removed = 0
@@ -236,22 +221,31 @@ def _forget(optimizers: Iterable[torch.optim.Optimizer], kept: set[int]) -> None
             del optimizer.state[parameter]
 
 
-class FactorySubject:
-    """The model, and perhaps optimizers, batch and loss, that a user's factory makes.
+def loss_scaler(case: Case) -> torch.amp.GradScaler | None:
+    """Return the gradient scaler that training in float16 needs."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.amp.GradScaler(kind, init_scale=FIRST_SCALE) if case.choices.mixed_precision == "fp16" else None
 
-    Raises:
-        ValueError: there is no such factory, or it needs arguments.
-    """
+
+class FactorySubject:
+    """The model, and perhaps optimizers, batch and loss, that a user's factory makes."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
         seed_all(case.seed)  # a file may make its batch when it is imported
-        self._factory = from_file(case.source, guarded=False) if isinstance(case.source, str) else _given(case.source)
+        self._factory: Factory | Original
+        if isinstance(case.source, str):
+            self._factory = from_file(case.source, guarded=False)
+        elif isinstance(case.source, Original):
+            self._factory = case.source
+        else:
+            self._factory = from_callable(case.source)
+            self._factory.file = None  # its lines are in no file that the user named
         self.name = self._factory.name
         self.max_norm = math.inf
         self.notes: list[str] = []
-        self._batches: BatchOf | None = None
-        self._loss: Any = None
+        self._batch: Callable[[int], Any] | None = None
+        self._loss: Any = model_loss
 
     def plain(self) -> TrainingSetup:
         parts = self._build()
@@ -261,12 +255,9 @@ class FactorySubject:
             self._note(f"The model has {removed} blocks less: of each list, the first {self._case.layers} are kept.")
         if torch.cuda.is_available():
             model.cuda()
-        if self._batches is None:
-            self._batches, self._loss = self._fed(parts, model)
-        scaler = None
-        if self._case.choices.mixed_precision == "fp16":
-            scaler = torch.amp.GradScaler("cuda" if torch.cuda.is_available() else "cpu", init_scale=FIRST_SCALE)
-        return TrainingSetup(model, optimizers, Mean(parts.loss or self._loss), scaler)
+        if self._batch is None:
+            self._batch = self._fed(parts.batch, model)
+        return TrainingSetup(model, optimizers, Mean(parts.loss or self._loss), loss_scaler(self._case))
 
     def sharded(self) -> TrainingSetup:
         setup, case = self.plain(), self._case
@@ -280,9 +271,9 @@ class FactorySubject:
         return setup
 
     def microbatches(self, step: int, part: int) -> list[Any]:
-        assert self._batches is not None
+        assert self._batch is not None
         seed_all(self._case.seed + 1_000_003 * step)
-        batch = self._batches(step, part)
+        batch = self._part(self._batch(step), part, self._case.parts)
         return [batch] * (2 - step % 2)  # every second step accumulates
 
     def _build(self) -> Parts:
@@ -300,44 +291,38 @@ class FactorySubject:
         return factory.parts_of(result)
 
     def _optimizers(self, parts: Parts) -> list[torch.optim.Optimizer]:
-        given = parts.optimizers
-        if self._case.optimizer is not None or given is None:
-            if given is None and self._case.optimizer is None:
-                self._note("The optimizer is AdamW with a learning rate of 1e-3: the factory brings none.")
-            given = optimizers_of(self._case.optimizer or "adamw")
+        given = parts.optimizers if self._case.optimizer is None else optimizers_of(self._case.optimizer)
+        if given is None:
+            self._note("The optimizer is AdamW with a learning rate of 1e-3: the factory brings none.")
+            given = optimizers_of("adamw")
         if callable(given) and not isinstance(given, torch.optim.Optimizer):
             given = given(parts.model)
         return checked(given, f"optimizers of {self.name}")
 
-    def _fed(self, parts: Parts, model: nn.Module) -> tuple[BatchOf, Any]:
-        """Return the source of batches, and the loss of one."""
-        from trueshard.planner.inputs.batches import model_loss
-
-        given, count = parts.batch, self._case.parts
+    def _fed(self, given: Any, model: nn.Module) -> Callable[[int], Any]:
+        """Return (step) → global batch for what the factory gives; if it gives none, one that fits, and its loss."""
+        samples, sequence = SAMPLES * self._case.parts, self._case.sequence
         if given is None:
             base = hub_model(model)
-            feed = (
-                hub_feed(type(base), base.config, self._case.sequence)
-                if base is not None
-                else module_feed(model, self._case.sequence)
-            )
-            length = self._case.sequence or min(feed.sequence, SEQUENCE)
+            feed = module_feed(model, sequence) if base is None else hub_feed(type(base), base.config, sequence)
+            length = sequence or min(feed.sequence, SEQUENCE)
             for said in feed.assumptions:
                 self._note(said)
-            return lambda step, part: self._part(feed.batch(SAMPLES * count, length), part, count), feed.loss
+            self._loss = feed.loss
+            return lambda step: feed.batch(samples, length)
         if callable(given):
-            call = _called(given, SAMPLES * count, self._case.sequence or SEQUENCE, self.name)
-            return lambda step, part: self._part(call(step), part, count), model_loss
-        if _are_several(given):
-            batches = list(itertools.islice(iter(given), self._case.steps))
-            if not batches:
-                raise ValueError(f"{self.name}: its batches are empty; give at least one")
-            return lambda step, part: self._part(batches[(step - 1) % len(batches)], part, count), model_loss
-        return lambda step, part: self._part(given, part, count), model_loss
+            return _called(given, samples, sequence or SEQUENCE, self.name)
+        is_one = isinstance(given, (torch.Tensor, Mapping, tuple)) or not isinstance(given, Iterable)
+        if is_one or (isinstance(given, list) and (not given or any(isinstance(each, torch.Tensor) for each in given))):
+            return lambda step: given
+        batches = list(itertools.islice(iter(given), self._case.steps))
+        if not batches:
+            raise ValueError(f"{self.name}: its batches are empty; give at least one")
+        return lambda step: batches[(step - 1) % len(batches)]
 
     def _part(self, batch: Any, part: int, parts: int) -> Any:
         """Return a part's rows of a batch: of every tensor whose first size is that of the first tensor."""
-        tensors = [each for each in _tensors(batch) if each.ndim]
+        tensors = [each for each in tensors_of(batch) if each.ndim]
         if not tensors:
             raise ValueError(f"{self.name}: its batch holds no tensor with a dimension; give example tensors")
         rows = tensors[0].shape[0]
@@ -352,7 +337,8 @@ class FactorySubject:
 
         own = mapped(lambda each: cut(each, part), batch)
         other = mapped(lambda each: cut(each, (part + 1) % parts), batch)
-        if parts > 1 and all(torch.equal(one, two) for one, two in zip(_tensors(own), _tensors(other), strict=True)):
+        pairs = zip(tensors_of(own), tensors_of(other), strict=True)
+        if parts > 1 and all(torch.equal(one, two) for one, two in pairs):
             raise ValueError(
                 f"{self.name}: every rank would train on the same samples, so that a gradient which is not reduced "
                 "would not show; give a batch of different samples"
@@ -362,12 +348,6 @@ class FactorySubject:
     def _note(self, words: str) -> None:
         if words not in self.notes:
             self.notes.append(words)
-
-
-def _given(function: Callable[..., Any]) -> Factory:
-    factory = from_callable(function)
-    factory.file = None  # its lines are in no file that the user named
-    return factory
 
 
 def _called(function: Callable[..., Any], samples: int, sequence: int, name: str) -> Callable[[int], Any]:
@@ -382,16 +362,7 @@ def _called(function: Callable[..., Any], samples: int, sequence: int, name: str
     return lambda step: function(*((), (step,), (samples, sequence))[len(needed)])
 
 
-def _are_several(given: Any) -> bool:
-    """Return True for a loader or a list of batches, False for one batch."""
-    if isinstance(given, (torch.Tensor, Mapping, tuple)):
-        return False
-    if isinstance(given, list):
-        return bool(given) and not any(isinstance(each, torch.Tensor) for each in given)
-    return isinstance(given, Iterable)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     mapped(lambda each: found.append(each) if isinstance(each, torch.Tensor) else None, value)
     return found

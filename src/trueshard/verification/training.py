@@ -7,9 +7,10 @@ optimizers. A ``Watcher`` sees it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +23,18 @@ import trueshard
 from trueshard import _torch
 from trueshard.errors import UserError
 from trueshard.model.names import named_modules
+from trueshard.planner.inputs.factories import Original
 from trueshard.planner.inputs.fake_tensors import mapped
-from trueshard.verification.compare import TensorStore, gathered_tensors, values_of
-from trueshard.verification.subjects import Case, FactorySubject, Subject, TrainingSetup, seed_all
+from trueshard.verification.compare import (
+    Comparison,
+    Named,
+    TensorStore,
+    Tolerances,
+    distance,
+    gathered_tensors,
+    values_of,
+)
+from trueshard.verification.subjects import Case, FactorySubject, Subject, TrainingSetup, seed_all, tensors_of
 
 
 @dataclass
@@ -45,15 +55,11 @@ class RunRecord:
 
     def check_batch(self, name: str, place: tuple[int, int, int], batch: Any) -> None:
         """Keep the checksum of a microbatch, or raise ``UserError`` if another one is known."""
-        found: list[int] = [0]
-
-        def add(each: Any) -> None:
-            if isinstance(each, torch.Tensor):
-                whole = each.detach().cpu().contiguous().flatten()
-                found[0] = zlib.crc32(whole.view(torch.uint8).numpy().tobytes(), found[0])
-
-        mapped(add, batch)
-        if self.checksums.setdefault(place, found[0]) != found[0]:
+        checksum = 0
+        for each in tensors_of(batch):
+            content = each.detach().cpu().contiguous().flatten().view(torch.uint8)
+            checksum = zlib.crc32(content.numpy().tobytes(), checksum)
+        if self.checksums.setdefault(place, checksum) != checksum:
             raise UserError(
                 f"{name} gives another batch in each process or at each call, although the random generators of "
                 "Python, numpy and torch are seeded before: make it repeatable"
@@ -61,10 +67,19 @@ class RunRecord:
 
 
 class Watcher:
-    """Base class of what sees a run."""
+    """Base class of what sees the values of a run."""
+
+    def see(self, kind: str, step: int, values: Named) -> None:
+        """Take the values of a kind after a step; 0: before training. Collective."""
+
+    def begin(self, setup: TrainingSetup) -> None:
+        """Called before the first step. Collective."""
+        for kind in ("parameters", "buffers"):
+            self.see(kind, 0, values_of(kind, setup.model))
 
     def gradients(self, step: int, setup: TrainingSetup) -> None:
         """Called when all gradients of the step are there, not clipped. Collective."""
+        self.see("gradients", step, values_of("gradients", setup.model))
 
     def stepping(self, number: int) -> AbstractContextManager[None]:
         """Return a context around the step of an optimizer."""
@@ -72,15 +87,63 @@ class Watcher:
 
     def stepped(self, step: int, setup: TrainingSetup, loss: float, norm: float) -> None:
         """Called when the optimizers have stepped; gradients are still there. Collective."""
+        self.see("losses", step, {"": loss})
+        self.see("gradient norm", step, {"": norm})
+        for kind in ("parameters", "buffers", "state"):
+            self.see(kind, step, values_of(kind, setup.model, setup.optimizers))
+
+
+class Comparer(Watcher):
+    """Compare what a run shows with what another has left in ``store``; the comparisons are on the first rank.
+
+    Buffers are compared before training and, those that are ``constant``, after the last step: no bit may differ.
+    """
+
+    def __init__(self, store: TensorStore, tolerances: Tolerances, constant: Collection[str], last: int) -> None:
+        self._store, self._tolerances, self._constant, self._last = store, tolerances, constant, last
+        self._is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self.found: list[Comparison] = []
+
+    def see(self, kind: str, step: int, values: Named) -> None:
+        if kind != "buffers" or step == 0:
+            self.compare(kind, step, values, self._store, exactly=step == 0)
+        elif step == self._last:
+            self.compare(kind, step, values, self._store, exactly=True, only=self._constant)
+
+    def compare(
+        self,
+        kind: str,
+        step: int,
+        values: Named,
+        store: TensorStore,
+        exactly: bool = False,
+        only: Collection[str] | None = None,
+    ) -> None:
+        """Compare every tensor of a kind, or ``only`` some names, with those of ``store``. Collective."""
+        expected = set(store.names(kind, step)) if self._is_first else set()
+        if only is not None:
+            expected, values = expected & set(only), {name: each for name, each in values.items() if name in only}
+        for name, tensor in gathered_tensors(values):
+            if not self._is_first:
+                continue
+            if name not in expected:
+                self.found.append(Comparison.fault(kind, step, name, "is there, and not on one process"))
+                continue
+            expected.discard(name)
+            known = store.read(kind, step, name)
+            if known.dtype != tensor.dtype:
+                words = f"is {tensor.dtype}, and {known.dtype} there".replace("torch.", "")
+                self.found.append(Comparison.fault(kind, step, name, words))
+                continue
+            start = self._store.read(kind, 0, name) if kind == "parameters" and step and not exactly else None
+            tolerance = 0.0 if exactly else self._tolerances.of(kind, step, name)
+            self.found.append(Comparison(kind, step, name, *distance(tensor, known, start), tolerance))
+        self.found += [Comparison.fault(kind, step, name, "is missing") for name in sorted(expected)]
 
 
 def subject_of(case: Case) -> Subject:
-    """Return the subject that the case's source describes.
-
-    Raises:
-        ValueError: it cannot be built; one line that says why.
-    """
-    if callable(case.source) or isinstance(case.source, str):
+    """Return the subject that the case's source describes."""
+    if callable(case.source) or isinstance(case.source, (str, Original)):
         return FactorySubject(case)
     from trueshard.verification.config_subject import ConfigSubject  # which needs the trainer's libraries
 
@@ -98,13 +161,14 @@ def train(
 ) -> list[float]:
     """Take the steps from ``first`` on with this rank's parts; return their losses. Collective if sharded.
 
-    Args:
-        record: completed where it says nothing of a step. Gradients are clipped to the subject's norm or, where it has
-            none, to half of their own norm at every second step.
+    Gradients are clipped as ``record`` says; if it does not, to the subject's norm or, where it has none, to half of
+    their own norm at every second step.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     each = case.parts // ranks
     parts, losses = range(rank * each, (rank + 1) * each), []
+    if first == 1:
+        watcher.begin(setup)
     for step in range(first, case.steps + 1):
         progress.stage = f"step {step}: forward and backward"
         microbatches = [
@@ -142,12 +206,14 @@ def _accumulate(setup: TrainingSetup, microbatches: list[tuple[int, int, Any]], 
     """Run forward and backward of all microbatches; return the mean loss over the global batch."""
     count = sum(setup.loss.count(batch) for *_, batch in microbatches)
     total = torch.zeros((), dtype=torch.float64)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     mean = None if setup.plan is None else trueshard.token_mean(setup.model, count)
     for place, (part, number, batch) in enumerate(microbatches, start=1):
         last = place == len(microbatches)
         seed_all(seed + 1_000_003 * step + 1_009 * part + number)
         with contextlib.nullcontext() if setup.plan is None else trueshard.accumulate(setup.model, last=last):
-            value = setup.loss(setup.model, _to_device(batch))
+            moved = mapped(lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, batch)
+            value = setup.loss(setup.model, moved)
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 shown = list(value.shape) if isinstance(value, torch.Tensor) else f"{value!r}"
                 raise ValueError(f"the loss is {shown}; it must be a tensor with one number")
@@ -178,91 +244,27 @@ def _clip_plain(model: nn.Module, limit: float) -> torch.Tensor:
     return norm
 
 
-def _to_device(batch: Any) -> Any:
-    if not torch.cuda.is_available():
-        return batch
-    return mapped(lambda each: each.cuda() if isinstance(each, torch.Tensor) else each, batch)
+@contextlib.contextmanager
+def wrong_dtypes(setup: TrainingSetup) -> Iterator[list[str]]:
+    """Yield a list; the first parameter that a forward finds in another dtype than asked for is added, in words."""
+    precision = None if setup.plan is None else setup.plan.mixed_precision
+    asked = None if precision is None else precision.compute
+    kept = set() if setup.plan is None else {each.name for each in setup.plan.replicated}
+    found: list[str] = []
 
-
-class ComputeDtypes:
-    """Check at every forward, until ``end``, in which dtype each module finds its parameters."""
-
-    def __init__(self, setup: TrainingSetup) -> None:
-        precision = None if setup.plan is None else setup.plan.mixed_precision
-        self._asked = None if precision is None else precision.compute
-        self._other: dict[str, str] = {}
-        kept = set() if setup.plan is None else {each.name for each in setup.plan.replicated}
-        self._hooks = [
-            module.register_forward_pre_hook(self._looker(name, kept))
-            for name, module in named_modules(setup.model)
-            if self._asked is not None and _torch.own_parameters(module)
-        ]
-
-    def end(self) -> str:
-        """Return what computes in another dtype than was asked for, in words, or ""."""
-        for hook in self._hooks:
-            hook.remove()
-        name = next(iter(self._other), "")
-        return f"{name!r} is computed in {self._other[name]}, asked for {self._asked}" if name else ""
-
-    def _looker(self, prefix: str, kept: set[str]) -> Any:
-        def look(module: nn.Module, arguments: Any) -> None:
-            for key, parameter in _torch.own_parameters(module).items():
-                name = f"{prefix}.{key}" if prefix else key
-                if parameter is None or name in kept or not parameter.is_floating_point():
-                    continue
+    def look(prefix: str, module: nn.Module, arguments: Any) -> None:
+        for key, parameter in _torch.own_parameters(module).items():
+            name = f"{prefix}.{key}" if prefix else key
+            if parameter is not None and name not in kept and parameter.is_floating_point() and not found:
                 dtype = str(parameter.dtype).removeprefix("torch.")
-                if dtype != self._asked:
-                    self._other.setdefault(name, dtype)
+                if dtype != asked:
+                    found.append(f"{name!r} is computed in {dtype}, asked for {asked}")
 
-        return look
-
-
-class StepRecorder(Watcher):
-    """Record every tensor of every step on disk."""
-
-    def __init__(self, store: TensorStore) -> None:
-        self.store = store
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.short: dict[int, torch.dtype] = {}
-        """By number of the optimizer, the 16-bit dtype in which it computes what is stored in a wider one."""
-
-    def begin(self, setup: TrainingSetup) -> None:
-        """Record the initial values."""
-        self._keep(0, setup, "parameters", "buffers")
-
-    def gradients(self, step: int, setup: TrainingSetup) -> None:
-        self._keep(step, setup, "gradients")
-
-    @contextlib.contextmanager
-    def stepping(self, number: int) -> Iterator[None]:
-        with ShortDtypes() as seen:
-            yield
-        if seen.dtypes:
-            self.short[number] = seen.dtypes[0]
-
-    def stepped(self, step: int, setup: TrainingSetup, loss: float, norm: float) -> None:
-        self.losses.append(loss)
-        self.norms.append(norm)
-        self._keep(step, setup, "parameters", "buffers", "state")
-
-    def _keep(self, step: int, setup: TrainingSetup, *kinds: str) -> None:
-        for kind in kinds:
-            for name, tensor in gathered_tensors(values_of(kind, setup.model, setup.optimizers)):
-                self.store.write(kind, step, name, tensor)
-
-
-class ShortDtypes(_torch.DispatchMode):
-    """Collect the 16-bit dtypes in which operators compute that are given wider ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[torch.dtype] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {each.dtype for each in _torch.tensors_in((args, kwargs)) if each.is_floating_point()}
-        made = {each.dtype for each in _torch.tensors_in(result) if each.is_floating_point()}
-        self.dtypes += [each for each in made - given if each.itemsize == 2 and given]
-        return result
+    hooks = [
+        module.register_forward_pre_hook(functools.partial(look, name))
+        for name, module in named_modules(setup.model)
+        if asked is not None and _torch.own_parameters(module)
+    ]
+    yield found
+    for hook in hooks:
+        hook.remove()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from trueshard.choices import Choices, UnitWords
 from trueshard.errors import with_extra
 from trueshard.machine import cpu_cores
+from trueshard.planner.inputs.factories import Original
 from trueshard.plans import Plan
 from trueshard.verification.processes import start
 from trueshard.verification.report import Failure, Verified, contract
@@ -101,23 +100,20 @@ def verify(
         memory=memory,
     )
     choices.check_alone(plan)
-    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="trueshard-verify-") as name:
         folder, notes = Path(name), list[str]()
         source: Any = factory
         if isinstance(factory, (str, Path)) and ".py" not in str(factory):
-            _check_configured(Path(factory), choices, plan, optimizer)
-            source, notes = _configuration(Path(factory), overrides, folder, max(nproc, 2))
+            said = ["plan"] * (plan is not None) + choices.said() + ["optimizer"] * (optimizer is not None)
+            source, notes = _configuration(Path(factory), overrides, folder, max(nproc, 2), said)
             choices, replicate = source.shard.choices(), source.shard.replicate
         elif overrides:
             raise ValueError("overrides go with a training configuration; leave them out")
-        elif isinstance(factory, (str, Path)):
-            source = str(factory)
         elif isinstance(factory, nn.Module):
-            source = functools.partial(_itself, factory)
+            source = Original(factory)
         case = Case(
             folder=folder,
-            source=source,
+            source=str(source) if isinstance(source, Path) else source,
             plan=plan,
             choices=choices,
             replicate=replicate,
@@ -132,10 +128,11 @@ def verify(
             threads=max(1, cpu_cores() // nproc),
             timeout=timeout * COLLECTIVE,
         )
-        return _run(case, timeout, notes, began)
+        return _run(case, timeout, notes)
 
 
-def _run(case: Case, limit: float, notes: list[str], began: float) -> Verified:
+def _run(case: Case, limit: float, notes: list[str]) -> Verified:
+    began = time.monotonic()
     with with_extra():
         import cloudpickle
 
@@ -172,14 +169,16 @@ def _unless_refused(found: Any) -> Any:
     return found
 
 
-def _check_configured(path: Path, choices: Choices, plan: Plan | None, optimizer: str | None) -> None:
-    given = {"plan": plan is not None, **dict.fromkeys(choices.said(), True), "optimizer": optimizer is not None}
-    if said := [name for name, is_given in given.items() if is_given]:
+def _configuration(
+    path: Path, overrides: Sequence[str], folder: Path, parts: int, said: Sequence[str]
+) -> tuple[Config, list[str]]:
+    """Return a configuration whose run lives in ``folder``, with small batches, and notes of the changes.
+
+    Raises:
+        ValueError: options were given (``said``) that it has itself.
+    """
+    if said:
         raise ValueError(f"{path} says how it is trained and sharded: leave out {', '.join(said)}, or override a key")
-
-
-def _configuration(path: Path, overrides: Sequence[str], folder: Path, parts: int) -> tuple[Config, list[str]]:
-    """Return a configuration whose run lives in ``folder``, with small batches, and notes of the changes."""
     from trueshard.train.parse import load_config
     from trueshard.train.running.checks import located
 
@@ -208,7 +207,3 @@ def _check(nproc: int, steps: int, layers: int | None, replicate: int, seed: int
         raise ValueError(f"nproc is {nproc}, and this machine has {torch.cuda.device_count()} CUDA devices")
     if nproc % replicate:
         raise ValueError(f"replicate={replicate}: {nproc} processes do not divide into so many copies")
-
-
-def _itself(module: nn.Module) -> nn.Module:
-    return copy.deepcopy(module)

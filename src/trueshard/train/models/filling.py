@@ -20,8 +20,8 @@ from torch import nn
 
 import trueshard
 from trueshard import _torch
+from trueshard.checkpoint.format import MANIFEST
 from trueshard.checkpoint.layout import adapted_keys
-from trueshard.checkpoint.manifest import MANIFEST
 from trueshard.errors import UserError, one_line
 from trueshard.model import names
 from trueshard.model.first_values import initialisers, is_unwritten, mark_unwritten
