@@ -189,7 +189,8 @@ def with_number(script: Script, func: Any, args: Any, *, again: bool, kept: bool
     if _torch.schema_of(func).overload_name != "Tensor" or len(args) < 2 or not isinstance(args[1], _NUMBERS):
         return script
     number = script[0]
-    if _torch.running_node() in ("MulBackward0", "DivBackward0") and not torch.is_grad_enabled():
+    node = torch._C._current_autograd_node()
+    if node is not None and node.name() in ("MulBackward0", "DivBackward0") and not torch.is_grad_enabled():
         return script[1:-1]  # the one that was kept
     if again:
         return [number, *script] if kept else [number, *script, -number]  # type: ignore[operator]

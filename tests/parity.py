@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 import forks
-from parity_worker import Answer, Job
+from parity_worker import Answer, RankCall
 
 START_LIMIT = 120.0
 """seconds for a worker to import torch and answer"""
@@ -83,7 +83,7 @@ class Worker:
         self.connection: Connection = Connection(ours.detach())
         self.seen = 0
 
-    def send(self, message: Job | None) -> None:
+    def send(self, message: RankCall | None) -> None:
         with suppress(OSError):  # a dead worker is found by whoever waits for its answer
             self.connection.send_bytes(pickle.dumps(message))
 
@@ -206,7 +206,7 @@ class Ranks:
         try:
             for rank, worker in enumerate(workers):
                 worker.output()
-                worker.send(Job(rank, self.count, port, name, timeout, group, call))
+                worker.send(RankCall(rank, self.count, port, name, timeout, group, call))
             answers = list(collect(workers, timeout, patience).values())
             reports = _reports(workers, answers, timeout)
             # Ranks that all raised are all back in their loop: the next job's reset is enough.

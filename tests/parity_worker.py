@@ -33,8 +33,8 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Job:
-    """What one rank is to run. `call` holds the pickled function and its arguments."""
+class RankCall:
+    """One rank's part of a call. `call` holds the pickled function and its arguments."""
 
     rank: int
     world_size: int
@@ -122,7 +122,7 @@ def clear_mesh_caches() -> None:
                         function.cache_clear()
 
 
-def execute(job: Job) -> Answer:
+def execute(job: RankCall) -> Answer:
     try:
         function, args = pickle.loads(job.call)
         if job.group:

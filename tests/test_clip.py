@@ -17,7 +17,7 @@ from messages import naming
 from models.handmade import Scalar, Stack, TiedBlocks, Tiny
 from parity import Pool, Ranks, assert_same
 from training import whole
-from trueshard.optim.parts import parts_of
+from trueshard.optim.shards import group_shards
 
 ORDERS = [0.5, 1.0, 2.0, 3.0, math.inf, -math.inf, 0.0, -1.0]
 FOREACH = [None, True, False]
@@ -266,8 +266,8 @@ def test_neighbours_in_memory_are_one_run() -> None:
     for number, (_, count) in enumerate(slices(torch.zeros(12))):
         shards, _ = slices(torch.arange(12.0))[number]
         expected = [shard.clone() * 2 ** sum(shard is other for other in shards) for shard in shards]
-        (part,) = parts_of(shards)
-        assert len(part.runs) == count
-        for run in part.runs:
-            run.mul_(2.0)
+        (group,) = group_shards(shards)
+        assert len(group.pieces) == count
+        for piece in group.pieces:
+            piece.mul_(2.0)
         assert all(map(torch.equal, shards, expected))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ import pytest
 import corpora
 from messages import naming
 from trueshard.errors import UserError
+from trueshard.train.data.formats import BUFFER, shuffled
 from trueshard.train.data.loader import Loader
 from trueshard.train.data.prepared import Prepared, prepare
 from trueshard.train.data.samples import IGNORED, Stream
-from trueshard.train.data.streaming import BUFFER, shuffled
 
 
 def streamed(root: Path, settings: dict[str, Any], **sections: Any) -> Prepared:
@@ -51,7 +52,7 @@ def test_places_name_the_documents(tmp_path: Path) -> None:
     begun = set()
     for ids, where in first(data, 20):
         text = tokenizer.decode(ids)
-        named = [int(Path(part).stem) for part in where.split(" to ")]
+        named = [int(each) for each in re.findall(r"(\d{3})\.txt", where)]
         for number in range(20):
             if f"Text {number} begins" in text:
                 begun.add(number)

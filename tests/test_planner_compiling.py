@@ -52,13 +52,13 @@ def end(phase: str, numbers: str, size: int = SIZE) -> list[Event]:
 def trace(*parts: list[Event]) -> Trace:
     """Storage 0 is the input, there from the beginning and for ever."""
     made = Trace([*itertools.chain(*parts)], [Allocation(Place("between", ""), 0, SIZE, kind="inputs")])
-    ledger.check(made)
+    ledger.lifetimes(made)
     return made
 
 
 def lives(made: Trace) -> dict[int, tuple[int, int]]:
     """Storage → how many kernels ran before it was made, and before it ended."""
-    ledger.check(made)
+    ledger.lifetimes(made)
     found: dict[int, tuple[int, int]] = {}
     kernels = 0
     for event in made:
@@ -258,7 +258,7 @@ def test_compiled_blocks_need_no_more_memory_and_the_same_products(words: str) -
     eager, fused = simulated(words, False), simulated(words, True)
     assert fused.plan.compile
     for one, other in ((eager.first, fused.first), (eager.steady, fused.steady)):
-        ledger.check(other)
+        ledger.lifetimes(other)
         assert ledger.peak(other).bytes <= ledger.peak(one).bytes
         assert ledger.flops(other) == ledger.flops(one)
         assert ledger.received(other) == ledger.received(one)

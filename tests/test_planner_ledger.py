@@ -113,17 +113,17 @@ def test_by_unit_has_memory_traffic_and_operations() -> None:
 )
 def test_a_trace_that_cannot_be_is_refused(event: Allocation | Free, message: str) -> None:
     trace = small()
-    ledger.check(trace)
+    ledger.lifetimes(trace)
     trace.events.append(event)
     with pytest.raises(ValueError, match=message):
-        ledger.check(trace)
+        ledger.lifetimes(trace)
     with pytest.raises(ValueError, match=message):
         ledger.curve(trace)
 
 
 def test_a_number_may_be_taken_again_once_it_is_free() -> None:
     place = Place("forward", "")
-    ledger.check(Trace([Allocation(place, 1, 5), Free(place, 1, 5), Allocation(place, 1, 6)]))
+    ledger.lifetimes(Trace([Allocation(place, 1, 5), Free(place, 1, 5), Allocation(place, 1, 6)]))
 
 
 class Counted(list[Any]):

@@ -105,7 +105,7 @@ def test_a_shard_that_is_not_cast_is_on_the_device_until_it_is_gathered() -> Non
     made = offloaded(numbered(gather(cast=False)), {"w"})
     assert names(made) == ["+40", "to_device", "+8", "fsdp.all_gather_copy_in", "all_gather", "-8", "-40"]
     assert made.events[2].stream == "all_gather"  # type: ignore[union-attr]
-    ledger.check(made)
+    ledger.lifetimes(made)
 
 
 def test_a_gradient_leaves_the_device_as_soon_as_it_is_reduced() -> None:
@@ -221,7 +221,7 @@ PARAMETERS = sum(parameter.numel() for parameter in Net().parameters())
 @pytest.mark.parametrize("words", WORDS)
 def test_every_shard_comes_before_each_gather_and_every_gradient_goes_once(words: str) -> None:
     for trace in (simulated(words, "cpu").first, simulated(words, "cpu").steady):
-        ledger.check(trace)
+        ledger.lifetimes(trace)
         assert moved(trace, "to_host") == PARAMETERS * 4 // 4
         for phase in ("forward", "backward"):
             shards: dict[str, int] = {}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import forks
 from messages import lacking, naming
 from trueshard.errors import UserError
-from trueshard.train.running import lock
+from trueshard.train.running.checks import LOCK, held
 from trueshard.train.running.worker import agreed_store, launcher_of, torch_variables
 
 # Who has started a process
@@ -110,8 +110,8 @@ def test_rank_that_does_not_come_is_named() -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from trueshard.train.running import lock
-with lock.held(Path(sys.argv[1])):
+from trueshard.train.running.checks import held
+with held(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -131,7 +131,7 @@ def test_second_run_on_a_folder_is_told_who_has_it(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     other = holder(folder)
     try:
-        with pytest.raises(UserError) as caught, lock.held(folder, patience=0.2):
+        with pytest.raises(UserError) as caught, held(folder, patience=0.2):
             pass
     finally:
         other.kill()
@@ -145,28 +145,28 @@ def test_lock_dies_with_the_process_that_was_killed(tmp_path: Path) -> None:
     other = holder(folder)
     other.kill()
     other.wait()
-    assert (folder / lock.NAME).exists()
-    with lock.held(folder, patience=0):
-        assert str(os.getpid()) in (folder / lock.NAME).read_text()
+    assert (folder / LOCK).exists()
+    with held(folder, patience=0):
+        assert str(os.getpid()) in (folder / LOCK).read_text()
 
 
 def test_run_that_ends_in_a_moment_is_waited_for(tmp_path: Path) -> None:
     other = holder(tmp_path)
     ender = threading.Timer(0.3, other.communicate)  # closes its input, while the second run waits
     ender.start()
-    with lock.held(tmp_path, patience=60):
-        assert str(os.getpid()) in (tmp_path / lock.NAME).read_text()
+    with held(tmp_path, patience=60):
+        assert str(os.getpid()) in (tmp_path / LOCK).read_text()
     ender.join()
     assert other.returncode == 0
 
 
 def test_nothing_is_left_where_nothing_was_written(tmp_path: Path) -> None:
-    with lock.held(tmp_path / "new" / "run"):
-        assert (tmp_path / "new" / "run" / lock.NAME).exists()
+    with held(tmp_path / "new" / "run"):
+        assert (tmp_path / "new" / "run" / LOCK).exists()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_folder_with_files_stays(tmp_path: Path) -> None:
-    with lock.held(tmp_path / "run"):
+    with held(tmp_path / "run"):
         (tmp_path / "run" / "config.json").write_text("{}")
     assert [each.name for each in (tmp_path / "run").iterdir()] == ["config.json"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from messages import lacking, naming
+from messages import lacking
 from parity import Ranks
 from showing import trainer
 from trueshard.train.showing.profile import Profile
@@ -51,9 +51,3 @@ def test_a_run_that_ends_before_the_first_says_so(tmp_path: Path, capsys: pytest
     trainer([Profile(tmp_path, 4, 5)], 2).fit()
     assert lacking(capsys.readouterr().out, "No profile", "step 4") == []
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("first", "last"), [(3, 2), (1, 2)])
-def test_steps_that_are_no_range_are_refused(tmp_path: Path, first: int, last: int) -> None:
-    with pytest.raises(ValueError, match=naming("steps", first, last, "from 2")):
-        Profile(tmp_path, first, last)

@@ -9,7 +9,8 @@ from matplotlib.image import imread
 
 from messages import lacking
 from showing import record
-from trueshard.train.showing.report import draw_loss, file_list, final_line, final_loss
+from trueshard.train.showing.plot import draw_loss
+from trueshard.train.showing.report import file_list, final_line, final_loss
 
 
 def test_the_final_loss_is_the_mean_of_the_last_steps() -> None:
@@ -34,7 +35,7 @@ def test_the_picture_shows_loss_evaluation_and_entropy(tmp_path: Path) -> None:
     draw_loss([record(1)], None, tmp_path / "one.png")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["loss.png", "one.png"]
     pixels = (imread(tmp_path / "loss.png")[..., :3] * 255).round().astype(int)
-    for colour in ([31, 119, 180], [255, 127, 14], [128, 128, 128]):
+    for colour in ([0x2F, 0x5F, 0xD0], [0xD9, 0x73, 0x0D], [128, 128, 128]):
         assert (abs(pixels - colour).max(-1) < 8).sum() > 50, colour
 
 

@@ -14,8 +14,10 @@ import pytest
 
 import forks
 from messages import lacking, naming
+from running import CONFIG as RUN
 from showing import Lost, trainer
 from trueshard.errors import UserError
+from trueshard.train.parse import load_config
 from trueshard.train.showing.metrics import Measures, MetricsWriter, read_metrics
 from trueshard.train.showing.trackers import Tracker, Tracking, trackers
 from trueshard.train.trainer import Callback
@@ -138,9 +140,10 @@ def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) 
         trackers([name])
 
 
-def test_an_unknown_tracker_is_refused_with_the_nearest() -> None:
-    with pytest.raises(UserError, match=naming("'tensorbord'", "'tensorboard'")):
-        trackers(["tensorbord"])
+def test_an_unknown_tracker_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    (tmp_path / "train.toml").write_text(RUN)
+    with pytest.raises(UserError, match=naming("log.to", '"tensorbord"', "'tensorboard'")):
+        load_config(tmp_path / "train.toml", ["log.to=['tensorbord']"])
 
 
 class Kept:

@@ -19,9 +19,9 @@ from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.losses import head
 from trueshard.train.losses.causal import CausalLoss, PreferenceLoss, without_adapter
-from trueshard.train.losses.choose import check_apart, choose_loss
 from trueshard.train.models.build import architecture, build
 from trueshard.train.models.filling import fill
+from trueshard.train.recipe import check_apart, choose_loss
 
 VOCABULARY, LENGTH, ROWS = 256, 24, 6
 SMALL: dict[str, Any] = {

@@ -13,6 +13,7 @@ from trueshard import distributed
 from trueshard.choices import Choices, UnitWords
 from trueshard.errors import with_extra
 from trueshard.log import timed
+from trueshard.model import agreement
 from trueshard.plans import Plan
 from trueshard.runtime import engine
 
@@ -84,6 +85,6 @@ def _planned(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh
     with with_extra():
         from trueshard.planner.planning import plan_for
 
-    with engine.together(mesh):
+    with agreement.together(mesh):
         engine.check_arguments(model, optimizers, choices)
     return plan_for(model, optimizers, mesh, choices)

@@ -136,8 +136,7 @@ def run_ranks(
     )
     with _quiet_elastic(), _collected_signals() as received:
         try:
-            with _no_elastic_handlers():
-                context.start()
+            context.start()
             return _wait(context, received, limit, grace)
         finally:
             context.close(signal.SIGKILL)
@@ -213,27 +212,20 @@ def _collected_signals() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def _no_elastic_handlers() -> Iterator[None]:
-    """Keep elastic from installing signal handlers, which raise wherever the process is: also between two starts."""
-    before = os.environ.get(_HANDLED_BY_ELASTIC)
-    os.environ[_HANDLED_BY_ELASTIC] = ""
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_HANDLED_BY_ELASTIC]
-        else:
-            os.environ[_HANDLED_BY_ELASTIC] = before
-
-
-@contextlib.contextmanager
 def _quiet_elastic() -> Iterator[None]:
-    """Silence elastic's account of signals and failures: callers report them."""
+    """Silence elastic's account of signals and failures, which callers report, and keep it from handling signals.
+
+    Its handlers raise wherever the process is: also between two starts.
+    """
     elastic, silent = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
-    before, elastic.propagate = elastic.propagate, False
+    propagated, handled = elastic.propagate, os.environ.get(_HANDLED_BY_ELASTIC)
+    elastic.propagate, os.environ[_HANDLED_BY_ELASTIC] = False, ""
     elastic.addHandler(silent)
     try:
         yield
     finally:
         elastic.removeHandler(silent)
-        elastic.propagate = before
+        elastic.propagate = propagated
+        os.environ.pop(_HANDLED_BY_ELASTIC)
+        if handled is not None:
+            os.environ[_HANDLED_BY_ELASTIC] = handled

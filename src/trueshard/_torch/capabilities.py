@@ -7,10 +7,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
-import importlib
 import inspect
+import pkgutil
 import re
 import types
 import warnings
@@ -59,15 +60,11 @@ def check_torch() -> None:
             f"{newest}, or a newer trueshard"
         )
     slower = missing_for_speed()
-    words = [f"torch {torch.__version__} is newer than what is tested ({oldest} to {newest})"] if _is_newer() else []
+    newer = _release(torch.__version__) > _release(newest)
+    words = [f"torch {torch.__version__} is newer than what is tested ({oldest} to {newest})"] if newer else []
     words += [f"steps take longer, since torch has no {', '.join(sorted(slower))}"] if slower else []
     if words:
         warnings.warn("; ".join(words), stacklevel=4)
-
-
-def _is_newer() -> bool:
-    """True if torch's release is later than the newest that is tested."""
-    return _release(torch.__version__) > _release(TESTED_TORCH[1])
 
 
 @functools.cache
@@ -79,22 +76,11 @@ def missing_for_speed() -> frozenset[str]:
 def _missing(wanted: dict[str, str]) -> list[str]:
     found = []
     for path, attributes in wanted.items():
-        owner = _resolved(path)
-        known = set() if owner is None else _names(owner)
+        known: set[str] = set()
+        with contextlib.suppress(ImportError, AttributeError):
+            known = _names(pkgutil.resolve_name(path))
         found += [f"{path.rpartition('.')[2]}.{name}" for name in attributes.split() if name not in known]
     return found
-
-
-def _resolved(path: str) -> Any:
-    """Return a module, or a class by its module's path and its name; None if there is none."""
-    module, _, name = path.rpartition(".")
-    for place, attribute in ((path, None), (module, name)):
-        try:
-            found = importlib.import_module(place)
-        except ImportError:
-            continue
-        return found if attribute is None else getattr(found, attribute, None)
-    return None
 
 
 def _names(owner: Any) -> set[str]:

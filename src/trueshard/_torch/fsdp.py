@@ -6,7 +6,6 @@ the shards lie in memory is found in its parameter groups alone.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,6 +34,15 @@ def _groups(module: ShardedModule) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
+def _groups_below(root: nn.Module) -> Iterator[tuple[ShardedModule, Any]]:
+    """Yield (module, FSDP2's parameter group) for every unit at and below ``root``."""
+    return ((module, group) for module in fsdp_modules(root) for group in _groups(module))
+
+
+def _parameters_below(root: nn.Module) -> Iterator[Any]:
+    return (parameter for _, group in _groups_below(root) for parameter in group.fsdp_params)
+
+
 def own_class(module: nn.Module) -> type:
     """Return the user's class of a module, also after ``fully_shard``, which puts one of its own in front."""
     cls = type(module)
@@ -61,13 +69,7 @@ def initialise(root: ShardedModule) -> None:
     Otherwise the first submodule called from outside ``forward`` would take the place of the root, and what FSDP2
     checks lazily (dtypes, ties) would fail in the first step instead of in ``shard()``.
     """
-    fake = [
-        parameter
-        for module in fsdp_modules(root)
-        for group in _groups(module)
-        for parameter in group.fsdp_params
-        if is_fake(parameter._sharded_param_data)
-    ]
+    fake = [parameter for parameter in _parameters_below(root) if is_fake(parameter._sharded_param_data)]
     for parameter in fake:  # FSDP2 tells by addresses that its shards are padded already, and fake ones have none
         parameter.reset_sharded_param = lambda: None
     try:
@@ -84,9 +86,8 @@ def is_initialised(root: ShardedModule) -> bool:
 
 def refresh_dtypes(root: nn.Module) -> None:
     """Read again which parameters are trainable: FSDP2 does so once, and a thawed unit would reduce in no dtype."""
-    for module in fsdp_modules(root):
-        for group in _groups(module):
-            group._init_mp_dtypes()
+    for _, group in _groups_below(root):
+        group._init_mp_dtypes()
 
 
 def gathered_parameters(root: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
@@ -94,17 +95,15 @@ def gathered_parameters(root: nn.Module, *, recurse: bool = True) -> Iterator[tu
 
     The gathered parameter is a second object behind the same name; an optimizer made while it is registered holds it.
     """
-    for module in fsdp_modules(root) if recurse else [cast(ShardedModule, root)]:
-        for group in _groups(module):
-            for parameter in group.fsdp_params:
-                if hasattr(parameter, "_unsharded_param"):
-                    yield parameter._param_fqn or "?", parameter.sharded_param, parameter._unsharded_param
+    modules = fsdp_modules(root) if recurse else [cast(ShardedModule, root)]
+    for parameter in (each for module in modules for group in _groups(module) for each in group.fsdp_params):
+        if hasattr(parameter, "_unsharded_param"):
+            yield parameter._param_fqn or "?", parameter.sharded_param, parameter._unsharded_param
 
 
 def offloaded(root: nn.Module) -> set[int]:
     """Return the ``id`` of each sharded parameter that rests on the CPU between uses; the meta device hides it."""
-    groups = [group for module in fsdp_modules(root) for group in _groups(module)]
-    return {id(each.sharded_param) for group in groups for each in group.fsdp_params if each.offload_to_cpu}
+    return {id(each.sharded_param) for each in _parameters_below(root) if each.offload_to_cpu}
 
 
 def forget_gathered(module: ShardedModule) -> None:
@@ -152,12 +151,10 @@ def reset_iteration(root: ShardedModule) -> None:
         root.reset_iter_state()
     else:
         _reset_iteration_before_2_13(root)
-    for module in fsdp_modules(root):
-        for group in _groups(module):
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+    for parameter in _parameters_below(root):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
 
 
 def _reset_iteration_before_2_13(root: ShardedModule) -> None:
@@ -169,17 +166,14 @@ def _reset_iteration_before_2_13(root: ShardedModule) -> None:
     communication.post_forward_order.clear()
     for each in context.all_states:
         each._training_state = TrainingState.IDLE
-    for module in fsdp_modules(root):
-        for group in _groups(module):
-            if group._all_gather_result is not None:
-                group.wait_for_unshard()
-            group._training_state = TrainingState.IDLE
-            group._post_forward_indices.clear()
-            group._post_reduce_event = None
-            group._all_reduce_state = None
-            group._reshard_after_forward_event = None
-            group._partial_reduce_output = None
-            group._to_sharded()
+    for _, group in _groups_below(root):
+        if group._all_gather_result is not None:
+            group.wait_for_unshard()
+        group._training_state = TrainingState.IDLE
+        group._post_forward_indices.clear()
+        group._post_reduce_event = group._all_reduce_state = None
+        group._reshard_after_forward_event = group._partial_reduce_output = None
+        group._to_sharded()
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
 
@@ -218,17 +212,14 @@ def join_shards(root: nn.Module, small: int) -> None:
     if any(name.startswith("FSDPParam.") for name in missing_for_speed()):
         return
     kinds: dict[Any, list[Any]] = {}
-    for module in fsdp_modules(root):
-        for group in _groups(module):
-            for parameter in group.fsdp_params:
-                data = parameter._sharded_param_data
-                if is_plain(data) and not data.is_meta and not parameter.offload_to_cpu:
-                    unit = None if data.nbytes <= small else module
-                    key = unit, data.dtype, data.device, not parameter.sharded_param.requires_grad
-                    kinds.setdefault(key, []).append(parameter)
-    for parameters in kinds.values():
-        if len(parameters) < 2:
-            continue
+    for module, group in _groups_below(root):
+        for parameter in group.fsdp_params:
+            data = parameter._sharded_param_data
+            if is_plain(data) and not data.is_meta and not parameter.offload_to_cpu:
+                unit = None if data.nbytes <= small else module
+                key = unit, data.dtype, data.device, not parameter.sharded_param.requires_grad
+                kinds.setdefault(key, []).append(parameter)
+    for parameters in (each for each in kinds.values() if len(each) > 1):
         sizes = [parameter._sharded_param_data.numel() for parameter in parameters]
         memory = torch.cat([parameter._sharded_param_data for parameter in parameters])
         for parameter, part in zip(parameters, memory.split(sizes), strict=True):
@@ -245,17 +236,17 @@ def watch_communication(module: ShardedModule, entered: Callable[[str], None], l
     ``"post_backward"`` (reducing). FSDP2 gathers the next unit while this one runs; no hook tells whose parameters a
     collective carries.
     """
+
+    def watched(what: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            entered(what)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                left()
+
+        return call
+
     for group in _groups(module):
         for what in ("unshard", "wait_for_unshard", "post_forward", "post_backward"):
-            setattr(group, what, _between(getattr(group, what), functools.partial(entered, what), left))
-
-
-def _between(function: Any, entered: Callable[[], None], left: Callable[[], None]) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        entered()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            left()
-
-    return call
+            setattr(group, what, watched(what, getattr(group, what)))

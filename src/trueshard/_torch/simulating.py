@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -17,12 +18,6 @@ from trueshard._torch.tensors import storage_identity
 
 #: What sees every operator that runs inside it; it has no public name.
 DispatchMode = TorchDispatchMode
-
-
-def running_node() -> str:
-    """Name of the autograd node whose backward runs in this thread, for example ``"MulBackward0"``; else ``""``."""
-    node = torch._C._current_autograd_node()
-    return "" if node is None else str(node.name())
 
 
 def schema_of(func: Any) -> Any:
@@ -63,14 +58,12 @@ def is_held_once(tensor: torch.Tensor) -> bool:
     return dense and int(cast(Any, tensor)._use_count()) <= HELD[0] and uses <= HELD[1]
 
 
-@contextlib.contextmanager
-def fake_tensors() -> Iterator[None]:
+def fake_tensors() -> AbstractContextManager[Any]:
     """Inside, make tensors with a shape, a dtype, a device and a storage of their size, and no memory.
 
     ``FakeTensorMode`` is what ``torch.compile`` traces with; it has no public name.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def makes_fake_tensors() -> bool:
@@ -78,11 +71,10 @@ def makes_fake_tensors() -> bool:
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
-@contextlib.contextmanager
-def real_tensors() -> Iterator[None]:
+def real_tensors() -> AbstractContextManager[Any]:
     """Inside, make real tensors in the middle of ``fake_tensors``."""
-    with unset_fake_temporarily():
-        yield
+    manager: AbstractContextManager[Any] = unset_fake_temporarily()
+    return manager
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -151,7 +143,16 @@ def simulated_world(rank: int, ranks: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watching_resizes(resized: Callable[[Any, int], None]) -> Iterator[None]:
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def watching_resizes(resized: Callable[[Any, int], None]) -> AbstractContextManager[None]:
     """Inside, call ``resized(storage, bytes before)`` after each ``UntypedStorage.resize_``.
 
     FSDP2 frees and takes the memory of gathered parameters this way, which no operator shows.
@@ -164,11 +165,7 @@ def watching_resizes(resized: Callable[[Any, int], None]) -> Iterator[None]:
         resized(storage, before)
         return result
 
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+    return _replaced(torch.UntypedStorage, "resize_", resize)
 
 
 class _Chunks(Sequence[torch.Tensor]):
@@ -189,22 +186,15 @@ class _Chunks(Sequence[torch.Tensor]):
         return self.tensor.narrow(self.dim, start, min(self.rows, left))
 
 
-@contextlib.contextmanager
-def one_chunk() -> Iterator[None]:
+def one_chunk() -> AbstractContextManager[None]:
     """Inside, FSDP2 makes the one chunk of a parameter that it keeps, and not one for each of 4,096 ranks.
 
     On fake tensors, where a chunk costs as much as any operation, that would be most of what ``fully_shard`` takes.
     """
-    original = _fsdp_param._chunk_with_empty
-    _fsdp_param._chunk_with_empty = _Chunks  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        _fsdp_param._chunk_with_empty = original
+    return _replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
 
 
-@contextlib.contextmanager
-def unseen_propagation() -> Iterator[None]:
+def unseen_propagation() -> AbstractContextManager[None]:
     """Inside, hide from dispatch modes the tensors that DTensor makes, at the first operator of a kind, to find shapes.
 
     It makes fake tensors for that. In training they take no memory; where all tensors are fake they look like any
@@ -216,8 +206,4 @@ def unseen_propagation() -> Iterator[None]:
         with _disable_current_modes():
             return original(*args, **kwargs)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
+    return _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)

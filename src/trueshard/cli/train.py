@@ -95,29 +95,11 @@ def convert(
     print(converted.report())
 
 
-def _run(
-    command: list[str],
-    path: Path,
-    overrides: list[str],
-    nproc: int | None,
-    cpu_processes: int,
-    *,
-    profile: bool = False,
-    override: bool = False,
-) -> None:
+def _run(command: list[str], path: Path, overrides: list[str], nproc: int | None, on_cpu: int, **flags: bool) -> None:
     """Launch a training run or, where a launcher has started this process, join it as a worker."""
     from trueshard.train.parse import load_config
     from trueshard.train.running.launcher import start
 
-    flags = ["--profile"] * profile + ["--override"] * override
-    command = [*command, *(f"--set={each}" for each in overrides), *flags]
-    raise typer.Exit(
-        start(
-            load_config(path, overrides),
-            command,
-            nproc=nproc,
-            cpu_processes=cpu_processes,
-            profile=profile,
-            override=override,
-        )
-    )
+    set_here = [*(f"--set={each}" for each in overrides), *(f"--{name}" for name, given in flags.items() if given)]
+    config = load_config(path, overrides)
+    raise typer.Exit(start(config, [*command, *set_here], nproc=nproc, cpu_processes=on_cpu, **flags))

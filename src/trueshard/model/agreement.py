@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -25,60 +26,31 @@ _ODD = -7_046_029_254_386_353_131  # 2**64 / golden ratio, as a signed integer
 
 
 def agree_on_structure(intent: Intent, facts: Sequence[tuple[str, Any]], mesh: DeviceMesh) -> None:
-    """Raise on every rank if the ranks were given different models, optimizers or arguments. Collective.
+    """Raise ValueError on every rank if ranks were given different models, optimizers or arguments. Collective.
 
-    Args:
-        intent: this rank's.
-        facts: (name, value with a stable ``repr``): results of the arguments of ``shard()``.
-        mesh: the ranks.
-
-    Raises:
-        ValueError: names the first thing that differs and the rank.
+    ``facts``: (name, value with a stable ``repr``), results of the arguments of ``shard()``.
     """
-    mine = [
-        (f"{kind[:-1]} {record.name!r}", repr(record))
-        for kind in ("parameters", "buffers")
-        for record in getattr(intent, kind)
-    ]
-    for i, optimizer in enumerate(intent.optimizers):
-        mine.append((f"optimizer {i}", f"{optimizer.kind} with {len(optimizer.groups)} groups"))
-        for g, group in enumerate(optimizer.groups):
-            mine.append((f"optimizer {i}, group {g}", f"holds {', '.join(group.parameters)}"))
-            mine += [(f"optimizer {i}, group {g}, {key}", _stable(value)) for key, value in group.settings.items()]
-        mine += [(f"optimizer {i}, state of {name!r}", repr(state)) for name, state in sorted(optimizer.state.items())]
-    mine += [(name, repr(value)) for name, value in facts]
+    mine = [(what, repr(value)) for what, value in (*intent.facts(), *facts)]
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(gather_objects(digest, mesh))) == 1:
         return
     everyone = gather_objects(mine, mesh)
     for rank, theirs in enumerate(everyone):
-        for a, b in zip(everyone[0], theirs, strict=False):
+        for a, b in zip_longest(everyone[0], theirs, fillvalue=("nothing", "more")):
             if a != b:
                 raise ValueError(
                     f"ranks were given different models: rank 0 has {' '.join(a)}, rank {rank} {' '.join(b)}"
                 )
-        if len(theirs) != len(everyone[0]):
-            raise ValueError(
-                f"ranks were given different models: rank 0 has {len(everyone[0])} things, rank {rank} {len(theirs)}"
-            )
 
 
-def union(words: Iterable[str], mesh: DeviceMesh) -> set[str]:
-    """Return the union of every rank's words. Collective."""
-    return set().union(*gather_objects(sorted(words), mesh))
-
-
-def _stable(value: Any) -> str:
-    """Return text that can be compared between processes: numbers and words by value, the rest by type."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
-        return repr(value.item())
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_stable, value))}]"
-    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
-
-
-def agree_on_success(error: BaseException | None, mesh: DeviceMesh) -> None:
-    """Raise on every rank if any failed. Collective, so every rank must come here, failed or not."""
+@contextlib.contextmanager
+def together(mesh: DeviceMesh) -> Iterator[None]:
+    """Raise on every rank of the mesh if the block raises on any. Collective."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
     told = gather_objects(None if error is None else f"{type(error).__name__}: {error}", mesh)
     if error is not None:
         raise error
@@ -91,9 +63,7 @@ def agree_on_success(error: BaseException | None, mesh: DeviceMesh) -> None:
 def take_from_first_rank(tensors: Sequence[tuple[str, torch.Tensor]], mesh: DeviceMesh) -> list[str]:
     """Give ``tensors`` rank 0's values, in new memory, where ranks differ; return their names. Collective.
 
-    Args:
-        tensors: (name, tensor), the same names, shapes and dtypes on every rank. Meta and DTensors are left alone.
-        mesh: the ranks; "rank 0" is the first of the mesh.
+    They have the same names, shapes and dtypes on every rank; meta and DTensors are left alone.
     """
     if mesh.size() == 1 or is_simulated(mesh):
         return []
@@ -120,17 +90,6 @@ def take_from_first_rank(tensors: Sequence[tuple[str, torch.Tensor]], mesh: Devi
     # Along the first dimension only some ranks see a difference: let all of them name it.
     told: set[str] = set().union(*gather_objects([real[i][0] for i in sorted(differing)], mesh))
     return [name for name, _ in real if name in told]
-
-
-def announce(kind: str, differing: Sequence[str]) -> None:
-    """Warn, once, that ``differing`` tensors took rank 0's values."""
-    if differing:
-        shown = ", ".join(repr(name) for name in differing[:5]) + (", …" if len(differing) > 5 else "")
-        warnings.warn(
-            f"{len(differing)} {kind} differed between ranks and now have rank 0's values: {shown}. "
-            "Seed every rank alike before making the model to silence this.",
-            stacklevel=4,
-        )
 
 
 def _checksum(tensor: torch.Tensor) -> int:

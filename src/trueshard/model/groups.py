@@ -16,7 +16,7 @@ tie with another unit. A unit that does not fit is split or joined here, before 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -33,8 +33,8 @@ HEAD = 4 << 20
 @dataclass
 class _Parameter:
     name: str
-    tensor: nn.Parameter
-    owners: list[str] = field(default_factory=list)
+    tensor: torch.Tensor
+    owners: list[str]
     """Names of the modules that hold it: several for a tie."""
 
 
@@ -50,18 +50,17 @@ class Grouping:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(names.named_modules(model))
-        self.first_name = {id(module): name for name, module in self.modules.items()}
-        self.parameters = self._parameters(model)
+        name_of = {id(module): name for name, module in self.modules.items()}
+        self.parameters = [
+            _Parameter(held.name, held.tensor, list(dict.fromkeys(self._host(name_of[id(m)]) for m, _ in held.places)))
+            for held in names.held_tensors(model, "parameters")
+        ]
         self.replicated: dict[str, str] = {}
         self.groups: dict[str, _Group] = {}
 
     @classmethod
     def of_plan(cls, model: nn.Module, plan: Plan) -> Grouping:
-        """Return the units of ``plan``, measured on ``model``.
-
-        Raises:
-            ValueError: the plan names a module or parameter that the model does not have.
-        """
+        """Return the units of ``plan``, measured on ``model``; raise ValueError for what the model does not have."""
         self = cls(model)
         known = {parameter.name for parameter in self.parameters}
         for unit in plan.units:
@@ -93,39 +92,29 @@ class Grouping:
 
     # What is where
 
-    def _parameters(self, model: nn.Module) -> list[_Parameter]:
-        found: dict[int, _Parameter] = {}
-        for name, module, _, tensor in names.named_tensors(model, "parameters"):
-            assert isinstance(tensor, nn.Parameter)
-            owner = self._host(self.first_name[id(module)])
-            record = found.setdefault(id(tensor), _Parameter(name, tensor))
-            if owner not in record.owners:
-                record.owners.append(owner)
-        return list(found.values())
-
     def _host(self, name: str) -> str:
         """Return the nearest module, from ``name`` upwards, that has a forward (a ParameterList has none)."""
         while name and not has_forward(self.modules[name]):
-            name = _parent(name)
+            name = name.rpartition(".")[0]
         return name
 
     def home(self, owner: str) -> str:
         """Return the key of the group that gathers what ``owner`` holds."""
-        return _home(owner, self._members())
+        return names.nearest_above(owner, self._members())
 
     def _members(self) -> dict[str, str]:
         return {module: key for key, group in self.groups.items() for module in group.modules}
 
     def _homes(self, parameter: _Parameter) -> set[str]:
         member = self._members()
-        return {_home(owner, member) for owner in parameter.owners}
+        return {names.nearest_above(owner, member) for owner in parameter.owners}
 
     def _by_home(self) -> dict[str, list[_Parameter]]:
         """Return the parameters that each group gathers, by its key."""
         member = self._members()
         found: dict[str, list[_Parameter]] = {key: [] for key in self.groups}
         for parameter in self.parameters:
-            homes = {_home(owner, member) for owner in parameter.owners}
+            homes = {names.nearest_above(owner, member) for owner in parameter.owners}
             if len(homes) == 1 and parameter.name not in self.replicated:
                 found[homes.pop()].append(parameter)
         return found
@@ -184,7 +173,7 @@ class Grouping:
         for parameter in self._by_home()[""]:
             for owner in parameter.owners:
                 alone = len(parameter.owners) == 1 and not _torch.own_modules(self.modules[owner])
-                size = parameter.tensor.numel() * parameter.tensor.itemsize if alone else -(1 << 62)
+                size = parameter.tensor.nbytes if alone else -(1 << 62)
                 sizes[owner] = sizes.get(owner, 0) + size
         behind = order.index(max(blocks, key=order.index))
         heads = [name for name, size in sizes.items() if size >= HEAD and order.index(name) > behind]
@@ -199,7 +188,7 @@ class Grouping:
                 if parameter.tensor.requires_grad:
                     by_dtype.setdefault(parameter.tensor.dtype, []).append(parameter)
             if len(by_dtype) > 1:
-                sizes = {d: sum(p.tensor.numel() * p.tensor.itemsize for p in ps) for d, ps in by_dtype.items()}
+                sizes = {d: sum(p.tensor.nbytes for p in ps) for d, ps in by_dtype.items()}
                 for dtype in sorted(by_dtype, key=lambda d: sizes[d], reverse=True)[1:]:
                     self._split_off(key, dtype, by_dtype[dtype], mine)
 
@@ -218,15 +207,12 @@ class Grouping:
                     hosts.append(owner)
             else:
                 self.replicated[parameter.name] = f"trainable {word} beside another dtype in one module"
-        hosts = [h for h in hosts if not any(module.startswith(f"{h}.") for module in self._unit_modules())]
+        hosts = [h for h in hosts if not any(module.startswith(f"{h}.") for module in self._members())]
         if hosts:
             order = list(self.modules)
             hosts.sort(key=order.index)
             inside = f" of {key}" if key else ""
             self.groups[" + ".join(hosts)] = _Group(tuple(hosts), "dtype", f"trainable {word}{inside}")
-
-    def _unit_modules(self) -> list[str]:
-        return [module for group in self.groups.values() for module in group.modules if module]
 
     # Result
 
@@ -237,14 +223,14 @@ class Grouping:
         found = [self._unit(key, group, [p.tensor for p in gathered[key]]) for key, group in self.groups.items()]
         return tuple(sorted(found, key=lambda unit: order[unit.modules[0]]))
 
-    def _unit(self, key: str, group: _Group, mine: list[nn.Parameter]) -> Unit:
+    def _unit(self, key: str, group: _Group, mine: list[torch.Tensor]) -> Unit:
         dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in mine})
         return Unit(
             name=key,
             modules=group.modules,
             kind=group.kind,
             parameters=sum(tensor.numel() for tensor in mine),
-            bytes=sum(tensor.numel() * tensor.itemsize for tensor in mine),
+            bytes=sum(tensor.nbytes for tensor in mine),
             trainable=sum(tensor.numel() for tensor in mine if tensor.requires_grad),
             dtype="+".join(dtypes) or "-",
             unshard_in_backward=group.kind != "embedding",
@@ -258,17 +244,6 @@ class Grouping:
             for p in self.parameters
             if p.name in self.replicated
         )
-
-
-def _home(owner: str, member: dict[str, str]) -> str:
-    """Return the group of the nearest module, from ``owner`` upwards, that is in one."""
-    while owner not in member:
-        owner = _parent(owner)
-    return member[owner]
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _nested(a: str, b: str) -> bool:

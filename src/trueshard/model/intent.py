@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from trueshard import _torch
 from trueshard.model import names
+from trueshard.model.names import Held
 from trueshard.model.units import has_forward
 
 
@@ -61,6 +63,24 @@ class OptimizerRecord:
     """Parameter name → state key → (shape, dtype) of a tensor, None of anything else."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Setting:
+    """A value of an optimizer's group: within a process the same object, between processes the same text."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Setting) and self.value is other.value
+
+    def __repr__(self) -> str:
+        value = self.value
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+            return repr(value.item())
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(repr(_Setting(each)) for each in value)}]"
+        return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
 @dataclass(frozen=True)
 class Intent:
     """All that must be the same after sharding as before."""
@@ -71,13 +91,28 @@ class Intent:
     state_keys: tuple[str, ...] = ()
     """``list(model.state_dict())``."""
 
+    def facts(self) -> Iterator[tuple[str, Any]]:
+        """Yield (what, value) of all but ``state_keys``; the ``repr`` of a value can be compared between processes."""
+        for kind, records in (("parameter", self.parameters), ("buffer", self.buffers)):
+            for record in records:
+                for key, value in vars(record).items():
+                    yield f"{kind} {record.name!r}: {key}", value
+        for i, optimizer in enumerate(self.optimizers):
+            who = f"optimizer {i} ({optimizer.kind})"
+            for g, group in enumerate(optimizer.groups):
+                yield f"{who}, group {g}: parameters", group.parameters
+                for key, value in group.settings.items():
+                    yield f"{who}, group {g}: {key!r}", _Setting(value)
+            for name, state in sorted(optimizer.state.items()):
+                yield f"{who}, state of {name!r}", state
+
 
 @dataclass
 class Originals:
     """The objects behind an Intent's records, in the same order; dropped when ``shard()`` is done."""
 
-    parameters: list[nn.Parameter] = field(default_factory=list)
-    buffers: list[torch.Tensor] = field(default_factory=list)
+    parameters: list[Held]
+    buffers: list[Held]
 
 
 def capture(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Intent, Originals]:
@@ -86,43 +121,27 @@ def capture(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tu
     Raises:
         ValueError: a parameter is not initialised yet, or an optimizer holds a parameter that the model does not own.
     """
-    originals = Originals()
-    parameters = _records(model, "parameters", originals.parameters)
-    buffers = _records(model, "buffers", originals.buffers)
-    name_of = {id(tensor): record.name for record, tensor in zip(parameters, originals.parameters, strict=True)}
+    originals = Originals(names.held_tensors(model, "parameters"), names.held_tensors(model, "buffers"))
+    parameters, buffers = (tuple(map(_record, held)) for held in (originals.parameters, originals.buffers))
+    name_of = {id(held.tensor): held.name for held in originals.parameters}
     records = tuple(_optimizer(optimizer, name_of) for optimizer in optimizers)
-    return Intent(parameters, buffers, records, _state_keys(model)), originals
+    return Intent(parameters, buffers, records, tuple(names.unwrap(model).state_dict(keep_vars=True))), originals
 
 
-def _state_keys(model: nn.Module) -> tuple[str, ...]:
-    return tuple(names.unwrap(model).state_dict(keep_vars=True))
-
-
-def _records(model: nn.Module, kind: str, objects: list[Any]) -> tuple[TensorRecord, ...]:
-    found: dict[int, list[str]] = {}
-    holder: dict[int, str] = {}
-    for name, module, _, tensor in names.named_tensors(model, kind):
-        if is_lazy(tensor):
-            raise ValueError(
-                f"{name!r} has no shape yet (its module initialises itself at the first forward): run the model once "
-                "on a small batch before shard(), and make the optimizer after that"
-            )
-        if id(tensor) not in found:
-            objects.append(tensor)
-        found.setdefault(id(tensor), []).append(name)
-        holder.setdefault(
-            id(tensor), f"{_torch.own_class(module).__name__}, {'training' if module.training else 'eval'}"
+def _record(held: Held) -> TensorRecord:
+    tensor, (module, _) = held.tensor, held.places[0]
+    if is_lazy(tensor):
+        raise ValueError(
+            f"{held.name!r} has no shape yet (its module initialises itself at the first forward): run the model once "
+            "on a small batch before shard(), and make the optimizer after that"
         )
-    return tuple(
-        TensorRecord(
-            names=tuple(found[id(tensor)]),
-            shape=tuple(tensor.shape),
-            dtype=tensor.dtype,
-            requires_grad=tensor.requires_grad,
-            attributes=tuple(sorted(attributes_of(tensor))),
-            module=holder[id(tensor)],
-        )
-        for tensor in objects
+    return TensorRecord(
+        names=tuple(held.names),
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        requires_grad=tensor.requires_grad,
+        attributes=tuple(sorted(attributes_of(tensor))),
+        module=f"{_torch.own_class(module).__name__}, {'training' if module.training else 'eval'}",
     )
 
 
@@ -158,57 +177,23 @@ def _optimizer(optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> 
 
 def difference(before: Intent, after: Intent) -> str | None:
     """Return the first difference of two Intents, with its name; None if there is none."""
-    for kind in ("parameters", "buffers"):
-        one: tuple[TensorRecord, ...] = getattr(before, kind)
-        two: tuple[TensorRecord, ...] = getattr(after, kind)
-        for a, b in zip(one, two, strict=False):
-            if a != b:
-                return f"{kind[:-1]} {a.name!r}: {_field(a, b)}"
-        if len(one) != len(two):
-            return f"{len(one)} {kind} became {len(two)}"
+    for (what, old), (other, new) in zip_longest(before.facts(), after.facts(), fillvalue=("nothing", None)):
+        if what != other:
+            return f"{what} became {other}"
+        if old != new:
+            return f"{what} was {reprlib.repr(old)}, is {reprlib.repr(new)}"
     if before.state_keys != after.state_keys:
         lost = [key for key in before.state_keys if key not in after.state_keys]
         new = [key for key in after.state_keys if key not in before.state_keys]
         return f"state_dict() keys changed: lost {lost[:3]}, new {new[:3]}" if lost or new else "state_dict() reordered"
-    for i, (x, y) in enumerate(zip(before.optimizers, after.optimizers, strict=True)):
-        if words := _optimizer_difference(x, y):
-            return f"optimizer {i} ({x.kind}): {words}"
-    return None
-
-
-def _field(a: TensorRecord, b: TensorRecord) -> str:
-    for key in ("names", "shape", "dtype", "requires_grad", "attributes", "module"):
-        if getattr(a, key) != getattr(b, key):
-            return f"{key} was {getattr(a, key)}, is {getattr(b, key)}"
-    raise AssertionError("records are equal")
-
-
-def _optimizer_difference(a: OptimizerRecord, b: OptimizerRecord) -> str | None:
-    if len(a.groups) != len(b.groups):
-        return f"{len(a.groups)} groups became {len(b.groups)}"
-    for g, (x, y) in enumerate(zip(a.groups, b.groups, strict=True)):
-        if x.parameters != y.parameters:
-            return f"group {g}: parameters were {x.parameters[:4]}…, are {y.parameters[:4]}…"
-        if list(x.settings) != list(y.settings):
-            return f"group {g}: keys were {list(x.settings)}, are {list(y.settings)}"
-        for key in x.settings:
-            if x.settings[key] is not y.settings[key]:
-                return f"group {g}: {key!r} was replaced"
-    if a.state != b.state:
-        changed = [name for name in {**a.state, **b.state} if a.state.get(name) != b.state.get(name)]
-        return f"state of {changed[0]!r} changed" if changed else None
     return None
 
 
 # Refusals
 
 
-def refuse(root: nn.Module, intent: Intent, originals: Originals) -> None:
-    """Raise for the first part of the model that sharding would change.
-
-    Raises:
-        ValueError: names the parameter or module, and the remedy.
-    """
+def refuse(root: nn.Module, parameters: Sequence[Held]) -> None:
+    """Raise ValueError for the first part of the model that sharding would change; name it, and the remedy."""
     if not has_forward(root):
         raise ValueError(
             f"a {type(root).__name__} has no forward, so nothing says when to gather it; put it in a module that calls "
@@ -223,18 +208,19 @@ def refuse(root: nn.Module, intent: Intent, originals: Originals) -> None:
                     f"{name!r} rescales its weight in forward (max_norm), which would be lost with the gathered copy; "
                     "set max_norm=None and rescale after the optimizer's step"
                 )
-    _refuse_shared_memory(intent, originals)
+    _refuse_shared_memory(parameters)
 
 
-def _refuse_shared_memory(intent: Intent, originals: Originals) -> None:
+def _refuse_shared_memory(parameters: Sequence[Held]) -> None:
     """Raise for two parameters over the same memory: a tie that cannot be seen, and that sharding would cut."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
-    for record, tensor in zip(intent.parameters, originals.parameters, strict=True):
+    for held in parameters:
+        tensor = held.tensor
         if type(tensor) is not nn.Parameter or tensor.numel() == 0:
             continue
         extent = 1 + sum(int(n - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         start = int(tensor.storage_offset()) * tensor.itemsize
-        span = (start, start + extent * tensor.itemsize, record.name)
+        span = (start, start + extent * tensor.itemsize, held.name)
         spans.setdefault(_torch.storage_identity(tensor), []).append(span)
     for members in spans.values():
         members.sort()

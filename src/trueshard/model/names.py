@@ -9,16 +9,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from trueshard import _torch
-from trueshard.text import nearest
+from trueshard.text import nearest as nearest
 
-__all__ = ["all_named_modules", "hide_wrappers", "named_modules", "named_tensors", "nearest", "unwrap"]
+Value = TypeVar("Value")
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -52,15 +54,56 @@ def _walk(module: nn.Module, name: str, parent: nn.Module | None) -> Iterator[tu
 def named_tensors(root: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
     """Yield (name, module, attribute, tensor) for every place: a tied tensor once for each of its names.
 
-    Args:
-        root: the model.
-        kind: ``"parameters"`` or ``"buffers"``.
+    ``kind``: ``"parameters"`` or ``"buffers"``.
     """
     tables: dict[str, Any] = {"parameters": _torch.own_parameters, "buffers": _torch.own_buffers}
     for prefix, module, _ in all_named_modules(root):
         for attribute, tensor in tables[kind](module).items():
             if tensor is not None:
                 yield (f"{prefix}.{attribute}" if prefix else attribute), module, attribute, tensor
+
+
+def nearest_above(name: str, found: Mapping[str, Value]) -> Value:
+    """Return what ``found`` has for a module or the nearest one around it; it has the root, ``""``."""
+    while name not in found:
+        name = name.rpartition(".")[0]
+    return found[name]
+
+
+@dataclass
+class Held:
+    """A parameter or buffer object, and every place that holds it; several are a tie."""
+
+    tensor: torch.Tensor
+    names: list[str]
+    places: list[tuple[nn.Module, str]]
+    """(module, attribute)."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def held_tensors(root: nn.Module, kind: str) -> list[Held]:
+    """Return each parameter or buffer object once, in the model's order; ``kind`` as in ``named_tensors``."""
+    found: dict[int, Held] = {}
+    for name, module, attribute, tensor in named_tensors(root, kind):
+        held = found.setdefault(id(tensor), Held(tensor, [], []))
+        held.names.append(name)
+        held.places.append((module, attribute))
+    return list(found.values())
+
+
+def mix_in(module: nn.Module, mixin: type) -> None:
+    """Put ``mixin`` before the class of one module, in place."""
+    if not isinstance(module, mixin):
+        cls: Any = type(module)
+        object.__setattr__(module, "__class__", _mixed(cls, mixin))
+
+
+@functools.cache
+def _mixed(cls: type, mixin: type) -> type:
+    return type(cls.__name__, (mixin, cls), {})
 
 
 class _Transparent(nn.Module):
@@ -92,15 +135,8 @@ class _Transparent(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-_transparent_classes: dict[type, type] = {}
-
-
 def hide_wrappers(root: nn.Module) -> None:
     """Make every naming wrapper at and below ``root`` transparent, in place."""
     for module in list(root.modules()):
-        cls = type(module)
-        if _torch.wrapper_attribute(module) is None or issubclass(cls, _Transparent):
-            continue
-        if cls not in _transparent_classes:
-            _transparent_classes[cls] = type(cls.__name__, (_Transparent, cls), {})
-        object.__setattr__(module, "__class__", _transparent_classes[cls])
+        if _torch.wrapper_attribute(module) is not None:
+            mix_in(module, _Transparent)

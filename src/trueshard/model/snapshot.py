@@ -71,7 +71,9 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         self.modules = [_ModuleState.of(module) for module in _every_module(model)]
-        tensors = {id(t): t for state in self.modules for t in _own_tensors(state.module)}
+        modules = [state.module for state in self.modules]
+        held = [t for m in modules for t in (*_torch.own_parameters(m).values(), *_torch.own_buffers(m).values())]
+        tensors = {id(tensor): tensor for tensor in held if tensor is not None}
         for optimizer in optimizers:
             for entries in optimizer.state.values():
                 values = entries.values() if isinstance(entries, dict) else ()
@@ -106,11 +108,6 @@ def _every_module(model: nn.Module) -> list[nn.Module]:
             found[id(module)] = module
             stack.extend(child for child in _torch.own_modules(module).values() if child is not None)
     return list(found.values())
-
-
-def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
-    held = (*_torch.own_parameters(module).values(), *_torch.own_buffers(module).values())
-    return [tensor for tensor in held if tensor is not None]
 
 
 class Trace:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -48,7 +48,12 @@ def choose_units(model: nn.Module, words: Any) -> dict[str, str]:
             for word in said:
                 chosen.update(_matching(model, word))
     for name in chosen:
-        _refuse_container(name, modules[name])
+        if not has_forward(modules[name]):
+            kind = type(modules[name]).__name__
+            raise ValueError(
+                f"units: {name!r} is a {kind} without a forward, so nothing says when to gather it; name "
+                f"its children instead, for example the glob {f'{name}.*' if name else '*'!r}"
+            )
     return {name: chosen[name] for name in modules if name in chosen}
 
 
@@ -74,16 +79,14 @@ def _spoken(words: Any) -> list[str | type]:
 
 def _matching(model: nn.Module, word: str | type) -> dict[str, str]:
     modules = [(name, module) for name, module in names.named_modules(model) if name]
+    shown = word.__name__ if isinstance(word, type) else word
     if isinstance(word, type):
-        found = {name: f"class {word.__name__}" for name, module in modules if isinstance(module, word)}
-        shown = word.__name__
+        found = {name: f"class {shown}" for name, module in modules if isinstance(module, word)}
     elif any(character in word for character in "*?["):
         found = {name: f"glob {word}" for name, _ in modules if fnmatch.fnmatchcase(name, word)}
-        shown = word
     else:
         found = {name: f"class {word}" for name, module in modules if word in _class_names(module)}
         found = found or {name: "named" for name, _ in modules if name == word}
-        shown = word
     if found:
         return found
     classes = sorted({type(module).__name__ for _, module in modules})
@@ -100,34 +103,17 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
-def _refuse_container(name: str, module: nn.Module) -> None:
-    if not has_forward(module):
-        raise ValueError(
-            f"units: {name!r} is a {type(module).__name__} without a forward, so nothing says when to gather it; "
-            f"name its children instead, for example the glob {f'{name}.*' if name else '*'!r}"
-        )
-
-
-def hinted_classes(model: nn.Module) -> list[str]:
-    """Return the class names under ``_no_split_modules`` anywhere in the model, as through PEFT's wrappers."""
-    hints: list[str] = []
+def _from_hints(model: nn.Module) -> dict[str, str]:
+    """Return modules of the classes under ``_no_split_modules`` anywhere in the model, as through PEFT's wrappers."""
+    hints: set[str] = set()
     for _, module in names.named_modules(model):
         hint = getattr(module, "_no_split_modules", None)
-        if isinstance(hint, str):
-            hint = [hint]
-        if isinstance(hint, (list, tuple, set, frozenset)):
-            for each in sorted(hint, key=str) if isinstance(hint, (set, frozenset)) else hint:
-                if isinstance(each, str) and each.strip() and each.strip() not in hints:
-                    hints.append(each.strip())
-    return hints
-
-
-def _from_hints(model: nn.Module) -> dict[str, str]:
-    hints = set(hinted_classes(model))
+        if isinstance(hint, (str, list, tuple, set, frozenset)):
+            hints |= {each.strip() for each in ([hint] if isinstance(hint, str) else hint) if isinstance(each, str)}
     found: dict[str, str] = {}
     for name, module in names.named_modules(model):
-        hit = hints & _class_names(module) if hints else set()
-        if name and hit and has_forward(module) and _composite(module):
+        hit = hints & _class_names(module)
+        if name and hit and _composite(module):
             found[name] = f"model hint {min(hit)}"
     # A hint inside a hint (an expert's class beside its block's) belongs to the outer one.
     return {name: why for name, why in found.items() if not any(name.startswith(f"{outer}.") for outer in found)}
@@ -140,13 +126,13 @@ def _composite(module: nn.Module) -> bool:
     )
 
 
-def _holds_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
 def _from_structure(model: nn.Module) -> dict[str, str]:
     root = names.unwrap(model)
-    found = _lists_of_blocks(root, "") or _repeated_siblings(root, "") or _lists_of_layers(root, "")
+    found = (
+        _members_of_lists(root, "", _composite, "block of a list")
+        or _repeated_siblings(root, "")
+        or _members_of_lists(root, "", has_forward, "layer of a list")  # nothing composite repeats
+    )
     modules = dict(names.named_modules(root))
     large: dict[str, str] = {}
     for name in found:
@@ -160,20 +146,19 @@ def _children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     return [
         (f"{prefix}.{name}" if prefix else name, names.unwrap(child))
         for name, child in module.named_children()
-        if _holds_parameters(child)
+        if next(child.parameters(), None) is not None
     ]
 
 
-def _lists_of_blocks(module: nn.Module, prefix: str) -> dict[str, str]:
-    """Return the members of the outermost lists that hold at least two composite modules."""
+def _members_of_lists(module: nn.Module, prefix: str, fits: Callable[[nn.Module], bool], why: str) -> dict[str, str]:
+    """Return the members that fit of the outermost lists that hold at least two of them."""
     children = _children(module, prefix)
-    if isinstance(module, _LISTS):
-        blocks = [name for name, child in children if _composite(child)]
-        if len(blocks) >= 2:
-            return dict.fromkeys(blocks, "block of a list")
+    members = [name for name, child in children if fits(child)]
+    if isinstance(module, _LISTS) and len(members) >= 2:
+        return dict.fromkeys(members, why)
     found: dict[str, str] = {}
     for name, child in children:
-        found.update(_lists_of_blocks(child, name))
+        found.update(_members_of_lists(child, name, fits, why))
     return found
 
 
@@ -190,18 +175,6 @@ def _repeated_siblings(module: nn.Module, prefix: str) -> dict[str, str]:
         if _composite(child):
             of_class.setdefault(type(child), []).append(name)
     return {name: "repeated sibling" for group in of_class.values() if len(group) >= 2 for name in group}
-
-
-def _lists_of_layers(module: nn.Module, prefix: str) -> dict[str, str]:
-    """Return the single layers of the lists, if at least two, where nothing composite repeats."""
-    children = _children(module, prefix)
-    layers = [name for name, child in children if has_forward(child)]
-    if isinstance(module, _LISTS) and len(layers) >= 2:
-        return dict.fromkeys(layers, "layer of a list")
-    found: dict[str, str] = {}
-    for name, child in children:
-        found.update(_lists_of_layers(child, name))
-    return found
 
 
 def _holders_of_large_lists(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:

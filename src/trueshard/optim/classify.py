@@ -1,19 +1,15 @@
-"""Finds out by trial what an optimizer's update of an element depends on.
+"""How an optimizer may step when its parameters are cut by rows: on the shards, by owners, or not at all.
 
-A copy of the user's optimizer, with all of its settings, steps small parameters that stand in for the user's: once
-whole, once with each parameter alone having a gradient, once cut by rows as ranks would cut them. Differences tell:
+Known classes (torch's own) are looked up. Of any other, a copy with the user's own settings steps small parameters that
+stand in for the user's: once whole, once with each parameter alone having a gradient, once cut by rows as ranks would
+cut them. Differences tell:
 
 - alone ≠ together: it couples different parameters;
 - the random seed matters: it draws random numbers, which ranks would draw differently;
 - cut ≠ whole: an update depends on more than the element's own row, so it needs the whole tensor.
 
-Rows differ in scale by powers of ten and parameters by more, so that any norm or mean over them shows. Nothing of the
-user's is touched: not the parameters, not the state, not the random number generator.
-
-How an optimizer may step when its parameters are cut by rows: on the shards, by owners, or not at all.
-
-Known classes (torch's own) are looked up; any other is probed with the user's own settings (``probe.py``). The answer
-is for each parameter group, since one class may treat groups differently (Muon's matrices, and the rest by Adam).
+Rows differ in scale by powers of ten and parameters by more, so that any norm or mean over them shows. The answer is
+for each parameter group, since one class may treat groups differently (Muon's matrices, and the rest by Adam).
 """
 
 from __future__ import annotations
@@ -32,250 +28,31 @@ from torch import nn
 
 from trueshard.optim import trial
 from trueshard.optim.rebind import by_shape, family
-from trueshard.optim.trial import LARGE_STEPS, RANKS, STEPS, Refused, Result, first_line, leaves, run, shapes_of
+from trueshard.optim.trial import LARGE_STEPS, RANKS, STEPS, Refused, Result, leaves, run, shapes_of
 
 TOLERANCE = 1e-3
 """Of the largest change of a parameter: float32 sums in another order stay far below, any coupling far above."""
 
 
 @dataclass
-class Group:
-    """What was found of one parameter group."""
-
-    whole: bool = False
-    rows: set[tuple[Any, ...]] = field(default_factory=set)
-    alike: set[tuple[Any, ...]] = field(default_factory=set)
-    draws: bool = False
-    """Random numbers are drawn, but the update does not depend on them."""
-
-
-def probed_groups(optimizer: torch.optim.Optimizer) -> list[Group]:
-    """What is found of each group of ``optimizer``.
-
-    Raises:
-        Refused: it cannot be sharded, or cannot be tried.
-    """
-    _look(optimizer)
-    found = [Group() for _ in optimizer.param_groups]
-    random_states = random.getstate(), numpy.random.get_state()  # noqa: NPY002
-    try:
-        with torch.random.fork_rng(devices=[]):
-            _probe(optimizer, found, small=True)
-            if any(parameter.ndim == 2 for group in optimizer.param_groups for parameter in group["params"]):
-                _probe(optimizer, found, small=False)
-    finally:
-        random.setstate(random_states[0])
-        numpy.random.set_state(random_states[1])  # noqa: NPY002
-    return found
-
-
-def _look(optimizer: torch.optim.Optimizer) -> None:
-    """What need not be tried.
-
-    Raises:
-        Refused: it reaches parameters by another way than its groups, or has random numbers of its own.
-    """
-    ours = {id(p) for each in family(optimizer) for group in each.param_groups for p in group["params"]}
-    for member in family(optimizer):
-        for name, attribute in vars(member).items():
-            if name in ("param_groups", "state"):
-                continue
-            for _, value in leaves(attribute):
-                if isinstance(value, nn.Module) and any(id(p) in ours for p in value.parameters()):
-                    raise Refused(f"it holds the model itself (its attribute {name!r})")
-                if id(value) in ours:
-                    raise Refused(f"it keeps parameters beside its groups (its attribute {name!r})")
-        for _, value in itertools.chain(leaves(vars(member)), leaves(member.param_groups)):
-            if isinstance(value, torch.Generator):
-                raise Refused("it draws random numbers, which every rank would draw differently")
-
-
-def _probe(optimizer: torch.optim.Optimizer, found: list[Group], *, small: bool) -> None:
-    steps = STEPS if small else LARGE_STEPS
-    shapes = [shapes_of(group, small) for group in optimizer.param_groups]
-    places = [(g, i) for g, each in enumerate(shapes) for i in range(len(each))]
-    trial, together = _first(optimizer, shapes, steps)
-    _look_at_random(optimizer, trial, together)
-    for group in found:
-        group.draws |= together.drew
-    for k, place in enumerate(places):
-        try:
-            alone = trial(only=place)
-        except Exception as error:
-            raise Refused(f"it needs gradients of all parameters at once ({first_line(error)})") from error
-        if _differs(together, alone, [k]) or not _same_settings(together, alone, (place[0], -1)):
-            raise Refused("its update of one parameter depends on others, which other ranks hold")
-        if small and not any(bool((values[k] != together.before[k]).any()) for values in together.later):
-            raise Refused("it moved nothing when it was tried, so nothing can be said about it")
-    for g, group in enumerate(found):
-        members = [k for k, place in enumerate(places) if place[0] == g]
-        if members and not group.whole:
-            _cut(trial, g, together, members, group)
-
-
-def _look_at_random(optimizer: torch.optim.Optimizer, trial: Callable[..., Result], together: Result) -> None:
-    """Whether the update depends on random numbers; a start value of an iteration that converges may be one.
-
-    Raises:
-        Refused: it does, in float32 or in the dtypes of the parameters: some round at random where there are few bits.
-    """
-    dtypes = {torch.float32} | {p.dtype for group in optimizer.param_groups for p in group["params"]}
-    for dtype in sorted(dtypes, key=str):
-        with contextlib.suppress(RuntimeError, TypeError):
-            one = together if dtype is torch.float32 else trial(dtype=dtype)
-            if one.drew and _differs_in_a_row(one, trial(dtype=dtype, seed=1)):
-                raise Refused("it draws random numbers, which every rank would draw differently")
-
-
-def _differs_in_a_row(one: Result, two: Result) -> bool:
-    """Stricter than ``_differs``: a small noise must not hide behind a row of large changes."""
-    for values, others in zip(one.later, two.later, strict=True):
-        for before, a, b in zip(one.before, values, others, strict=True):
-            rows = [each.double().reshape(len(each) if each.ndim else 1, -1) for each in (before, a, b)]
-            limit = 1e-4 * (rows[1] - rows[0]).abs().amax(1) + 1e-12
-            if not bool(((rows[1] - rows[2]).abs().amax(1) <= limit).all()):
-                return True
-    return False
-
-
-def _first(
-    optimizer: torch.optim.Optimizer, shapes: list[list[tuple[int, ...]]], steps: int
-) -> tuple[Callable[..., Result], Result]:
-    """How to try the optimizer, and the first trial: on all stand-ins, whole.
-
-    Gentler each time: an update may not survive extreme gradients, and settings may hold what a first step must not
-    find (a count, in an optimizer that has trained). At last it is made anew, for what it keeps from its construction.
-    """
-    reason: BaseException | None = None
-    for remade, extreme, fresh in itertools.product((False, True), (True, False), (False, True)):
-        trial = functools.partial(run, optimizer, shapes, steps, remade=remade, extreme=extreme, fresh=fresh)
-        try:
-            return trial, trial()
-        except Refused:
-            raise
-        except Exception as error:
-            reason = reason or error
-    assert reason is not None
-    raise Refused(f"it cannot be tried on stand-ins for the parameters ({first_line(reason)})") from reason
-
-
-def _cut(trial: Callable[..., Result], g: int, together: Result, members: list[int], group: Group) -> None:
-    """Hold the pieces of group ``g`` against the whole."""
-    try:
-        pieces = [trial(rank=rank, cut=g) for rank in range(RANKS)]
-    except Exception:
-        group.whole = True
-        return
-    joined = Result(
-        _join([piece.before for piece in pieces], members),
-        [_join([piece.later[i] for piece in pieces], members) for i in range(len(together.later))],
-        [],
-    )
-    agree = all(_same_settings(together, piece, (g, -1)) for piece in pieces)
-    if not agree or _differs(together, joined, members):
-        group.whole = True
-        return
-    for k in members:
-        if together.before[k].ndim == 0:
-            continue
-        for path, value in together.state[k].items():
-            kind = _placed(value, [piece.state[k].get(path) for piece in pieces], together.before[k].shape[0])
-            if kind is None or (kind == "rows" and path in group.alike) or (kind == "alike" and path in group.rows):
-                group.whole = True
-                return
-            (group.rows if kind == "rows" else group.alike).add(path)
-
-
-def _join(pieces: list[list[torch.Tensor]], members: list[int]) -> list[torch.Tensor]:
-    """Tensors from their pieces; only ``members`` are cut, and of these not the 0-dim ones."""
-    return [
-        torch.cat(parts) if k in members and parts[0].ndim else parts[0]
-        for k, parts in enumerate(zip(*pieces, strict=True))
-    ]
-
-
-def _placed(whole: Any, pieces: list[Any], rows: int) -> str | None:
-    """Whether a piece of state is cut by rows, or the same on every rank; None: neither."""
-    if not isinstance(whole, torch.Tensor):
-        return "alike" if all(_equal_values(piece, whole) for piece in pieces) else None
-    if not all(isinstance(piece, torch.Tensor) for piece in pieces):
-        return None
-    by_rows = whole.ndim > 0 and whole.shape[0] == rows and all(piece.ndim == whole.ndim for piece in pieces)
-    if by_rows and sum(piece.shape[0] for piece in pieces) == rows and _near(torch.cat(pieces), whole):
-        return "rows"
-    if all(piece.shape == whole.shape and _near(piece, whole) for piece in pieces):
-        return "alike"
-    return None
-
-
-def _equal_values(a: Any, b: Any) -> bool:
-    if isinstance(a, float) and isinstance(b, float):
-        return a == b or abs(a - b) <= 1e-5 * abs(b)
-    try:
-        return bool(a == b)
-    except Exception:
-        return False
-
-
-def _same_settings(one: Result, two: Result, which: Sequence[int]) -> bool:
-    """What an optimizer estimates for all of a group shows in what it keeps there, long before it shows elsewhere."""
-    for i in which:
-        a, b = one.settings[i], two.settings[i]
-        for path, value in a.items():
-            other = b.get(path)
-            if isinstance(value, torch.Tensor):
-                if not isinstance(other, torch.Tensor) or not _near(other.reshape(-1), value.reshape(-1)):
-                    return False
-            elif not _equal_values(other, value):
-                return False
-    return True
-
-
-def _near(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return False
-    if not expected.numel():
-        return True
-    a, b = found.detach().double(), expected.detach().double()
-    return bool(torch.allclose(a, b, rtol=TOLERANCE, atol=1e-5 * _largest(b), equal_nan=True))
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    """The largest finite magnitude; 0 if there is none."""
-    finite = tensor[tensor.isfinite()].abs()
-    return float(finite.max()) if finite.numel() else 0.0
-
-
-def _differs(one: Result, two: Result, members: Sequence[int]) -> bool:
-    for k in members:
-        for values, others in zip(one.later, two.later, strict=True):
-            a, b = values[k].double(), others[k].double()
-            change = (a - one.before[k].double()).abs()
-            limit = TOLERANCE * _largest(change)
-            if not torch.allclose(a, b, rtol=1e-6, atol=max(limit, 1e-12), equal_nan=True):
-                return True
-    return False
-
-
-@dataclass(frozen=True)
 class Verdict:
     """How one parameter group steps."""
 
-    whole: bool
+    whole: bool = False
     """An element's update depends on others of its parameter, beyond its row: it is made by the owner."""
     elementwise: bool = False
     """It depends on the element alone, so that parameters can be stepped as one flat tensor."""
     decoupled: bool = False
     """The new parameter is ``parameter · (1 - lr · weight_decay)`` plus what a parameter of zeros would become."""
-    rows: frozenset[tuple[Any, ...]] | None = None
-    """State that has a row for each row of its parameter, by its keys; None: what has the parameter's shape."""
-    alike: frozenset[tuple[Any, ...]] = frozenset()
+    rows: set[tuple[Any, ...]] | None = None
+    """State that has a row for each row of its parameter, by its keys; None: not tried, what has its shape."""
+    alike: set[tuple[Any, ...]] = field(default_factory=set)
     """State that is the same on every rank, by its keys."""
     draws: bool = False
     """It draws random numbers, on which its update does not depend."""
 
     def is_rows(self, path: tuple[Any, ...], tensor: torch.Tensor, leaf: torch.Tensor) -> bool:
-        """Whether the state ``tensor`` of ``leaf`` has a row for each of its rows."""
+        """True if the state ``tensor`` of ``leaf`` has a row for each of its rows."""
         if self.rows is not None and (path in self.rows or path in self.alike):
             return path in self.rows and tensor.ndim > 0
         return by_shape(path, tensor, leaf)
@@ -283,7 +60,7 @@ class Verdict:
 
 _ON_SHARDS = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 _BY_OWNER = {"Muon": True, "Adafactor": False}
-"""Class → whether it is decoupled."""
+"""Class → True if it is decoupled."""
 _REFUSED = {
     "LBFGS": "its step is one function of all parameters together (line search, curvature pairs over a flat vector)",
     "SparseAdam": "it takes sparse gradients alone, and those of sharded parameters are dense",
@@ -299,7 +76,7 @@ _QUANTIZED = "torchao.optim."
 
 
 def classify(optimizer: torch.optim.Optimizer) -> list[Verdict]:
-    """A verdict for each of the optimizer's groups. The same on every rank; no communication.
+    """Return a verdict for each of the optimizer's groups. The same on every rank; no communication.
 
     Raises:
         ValueError: it cannot step on sharded parameters as it would on one device; names the class and the reason.
@@ -314,15 +91,17 @@ def classify(optimizer: torch.optim.Optimizer) -> list[Verdict]:
         )
     if getattr(torch.optim, cls.__name__, None) is cls:
         if cls.__name__ in _ON_SHARDS:
-            return [Verdict(whole=False, elementwise=True) for _ in groups]
-        if cls.__name__ == "Adafactor" and any(map(_takes_eps_of_first, groups)):
+            return [Verdict(elementwise=True) for _ in groups]
+        if cls.__name__ == "Adafactor" and any(g["eps"][0] is None and len(_dtypes(g)) > 1 for g in groups):
             raise refusal(
                 optimizer,
                 "eps=(None, …) in a group of several dtypes means that of the first",
                 "a number as its first eps",
             )
         if cls.__name__ in _BY_OWNER:
-            return [Verdict(whole=True, decoupled=_BY_OWNER[cls.__name__] and _is_float(group)) for group in groups]
+            # Lower precision would round the difference before it is added.
+            exact = [_dtypes(group) <= {torch.float32, torch.float64} for group in groups]
+            return [Verdict(whole=True, decoupled=_BY_OWNER[cls.__name__] and each) for each in exact]
         if cls.__name__ in _REFUSED:
             raise refusal(optimizer, _REFUSED[cls.__name__])
     if cls.__name__ in _REFUSED_BY_NAME:
@@ -332,33 +111,218 @@ def classify(optimizer: torch.optim.Optimizer) -> list[Verdict]:
             raise refusal(
                 optimizer, "it rounds at random, which every rank does differently", "bf16_stochastic_round=False"
             )
-        return [Verdict(whole=False) for _ in groups]
+        return [Verdict() for _ in groups]
     try:
-        return [_verdict(group) for group in probed_groups(optimizer)]
+        return _tried(optimizer)
     except trial.Refused as refused:
         raise refusal(optimizer, str(refused)) from refused.__cause__
 
 
 def refusal(optimizer: torch.optim.Optimizer, reason: str, instead: str = "") -> ValueError:
-    """The error for an optimizer that cannot be sharded."""
+    """Return the error for an optimizer that cannot be sharded."""
     remedy = f"use {instead}" if instead else "use an optimizer that updates each parameter by itself"
     return ValueError(f"{type(optimizer).__name__} cannot step on sharded parameters: {reason}; {remedy}")
 
 
-def _takes_eps_of_first(group: dict[str, Any]) -> bool:
-    return group["eps"][0] is None and len({parameter.dtype for parameter in group["params"]}) > 1
-
-
-def _is_float(group: dict[str, Any]) -> bool:
-    """Lower precision would round the difference before it is added."""
-    return all(parameter.dtype in (torch.float32, torch.float64) for parameter in group["params"])
-
-
-def _verdict(group: Group) -> Verdict:
-    return Verdict(group.whole, rows=frozenset(group.rows), alike=frozenset(group.alike), draws=group.draws)
-
-
 def manner(verdicts: Sequence[Verdict]) -> str:
-    """What the verdicts come to, for a reader."""
+    """Return the verdicts in words."""
     kinds = {verdict.whole for verdict in verdicts}
     return "on shards and by owner" if len(kinds) > 1 else "by owner" if True in kinds else "on shards"
+
+
+def _dtypes(group: dict[str, Any]) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in group["params"]}
+
+
+# By trial
+
+
+def _tried(optimizer: torch.optim.Optimizer) -> list[Verdict]:
+    """Raise Refused if the optimizer cannot be sharded, or cannot be tried."""
+    _refuse_untried(optimizer)
+    verdicts = [Verdict(rows=set()) for _ in optimizer.param_groups]
+    random_states = random.getstate(), numpy.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=[]):
+            _try(optimizer, verdicts, small=True)
+            if any(parameter.ndim == 2 for group in optimizer.param_groups for parameter in group["params"]):
+                _try(optimizer, verdicts, small=False)
+    finally:
+        random.setstate(random_states[0])
+        numpy.random.set_state(random_states[1])  # noqa: NPY002
+    return verdicts
+
+
+def _refuse_untried(optimizer: torch.optim.Optimizer) -> None:
+    """Raise Refused if it reaches parameters by another way than its groups, or has random numbers of its own."""
+    ours = {id(p) for each in family(optimizer) for group in each.param_groups for p in group["params"]}
+    for member in family(optimizer):
+        for name, attribute in vars(member).items():
+            if name in ("param_groups", "state"):
+                continue
+            for _, value in leaves(attribute):
+                if isinstance(value, nn.Module) and any(id(p) in ours for p in value.parameters()):
+                    raise Refused(f"it holds the model itself (its attribute {name!r})")
+                if id(value) in ours:
+                    raise Refused(f"it keeps parameters beside its groups (its attribute {name!r})")
+        for _, value in itertools.chain(leaves(vars(member)), leaves(member.param_groups)):
+            if isinstance(value, torch.Generator):
+                raise Refused("it draws random numbers, which every rank would draw differently")
+
+
+def _try(optimizer: torch.optim.Optimizer, verdicts: list[Verdict], *, small: bool) -> None:
+    steps = STEPS if small else LARGE_STEPS
+    shapes = [shapes_of(group, small) for group in optimizer.param_groups]
+    places = [(g, i) for g, each in enumerate(shapes) for i in range(len(each))]
+    attempt, together = _first(optimizer, shapes, steps)
+    _refuse_random(optimizer, attempt, together)
+    for verdict in verdicts:
+        verdict.draws |= together.drew
+    for k, place in enumerate(places):
+        try:
+            alone = attempt(only=place)
+        except Exception as error:
+            raise Refused(f"it needs gradients of all parameters at once ({_first_line(error)})") from error
+        if _differs(together, alone, [k]) or not _same_settings(together, alone, (place[0], -1)):
+            raise Refused("its update of one parameter depends on others, which other ranks hold")
+        if small and not any(bool((values[k] != together.before[k]).any()) for values in together.later):
+            raise Refused("it moved nothing when it was tried, so nothing can be said about it")
+    for g, verdict in enumerate(verdicts):
+        members = [k for k, place in enumerate(places) if place[0] == g]
+        if members and not verdict.whole:
+            verdict.whole = not _steps_by_rows(attempt, g, together, members, verdict)
+
+
+def _first(
+    optimizer: torch.optim.Optimizer, shapes: list[list[tuple[int, ...]]], steps: int
+) -> tuple[Callable[..., Result], Result]:
+    """Return how to try the optimizer, and the first trial: on all stand-ins, whole.
+
+    Gentler each time: an update may not survive extreme gradients, and settings may hold what a first step must not
+    find (a count, in an optimizer that has trained). At last it is made anew, for what it keeps from its construction.
+    """
+    reason: BaseException | None = None
+    for remade, extreme, fresh in itertools.product((False, True), (True, False), (False, True)):
+        attempt = functools.partial(run, optimizer, shapes, steps, remade=remade, extreme=extreme, fresh=fresh)
+        try:
+            return attempt, attempt()
+        except Refused:
+            raise
+        except Exception as error:
+            reason = reason or error
+    assert reason is not None
+    raise Refused(f"it cannot be tried on stand-ins for the parameters ({_first_line(reason)})") from reason
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
+
+
+def _refuse_random(optimizer: torch.optim.Optimizer, attempt: Callable[..., Result], together: Result) -> None:
+    """Raise Refused if the update depends on random numbers; a start value of an iteration that converges may be one.
+
+    In float32 and in the dtypes of the parameters: some round at random where there are few bits.
+    """
+    dtypes = {torch.float32}.union(*map(_dtypes, optimizer.param_groups))
+    for dtype in sorted(dtypes, key=str):
+        with contextlib.suppress(RuntimeError, TypeError):
+            one = together if dtype is torch.float32 else attempt(dtype=dtype)
+            if one.drew and _differs_in_a_row(one, attempt(dtype=dtype, seed=1)):
+                raise Refused("it draws random numbers, which every rank would draw differently")
+
+
+def _differs_in_a_row(one: Result, two: Result) -> bool:
+    """Stricter than ``_differs``: a small noise must not hide behind a row of large changes."""
+    for values, others in zip(one.later, two.later, strict=True):
+        for before, a, b in zip(one.before, values, others, strict=True):
+            rows = [each.double().reshape(len(each) if each.ndim else 1, -1) for each in (before, a, b)]
+            limit = 1e-4 * (rows[1] - rows[0]).abs().amax(1) + 1e-12
+            if not bool(((rows[1] - rows[2]).abs().amax(1) <= limit).all()):
+                return True
+    return False
+
+
+def _steps_by_rows(
+    attempt: Callable[..., Result], g: int, together: Result, members: list[int], verdict: Verdict
+) -> bool:
+    """True if the pieces of group ``g`` step as the whole; note in the verdict which of its state is in pieces, too."""
+    try:
+        pieces = [attempt(rank=rank, cut=g) for rank in range(RANKS)]
+    except Exception:
+        return False
+    joined = Result(
+        _join([piece.before for piece in pieces], members),
+        [_join([piece.later[i] for piece in pieces], members) for i in range(len(together.later))],
+        [],
+    )
+    agree = all(_same_settings(together, piece, (g, -1)) for piece in pieces)
+    if not agree or _differs(together, joined, members):
+        return False
+    assert verdict.rows is not None
+    for k in members:
+        if together.before[k].ndim == 0:
+            continue
+        for path, value in together.state[k].items():
+            found = [piece.state[k].get(path) for piece in pieces]
+            if _are_rows(found, value, together.before[k].shape[0]):
+                mine, other = verdict.rows, verdict.alike
+            elif all(_same(piece, value) for piece in found):
+                mine, other = verdict.alike, verdict.rows
+            else:
+                return False
+            mine.add(path)
+            if path in other:
+                return False
+    return True
+
+
+def _join(pieces: list[list[torch.Tensor]], members: list[int]) -> list[torch.Tensor]:
+    """Return tensors from their pieces; only ``members`` are cut, and of these not the 0-dim ones."""
+    return [
+        torch.cat(parts) if k in members and parts[0].ndim else parts[0]
+        for k, parts in enumerate(zip(*pieces, strict=True))
+    ]
+
+
+def _are_rows(pieces: list[Any], whole: Any, rows: int) -> bool:
+    """True if ``whole`` has a row for each of its parameter's, and ``pieces`` are what ranks have of it."""
+    if not all(isinstance(each, torch.Tensor) and each.ndim for each in (whole, *pieces)) or len(whole) != rows:
+        return False
+    same_columns = all(piece.shape[1:] == whole.shape[1:] for piece in pieces)
+    return same_columns and _same(torch.cat(pieces), whole)
+
+
+def _same_settings(one: Result, two: Result, which: Sequence[int]) -> bool:
+    """What an optimizer estimates for all of a group shows in what it keeps there, long before it shows elsewhere."""
+    return all(_same(two.settings[i].get(path), value) for i in which for path, value in one.settings[i].items())
+
+
+def _same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        if not isinstance(found, torch.Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
+            return False
+        a, b = found.detach().double(), expected.detach().double()
+        return torch.allclose(a, b, rtol=TOLERANCE, atol=1e-5 * _largest(b), equal_nan=True)
+    if isinstance(found, float) and isinstance(expected, float):
+        return found == expected or abs(found - expected) <= 1e-5 * abs(expected)
+    try:
+        return bool(found == expected)
+    except Exception:
+        return False
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Return the largest finite magnitude; 0 if there is none."""
+    finite = tensor[tensor.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _differs(one: Result, two: Result, members: Sequence[int]) -> bool:
+    for k in members:
+        for values, others in zip(one.later, two.later, strict=True):
+            a, b = values[k].double(), others[k].double()
+            limit = TOLERANCE * _largest((a - one.before[k].double()).abs())
+            if not torch.allclose(a, b, rtol=1e-6, atol=max(limit, 1e-12), equal_nan=True):
+                return True
+    return False

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from trueshard import _torch
-from trueshard.optim.parts import Cut, Part, Ranks, flat, parts_of, reduce_over, wide
+from trueshard.optim.shards import Ranks, ShardGroup, all_reduce_over, concatenate, group_shards, widest_float
 
 _ROW = 1024
 """Elements of which a CPU takes the norm at once."""
@@ -62,20 +62,22 @@ def clip_grad_norm_(
     grads = [grad for parameter in given if (grad := parameter.grad) is not None]
     if not grads:
         return torch.tensor(0.0)
-    parts = parts_of(grads)
-    total = total_norm(parts, float(norm_type), foreach)
+    groups, order = group_shards(grads), float(norm_type)
+    dtype = functools.reduce(torch.promote_types, (group.dtype for group in groups)).to_real()
+    # torch's norm is that of the vector of each gradient's norm, rounded to the gradients' dtype.
+    total = torch.linalg.vector_norm(_norms(groups, order, foreach, each=order == 0), order).to(dtype)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(_not_finite(grads, _norms(parts, float(norm_type), foreach, each=True), total, norm_type))
+        raise RuntimeError(_not_finite(grads, _norms(groups, order, foreach, each=True), total, norm_type))
     scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     if scale.device.type == "cpu" and scale.item() == 1.0:  # on an accelerator, looking would wait for it
         return total
-    for part in parts:
-        factor = scale.to(part.device)
+    for group in groups:
+        factor = scale.to(group.device)
         if foreach is False:
-            for grad in part.shards:
+            for grad in group.shards:
                 grad.mul_(factor)
-        elif part.runs:
-            _torch.foreach_mul_(part.runs, factor)
+        elif group.pieces:
+            _torch.foreach_mul_(group.pieces, factor)
     return total
 
 
@@ -89,53 +91,38 @@ def _not_finite(grads: Sequence[torch.Tensor], norms: torch.Tensor, total: torch
     )
 
 
-def total_norm(parts: Sequence[Part], order: float, foreach: bool | None = None) -> torch.Tensor:
-    """The norm of all tensors as torch computes it on whole ones, the same on every rank. Collective over the meshes.
+def _norms(groups: Sequence[ShardGroup], order: float, foreach: bool | None, *, each: bool) -> torch.Tensor:
+    """Return the norm of all that is sharded over the same ranks, or of ``each`` tensor in the order given: 1-D.
 
-    Args:
-        parts: of at least one tensor of floating point.
-        order: p of the norm.
-        foreach: False: one operation a tensor; otherwise one a dtype.
-
-    Returns:
-        0-dim, in the promoted dtype of the tensors, on the first one's device.
+    Collective over the meshes; the same on every rank.
     """
-    dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts)).to_real()
-    return torch.linalg.vector_norm(_norms(parts, order, foreach, each=order == 0), order).to(dtype)
-
-
-def _norms(parts: Sequence[Part], order: float, foreach: bool | None, *, each: bool) -> torch.Tensor:
-    """1-D: the norms of the tensors that are cut alike, or of ``each``, in the order in which they were given."""
-    device = parts[0].device
-    by_cut: dict[Cut, list[Part]] = {}
-    for part in parts:
-        by_cut.setdefault(part.cut, []).append(part)
+    device = groups[0].device
+    by_ranks: dict[Ranks | None, list[ShardGroup]] = {}
+    for group in groups:
+        by_ranks.setdefault(group.ranks, []).append(group)
     found = []
-    for cut, alike in by_cut.items():
-        norms = _joined([_local_norms(part, order, foreach, each).to(device) for part in alike])
+    for ranks, alike in by_ranks.items():
+        norms = torch.cat([_local_norms(group, order, foreach, each).to(device) for group in alike])
         norms = norms if each else torch.linalg.vector_norm(norms, order, keepdim=True)
-        found.append(norms if cut is None else _across(norms, cut, order))
-    norms = _joined(found)
-    if not each or len(parts) == 1:
+        found.append(norms if ranks is None else _across(ranks, norms, order))
+    norms = torch.cat(found)
+    if not each or len(groups) == 1:
         return norms
-    numbers = [number for alike in by_cut.values() for part in alike for number in part.numbers]
-    return norms[torch.tensor(numbers, device=device).argsort()]
+    indices = [index for alike in by_ranks.values() for group in alike for index in group.indices]
+    return norms[torch.tensor(indices, device=device).argsort()]
 
 
-def _joined(vectors: list[torch.Tensor]) -> torch.Tensor:
-    return vectors[0] if len(vectors) == 1 else torch.cat(vectors)
-
-
-def _local_norms(part: Part, order: float, foreach: bool | None, each: bool) -> torch.Tensor:
-    """Norms of this rank's shards, or of pieces of them; an empty one gets what does not change the norm of all."""
+def _local_norms(group: ShardGroup, order: float, foreach: bool | None, each: bool) -> torch.Tensor:
+    """Return norms of this rank's shards, or of pieces of them; of an empty one, what does not change the total."""
     # bfloat16 and float16 are too coarse to be squared and added over ranks; rounding comes at the end.
-    dtype = torch.promote_types(part.dtype, torch.float32)
+    dtype = torch.promote_types(group.dtype, torch.float32)
     separate = each or foreach is False
-    shards = part.shards if separate else part.runs
-    if not separate and shards and part.device.type == "cpu" and all(map(torch.Tensor.is_contiguous, shards)):
-        vectors = [flat(shards)] if sum(map(torch.Tensor.numel, shards)) <= _COPIED else [s.view(-1) for s in shards]
-        return _joined([norms for vector in vectors for norms in _by_rows(vector, order, dtype)])
-    neutral = torch.full((1,), math.inf if order < 0 else 0.0, dtype=part.dtype, device=part.device)
+    shards = group.shards if separate else group.pieces
+    if not separate and shards and group.device.type == "cpu" and all(map(torch.Tensor.is_contiguous, shards)):
+        small = sum(map(torch.Tensor.numel, shards)) <= _COPIED
+        vectors = [concatenate(shards)] if small else [shard.view(-1) for shard in shards]
+        return torch.cat([norms for vector in vectors for norms in _by_rows(vector, order, dtype)])
+    neutral = torch.full((1,), math.inf if order < 0 else 0.0, dtype=group.dtype, device=group.device)
     shards = [shard if shard.numel() else neutral for shard in shards] or [neutral]
     if foreach is False:
         return torch.stack([torch.linalg.vector_norm(shard, order, dtype=dtype) for shard in shards])
@@ -143,20 +130,20 @@ def _local_norms(part: Part, order: float, foreach: bool | None, each: bool) -> 
 
 
 def _by_rows(vector: torch.Tensor, order: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The norms of ``vector`` in pieces of ``_ROW``: a CPU adds up a long tensor in float32 and loses digits."""
+    """Return the norms of ``vector`` in pieces of ``_ROW``: a CPU adds up a long tensor in float32 and loses digits."""
     count = vector.numel() // _ROW * _ROW
     pieces = [vector[:count].view(-1, _ROW), vector[count:].view(1, -1)]
     return [torch.linalg.vector_norm(piece, order, dim=1, dtype=dtype) for piece in pieces if piece.numel()]
 
 
-def _across(norms: torch.Tensor, cut: Ranks, order: float) -> torch.Tensor:
-    """Norms of whole tensors from the ``norms`` of this rank's shards."""
+def _across(ranks: Ranks, norms: torch.Tensor, order: float) -> torch.Tensor:
+    """Return norms of whole tensors from the ``norms`` of this rank's shards."""
     if not math.isinf(order):
-        powers = norms.to(wide(norms.device))
-        powers = reduce_over(powers if order == 0 else powers**order, cut, dist.ReduceOp.SUM)
+        powers = norms.to(widest_float(norms.device))
+        powers = all_reduce_over(ranks, powers if order == 0 else powers**order, dist.ReduceOp.SUM)
         return powers if order == 0 else powers ** (1.0 / order)
     sign = math.copysign(1.0, order)
     missing = norms.isnan()
     both = torch.stack([(norms * sign).masked_fill(missing, -math.inf), missing.to(norms.dtype)])
-    largest, missing = reduce_over(both, cut, dist.ReduceOp.MAX)
+    largest, missing = all_reduce_over(ranks, both, dist.ReduceOp.MAX)
     return (largest * sign).masked_fill(missing > 0, math.nan)

@@ -17,7 +17,7 @@ from torch import nn
 
 from trueshard import _torch
 from trueshard.model import names
-from trueshard.optim.parts import Cut, cut_of, parts_of, reduce_over, wide
+from trueshard.optim.shards import Ranks, all_reduce_over, group_shards, sharded_over, widest_float
 
 
 @dataclass(frozen=True)
@@ -87,81 +87,77 @@ def measure_norms(model: nn.Module) -> Iterator[MeasuredNorms]:
         ValueError: a parameter is on the meta device, so it has no values.
     """
     measured = MeasuredNorms()
-    before = _Before(model)
+    before = _Before(model, measured._ties)
     try:
         yield measured
     except BaseException:
         before.copies.clear()
         measured._why = "the block of measure_norms() raised, so nothing was measured"
         raise
-    measured._found, measured._ties = before.measure(), before.ties
+    measured._found = before.measure()
 
 
 class _Before:
-    """What is known before the step."""
+    """What is known before the step; second names of ties go to ``ties``."""
 
     @torch.no_grad()
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ties: dict[str, str]) -> None:
         # Between a forward and its backward the modules hold gathered parameters; optimizers step the sharded ones.
         sharded = {id(gathered): shard for _, shard, gathered in _torch.gathered_parameters(model)}
-        self.parameters: dict[str, torch.Tensor] = {}
-        self.ties: dict[str, str] = {}
-        first: dict[int, str] = {}
+        first: dict[torch.Tensor, str] = {}
         for name, _, _, held in names.named_tensors(model, "parameters"):
             parameter = sharded.get(id(held), held)
             if parameter.is_meta:
                 raise ValueError(f"{name!r} is on the meta device and has no values to measure; load or initialise it")
-            if first.setdefault(id(parameter), name) == name:
-                self.parameters[name] = parameter
-            else:
-                self.ties[name] = first[id(parameter)]
-        each = list(self.parameters.values())
-        self.gradients = _squares([parameter.grad for parameter in each])
-        self.had = torch.tensor([float(parameter.grad is not None) for parameter in each], dtype=self.gradients.dtype)
+            if first.setdefault(parameter, name) != name:
+                ties[name] = first[parameter]
+        self.names, self.parameters = list(first.values()), list(first)
+        self.gradients = _squares([parameter.grad for parameter in self.parameters])
+        had = [float(parameter.grad is not None) for parameter in self.parameters]
+        self.had = torch.tensor(had, dtype=self.gradients.dtype)
         self.copies = {
             i: _torch.local(parameter).clone()
-            for i, parameter in enumerate(each)
+            for i, parameter in enumerate(self.parameters)
             # torch's optimizers step what has a gradient, trainable or not.
             if parameter.requires_grad or parameter.grad is not None
         }
 
     @torch.no_grad()
     def measure(self) -> dict[str, Norms]:
-        """Collective."""
-        each = list(self.parameters.values())
-        parameters = _squares(each)
+        """Return the norms by name. Collective."""
+        parameters = _squares(self.parameters)
         updates = torch.zeros_like(parameters)
         for i in list(self.copies):
             old = self.copies.pop(i)
-            change = old.to(torch.promote_types(old.dtype, torch.float32)).sub_(_torch.local(each[i]))
+            change = old.to(torch.promote_types(old.dtype, torch.float32)).sub_(_torch.local(self.parameters[i]))
             updates[i] = _squares([change])[0]
         squares = torch.stack([self.gradients, updates, parameters, self.had.to(parameters.device)])
-        numbers: dict[Cut, list[int]] = {}
-        for i, parameter in enumerate(each):
-            numbers.setdefault(cut_of(parameter), []).append(i)
-        for cut, members in numbers.items():
-            if cut is not None:
-                squares[:, members] = reduce_over(squares[:, members], cut, dist.ReduceOp.SUM)
-        found = zip(self.parameters, *squares.sqrt().tolist(), strict=True)
+        alike: dict[Ranks | None, list[int]] = {}
+        for i, parameter in enumerate(self.parameters):
+            alike.setdefault(sharded_over(parameter), []).append(i)
+        for ranks, members in alike.items():
+            if ranks is not None:
+                squares[:, members] = all_reduce_over(ranks, squares[:, members], dist.ReduceOp.SUM)
+        found = zip(self.names, *squares.sqrt().tolist(), strict=True)
         return {name: Norms(g if had else None, u, p) for name, g, u, p, had in found}
 
 
 def _squares(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """[len(tensors)]: the sum of squares of this rank's shard of each, on the first one's device; 0 for None."""
+    """Return [len(tensors)]: the sum of squares of this rank's shard of each, on the first one's device; 0 for None."""
     present = [(i, _numbers(_torch.local(tensor))) for i, tensor in enumerate(tensors) if tensor is not None]
     device = present[0][1].device if present else torch.device("cpu")
-    squares = torch.zeros(len(tensors), dtype=wide(device), device=device)
-    for part in parts_of([shard for _, shard in present]):
-        norms = torch.stack(_torch.foreach_norm(part.shards, 2.0, dtype=wide(part.device)))
-        places = torch.tensor([present[number][0] for number in part.numbers], device=device)
+    squares = torch.zeros(len(tensors), dtype=widest_float(device), device=device)
+    for group in group_shards([shard for _, shard in present]):
+        norms = torch.stack(_torch.foreach_norm(group.shards, 2.0, dtype=widest_float(group.device)))
+        places = torch.tensor([present[index][0] for index in group.indices], device=device)
         squares[places] = norms.to(device, squares.dtype).square()
     return squares
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense floating-point tensor with the norm of ``tensor``, which may be sparse, complex or of integers."""
+    """Return a dense floating-point tensor with the norm of ``tensor``: it may be sparse, complex or of integers."""
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():
         return torch.view_as_real(tensor)
-    return tensor if tensor.is_floating_point() else tensor.to(wide(tensor.device))
+    return tensor if tensor.is_floating_point() else tensor.to(widest_float(tensor.device))

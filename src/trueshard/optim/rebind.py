@@ -1,4 +1,4 @@
-"""Binds the user's optimizers to the sharded parameters, in place.
+"""Bind the user's optimizers to the sharded parameters, in place, and place their state like the parameters.
 
 - The optimizer object, its groups, their keys and order stay; only the tensors they point at change.
 - State that was there is sharded along: a tensor of the parameter's own shape becomes a shard of it, anything else
@@ -19,24 +19,23 @@ from torch.distributed.tensor import DTensor, Shard
 from trueshard import _torch
 from trueshard.distributed import rows_of
 
+IsRows = Callable[[tuple[Any, ...], torch.Tensor, torch.Tensor], bool]
+"""(keys, state tensor, its parameter) → True if the tensor has a row for each row of the parameter."""
+
+
+def by_shape(path: tuple[Any, ...], tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """True if sharded like its parameter: same shape, and not the step counter."""
+    return tensor.shape == parameter.shape and (tensor.ndim > 0 or path[-1:] != ("step",))
+
 
 def family(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """``optimizer`` and those that it wraps: attributes that are optimizers themselves, as look-ahead has."""
+    """Return ``optimizer`` and those that it wraps: attributes that are optimizers themselves, as look-ahead has."""
     found = [optimizer]
     for each in found:
         for value in vars(each).values():
             if isinstance(value, torch.optim.Optimizer) and not any(value is one for one in found):
                 found.append(value)
     return found
-
-
-IsRows = Callable[[tuple[Any, ...], torch.Tensor, torch.Tensor], bool]
-"""(keys, state tensor, its parameter) → whether the tensor has a row for each row of the parameter."""
-
-
-def by_shape(path: tuple[Any, ...], tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """The rule without further knowledge: what has the parameter's shape goes with it, but a count of steps."""
-    return is_placed_alike(path[-1] if path else "", tensor.shape, parameter)
 
 
 def rebind(
@@ -67,21 +66,20 @@ def rebind(
                 if new is None:
                     each.state[key] = entries
                 else:
-                    each.state[new] = shard_state(entries, new, rule_of.get(id(key), by_shape))
+                    each.state[new] = _shard_state(entries, new, rule_of.get(id(key), by_shape))
 
 
-def shard_state(value: Any, new: torch.Tensor, is_rows: IsRows, path: tuple[Any, ...] = ()) -> Any:
-    """Optimizer state, placed like its parameter ``new``: nested containers, tensors with the parameter's rows."""
+def _shard_state(value: Any, new: torch.Tensor, is_rows: IsRows, path: tuple[Any, ...] = ()) -> Any:
     if isinstance(value, torch.Tensor):
         if isinstance(new, DTensor) and not isinstance(value, DTensor) and is_rows(path, value, new):
             return shard_like(value, new)
         return value
     # A copy: whoever undoes a failed shard() puts the old containers back.
-    return each_in(copy.copy(value), lambda each, where: shard_state(each, new, is_rows, where), path)
+    return each_in(copy.copy(value), lambda each, where: _shard_state(each, new, is_rows, where), path)
 
 
 def each_in(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...] = ()) -> Any:
-    """What ``change(member, its path)`` makes of the members of a container; dicts and lists are changed in place."""
+    """Replace each member of a container by ``change(member, its path)``; dicts and lists are changed in place."""
     if isinstance(value, dict):
         for name, each in value.items():
             if not isinstance(each, (float, int)):
@@ -94,18 +92,8 @@ def each_in(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tup
     return value
 
 
-def is_placed_alike(key: Any, shape: Sequence[int], parameter: torch.Tensor) -> bool:
-    """Whether a state tensor goes with its parameter's elements: it has its shape, and is no count of steps."""
-    return tuple(shape) == tuple(parameter.shape) and (len(shape) > 0 or key != "step")
-
-
 def shard_like(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """This rank's rows of ``whole`` as a DTensor placed like ``like``; no communication; its own memory.
-
-    Args:
-        whole: the full tensor, with as many rows as ``like``, the same on every rank; any dtype.
-        like: a parameter sharded by FSDP2.
-    """
+    """Return this rank's rows of ``whole``, the same on every rank, as a new DTensor placed like ``like``."""
     local = _torch.local(like)
     part = torch.empty((*local.shape[:1], *whole.shape[1:]), dtype=whole.dtype, device=local.device)
     mesh = like.device_mesh
@@ -118,7 +106,7 @@ def shard_like(whole: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def as_rows(local: torch.Tensor, parameter: DTensor) -> DTensor:
-    """``local``, with a row for each row of the parameter's shard, as a DTensor that is cut as the parameter is."""
+    """Return ``local``, with a row for each row of the parameter's shard, as a DTensor sharded like the parameter."""
     shape = torch.Size((*parameter.shape[:1], *local.shape[1:]))
     stride = parameter.stride() if shape == parameter.shape else torch.empty(shape, device="meta").stride()
     return _torch.dtensor_over(local, parameter, shape, stride)

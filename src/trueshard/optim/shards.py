@@ -1,257 +1,122 @@
-"""Shard-local steps: for the time of a step, an optimizer's sharded parameters are plain tensors.
+"""This rank's shards of many tensors, grouped so that one operation and one collective serve all that are alike.
 
-- A *leaf* is a plain parameter over the very memory of a DTensor's local shard, so nothing is copied and no operation
-  goes through DTensor's dispatch. A *stand-in* is what takes a parameter's place: a leaf, its gradient, its state.
-- ``Swap`` puts stand-ins into the groups of the user's own optimizer object and takes them out again; what the
-  optimizer made of state in between is shown as DTensors.
+FSDP2 reduces the gradients of a unit into one buffer, of which each gradient is a slice. Slices that follow one another
+in memory are one tensor to an operation that does not care where one ends.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+import contextlib
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.optim.rebind import IsRows, as_rows, each_in, shard_like
+from trueshard.distributed import device_of
 
-State = dict[Any, Any]
-"""An optimizer's ``state``: parameter → what it keeps for it."""
-
-
-class StandIn(Protocol):
-    """Takes the place of one parameter or several."""
-
-    leaf: torch.Tensor
-
-    def lend(self, state: State) -> Any:
-        """Give the leaf its gradient; returns the leaf's state, or None if there is none yet."""
-
-    def take_back(self) -> None:
-        """Carry what the optimizer changed in the leaf over to the parameters."""
-
-    def keep(self, state: State, entries: Any) -> None:
-        """Carry the leaf's ``entries``, or None if it has none, over to the state of the parameters."""
+Ranks: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]
+"""A mesh, and those of its dimensions over which a tensor is sharded."""
 
 
-def leaf_over(memory: torch.Tensor, parameter: torch.Tensor) -> nn.Parameter:
-    """A plain parameter over ``memory``, trainable as ``parameter`` is, sharing its attributes."""
-    leaf = nn.Parameter(memory.detach(), requires_grad=parameter.requires_grad)
-    leaf.__dict__ = parameter.__dict__  # the very dict: what is set on one is set on the other
-    return leaf
+@dataclass
+class ShardGroup:
+    """Shards of tensors that are alike in dtype, device, and the ranks that hold the other shards."""
+
+    ranks: Ranks | None
+    """None: every rank has all of the tensor."""
+    dtype: torch.dtype
+    device: torch.device
+    shards: list[torch.Tensor] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    """The tensors' places in the list that was given."""
+
+    @functools.cached_property
+    def pieces(self) -> list[torch.Tensor]:
+        """The memory of the shards in as few tensors as possible, without empty ones."""
+        return contiguous_pieces(self.shards)
 
 
-class Own:
-    """A parameter whose leaf has gradient and state of its own: a plain one itself, or a whole one at its owner."""
-
-    def __init__(self, shown: torch.Tensor, leaf: torch.Tensor) -> None:
-        self.shown, self.leaf = shown, leaf
-        self.memory = shown
-
-    def lend(self, state: State) -> Any:
-        """As a stand-in."""
-        return state.get(self.shown)
-
-    def take_back(self) -> None:
-        """As a stand-in."""
-
-    def keep(self, state: State, entries: Any) -> None:
-        """As a stand-in."""
-        _put(state, self.shown, entries)
+def group_shards(tensors: Sequence[torch.Tensor]) -> list[ShardGroup]:
+    """Group plain tensors and DTensors by kind, in an order that is the same on every rank."""
+    if (shards := _torch.shards_placed_alike(tensors)) is not None:
+        first = shards[0]
+        return [ShardGroup(sharded_over(tensors[0]), first.dtype, first.device, shards, list(range(len(shards))))]
+    groups: dict[tuple[Ranks | None, torch.dtype, torch.device], ShardGroup] = {}
+    for index, tensor in enumerate(tensors):
+        shard = _torch.local(tensor)
+        kind = sharded_over(tensor), shard.dtype, shard.device
+        group = groups.setdefault(kind, ShardGroup(*kind))
+        group.shards.append(shard)
+        group.indices.append(index)
+    return list(groups.values())
 
 
-class Nothing:
-    """Keeps the place of a parameter that is not stepped now: without a gradient, and nothing is kept of it."""
-
-    def __init__(self, like: torch.Tensor | None) -> None:
-        device = None if like is None else _torch.local(like).device
-        self.leaf: torch.Tensor = nn.Parameter(torch.zeros([1] * (1 if like is None else like.ndim), device=device))
-
-    def lend(self, state: State) -> Any:
-        """As a stand-in."""
+def sharded_over(tensor: torch.Tensor) -> Ranks | None:
+    """Return the ranks that hold different parts of ``tensor``; None for a plain or replicated one."""
+    if not isinstance(tensor, DTensor):
         return None
-
-    def take_back(self) -> None:
-        """As a stand-in."""
-
-    def keep(self, state: State, entries: Any) -> None:
-        """As a stand-in."""
+    mesh = tensor.device_mesh
+    dims = (dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())
+    sharding = tuple(dim for dim in dims if mesh.size(dim) > 1)
+    return (mesh, sharding) if sharding else None
 
 
-class Shard:
-    """This rank's shard of a DTensor."""
-
-    def __init__(self, shown: DTensor, is_rows: IsRows) -> None:
-        self.shown, self._is_rows = shown, is_rows
-        self.memory = _torch.local(shown)
-        self.leaf: torch.Tensor = leaf_over(self.memory, shown)
-        self._grad: torch.Tensor | None = None
-        self._of_local: dict[int, DTensor] = {}
-
-    def lend(self, state: State) -> Any:
-        """As a stand-in."""
-        shown, leaf = self.shown, self.leaf
-        if leaf.requires_grad != shown.requires_grad:
-            leaf.requires_grad_(shown.requires_grad)
-        grad = shown.grad
-        if grad is not None:
-            leaf.grad = local_gradient(shown)
-        self._grad = leaf.grad
-        entries = state.get(shown)
-        return None if entries is None else self._localise(entries)
-
-    def take_back(self) -> None:
-        """As a stand-in."""
-        shown, leaf = self.shown, self.leaf
-        if not _torch.begins_where(leaf, self.memory):  # the optimizer assigned new memory: p.data = ...
-            self.memory.copy_(leaf.detach())
-            leaf.data = self.memory
-        if leaf.grad is not self._grad:
-            shown.grad = None if leaf.grad is None else as_rows(leaf.grad, shown)
-        leaf.grad = self._grad = None
-
-    def keep(self, state: State, entries: Any) -> None:
-        """As a stand-in."""
-        _put(state, self.shown, None if entries is None else self._show(entries))
-        self._of_local.clear()
-
-    def _localise(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
-        """In place where it is a dict or a list, so that the user's own objects stay."""
-        if isinstance(value, DTensor):
-            local = _torch.local(value)
-            self._of_local[id(local)] = value
-            return local
-        if isinstance(value, torch.Tensor):
-            shown = self.shown
-            # Plain, though it goes by rows: a state dict from one process, the same whole tensor on every rank.
-            if value.ndim and shown.ndim and len(value) == len(shown) and self._is_rows(path, value, shown):
-                return self._localise(shard_like(value, shown))
-            return value
-        return each_in(value, self._localise, path)
-
-    def _show(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
-        if isinstance(value, torch.Tensor):
-            known = self._of_local.get(id(value))
-            if known is not None:
-                return known
-            if not isinstance(value, DTensor) and self._is_rows(path, value, self.leaf):
-                return as_rows(value, self.shown)
-            return value
-        return each_in(value, self._show, path)
+def all_reduce_over(ranks: Ranks, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    """Return ``values`` reduced over ``ranks``, on the device they came from."""
+    mesh, dims = ranks
+    # Shards that rest in host memory are not what an accelerator's collectives take.
+    reduced = values.to(device_of(mesh))
+    for dim in dims:
+        dist.all_reduce(reduced, op=op, group=mesh.get_group(dim))
+    return reduced.to(values.device)
 
 
-def local_gradient(parameter: DTensor) -> torch.Tensor:
-    """This rank's part of the gradient, cut as the parameter is."""
-    grad = parameter.grad
-    assert grad is not None
-    if not isinstance(grad, DTensor):  # torch lets one assign it
-        if grad.shape != parameter.shape:
-            raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} was given a plain gradient of shape "
-                f"{tuple(grad.shape)}; give it a DTensor placed like the parameter, or the whole gradient"
-            )
-        return _torch.local(shard_like(grad, parameter))
-    if not _torch.is_placed_as(grad, parameter):
-        grad = grad.redistribute(placements=parameter.placements)
-    return _torch.local(grad)
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the dtype in which ranks add: float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _put(state: State, key: torch.Tensor, entries: Any) -> None:
-    if entries is not None:
-        if state.get(key) is not entries:
-            state[key] = entries
-    elif key in state:
-        del state[key]
+def contiguous_pieces(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the memory of ``shards``, all of one dtype, in as few tensors as possible, in their order.
 
-
-class Swap:
-    """Groups and state of an optimizer, shown to its ``step`` as leaves.
-
-    Args:
-        groups: each parameter group, and what shall stand in it for the time of the step.
-        holders: the optimizers that have state of their own: the user's, and those that it wraps.
+    Empty ones are left out; one that is given twice is in two pieces. What lies alone stays as it is, the rest is 1-D.
     """
-
-    def __init__(
-        self,
-        groups: Sequence[tuple[dict[str, Any], Sequence[StandIn]]],
-        holders: Sequence[torch.optim.Optimizer],
-    ) -> None:
-        self._groups, self._holders = groups, holders
-        self._shown: list[list[torch.Tensor]] = []
-        self._states: list[State] = []
-
-    def enter(self) -> None:
-        """Show leaves. ``leave`` must follow."""
-        stand_ins = [stand_in for _, members in self._groups for stand_in in members]
-        for group, members in self._groups:
-            self._shown.append(group["params"])
-            group["params"] = [stand_in.leaf for stand_in in members]
-        lent_of: dict[int, State] = {}  # a wrapper may share the state of what it wraps
-        for holder in self._holders:
-            state: State = holder.state
-            self._states.append(state)
-            if id(state) not in lent_of:
-                lent: State = defaultdict(dict)
-                lent_of[id(state)] = lent
-                if not all(issubclass(kind, torch.Tensor) for kind in set(map(type, state))):
-                    lent.update((key, value) for key, value in state.items() if not isinstance(key, torch.Tensor))
-                for stand_in in stand_ins:
-                    if (entries := stand_in.lend(state)) is not None:
-                        lent[stand_in.leaf] = entries
-            holder.state = lent_of[id(state)]  # type: ignore[assignment]
-
-    def leave(self) -> None:
-        """Show DTensors again, with what the optimizer changed."""
-        stand_ins = [stand_in for _, members in self._groups for stand_in in members]
-        for (group, _), shown in zip(self._groups, self._shown, strict=True):
-            group["params"] = shown
-        for stand_in in stand_ins:
-            stand_in.take_back()
-        done: set[int] = set()
-        for holder, state in zip(self._holders, self._states, strict=True):
-            lent = holder.state
-            holder.state = state  # type: ignore[assignment]
-            if id(state) in done:
-                continue
-            done.add(id(state))
-            count = len(state)
-            for stand_in in stand_ins:
-                stand_in.keep(state, lent.pop(stand_in.leaf, None))
-            state.update(lent)
-            if len(state) != count:
-                self._sort(state)
-        self._shown, self._states = [], []
-
-    def _sort(self, state: State) -> None:
-        """New state comes in the order of memory; the user's is that of the groups."""
-        found = dict(state)
-        state.clear()
-        members = [parameter for group, _ in self._groups for parameter in group["params"]]
-        state.update((parameter, found.pop(parameter)) for parameter in members if parameter in found)
-        state.update(found)
+    # In C, not in a loop: this is asked of hundreds of small tensors in every step.
+    counts = list(map(torch.Tensor.numel, shards))
+    if not all(counts):
+        shards = [shard for shard in shards if shard.numel()]
+        counts = [count for count in counts if count]
+    if len(shards) < 2 or not all(map(torch.Tensor.is_contiguous, shards)):
+        return list(shards)
+    size = shards[0].itemsize
+    starts = _torch.addresses(shards)
+    ends = [start + count * size for start, count in zip(starts, counts, strict=True)]
+    breaks = itertools.compress(range(1, len(shards)), map(operator.ne, ends, starts[1:]))
+    pieces: list[torch.Tensor] = []
+    for first, after in itertools.pairwise((0, *breaks, len(shards))):
+        if after - first == 1:
+            pieces.append(shards[first])
+            continue
+        try:
+            pieces.append(shards[first].as_strided(((ends[after - 1] - starts[first]) // size,), (1,)))
+        except RuntimeError:  # neighbours by chance: the storage of the first ends before the last
+            pieces += shards[first:after]
+    return pieces
 
 
-class Shards:
-    """The stand-ins of one optimizer's parameters, made once."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, Shard | Own] = {}
-
-    def of(self, parameter: torch.Tensor, is_rows: IsRows) -> StandIn:
-        """The stand-in of one parameter."""
-        known = self._known.get(id(parameter))
-        if known is not None and known.shown is parameter and known.memory is _torch.local(parameter):
-            return known
-        made = Shard(parameter, is_rows) if isinstance(parameter, DTensor) else Own(parameter, parameter)
-        self._known[id(parameter)] = made
-        return made
-
-    def keep_only(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let go of parameters that the optimizer no longer holds."""
-        kept = {id(parameter) for parameter in parameters}
-        self._known = {key: each for key, each in self._known.items() if key in kept}
+def concatenate(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return contiguous tensors as one 1-D tensor: a copy, or a view of the piece where there is only one."""
+    if len(pieces) == 1:
+        return pieces[0].view(-1)
+    if pieces[0].dim() and len(set(map(torch.Tensor.dim, pieces))) == 1:
+        with contextlib.suppress(RuntimeError):  # rows of one length: views of hundreds would cost more than the copy
+            return torch.cat(list(pieces)).view(-1)
+    return torch.cat([piece.view(-1) for piece in pieces])

@@ -1,4 +1,4 @@
-"""Steps a copy of an optimizer on small parameters that stand in for the user's.
+"""Step a copy of an optimizer on small parameters that stand in for the user's.
 
 The copy has all of the user's settings, but parameters, state and hooks of its own; the gradients are always the same.
 """
@@ -39,7 +39,7 @@ class Refused(Exception):
 
 @dataclass
 class Result:
-    """One run: per stand-in the values before and after, and its state."""
+    """What one trial made of the stand-ins, each with the number of its place in all groups."""
 
     before: list[torch.Tensor]
     later: list[list[torch.Tensor]]
@@ -52,7 +52,7 @@ class Result:
 
 
 def shapes_of(group: dict[str, Any], small: bool) -> list[tuple[int, ...]]:
-    """Two stand-ins for each number of dimensions in the group, or one large matrix."""
+    """Return the shapes of two stand-ins for each number of dimensions in the group, or of one large matrix."""
     dimensions = sorted({parameter.ndim for parameter in group["params"]})
     if not small:
         return [LARGE] if 2 in dimensions else []
@@ -63,48 +63,36 @@ def shapes_of(group: dict[str, Any], small: bool) -> list[tuple[int, ...]]:
     return found
 
 
-def _values(shape: tuple[int, ...], seed: int, scale: float) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=generator) * scale
-    if shape:
-        rows = torch.logspace(-2, 1, shape[0])[torch.randperm(shape[0], generator=generator)]
-        values *= rows.view(-1, *[1] * (len(shape) - 1))
-    return values
-
-
-def _piece(whole: torch.Tensor, rank: int) -> torch.Tensor:
-    if whole.ndim == 0:
-        return whole
-    start, rows = rows_of(whole.shape[0], rank, RANKS)
-    return whole[start : start + rows].clone()
-
-
 class _StandIn:
     """A parameter in the place of one of the user's, whole, or the piece of it that a rank has.
 
-    Args:
-        shape: of the whole.
-        number: one of its own; values and gradients follow from it.
-        dtype: of the parameter.
-        rank: whose piece; None: the whole.
+    Values and gradients follow from its ``number``.
     """
 
     def __init__(self, shape: tuple[int, ...], number: int, dtype: torch.dtype, rank: int | None) -> None:
         self._shape, self._number, self._rank = shape, number, rank
-        self.parameter = nn.Parameter(self._part(0.1 * _values(shape, number, 1.0) + 0.1).to(dtype))
+        self.parameter = nn.Parameter((0.1 * self._values(number, 1.0) + 0.1).to(dtype))
 
-    def give_gradient(self, step: int, factor: float, has_one: bool) -> None:
-        """Set the gradient of a step, ``factor`` times as large as usual, or none."""
-        # Mostly one direction: what estimates a distance from how far it went must see progress.
-        scale = 3.0 ** (self._number % 4)
-        steady = _values(self._shape, self._number + 100, scale)
-        value = steady + 0.3 * _values(self._shape, 1000 * (step + 1) + self._number, scale)
-        if factor != 1:
-            value = value * factor
-        self.parameter.grad = self._part(value).to(self.parameter.dtype) if has_one else None
+    def give_gradient(self, step: int, factor: float) -> None:
+        """Give the same gradient in every trial, ``factor`` times as large.
 
-    def _part(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole if self._rank is None else _piece(whole, self._rank)
+        It keeps its direction: what estimates a distance from how far it went must see progress.
+        """
+        scale = factor * 3.0 ** (self._number % 4)
+        value = self._values(self._number + 100, scale) + 0.3 * self._values(1000 * (step + 1) + self._number, scale)
+        self.parameter.grad = value.to(self.parameter.dtype)
+
+    def _values(self, seed: int, scale: float) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn(self._shape, generator=generator) * scale
+        if not self._shape:
+            return values
+        rows = torch.logspace(-2, 1, self._shape[0])[torch.randperm(self._shape[0], generator=generator)]
+        values *= rows.view(-1, *[1] * (len(self._shape) - 1))
+        if self._rank is None:
+            return values
+        start, count = rows_of(self._shape[0], self._rank, RANKS)
+        return values[start : start + count].clone()
 
 
 def run(
@@ -121,7 +109,7 @@ def run(
     rank: int = 0,
     cut: int | None = None,
 ) -> Result:
-    """Steps of a copy of ``optimizer`` on stand-ins of ``shapes``.
+    """Run steps of a copy of ``optimizer`` on stand-ins of ``shapes``.
 
     Args:
         optimizer: the user's.
@@ -138,36 +126,35 @@ def run(
     """
     trial = _copy(optimizer, fresh)
     numbers = itertools.count(1)
-    stand_ins = [
-        [_StandIn(shape, next(numbers), dtype, rank if g == cut else None) for shape in each]
+    stand_ins = {
+        (g, i): _StandIn(shape, next(numbers), dtype, rank if g == cut else None)
         for g, each in enumerate(shapes)
-    ]
-    for group, members in zip(trial.param_groups, stand_ins, strict=True):
-        group["params"][:] = [each.parameter for each in members]
+        for i, shape in enumerate(each)
+    }
+    for g, group in enumerate(trial.param_groups):
+        group["params"][:] = [each.parameter for place, each in stand_ins.items() if place[0] == g]
         _make_visible(group)
     if remade:
         trial = _remake(optimizer, trial)
-    flat = [each.parameter for members in stand_ins for each in members]
-    before = [p.detach().clone() for p in flat]
+    parameters = [each.parameter for each in stand_ins.values()]
+    before = [p.detach().clone() for p in parameters]
     torch.manual_seed(seed)
     drawn = _drawn()
     later = []
-    for step in range(steps + len(EXTREMES) * extreme):
-        factor = 1.0 if step < steps else EXTREMES[step - steps]
-        for g, members in enumerate(stand_ins):
-            for i, each in enumerate(members):
-                each.give_gradient(step, factor, has_one=only is None or only == (g, i))
+    for step, factor in enumerate([1.0] * steps + list(EXTREMES) * extreme):
+        for place, each in stand_ins.items():
+            if only in (None, place):
+                each.give_gradient(step, factor)
         _step(trial)
         if step >= steps - 1:
-            later.append([p.detach().clone() for p in flat])
-    state = [_flat_state(trial, p) for p in flat]
-    settings = [_numbers({k: v for k, v in group.items() if k != "params"}) for group in trial.param_groups]
-    own = _numbers({k: v for k, v in vars(trial).items() if k not in ("state", "param_groups", "defaults")})
-    return Result(before, later, state, [*settings, own], drew=_drawn() != drawn)
+            later.append([p.detach().clone() for p in parameters])
+    settings = [_numbers(group) for group in trial.param_groups]
+    state = [_flat_state(trial, p) for p in parameters]
+    return Result(before, later, state, [*settings, _numbers(vars(trial))], drew=_drawn() != drawn)
 
 
 def _drawn() -> tuple[Any, ...]:
-    """Changes when random numbers are drawn from any of the usual generators."""
+    """Return what changes when random numbers are drawn from any of the usual generators."""
     return bytes(torch.get_rng_state().numpy()), random.getstate(), str(numpy.random.get_state())  # noqa: NPY002
 
 
@@ -183,7 +170,7 @@ def _step(trial: torch.optim.Optimizer) -> None:
 
 
 def _make_visible(group: dict[str, Any]) -> None:
-    """A learning rate of zero (a warm-up's first) would hide everything."""
+    """Raise a learning rate of zero (a warm-up's first), which would hide everything."""
     rate = group.get("lr")
     if isinstance(rate, torch.Tensor):
         group["lr"] = rate.detach().clone() if float(rate) > 0 else torch.full_like(rate, 1e-2)
@@ -200,15 +187,17 @@ def _flat_state(trial: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[t
 
 
 def _numbers(table: dict[str, Any]) -> dict[tuple[Any, ...], Any]:
-    """What may have been counted or estimated: numbers and small tensors."""
+    """Return what a group, or an optimizer by itself, may have counted or estimated: numbers and small tensors."""
+    settings = {k: v for k, v in table.items() if k not in ("params", "state", "param_groups", "defaults")}
     return {
-        path: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for path, value in leaves(table)
+        path: value.detach().reshape(-1).clone() if isinstance(value, torch.Tensor) else value
+        for path, value in leaves(settings)
         if (isinstance(value, torch.Tensor) and value.numel() <= 1) or isinstance(value, (int, float))
     }
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield (path, value) for what nested dicts, lists and tuples hold."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from leaves(each, (*path, key))
@@ -220,7 +209,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def _copy(optimizer: torch.optim.Optimizer, fresh: bool) -> torch.optim.Optimizer:
-    """The optimizer as it would be with other parameters and without state: attributes, settings, wrapped ones too.
+    """Copy the optimizer as it would be with other parameters and without state: attributes, settings, wrapped ones.
 
     Not by ``copy.deepcopy``: torch's optimizers drop attributes of their own when they are copied.
     """
@@ -250,26 +239,18 @@ def _copy(optimizer: torch.optim.Optimizer, fresh: bool) -> torch.optim.Optimize
 
 
 def _remake(optimizer: torch.optim.Optimizer, trial: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The copy, constructed: with the arguments that can be read from its defaults and attributes."""
+    """Construct the copy with the arguments that can be read from its defaults and attributes."""
     defaults = getattr(optimizer, "defaults", {})
     names = list(inspect.signature(type(optimizer).__init__).parameters)[2:]
-    known = {name: defaults.get(name, getattr(optimizer, name, _MISSING)) for name in names}
+    known = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)} | defaults
     groups = [{k: v for k, v in group.items() if k == "params" or k in defaults} for group in trial.param_groups]
     wrapped: Any = [each for each in family(trial) if each is not trial]
     made: Any = type(optimizer)
     remade: torch.optim.Optimizer = made(
-        wrapped[0] if wrapped else groups, **{name: value for name, value in known.items() if value is not _MISSING}
+        wrapped[0] if wrapped else groups, **{name: known[name] for name in names if name in known}
     )
     return remade
 
 
-_MISSING = object()
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no message'}"

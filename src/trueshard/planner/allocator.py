@@ -57,22 +57,12 @@ class Block:
         self.size = size
         return remainder
 
-    def coalesce(self) -> None:
-        """Merge with adjacent free blocks; self must not be in the free list."""
-        before, after = self.prev, self.next
-        if before is not None and before.free:
-            before.pool.remove(before)
-            self.address = before.address
-            self.size += before.size
-            self.prev = before.prev
-            if before.prev is not None:
-                before.prev.next = self
-        if after is not None and after.free:
-            after.pool.remove(after)
-            self.size += after.size
-            self.next = after.next
-            if after.next is not None:
-                after.next.prev = self
+    def absorb(self, after: Block) -> None:
+        """Extend the block by the next one of its segment."""
+        self.size += after.size
+        self.next = after.next
+        if after.next is not None:
+            after.next.prev = self
 
 
 class Pool:
@@ -88,12 +78,10 @@ class Pool:
         """(size, address, block), sorted; addresses are unique."""
 
     def add(self, block: Block) -> None:
-        """Insert a block into the free list."""
         block.free = True
         insort(self.free, (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:
-        """Remove a block from the free list."""
         block.free = False
         del self.free[bisect_left(self.free, (block.size, block.address))]
 
@@ -121,9 +109,7 @@ class CachingAllocator:
     def allocate(self, bytes: int, stream: Stream = "compute") -> Block:
         """Return a block of at least ``bytes`` (which must be positive), to be used on ``stream``."""
         size = _round_up(bytes, MINIMUM)
-        pool = self._pools.get((stream, size <= SMALL))
-        if pool is None:
-            pool = self._pools[stream, size <= SMALL] = Pool(size <= SMALL)
+        pool = self._pools.setdefault((stream, size <= SMALL), Pool(size <= SMALL))
         block = pool.take(size) or self._new_segment(pool, size)
         if block.size - size >= pool.remainder:
             pool.add(block.split(size))
@@ -132,10 +118,17 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Return a block to its pool; it must not be used afterwards."""
+        """Return a block to its pool, coalesced with adjacent free ones; it must not be used afterwards."""
         self.allocated -= block.size
-        block.coalesce()
-        block.pool.add(block)
+        pool = block.pool
+        if block.next is not None and block.next.free:
+            pool.remove(block.next)
+            block.absorb(block.next)
+        if block.prev is not None and block.prev.free:
+            pool.remove(block.prev)
+            block.prev.absorb(block)
+            block = block.prev
+        pool.add(block)
 
     def cached(self) -> list[Block]:
         """Return the free blocks, by pool, size and address."""

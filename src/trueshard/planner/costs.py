@@ -12,8 +12,10 @@ Kernels: FLOPs or bytes moved, whichever takes longer, by the roofline model (Wi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from trueshard.planner.hardware import Hardware, Mode
 from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel
@@ -35,16 +37,18 @@ Published steps grow by that much more than links explain: from 1 to 16 nodes 4%
 def communication_seconds(communication: Communication, hardware: Hardware, ranks_per_node: int) -> float:
     """Return the seconds for which a collective occupies its stream, once every rank has reached it.
 
-    Args:
-        communication: its ``stride`` and ``ranks`` tell how many ranks of the group are on one node.
-        hardware: device with its links.
-        ranks_per_node: neighbouring global ranks that share a node.
+    ``ranks_per_node``: neighbouring global ranks that share a node.
     """
     if communication.ranks == 1 or communication.received == 0:
         return 0.0
     inside, nodes = spread(communication, ranks_per_node)
     if communication.op == "all_to_all":
-        return _all_to_all(communication.received, inside, nodes, communication.ranks, hardware)
+        # Each pair of ranks exchanges directly: data from other nodes arrive through the rank's own adapter.
+        near = communication.received * (inside - 1) / (communication.ranks - 1)
+        over_links = near / (hardware.link_bandwidth * hardware.link_efficiency)
+        over_network = (communication.received - near) / (hardware.network_bandwidth * hardware.network_efficiency)
+        latency = hardware.link_latency if nodes == 1 else hardware.network_latency
+        return BASE_LATENCY + latency + max(over_links, over_network)
     bus = bus_bandwidth(inside, nodes, hardware)
     ring = (communication.ranks - nodes) * hardware.link_latency + (nodes - 1) * hardware.network_latency
     if communication.op != "all_reduce":
@@ -73,15 +77,6 @@ def bus_bandwidth(inside: int, nodes: int, hardware: Hardware) -> float:
         return link
     network = inside * hardware.network_bandwidth * hardware.network_efficiency
     return network if inside == 1 else min(link, network)
-
-
-def _all_to_all(received: int, inside: int, nodes: int, ranks: int, hardware: Hardware) -> float:
-    """Each pair of ranks exchanges directly: data from other nodes arrive through the rank's own adapter."""
-    near = received * (inside - 1) / (ranks - 1)
-    over_links = near / (hardware.link_bandwidth * hardware.link_efficiency)
-    over_network = (received - near) / (hardware.network_bandwidth * hardware.network_efficiency)
-    latency = hardware.link_latency if nodes == 1 else hardware.network_latency
-    return BASE_LATENCY + latency + max(over_links, over_network)
 
 
 _OVERWRITING = frozenset(
@@ -148,14 +143,7 @@ def all_seconds(events: Sequence[Event], hardware: Hardware, mode: Mode) -> list
     rule goes by size: of a kernel's input bytes, the largest earlier result of the run that is not larger comes from
     registers; and a result is written to memory unless it is freed within the run.
     """
-    known: dict[tuple[str, int, int, int, str, bool], float] = {}
-    times = [0.0] * len(events)
-    for i, event in enumerate(events):
-        if type(event) is Kernel:
-            key = (event.op, event.flops, event.read, event.written, event.dtype, event.causal)
-            if key not in known:
-                known[key] = operation_seconds(event, hardware, mode)
-            times[i] = known[key]
+    times = [operation_seconds(event, hardware, mode) if type(event) is Kernel else 0.0 for event in events]
     if mode == "compile":
         for run in _runs(events):
             spent = _fused_bytes(events, run) / (hardware.memory_bandwidth * hardware.compile.memory)
@@ -167,22 +155,17 @@ def all_seconds(events: Sequence[Event], hardware: Hardware, mode: Mode) -> list
 
 def _runs(events: Sequence[Event]) -> list[list[int]]:
     """Return runs of positions of kernels that are fused, two or more each."""
-    runs: list[list[int]] = []
-    run: list[int] = []
-    where: tuple[str, str] | None = None
-    for i, event in enumerate(events):
-        if type(event) is Kernel:
-            place = (event.place.phase, event.place.unit)
-            in_unit = bool(event.place.unit) and event.place.phase in ("forward", "backward")
-            fusable = in_unit and is_fusable(event) and not event.after
-            if run and (not fusable or place != where):
-                runs.append(run)
-                run = []
-            if fusable:
-                run.append(i)
-                where = place
-    runs.append(run)
-    return [each for each in runs if len(each) > 1]
+
+    def graph(position: int) -> tuple[str, str] | None:
+        """Return phase and unit of a kernel that can be fused with its neighbours."""
+        kernel: Any = events[position]
+        phase, unit = kernel.place.phase, kernel.place.unit
+        fusable = unit and phase in ("forward", "backward") and is_fusable(kernel) and not kernel.after
+        return (phase, unit) if fusable else None
+
+    kernels = [i for i, event in enumerate(events) if type(event) is Kernel]
+    runs = [list(run) for found, run in itertools.groupby(kernels, graph) if found is not None]
+    return [run for run in runs if len(run) > 1]
 
 
 def _fused_bytes(events: Sequence[Event], run: Sequence[int]) -> int:

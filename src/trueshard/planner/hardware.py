@@ -146,12 +146,8 @@ def known() -> tuple[str, ...]:
 def recognise(title: str, memory_bytes: int) -> str | None:
     """Return the catalogue's name of a device; None if it has none.
 
-    All words of the title must be known: "H100 NVL" and "RTX 4090 Laptop GPU" are other devices than "H100" and
-    "RTX 4090". Total memory tells variants of one title apart.
-
-    Args:
-        title: as ``torch.cuda.get_device_name()``.
-        memory_bytes: as ``torch.cuda.get_device_properties().total_memory``.
+    All words of the title (``torch.cuda.get_device_name()``) must be known: "H100 NVL" and "RTX 4090 Laptop GPU" are
+    other devices than "H100" and "RTX 4090". Total memory in bytes tells variants of one title apart.
     """
     words = _model_words(title.lower().replace("rtx ", "rtx"))
     found = {name: hardware(name).memory_bytes for name in known() if name != "cpu" and _model_words(name) == words}
@@ -160,10 +156,7 @@ def recognise(title: str, memory_bytes: int) -> str | None:
 
 
 def hardware_here(device: torch.device) -> Hardware:
-    """Return the catalogue's entry for a device of this machine, with the memory that the device has.
-
-    Args:
-        device: a CUDA device, or the CPU, whose memory is the catalogue's.
+    """Return the catalogue's entry for a CUDA device of this machine with its own memory, or for the CPU.
 
     Raises:
         ValueError: the catalogue does not know the device.

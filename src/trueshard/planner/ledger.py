@@ -7,7 +7,7 @@ Figures at a position hold after its event.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -37,6 +37,22 @@ class Series:
     def maximum(self) -> int:
         """Largest number of bytes."""
         return int(self.bytes.max(initial=0))
+
+
+@dataclass(slots=True)
+class Lifetime:
+    """When a storage is live."""
+
+    allocation: Allocation
+    made: int
+    """Position of the allocation; -1: resident."""
+    freed: int
+    """Position of the free; the number of events if it outlives the step."""
+
+    @property
+    def number(self) -> int:
+        """The storage's number."""
+        return self.allocation.storage
 
 
 @dataclass(frozen=True)
@@ -77,50 +93,68 @@ class UnitUse:
     """FLOPs while the unit's forward or backward runs, recomputation included."""
 
 
-def check(trace: Trace) -> None:
-    """Raise if a trace is inconsistent.
+def lifetimes(trace: Trace) -> list[Lifetime]:
+    """Return the lifetime of each storage, oldest first.
 
     Raises:
         ValueError: a storage is freed that is not alive, allocated twice, or freed with another size.
     """
-    for _ in _changes(trace):
-        pass
+    end = len(trace.events)
+    found = [Lifetime(each, -1, end) for each in trace.resident]
+    live = {each.allocation.storage: each for each in found}
+    for position, event in enumerate(trace.events):
+        if type(event) is Allocation:
+            if event.storage in live:
+                raise ValueError(f"event {position} allocates storage {event.storage} ({event.what}) a second time")
+            live[event.storage] = Lifetime(event, position, end)
+            found.append(live[event.storage])
+        elif type(event) is Free:
+            if event.storage not in live:
+                raise ValueError(f"event {position} frees storage {event.storage}, which is not alive")
+            lifetime = live.pop(event.storage)
+            lifetime.freed = position
+            if lifetime.allocation.bytes != event.bytes:
+                raise ValueError(
+                    f"event {position} frees {event.bytes} bytes of storage {event.storage} "
+                    f"({lifetime.allocation.what}), which has {lifetime.allocation.bytes}"
+                )
+    return found
 
 
 def curve(trace: Trace) -> Curve:
     """Return live memory over the step, by kind and by unit.
 
     Raises:
-        ValueError: as ``check``.
+        ValueError: as ``lifetimes``.
     """
-    positions, deltas, kinds, units = [-1], [0], [0], [0]
-    numbers: dict[str, int] = {kind: number for number, kind in enumerate(KINDS)}
-    unit_numbers: dict[str, int] = {}
-    for position, sign, allocation in _changes(trace):
-        positions.append(position)
-        deltas.append(sign * allocation.bytes)
-        kinds.append(numbers[allocation.kind])
-        units.append(unit_numbers.setdefault(allocation.unit, len(unit_numbers)))
-    where, change = np.array(positions, np.int64), np.array(deltas, np.int64)
-    kind_of, unit_of = np.array(kinds), np.array(units)
-
-    def part(selected: NDArray[np.bool_]) -> Series:
-        return _series(where[selected], change[selected])
-
+    every = lifetimes(trace)
+    by_kind: dict[Kind, list[Lifetime]] = {kind: [] for kind in KINDS}
+    by_unit: dict[str, list[Lifetime]] = {}
+    for each in every:
+        by_kind[each.allocation.kind].append(each)
+        by_unit.setdefault(each.allocation.unit, []).append(each)
+    total = _series(every, len(trace.events), start=[-1])
     return Curve(
-        total=_series(where, change),
-        by_kind={kind: part(kind_of == numbers[kind]) for kind in KINDS},
-        by_unit={unit: part(unit_of == number) for unit, number in unit_numbers.items()},
+        total,
+        {kind: _series(part, len(trace.events)) for kind, part in by_kind.items()},
+        {unit: _series(part, len(trace.events)) for unit, part in by_unit.items()},
     )
 
 
-def peak(trace: Trace, of: Curve | None = None) -> Peak:
-    """Return the first maximum of live memory.
+def _series(lives: Sequence[Lifetime], end: int, start: Sequence[int] = ()) -> Series:
+    """Sum lifetimes up, with one entry for each position of ``start`` and each at which one begins or ends."""
+    freed = [each for each in lives if each.freed < end]
+    positions = np.array([*start, *(each.made for each in lives), *(each.freed for each in freed)], np.int64)
+    sizes = [each.allocation.bytes for each in lives]
+    changes = np.array([0] * len(start) + sizes + [-each.allocation.bytes for each in freed], np.int64)
+    unique, index = np.unique(positions, return_inverse=True)
+    sums = np.zeros(len(unique), np.int64)
+    np.add.at(sums, index, changes)
+    return Series(unique, np.cumsum(sums))
 
-    Args:
-        trace: the step.
-        of: its ``curve``, if known.
-    """
+
+def peak(trace: Trace, of: Curve | None = None) -> Peak:
+    """Return the first maximum of a step's live memory; ``of``: its ``curve``, if known."""
     live = of or curve(trace)
     index = int(np.argmax(live.total.bytes))
     position = int(live.total.positions[index])
@@ -132,13 +166,7 @@ def peak(trace: Trace, of: Curve | None = None) -> Peak:
 
 def alive(trace: Trace, position: int) -> list[Allocation]:
     """Return the allocations that are live at a position, oldest first."""
-    found = {allocation.storage: allocation for allocation in trace.resident}
-    for event in trace.events[: position + 1]:
-        if type(event) is Allocation:
-            found[event.storage] = event
-        elif type(event) is Free:
-            del found[event.storage]
-    return list(found.values())
+    return [each.allocation for each in lifetimes(trace) if each.made <= position < each.freed]
 
 
 def received(trace: Trace) -> dict[str, int]:
@@ -172,31 +200,3 @@ def by_unit(trace: Trace) -> dict[str, UnitUse]:
         series = live.by_unit.get(unit, nothing)
         found[unit] = UnitUse(int(series.at(here)[0]), series.maximum, traffic.get(unit, 0), work.get(unit, 0))
     return found
-
-
-def _changes(trace: Trace) -> Iterator[tuple[int, int, Allocation]]:
-    """Yield (position, +1 or -1, allocation) for each allocation and free; ``resident`` is allocated at -1."""
-    live: dict[int, Allocation] = {}
-    for position, event in enumerate([*trace.resident, *trace.events], start=-len(trace.resident)):
-        position = max(-1, position)
-        if type(event) is Free:
-            allocation = live.pop(event.storage, None)
-            if allocation is None:
-                raise ValueError(f"event {position} frees storage {event.storage}, which is not alive")
-            if allocation.bytes != event.bytes:
-                raise ValueError(
-                    f"event {position} frees {event.bytes} bytes of storage {event.storage} ({allocation.what}), "
-                    f"which has {allocation.bytes}"
-                )
-            yield position, -1, allocation
-        elif type(event) is Allocation:
-            if event.storage in live:
-                raise ValueError(f"event {position} allocates storage {event.storage} ({event.what}) a second time")
-            live[event.storage] = event
-            yield position, 1, event
-
-
-def _series(positions: Numbers, changes: Numbers) -> Series:
-    """Sum up changes, with one entry for each position."""
-    last = np.append(positions[1:] != positions[:-1], True) if len(positions) else np.zeros(0, bool)
-    return Series(positions[last], np.cumsum(changes)[last])

@@ -15,9 +15,6 @@ MATMULS = frozenset(
 )
 """Operations that go to cuBLAS."""
 
-_Live = tuple[Allocation, Block | None]
-"""A live storage and its block; None for storages of 0 bytes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
@@ -27,8 +24,6 @@ class Reserved:
     """As ``torch.cuda.max_memory_reserved``; nothing that is reserved goes back to the device."""
     peak_allocated: int
     """As ``torch.cuda.max_memory_allocated``: in blocks, which are rounded up."""
-    peak_live: int
-    """As requested; workspaces of cuBLAS are left out."""
 
 
 def replay(first: Trace, steady: Trace, *, repeats: int = 2, workspace_bytes: int = 0) -> Reserved:
@@ -43,21 +38,14 @@ def replay(first: Trace, steady: Trace, *, repeats: int = 2, workspace_bytes: in
     not mark tensors with ``record_stream`` but keeps them referenced until the host has made the stream that would
     reuse them wait, so the trace has the free where the allocator sees it.
 
-    Args:
-        first: trace of the first step.
-        steady: trace of any later step.
-        repeats: steady steps.
-        workspace_bytes: workspace that torch gives each cuBLAS handle at its first matrix product and keeps. Handles
-            belong to threads (``thread_local`` in ``CublasHandlePool.cpp``), and autograd runs the backward of a device
-            in a thread of its own, so there are two.
-
-    Raises:
-        ValueError: a trace frees a storage that is not live, or allocates one twice.
+    ``workspace_bytes``: workspace that torch gives each cuBLAS handle at its first matrix product and keeps. Handles
+    belong to threads (``thread_local`` in ``CublasHandlePool.cpp``), and autograd runs the backward of a device in a
+    thread of its own, so there are two.
     """
     run = _Replay(workspace_bytes)
     for trace in [first] + [steady] * repeats:
         run.step(trace)
-    return Reserved(run.allocator.reserved, run.allocator.peak_allocated, run.peak_live)
+    return Reserved(run.allocator.reserved, run.allocator.peak_allocated)
 
 
 class _Replay:
@@ -65,72 +53,49 @@ class _Replay:
 
     def __init__(self, workspace_bytes: int) -> None:
         self.allocator = CachingAllocator()
-        self.live: dict[int, _Live] = {}
-        self.live_bytes = 0
-        self.peak_live = 0
+        self.live: dict[int, tuple[Allocation, Block | None]] = {}
+        """By number; no block for storages of 0 bytes."""
         self.workspace_bytes = workspace_bytes
         self.without_workspace = {False, True} if workspace_bytes else set()
         """Threads whose cuBLAS handle has no workspace yet; True: autograd's, which runs backward."""
 
     def step(self, trace: Trace) -> None:
-        self._begin(trace)
-        for index, event in enumerate(trace.events):
+        for resident in self._match(trace.resident):
+            self._allocate(resident)
+        for event in trace.events:
             kind = type(event)
             if kind is Allocation:
-                self._allocate(event, index)  # type: ignore[arg-type]
+                self._allocate(event)  # type: ignore[arg-type]
             elif kind is Free:
-                self._free(event.storage, index)  # type: ignore[union-attr]
+                self._free(self.live.pop(event.storage)[1])  # type: ignore[union-attr]
             elif kind is Kernel and self.without_workspace:
                 self._allocate_workspace(event)  # type: ignore[arg-type]
 
-    def _begin(self, trace: Trace) -> None:
-        """Match the last step's live storages with the resident ones of this step."""
+    def _match(self, residents: list[Allocation]) -> list[Allocation]:
+        """Match the last step's live storages with residents, free the others, and return residents without a match."""
         left, self.live = self.live, {}
-        unmatched = []
-        for resident in trace.resident:
-            if resident.storage in left and left[resident.storage][0].bytes == resident.bytes:
-                self.live[resident.storage] = left.pop(resident.storage)
-            else:
-                unmatched.append(resident)
-        for key in (_description, _size):
-            unmatched = self._match(unmatched, left, key)
+        for key in _KEYS:
+            by_key: defaultdict[Hashable, list[int]] = defaultdict(list)
+            for storage, (allocation, _) in reversed(left.items()):
+                by_key[key(allocation)].append(storage)
+            unmatched = []
+            for resident in residents:
+                if found := by_key[key(resident)]:
+                    self.live[resident.storage] = resident, left.pop(found.pop())[1]
+                else:
+                    unmatched.append(resident)
+            residents = unmatched
         for _, block in left.values():
-            if block is not None:
-                self.allocator.free(block)
-        self.live_bytes = sum(allocation.bytes for allocation, _ in self.live.values())
-        for resident in unmatched:
-            self._allocate(resident, -1)
+            self._free(block)
+        return residents
 
-    def _match(
-        self, residents: list[Allocation], left: dict[int, _Live], key: Callable[[Allocation], Hashable]
-    ) -> list[Allocation]:
-        """Move storages from ``left`` to residents with equal keys, in order; return the residents without a match."""
-        by_key: defaultdict[Hashable, list[int]] = defaultdict(list)
-        for storage, (allocation, _) in reversed(left.items()):
-            by_key[key(allocation)].append(storage)
-        unmatched = []
-        for resident in residents:
-            if found := by_key[key(resident)]:
-                self.live[resident.storage] = left.pop(found.pop())
-            else:
-                unmatched.append(resident)
-        return unmatched
-
-    def _allocate(self, allocation: Allocation, index: int) -> None:
-        if allocation.storage in self.live:
-            raise ValueError(f"event {index} of the trace allocates storage {allocation.storage}, which is live")
+    def _allocate(self, allocation: Allocation) -> None:
         block = self.allocator.allocate(allocation.bytes, allocation.stream) if allocation.bytes else None
         self.live[allocation.storage] = allocation, block
-        self.live_bytes += allocation.bytes
-        self.peak_live = max(self.peak_live, self.live_bytes)
 
-    def _free(self, storage: int, index: int) -> None:
-        if storage not in self.live:
-            raise ValueError(f"event {index} of the trace frees storage {storage}, which is not live")
-        allocation, block = self.live.pop(storage)
+    def _free(self, block: Block | None) -> None:
         if block is not None:
             self.allocator.free(block)
-            self.live_bytes -= allocation.bytes
 
     def _allocate_workspace(self, kernel: Kernel) -> None:
         backward = kernel.place.phase == "backward"
@@ -139,9 +104,9 @@ class _Replay:
             self.allocator.allocate(self.workspace_bytes)
 
 
-def _description(allocation: Allocation) -> Hashable:
-    return allocation.kind, allocation.unit, allocation.what, allocation.bytes, allocation.stream
-
-
-def _size(allocation: Allocation) -> Hashable:
-    return allocation.bytes
+_KEYS: tuple[Callable[[Allocation], Hashable], ...] = (
+    lambda each: (each.storage, each.bytes),
+    lambda each: (each.kind, each.unit, each.what, each.bytes, each.stream),
+    lambda each: each.bytes,
+)
+"""Ways to tell that a resident is a storage of the last step, the surest first."""

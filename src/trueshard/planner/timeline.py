@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from trueshard.planner import costs
 from trueshard.planner.hardware import Hardware, Mode
-from trueshard.planner.trace import Communication, Kernel, Phase, Place, Stream, Trace, Transfer
+from trueshard.planner.trace import Communication, Kernel, Phase, Stream, Trace, Transfer
 
 
 @dataclass(slots=True)
@@ -63,10 +63,10 @@ class Timeline:
 
 
 def schedule(trace: Trace, hardware: Hardware, ranks_per_node: int, mode: Mode = "eager") -> Timeline:
-    """Schedule the events of a step.
+    """Schedule the events of one rank's step; all ranks are assumed to be alike.
 
     Args:
-        trace: one rank's step; all ranks are assumed to be alike.
+        trace: the step.
         hardware: device with its links.
         ranks_per_node: neighbouring global ranks that share a node.
         mode: of the units, eager or compiled.
@@ -138,27 +138,27 @@ class _Scheduler:
         if event.stream == "host":
             self._on_host(i, event)
             return
-        place = event.place
+        phase = event.place.phase
         wait = issued = 0.0
         for position in event.after:
             if self.done.get(position, 0.0) > wait:
                 wait, issued = self.done[position], self.issued[position]
         if event.stream != "compute" and self.hardware.streams:
             if event.stream == "all_gather":
-                wait = max(wait, self._buffer_free(place.phase))
-            end = self._on_stream(event.stream, wait, seconds, i, event.op, place)
+                wait = max(wait, self._buffer_free(phase))
+            end = self._on_stream(event.stream, wait, seconds, i)
             for position in event.after:
                 self.done[position] = end  # readers of the collective's result read this kernel's
             return
         if event.op == "fsdp.chunk_cat":
             wait = max(wait, self.reduced)
-        elif place.phase not in ("forward", "backward"):
+        elif phase not in ("forward", "backward"):
             wait = max(wait, self.free["reduce_scatter"], self.free["all_reduce"])
-        end = self._on_compute(wait, seconds, i, event.op, place, issued=issued)
-        for position in event.after:
-            if getattr(self.events[position], "op", "") == "all_gather":
-                self._copied(place.phase, end)
-                break
+        end = self._on_compute(wait, seconds, i, issued=issued)
+        if any(getattr(self.events[position], "op", "") == "all_gather" for position in event.after):
+            # A unit's parameters have been copied out of their buffer.
+            self.may_gather = self.copied_out if phase == "forward" else end
+            self.copied_out = end
 
     def _communication(self, i: int, event: Communication) -> None:
         self.host += self.launch if event.stream == "compute" else self.launch_collective
@@ -166,68 +166,63 @@ class _Scheduler:
         if key not in self.lengths:
             self.lengths[key] = costs.communication_seconds(event, self.hardware, self.ranks_per_node)
             self.nodes = max(self.nodes, costs.spread(event, self.ranks_per_node)[1])
-        seconds = self.lengths[key]
         group = (event.ranks, event.stride)
-        wait = self.queues.get(group, 0.0)
-        for position in event.after:
-            wait = max(wait, self.done.get(position, 0.0))
-        stream = event.stream if self.hardware.streams else "compute"
-        if stream == "compute":
-            end = self._on_compute(wait, seconds, i, event.op, event.place, waited_for=seconds)
-        else:
-            if stream == "all_gather":
-                wait = max(wait, self._buffer_free(event.place.phase))
-            elif stream == "reduce_scatter":
-                wait = max(wait, self.compute)
-            end = self._on_stream(stream, wait, seconds, i, event.op, event.place)
+        wait = max([self.queues.get(group, 0.0), *(self.done.get(position, 0.0) for position in event.after)])
+        if self.hardware.streams and event.stream == "all_gather":
+            wait = max(wait, self._buffer_free(event.place.phase))
+        elif self.hardware.streams and event.stream == "reduce_scatter":
+            wait = max(wait, self.compute)
+        self.queues[group] = end = self._move(i, event.stream, wait, self.lengths[key])
         if event.op == "reduce_scatter":
             self.reduced = end
-        self.queues[group] = end
-        self.done[i], self.issued[i] = end, self.host
 
     def _transfer(self, i: int, event: Transfer) -> None:
         self.host += self.launch
-        seconds = event.bytes / self.hardware.host_bandwidth
         wait = self._buffer_free(event.place.phase) if event.direction == "to_device" else 0.0
-        if self.hardware.streams:
-            end = self._on_stream(event.stream, wait, seconds, i, event.direction, event.place)
+        self._move(i, event.stream, wait, event.bytes / self.hardware.host_bandwidth)
+
+    def _move(self, i: int, stream: Stream, wait: float, seconds: float) -> float:
+        """Schedule a communication or transfer and return its end; without streams, computation waits for it."""
+        if stream == "compute" or not self.hardware.streams:
+            end = self._on_compute(wait, seconds, i, waited_for=seconds)
         else:
-            end = self._on_compute(wait, seconds, i, event.direction, event.place, waited_for=seconds)
+            end = self._on_stream(stream, wait, seconds, i)
         self.done[i], self.issued[i] = end, self.host
+        return end
 
     def _on_host(self, i: int, event: Kernel) -> None:
         start = max([self.host, *(self.done.get(position, 0.0) for position in event.after)])
         self.host = start + costs.moved_bytes(event) / self.hardware.host_memory_bandwidth
-        self.line.spans.append(Span("host", start, self.host, event.op, event.place.phase, event.place.unit, i))
+        self._add("host", start, self.host, i)
 
-    def _on_compute(
-        self, wait: float, seconds: float, i: int, name: str, place: Place, waited_for: float = 0.0, issued: float = 0.0
-    ) -> float:
+    def _on_compute(self, wait: float, seconds: float, i: int, waited_for: float = 0.0, issued: float = 0.0) -> float:
         """Add a span to the compute stream, not before ``wait``, and return its end.
 
-        Args:
-            wait: when its inputs are available.
-            waited_for: seconds of the span that compute nothing.
-            issued: when the host issued its inputs' communication; before that the stream waits for the host.
+        ``waited_for``: seconds of the span that compute nothing; ``issued``: when the host issued its inputs'
+        communication, before which the stream waits for the host.
         """
         start = max(self.compute, self.host, wait)
         exposed = max(0.0, wait - max(self.compute, issued))
-        line = self.line
-        line.exposed_seconds += exposed + waited_for
-        line.host_seconds += start - self.compute - exposed
-        line.compute_seconds += seconds - waited_for
+        self.line.exposed_seconds += exposed + waited_for
+        self.line.host_seconds += start - self.compute - exposed
+        self.line.compute_seconds += seconds - waited_for
         self.compute = end = start + seconds
-        if place.phase != "forward":
+        if self.events[i].place.phase != "forward":
             self.before_forward = end
-        line.spans.append(Span("compute", start, end, name, place.phase, place.unit, i))
+        self._add("compute", start, end, i)
         return end
 
-    def _on_stream(self, stream: Stream, wait: float, seconds: float, i: int, name: str, place: Place) -> float:
+    def _on_stream(self, stream: Stream, wait: float, seconds: float, i: int) -> float:
         """Add a span to another stream, not before ``wait``, and return its end."""
         start = max(self.host, self.free[stream], wait)
         end = self.free[stream] = start + seconds
-        self.line.spans.append(Span(stream, start, end, name, place.phase, place.unit, i))
+        self._add(stream, start, end, i)
         return end
+
+    def _add(self, stream: Stream, start: float, end: float, i: int) -> None:
+        event = self.events[i]
+        name = getattr(event, "op", "") or getattr(event, "direction", "")
+        self.line.spans.append(Span(stream, start, end, name, event.place.phase, event.place.unit, i))
 
     def _buffer_free(self, phase: Phase) -> float:
         """Return when an all-gather issued now gets a buffer; a new forward waits for the events before it."""
@@ -235,11 +230,6 @@ class _Scheduler:
             self.may_gather = self.copied_out = max(self.before_forward, self.may_gather)
         self.in_forward = phase == "forward"
         return self.may_gather
-
-    def _copied(self, phase: Phase, end: float) -> None:
-        """Record that a unit's parameters have been copied out of their buffer."""
-        self.may_gather = self.copied_out if phase == "forward" else end
-        self.copied_out = end
 
 
 _OTHERS: tuple[Stream, ...] = ("all_gather", "reduce_scatter", "all_reduce", "transfer")

@@ -33,10 +33,11 @@ from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.distributed import device_of
 from trueshard.model import names
+from trueshard.model.names import Held
 from trueshard.model.snapshot import Snapshot, Trace
 from trueshard.optim.stepping import watch
 from trueshard.plans import MixedPrecision, Plan, Unit
-from trueshard.runtime.attachments import Attachments, Original, originals_of
+from trueshard.runtime.attachments import Attachments
 from trueshard.runtime.methods import GatheredOnAccess
 from trueshard.runtime.passes import Runtime
 from trueshard.runtime.replicated import HoldsWhole
@@ -54,9 +55,7 @@ _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
 def recompute(module: nn.Module, mode: str) -> None:
     """Make ``module`` recompute its forward in backward, in place.
 
-    Args:
-        module: any module with a forward.
-        mode: ``"full"`` keeps only the inputs for backward; ``"selective"`` also the costly operations' outputs.
+    ``"full"`` keeps only the inputs for backward; ``"selective"`` also the costly operations' outputs.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
@@ -120,9 +119,9 @@ def apply(
     names.hide_wrappers(model)
     root = names.unwrap(model)
     modules = dict(names.named_modules(root))
-    originals = originals_of(root)
+    originals = names.held_tensors(root, "parameters")
     replicated = {each.name for each in plan.replicated}
-    whole = {original.parameter for original in originals if original.name in replicated}
+    whole: set[Any] = {original.tensor for original in originals if original.name in replicated}
     _prepare_tensors(originals, whole, device_of(mesh))
     for unit in plan.units:
         _prepare_modules(unit, [modules[name] for name in unit.modules], plan.compile)
@@ -131,33 +130,23 @@ def apply(
     _torch.join_shards(root, SMALL)
     if sources is not None:
         _fill(root, sources, torch.device("cpu") if plan.offload == "cpu" else device_of(mesh))
+    assert isinstance(root, ShardedModule)
     attachments = Attachments(root, plan, mesh, modules, originals, hooked)
     attachments.move()
     _allow_deepcopy(attachments.runtime, before)
     return attachments.new_of
 
 
-def _prepare_tensors(originals: list[Original], whole: set[nn.Parameter], device: torch.device) -> None:
+def _prepare_tensors(originals: list[Held], whole: set[nn.Parameter], device: torch.device) -> None:
     for original in originals:
-        parameter = original.parameter
+        parameter = original.tensor
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
         if parameter in whole:
             if not parameter.is_meta:
                 parameter.data = parameter.data.to(device)
             for module, _ in original.places:
-                _mix_in(module, HoldsWhole)
-
-
-def _mix_in(module: nn.Module, mixin: type) -> None:
-    if not isinstance(module, mixin):
-        cls: Any = type(module)
-        object.__setattr__(module, "__class__", _mixed(cls, mixin))
-
-
-@functools.cache
-def _mixed(cls: type, mixin: type) -> type:
-    return type(cls.__name__, (mixin, cls), {})
+                names.mix_in(module, HoldsWhole)
 
 
 def _prepare_modules(unit: Unit, modules: list[nn.Module], compile_blocks: bool) -> None:
@@ -167,7 +156,7 @@ def _prepare_modules(unit: Unit, modules: list[nn.Module], compile_blocks: bool)
         if compile_blocks and unit.kind == "block" and not _torch.is_compiled_in_place(module):
             module.compile()
         if unit.kind != "root" and _torch.own_parameters(module) and not _torch.is_compiled_in_place(module):
-            _mix_in(module, GatheredOnAccess)
+            names.mix_in(module, GatheredOnAccess)
 
 
 def _depth(unit: Unit) -> int:
@@ -177,60 +166,36 @@ def _depth(unit: Unit) -> int:
 def _shard_unit(
     unit: Unit, modules: Mapping[str, nn.Module], plan: Plan, mesh: DeviceMesh, whole: set[nn.Parameter]
 ) -> None:
-    members = [modules[name] for name in unit.modules]
+    members: Any = [modules[name] for name in unit.modules]
     policy = unit.reshard_after_forward
-    # An integer is set after all units are made: fully_shard would make process groups for each unit.
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": policy if isinstance(policy, bool) else True}
-    options["mp_policy"] = precision_policy(plan.mixed_precision)
-    options["offload_policy"] = CPUOffloadPolicy() if plan.offload == "cpu" else OffloadPolicy()
-    if mesh.device_type == "cpu" and plan.offload == "cpu":
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    if whole:
-        options["ignored_params"] = whole
-    fully_shard(members[0] if len(members) == 1 else members, **options)
+    mixed = plan.mixed_precision or MixedPrecision()
+    compute, reduce, output = mixed.compute, mixed.reduce, mixed.output
+    dtypes: dict[str | None, torch.dtype] = {n: getattr(torch, n) for n in (compute, reduce, output) if n}
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if plan.offload == "cpu" else OffloadPolicy()
+    fully_shard(
+        members[0] if len(members) == 1 else members,
+        mesh=mesh,
+        # An integer is set after all units are made: fully_shard would make process groups for each unit.
+        reshard_after_forward=policy if isinstance(policy, bool) else True,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=dtypes.get(compute),
+            reduce_dtype=dtypes.get(reduce),
+            output_dtype=dtypes.get(output),
+            cast_forward_inputs=mixed.cast_inputs,
+        ),
+        offload_policy=offload,
+        ignored_params=whole or None,
+    )
     if not unit.unshard_in_backward:
         assert isinstance(members[0], ShardedModule)
         members[0].set_unshard_in_backward(False)
-
-
-def precision_policy(mixed: MixedPrecision | None) -> MixedPrecisionPolicy:
-    """Return torch's policy object for a plan's choice."""
-    if mixed is None:
-        return MixedPrecisionPolicy()
-    dtype = {None: None} | {name: getattr(torch, name) for name in (mixed.compute, mixed.reduce, mixed.output) if name}
-    return MixedPrecisionPolicy(
-        param_dtype=dtype[mixed.compute],
-        reduce_dtype=dtype[mixed.reduce],
-        output_dtype=dtype[mixed.output],
-        cast_forward_inputs=mixed.cast_inputs,
-    )
-
-
-def splits_statistics(root: nn.Module) -> str | None:
-    """Return a warning if batch normalisation would see one rank's part of the batch only."""
-    found = [
-        name
-        for name, module in names.named_modules(root)
-        if isinstance(module, _torch.BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
-    ]
-    if not found:
-        return None
-    return (
-        f"{found[0]!r} (and {len(found) - 1} more) normalises by the statistics of each rank's part of the batch, "
-        "which is not what one device computes; use nn.SyncBatchNorm.convert_sync_batchnorm(model) before shard()"
-    )
 
 
 # copy.deepcopy
 
 
 def _allow_deepcopy(runtime: Runtime, before: Snapshot) -> None:
-    """Make ``copy.deepcopy`` of the sharded model work; of one unit alone it is refused.
-
-    Args:
-        runtime: the model's; everything else has been installed on its modules.
-        before: the modules before that.
-    """
+    """Make ``copy.deepcopy`` of the sharded model work; of one unit alone it is refused."""
     root: Any = runtime.root
     for module in root.modules():
         if isinstance(module, ShardedModule) and module is not root:

@@ -7,7 +7,7 @@ and shows a third one, the gathered parameter, to the forward.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -18,12 +18,13 @@ from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.model import names
 from trueshard.model.intent import attributes_of
+from trueshard.model.names import Held
 from trueshard.optim.rebind import shard_like
 from trueshard.plans import Plan, Unit
 from trueshard.runtime.gradients import GradientHooks
 from trueshard.runtime.methods import (
-    CarryOnce,
     after_gathering,
+    carry_attributes,
     gather_in_methods,
     gather_in_submodules,
     keep_gathered_in,
@@ -34,60 +35,29 @@ from trueshard.runtime.replicated import ReplicatedGradients, WholeParameter
 
 
 @dataclass
-class Original:
-    """A parameter before sharding."""
-
-    name: str
-    parameter: nn.Parameter
-    places: list[tuple[nn.Module, str]]
-    """Every (module, attribute) that holds it."""
-
-
-def originals_of(root: nn.Module) -> list[Original]:
-    """Return each parameter once, in the model's order."""
-    found: dict[int, Original] = {}
-    for name, module, attribute, tensor in names.named_tensors(root, "parameters"):
-        assert isinstance(tensor, nn.Parameter)
-        found.setdefault(id(tensor), Original(name, tensor, [])).places.append((module, attribute))
-    return list(found.values())
-
-
 class Attachments:
-    """Moves attributes, hooks and gradients of the originals to the shards; one use.
+    """Moves attributes, hooks and gradients of the originals to the shards; one use."""
 
-    Args:
-        root: the model, with every unit sharded.
-        plan: the plan that was applied.
-        mesh: its mesh.
-        modules: the model's modules by name.
-        originals: the parameters as they were.
-        hooked: parameters on which some rank has a gradient hook.
-    """
+    root: ShardedModule
+    """With every unit sharded."""
+    plan: Plan
+    mesh: DeviceMesh
+    modules: Mapping[str, nn.Module]
+    originals: list[Held]
+    hooked: Collection[str]
+    """Names of parameters on which some rank has a gradient hook."""
+    new_of: dict[int, nn.Parameter] = field(default_factory=dict)
+    """``id`` of each original parameter → the parameter that took its place."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        plan: Plan,
-        mesh: DeviceMesh,
-        modules: Mapping[str, nn.Module],
-        originals: list[Original],
-        hooked: Collection[str],
-    ) -> None:
-        assert isinstance(root, ShardedModule)
-        self.root, self.plan, self.modules, self.originals, self.hooked = root, plan, modules, originals, hooked
-        self.new_of: dict[int, nn.Parameter] = {}
-        """``id`` of each original parameter → the parameter that took its place."""
+    def __post_init__(self) -> None:
+        plan, mesh = self.plan, self.mesh
         replicated = {each.name for each in plan.replicated}
         compute = plan.mixed_precision.compute if plan.mixed_precision else None
         dtype = getattr(torch, compute) if compute else None
-        self.whole = {
-            id(o.parameter): WholeParameter(o.name, o.places, o.parameter, mesh, dtype)
-            for o in originals
-            if o.name in replicated
-        }
-        self.runtime = Runtime(root, plan, mesh, ReplicatedGradients(list(self.whole.values()), mesh))
+        self.whole = {o.name: WholeParameter(o, mesh, dtype) for o in self.originals if o.name in replicated}
+        self.runtime = Runtime(self.root, plan, mesh, ReplicatedGradients(list(self.whole.values()), mesh))
         self._unit_of = {module: unit for unit in plan.units for module in unit.modules}
-        self._name_of = {id(module): name for name, module in modules.items()}
+        self._name_of = {id(module): name for name, module in self.modules.items()}
 
     def move(self) -> None:
         """Move all, and install the runtime: the model is ready for its first pass."""
@@ -97,20 +67,20 @@ class Attachments:
             module, attribute = original.places[0]
             new = _torch.own_parameters(module)[attribute]
             assert new is not None
-            self.new_of[id(original.parameter)] = new
-            new.__dict__.update(attributes_of(original.parameter))
-            if original.parameter.grad is not None and isinstance(new, DTensor):
-                new.grad = shard_like(original.parameter.grad, new)
+            self.new_of[id(original.tensor)] = new
+            new.__dict__.update(attributes_of(original.tensor))
+            if original.tensor.grad is not None and isinstance(new, DTensor):
+                new.grad = shard_like(original.tensor.grad, new)
             unit = self._enclosing_unit(module)
-            if (whole := self.whole.get(id(original.parameter))) is not None:
-                self._move_whole(whole, original, self._module(unit))
+            if (whole := self.whole.get(original.name)) is not None:
+                self._move_whole(whole, self._module(unit))
             else:
                 by_unit[unit.name].append((original.name, new))
                 self._move_sharded(original, new, unit)
         with_lists = self._units_with_lists()
         for unit in self.plan.units:
             module = self._module(unit)
-            runtime.units.append((module, [parameter for _, parameter in by_unit[unit.name]]))
+            runtime.units[module] = [parameter for _, parameter in by_unit[unit.name]]
             runtime.usage.add(module, by_unit[unit.name], holds_list=unit.name in with_lists)
             if not isinstance(unit.reshard_after_forward, bool):
                 _torch.set_reshard_after_forward(module, unit.reshard_after_forward, runtime.meshes)
@@ -131,35 +101,28 @@ class Attachments:
         return found
 
     def _enclosing_unit(self, module: nn.Module) -> Unit:
-        name = self._name_of[id(module)]
-        while name not in self._unit_of:
-            name = name.rpartition(".")[0]
-        return self._unit_of[name]
+        return names.nearest_above(self._name_of[id(module)], self._unit_of)
 
     def _module(self, unit: Unit) -> ShardedModule:
         module = self.modules[unit.modules[0]]
         assert isinstance(module, ShardedModule)
         return module
 
-    def _move_whole(self, whole: WholeParameter, original: Original, unit: ShardedModule) -> None:
+    def _move_whole(self, whole: WholeParameter, unit: ShardedModule) -> None:
         runtime = self.runtime
-        whole.attributes = attributes_of(original.parameter)
-        whole.leaf.__dict__.update(whole.attributes)
         whole.computing = lambda: (
             torch.compiler.is_compiling() or runtime.is_in(State.PASS) or _torch.in_backward() or _torch.in_pass(unit)
         )
         whole.used = runtime.begin_backward
 
-    def _move_sharded(self, original: Original, new: nn.Parameter, unit: Unit) -> None:
-        found = attributes_of(original.parameter)
+    def _move_sharded(self, original: Held, new: nn.Parameter, unit: Unit) -> None:
         gathers = original.name in self.hooked
-        hooks = GradientHooks(original.parameter, gathers) if gathers or GradientHooks.on(original.parameter) else None
-        if hooks is not None:
-            self.runtime.call_hooks(new, hooks, self._module(unit))
-        if found:
+        if gathers or GradientHooks.on(original.tensor):
+            self.runtime.call_hooks(new, GradientHooks(original.tensor, gathers), self._module(unit))
+        if found := attributes_of(original.tensor):
             module, attribute = original.places[0]
             for name in unit.modules:
-                CarryOnce(module, attribute, found).install(self.modules[name])
+                carry_attributes(self.modules[name], module, attribute, found)
 
     def _gather_beside_forward(self) -> None:
         runtime = self.runtime

@@ -34,35 +34,28 @@ def shard(
     how: Plan | Choices,
     mesh: DeviceMesh | None,
 ) -> Plan:
-    """Shard ``model`` and ``optimizers`` by a plan or by choices; see ``trueshard.shard``. Collective.
-
-    Args:
-        model: the user's.
-        optimizers: over its parameters.
-        how: a plan, or choices without ``"auto"``.
-        mesh: None: all ranks shard.
-    """
+    """Shard ``model`` and ``optimizers`` by a plan, or by choices without ``"auto"``; see ``trueshard.shard``."""
     mesh = distributed.ensure_mesh(mesh)
-    with together(mesh):
+    with agreement.together(mesh):
         _torch.check_torch()
         check_arguments(model, optimizers, how)
         snapshot = Snapshot(model, optimizers)
     try:
-        with together(mesh):
+        with agreement.together(mesh):
             names.hide_wrappers(model)
             before, originals = intent.capture(model, optimizers)
-            refuse(names.unwrap(model), before, originals)
+            refuse(names.unwrap(model), originals.parameters)
             resolved = resolve(model, how, tuple(mesh.shape))
             verdicts = [classify(optimizer) for optimizer in optimizers]
-        pairs = list(zip(before.parameters, originals.parameters, strict=True))
         facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key != "units"]
         facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
         facts += [(f"optimizer {i}'s way to step", manner(each)) for i, each in enumerate(verdicts)]
         agreement.agree_on_structure(before, facts, mesh)
-        hooked = agreement.union((r.name for r, p in pairs if _torch.gradient_hooks(p)[0]), mesh)
-        with together(mesh):
-            _equalise(before, originals, optimizers, mesh)
-            new_of = apply.apply(model, resolved, mesh, hooked=hooked)
+        hooked = [p.name for p in originals.parameters if _torch.gradient_hooks(p.tensor)[0]]
+        hooked_anywhere: set[str] = set().union(*distributed.gather_objects(hooked, mesh))
+        with agreement.together(mesh):
+            _equalise(originals, optimizers, mesh)
+            new_of = apply.apply(model, resolved, mesh, hooked=hooked_anywhere)
             for optimizer, verdict in zip(optimizers, verdicts, strict=True):
                 rebind(optimizer, new_of, [each.is_rows for each in verdict])
             after, _ = intent.capture(model, optimizers)
@@ -73,7 +66,8 @@ def shard(
         snapshot.restore()
         raise
     # Only now: parameters that a failure put back must not count as replaced.
-    watch(names.unwrap(model), {record.name: p for record, p in pairs if new_of[id(p)] is not p})
+    replaced = {p.name: p.tensor for p in originals.parameters if new_of[id(p.tensor)] is not p.tensor}
+    watch(names.unwrap(model), replaced)
     _torch.find_every_inf()
     _torch.average_mixed_lists()
     for optimizer, verdict in zip(optimizers, verdicts, strict=True):
@@ -81,22 +75,20 @@ def shard(
     return resolved
 
 
-@contextlib.contextmanager
-def together(mesh: DeviceMesh) -> Iterator[None]:
-    """Raise on every rank of the mesh if the block raises on any. Collective."""
-    error: BaseException | None = None
-    try:
-        yield
-    except BaseException as caught:
-        error = caught
-    agreement.agree_on_success(error, mesh)
-
-
 def _warn(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     if mesh.size() == 1:
         return
-    if words := apply.splits_statistics(names.unwrap(model)):
-        warnings.warn(words, stacklevel=3)
+    split = [
+        name
+        for name, module in names.named_modules(model)
+        if isinstance(module, _torch.BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
+    ]
+    if split:
+        warnings.warn(
+            f"{split[0]!r} (and {len(split) - 1} more) normalises by the statistics of each rank's part of the batch, "
+            "which is not what one device computes; use nn.SyncBatchNorm.convert_sync_batchnorm(model) before shard()",
+            stacklevel=3,
+        )
     if len(plan.units) == 1:
         warnings.warn(
             "the whole model is one unit, so each rank gathers all of it at once; name its blocks with units=...",
@@ -149,32 +141,34 @@ def resolve(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> Pl
     return choices.apply_words(plan, ranks[-1])
 
 
-def _equalise(before: intent.Intent, originals: intent.Originals, optimizers: Any, mesh: Any) -> None:
+def _equalise(originals: intent.Originals, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh) -> None:
     """Take rank 0's values where ranks were initialised differently, with a warning."""
-    tensors = list(zip((r.name for r in before.parameters), originals.parameters, strict=True))
-    agreement.announce("parameters", agreement.take_from_first_rank(tensors, mesh))
-    buffers = list(zip((r.name for r in before.buffers), originals.buffers, strict=True))
-    agreement.announce("buffers", agreement.take_from_first_rank(buffers, mesh))
-    grads = [(name, tensor.grad) for name, tensor in tensors if tensor.grad is not None]
-    agreement.announce("gradients", agreement.take_from_first_rank(grads, mesh))
-    name_of = {id(p): r.name for r, p in zip(before.parameters, originals.parameters, strict=True)}
-    state = [
-        (f"{name_of[id(parameter)]}.{key}", value)
-        for optimizer in optimizers
-        for parameter, entries in optimizer.state.items()
-        if id(parameter) in name_of
-        for key, value in entries.items()
-        if isinstance(value, torch.Tensor)
-    ]
-    agreement.announce("tensors of optimizer state", agreement.take_from_first_rank(state, mesh))
+    name_of = {held.tensor: held.name for held in originals.parameters}
+    kinds = {
+        "parameters": [(held.name, held.tensor) for held in originals.parameters],
+        "buffers": [(held.name, held.tensor) for held in originals.buffers],
+        "gradients": [(name, tensor.grad) for tensor, name in name_of.items() if tensor.grad is not None],
+        "tensors of optimizer state": [
+            (f"{name_of[parameter]}.{key}", value)
+            for optimizer in optimizers
+            for parameter, entries in optimizer.state.items()
+            if parameter in name_of
+            for key, value in entries.items()
+            if isinstance(value, torch.Tensor)
+        ],
+    }
+    for kind, tensors in kinds.items():
+        if differing := agreement.take_from_first_rank(tensors, mesh):
+            shown = ", ".join(map(repr, differing[:5])) + (", …" if len(differing) > 5 else "")
+            warnings.warn(
+                f"{len(differing)} {kind} differed between ranks and now have rank 0's values: {shown}. "
+                "Seed every rank alike before making the model to silence this.",
+                stacklevel=3,
+            )
 
 
 def sharded(model: nn.Module) -> Runtime:
-    """Return the runtime of a sharded model.
-
-    Raises:
-        ValueError: ``shard()`` was not called on ``model``.
-    """
+    """Return the runtime of a sharded model; raise ValueError if ``shard()`` was not called on it."""
     runtime = runtime_of(names.unwrap(model))
     if runtime is None:
         raise ValueError(f"this {type(model).__name__} is not sharded; call trueshard.shard(model, ...) first")
@@ -213,7 +207,7 @@ def set_reshard_after_forward(model: nn.Module, policy: str | int | Mapping[str,
     plan = dataclasses.replace(runtime.plan, reshard_after_forward=policy)
     values = choices.reshard_values(plan, policy, runtime.mesh.shape[-1])
     plan = dataclasses.replace(plan, resolved_for=plan.policies)
-    for (module, _), value in zip(runtime.units, values, strict=True):
+    for module, value in zip(runtime.units, values, strict=True):
         module.reshard()
         _torch.set_reshard_after_forward(module, value, runtime.meshes)
     units = (dataclasses.replace(u, reshard_after_forward=v) for u, v in zip(plan.units, values, strict=True))

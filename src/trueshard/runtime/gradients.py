@@ -15,8 +15,9 @@ expert without a token), the packs do not fit, or worse, fit by accident.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,11 +41,9 @@ def add_gradient(parameter: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 class GradientHooks:
-    """The hooks that the user set on one parameter.
+    """The hooks that the user set on one parameter, in torch's own dictionaries.
 
-    Args:
-        original: the parameter on which they are set; its hook dictionaries are taken over.
-        gathers: gather the whole gradient for them; the same on every rank.
+    ``gathers``: gather the whole gradient for them; the same on every rank.
     """
 
     def __init__(self, original: torch.Tensor, gathers: bool = False) -> None:
@@ -93,11 +92,7 @@ class GradientHooks:
 
 
 class Usage:
-    """Tracks which parameters of one sharded model get gradients.
-
-    Args:
-        mesh: the ranks.
-    """
+    """Tracks which parameters of one sharded model get gradients."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -123,17 +118,13 @@ class Usage:
             for _, sharded, gathered in _torch.gathered_parameters(module, recurse=False):
                 if gathered.requires_grad and id(gathered) not in self._marked:
                     self._marked.add(id(gathered))
-                    gathered.register_post_accumulate_grad_hook(self._marker(id(sharded)))
+                    gathered.register_post_accumulate_grad_hook(functools.partial(self._mark, id(sharded)))
 
-    def _marker(self, key: int) -> Callable[[torch.Tensor], None]:
-        return lambda _: self._used.add(key)
+    def _mark(self, key: int, _: torch.Tensor) -> None:
+        self._used.add(key)
 
     def end(self) -> None:
-        """End a backward that reduced gradients. Collective, where anything is to be compared.
-
-        Raises:
-            RuntimeError: ranks reached different parameters; the message names one and the remedy.
-        """
+        """End a backward that reduced gradients; raise if ranks reached different parameters. May be collective."""
         self._forget_zeros()
         missing = [name for name, parameter in self._elsewhere if parameter.requires_grad and parameter.grad is None]
         if missing and len(missing) < len(self._elsewhere):

@@ -72,13 +72,9 @@ def _writes(word: str) -> bool:
 def in_a_pass(
     runtime: Runtime, module: nn.Module, function: Callable[..., Any], gathered: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Wrap ``function`` so that a call outside a pass of ``module`` is a pass itself.
+    """Wrap ``function``, which reads parameters of ``module``, so that a call outside a pass of it is a pass itself.
 
-    Args:
-        runtime: the model's.
-        module: the unit whose parameters ``function`` reads.
-        function: called inside a pass.
-        gathered: the same function behind FSDP2's forward hooks.
+    ``gathered``: the same function behind FSDP2's forward hooks.
     """
 
     @functools.wraps(function)
@@ -114,7 +110,7 @@ def gather_in_submodules(runtime: Runtime) -> None:
     root.__dict__["_trueshard_call"] = lambda function, *args, **kwargs: function(*args, **kwargs)
     register_fsdp_forward_method(root, "_trueshard_call")
     behind_hooks = root.__dict__["_trueshard_call"]
-    mine = {id(p) for module, parameters in runtime.units if module is runtime.root for p in parameters}
+    mine = {id(p) for p in runtime.units[runtime.root]}
     for module in root.modules():
         direct = {id(p) for p in _torch.own_parameters(module).values()}
         if module is root or not direct & mine:
@@ -164,26 +160,16 @@ def after_gathering(unit: nn.Module, function: Callable[[], Any]) -> Any:
     return handle
 
 
-class CarryOnce:
-    """Gives the gathered parameter, at the first pass, the attributes that the user set on the original.
+def carry_attributes(unit: nn.Module, module: nn.Module, attribute: str, found: dict[str, Any]) -> None:
+    """Give a gathered parameter, at the first pass of ``unit``, the attributes that the user set on the original.
 
     FSDP2 makes the gathered parameter when it gathers for the first time, and keeps that object.
-
-    Args:
-        module: holds the parameter.
-        attribute: the parameter's name there.
-        found: the user's attributes.
     """
 
-    def __init__(self, module: nn.Module, attribute: str, found: dict[str, Any]) -> None:
-        self.module, self.attribute, self.found = module, attribute, found
-
-    def install(self, unit: nn.Module) -> None:
-        """Wait for the first pass of ``unit``, which gathers the parameter."""
-        self._handle = after_gathering(unit, self._carry)
-
-    def _carry(self) -> None:
-        gathered = _torch.own_parameters(self.module)[self.attribute]
+    def carry() -> None:
+        gathered = _torch.own_parameters(module)[attribute]
         if gathered is not None and not isinstance(gathered, DTensor):
-            self._handle.remove()
-            gathered.__dict__.update(self.found)
+            handle.remove()
+            gathered.__dict__.update(found)
+
+    handle = after_gathering(unit, carry)

@@ -38,9 +38,6 @@ from trueshard.runtime.replicated import ReplicatedGradients
 
 KEY = "_trueshard"
 
-_Unit = tuple[ShardedModule, list[nn.Parameter]]
-"""A unit's first module and its sharded parameters."""
-
 
 class State(enum.Enum):
     """What a sharded model is doing; the file's docstring is the glossary."""
@@ -63,8 +60,8 @@ class Runtime:
         self.usage = Usage(mesh)
         self.meshes: dict[Any, DeviceMesh] = {}
         """Smaller meshes, for units that reshard to a number of ranks."""
-        self.units: list[_Unit] = []
-        """In the plan's order."""
+        self.units: dict[ShardedModule, list[nn.Parameter]] = {}
+        """A unit's first module → its sharded parameters, in the plan's order."""
         self.gathered: Callable[[], list[ShardedModule]] = list
         """Return the units that are gathered now."""
         self.hooked: list[ShardedModule] = []
@@ -73,7 +70,6 @@ class Runtime:
         """True while gradients add up on each rank without being reduced: the user's setting, not a state."""
         self.trace: Trace | None = None
         self.states: list[State] = []
-        self._parameters_of: dict[ShardedModule, list[nn.Parameter]] = {}
         self._gathered_before: set[ShardedModule] = set()
         """Units that were gathered when the outermost pass began."""
         self._gathered_at_end: list[ShardedModule] = []
@@ -104,8 +100,7 @@ class Runtime:
         """Put the hooks on the root. Called after every ``fully_shard``."""
         root: Any = self.root
         root.__dict__[KEY] = self
-        self.gathered = _torch.gathered_units(module for module, _ in self.units)
-        self._parameters_of = dict(self.units)
+        self.gathered = _torch.gathered_units(self.units)
         self._trainable = self._trainability()
         self._adopt_hooks()
         root.register_load_state_dict_pre_hook(self._shard_loaded)
@@ -116,7 +111,7 @@ class Runtime:
         root.register_forward_hook(lambda *_: self.leave(), always_call=True)
 
     def _version(self, module: ShardedModule) -> int:
-        return sum(map(_torch.version, self._parameters_of[module]))
+        return sum(map(_torch.version, self.units[module]))
 
     def _set_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set as torch's setter does, but let units with a gradient hook, which means the global one, always reduce."""
@@ -169,7 +164,7 @@ class Runtime:
         """Leave a pass, whether it returned or raised."""
         self._leave_state(State.PASS)
         if not self.is_in(State.PASS, State.SHARED) and not torch.is_grad_enabled() and not _torch.in_backward():
-            self.free_but(self._gathered_before)
+            self.free(self._gathered_before)
 
     def end(self, output: Any) -> None:
         """Register the ``output`` of a pass for backward, and remember the versions of what is gathered."""
@@ -195,7 +190,7 @@ class Runtime:
         finally:
             self._leave_state(State.SHARED)
             if not self.is_in(State.SHARED, State.PASS):
-                self.free_but(before)
+                self.free(before)
 
     def _write_back(self, modules: list[ShardedModule]) -> None:
         """Copy to the shards what was written to gathered parameters since the last pass, ``requires_grad`` too."""
@@ -214,32 +209,24 @@ class Runtime:
         self._inference_buffers = True
         gathered = self.gathered()
         with torch.inference_mode(False):
-            for module, _ in self.units:
+            for module in self.units:
                 if module not in gathered:
                     module.unshard()
                     module.reshard()
 
-    def free(self) -> None:
-        """Free every gathered parameter."""
-        self.free_but(())
-
-    def free_but(self, kept: Collection[ShardedModule]) -> None:
+    def free(self, kept: Collection[ShardedModule] = ()) -> None:
         """Free the gathered parameters of all units but ``kept``."""
-        for module, _ in self.units:
+        for module in self.units:
             if module not in kept:
                 module.reshard()
 
     def _trainability(self) -> list[Any]:
-        return [(p.requires_grad, p.dtype) for _, parameters in self.units for p in parameters]
+        return [(p.requires_grad, p.dtype) for parameters in self.units.values() for p in parameters]
 
     def _refresh_trainable(self) -> None:
-        """Let FSDP2 read ``requires_grad`` and dtypes again, which it does only once.
-
-        Raises:
-            RuntimeError: a unit now has trainable parameters of two dtypes.
-        """
+        """Let FSDP2 read ``requires_grad`` and dtypes again, which it does only once."""
         self.free()
-        for unit, (module, parameters) in zip(self.plan.units, self.units, strict=True):
+        for unit, (module, parameters) in zip(self.plan.units, self.units.items(), strict=True):
             dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
             if len(dtypes) > 1:
                 shown = " and ".join(sorted(str(dtype) for dtype in dtypes))
@@ -323,7 +310,7 @@ class Runtime:
 
     def _adopt_hooks(self) -> None:
         """Take over hooks set on shards after ``shard()``: FSDP2 writes their gradients, so autograd calls none."""
-        for unit, parameters in self.units:
+        for unit, parameters in self.units.items():
             for parameter in parameters:
                 if _torch.gradient_hooks(parameter)[0] and id(parameter) not in self._hooks:
                     hooks = GradientHooks(parameter, gathers=True)

@@ -19,42 +19,25 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from trueshard import _torch
 from trueshard.distributed import groups_of
+from trueshard.model.intent import attributes_of
+from trueshard.model.names import Held
 from trueshard.runtime.gradients import GradientHooks, add_gradient
 
 _KEY = "_trueshard_whole"
 
 
 class WholeParameter:
-    """One replicated parameter.
+    """One replicated parameter, over the memory of the original; the forward sees it in the compute dtype."""
 
-    Args:
-        name: its first name.
-        places: every (module, attribute) that holds it.
-        original: the parameter before sharding; its memory goes on.
-        mesh: the ranks.
-        compute: dtype in which the forward sees it; None: as stored.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        places: Sequence[tuple[nn.Module, str]],
-        original: nn.Parameter,
-        mesh: DeviceMesh,
-        compute: torch.dtype | None,
-    ) -> None:
-        self.name, self.places, self.compute = name, list(places), compute
-        self.hooks = GradientHooks(original) if GradientHooks.on(original) else None
-        self.attributes: dict[str, Any] = {}
+    def __init__(self, original: Held, mesh: DeviceMesh, compute: torch.dtype | None) -> None:
+        self.places, self.compute = original.places, compute
+        self.hooks = GradientHooks(original.tensor) if GradientHooks.on(original.tensor) else None
+        self._attributes = attributes_of(original.tensor)
         self.computing: Callable[[], bool] = lambda: False
         self.used: Callable[[], Any] = lambda: None
-        module, attribute = self.places[0]
-        held = _torch.own_parameters(module)[
-            attribute
-        ]  # not the original itself: a copy may have been given memory since
-        assert held is not None
-        shown = DTensor.from_local(held.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-        parameter = nn.Parameter(shown, requires_grad=original.requires_grad)
+        held = self.parameter.detach()  # not the original itself: a copy may have been given memory since
+        shown = DTensor.from_local(held, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        parameter = nn.Parameter(shown, requires_grad=original.tensor.requires_grad)
         for module, attribute in self.places:
             _torch.own_parameters(module)[attribute] = parameter
             module.__dict__.setdefault(_KEY, {})[attribute] = self
@@ -71,7 +54,7 @@ class WholeParameter:
     def _make_leaf(self) -> None:
         self._memory = _torch.local(self.parameter)
         self.leaf = nn.Parameter(self._memory.detach(), requires_grad=False)
-        self.leaf.__dict__.update(self.attributes)
+        self.leaf.__dict__.update(self._attributes)
         self._follow()
 
     def _follow(self) -> None:
@@ -118,12 +101,7 @@ class HoldsWhole(nn.Module):
 
 
 class ReplicatedGradients:
-    """Averages the gradients of replicated parameters over ranks.
-
-    Args:
-        parameters: in the model's order, the same on every rank.
-        mesh: the ranks to average over.
-    """
+    """Averages the gradients of replicated parameters, in the model's order, over ranks."""
 
     def __init__(self, parameters: Sequence[WholeParameter], mesh: DeviceMesh) -> None:
         self.parameters = list(parameters)
@@ -133,9 +111,7 @@ class ReplicatedGradients:
     def reduce(self, *, only_hooked: bool = False) -> None:
         """Average at the end of a backward. Collective over the mesh.
 
-        Args:
-            only_hooked: average only parameters with a gradient hook, which means the global gradient; the others
-                accumulate without communication.
+        ``only_hooked``: average parameters with a gradient hook, which means the global gradient; others accumulate.
         """
         by_device: dict[torch.device, list[WholeParameter]] = {}
         for whole in self.parameters:

@@ -7,6 +7,4 @@
 - `recipe`: the settings become model, optimizer, data, loss and callbacks;
 - `models`, `data`, `losses`, `optimizer`: these parts;
 - `showing`: what is measured, written and drawn.
-
-`import trueshard` imports nothing of this.
 """

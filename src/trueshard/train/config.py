@@ -1,15 +1,14 @@
 """The training configuration: one frozen pydantic model a section, validated on construction.
 
 - Strict: a string is not a number, an unknown key is an error; nothing is coerced or ignored.
-- Frozen: no field changes after parsing, so every rank and the launcher see one configuration.
+- Frozen: every rank and the launcher see one configuration.
 - Paths are relative to the current directory; `~` is expanded where they are used.
 - The docstrings of sections and fields are the reference, `docs/configuration.md`.
-
-`trueshard.train.parse` reads files and overrides into `Config` and words the errors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,6 +38,14 @@ class Section(BaseModel):
     """A table of the configuration."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+def _one_of(found: Mapping[str, Any], *, required: bool = True) -> None:
+    """Raise unless exactly one (or, unless ``required``, at most one) of the keys has a value."""
+    given = [key for key, value in found.items() if value not in (None, [])]
+    if len(given) > 1 or (required and not given):
+        wanted = f"exactly one of {', '.join(found)}" if required else f"one of {', '.join(found)}"
+        raise ValueError(f"wanted {wanted}; found {' and '.join(given) or 'none of them'}")
 
 
 class RunSection(Section):
@@ -78,12 +85,9 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
-        given = [name for name in ("path", "config", "architecture") if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = " and ".join(f"model.{name}" for name in given) or "none of them"
-            raise ValueError(f"wanted exactly one of model.path, model.config, model.architecture; found {found}")
+        _one_of({"model.path": self.path, "model.config": self.config, "model.architecture": self.architecture})
         if self.fields and self.architecture is None:
-            raise ValueError(f"model.fields goes with model.architecture only; remove it, or model.{given[0]}")
+            raise ValueError("model.fields goes with model.architecture only; remove it, or set that")
         return self
 
     def place(self) -> Path:
@@ -127,8 +131,7 @@ class TokenizerSection(Section):
 
     @model_validator(mode="after")
     def _at_most_one(self) -> TokenizerSection:
-        if self.path is not None and self.vocab_size is not None:
-            raise ValueError("wanted one of tokenizer.path and tokenizer.vocab_size; found both: remove one")
+        _one_of({"tokenizer.path": self.path, "tokenizer.vocab_size": self.vocab_size}, required=False)
         return self
 
 
@@ -172,9 +175,7 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _one_place(self) -> DataSection:
-        if (self.path is None) == (not self.sources):
-            found = "both" if self.sources else "none of them"
-            raise ValueError(f"wanted exactly one of data.path and data.sources; found {found}")
+        _one_of({"data.path": self.path, "data.sources": self.sources})
         return self
 
     def places(self) -> list[SourceSection]:
@@ -229,9 +230,7 @@ class TrainSection(Section):
 
     @model_validator(mode="after")
     def _one_end(self) -> TrainSection:
-        if (self.steps is None) == (self.epochs is None):
-            found = "none of them" if self.steps is None else "both"
-            raise ValueError(f"wanted exactly one of train.steps and train.epochs; found {found}")
+        _one_of({"train.steps": self.steps, "train.epochs": self.epochs})
         return self
 
 
@@ -387,14 +386,11 @@ class Config(Section):
             raise ValueError('[preference] goes with data.format = "preference" only; remove it, or set that')
         if (self.schedule.class_path or "").endswith("ReduceLROnPlateau") and self.evaluation is None:
             raise ValueError("schedule.class goes by the evaluation's loss, and there is no [evaluation]; add one")
-        for key in ("packing", "answers_only"):
-            formats = ("chat",) if key == "packing" else ("chat", "vision")
+        for key, formats in {"packing": ("chat",), "answers_only": ("chat", "vision")}.items():
             if key in self.data.model_fields_set and self.data.format not in formats:
                 raise ValueError(f'data.{key} goes with data.format = "{formats[0]}" only; remove it, or set that')
         if self.data.streaming and self.train.epochs is not None:
-            raise ValueError(
-                "train.epochs needs to know how much data there is, which data.streaming does not; set steps"
-            )
+            raise ValueError("train.epochs needs the amount of data, which data.streaming does not know; set steps")
         if self.data.streaming and self.evaluation is not None and self.evaluation.path is None:
             raise ValueError("evaluation.path is missing: nothing can be held out of data that is streamed; set it")
         return self

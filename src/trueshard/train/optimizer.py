@@ -26,12 +26,7 @@ from trueshard.train.models.parameters import match_globs
 
 
 def build_optimizer(section: OptimizerSection, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Return the optimizer over the trainable ones of the named parameters.
-
-    Raises:
-        UserError: the class is not found, is not an optimizer, or refuses its arguments; a glob matches no trainable
-            parameter; or nothing is trainable.
-    """
+    """Return the optimizer over the trainable parameters. Raises `UserError` for a wrong class, argument or glob."""
     kind = imported_class(section.class_path, torch.optim.Optimizer, "optimizer.class")
     trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
     if not trainable:
@@ -42,10 +37,13 @@ def build_optimizer(section: OptimizerSection, named: Iterable[tuple[str, nn.Par
     if section.weight_decay is not None:
         arguments["weight_decay"] = section.weight_decay
     try:
-        return kind(_groups(section, trainable, _decays(kind, arguments)), **arguments)
+        default = inspect.signature(kind).parameters.get("weight_decay")
+        decay = arguments.get("weight_decay", None if default is None else default.default)
+        decays = isinstance(decay, (int, float)) and decay > 0
+        return kind(_groups(section, trainable, decays), **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        detail = one_line(error)
-        raise UserError(f"[optimizer]: {section.class_path} refuses its arguments ({detail}); correct them") from None
+        said = f"[optimizer]: {section.class_path} refuses its arguments ({one_line(error)}); correct them"
+        raise UserError(said) from None
 
 
 def check_optimizer(section: OptimizerSection) -> None:
@@ -66,41 +64,30 @@ def imported_class(path: str, base: type, key: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, base):
         return kind
     state = f"is no {home}.{base.__name__} class" if kind is not None else "does not exist"
-    classes = [name for name, value in vars(module).items() if isinstance(value, type)]
-    near = difflib.get_close_matches(name, classes, n=1)
-    example = '"torch.optim.AdamW"' if base is torch.optim.Optimizer else '"torch.optim.lr_scheduler.OneCycleLR"'
-    hint = f"nearest one: {module.__name__}.{near[0]}" if near else f"give an import path, such as {example}"
+    classes = [each for each, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)]
+    near = difflib.get_close_matches(name, classes, n=1) or classes[:1]
+    hint = f"nearest one: {module.__name__}.{near[0]}" if near else f"give the import path of a class of {home}"
     raise UserError(f"{key}: {path!r} {state}; {hint}")
-
-
-def _decays(kind: type, arguments: dict[str, Any]) -> bool:
-    """Return True if the class with these arguments has weight decay."""
-    default = inspect.signature(kind).parameters.get("weight_decay")
-    value = arguments.get("weight_decay", None if default is None else default.default)
-    return isinstance(value, (int, float)) and value > 0
 
 
 def _groups(section: OptimizerSection, trainable: dict[str, nn.Parameter], decays: bool) -> list[dict[str, Any]]:
     """Return parameter groups: those of the section in order, then the rest, with and without weight decay."""
-    left = dict(trainable)
-    groups: list[dict[str, Any]] = []
+    left, groups = dict(trainable), list[dict[str, Any]]()
     for number, group in enumerate(section.groups, start=1):
         key = f"optimizer.groups, number {number}"
         taken = match_globs(group.parameters, trainable, key, "trainable parameter")
         found = {name: left.pop(name) for name in taken if name in left}
         if not found:
             raise UserError(f"{key}: an earlier group has all of its parameters; remove it, or put it first")
-        settings = {name: getattr(group, name) for name in ("lr", "weight_decay") if getattr(group, name) is not None}
+        settings = group.model_dump(include={"lr", "weight_decay"}, exclude_none=True)
         groups.append({"params": list(found.values()), **settings, **group.arguments})
     if section.no_decay is None:
-        bare = {name for name, parameter in left.items() if parameter.ndim < 2 and decays}
+        bare = [name for name, parameter in left.items() if parameter.ndim < 2 and decays]
     else:
-        bare = set(match_globs(section.no_decay, trainable, "optimizer.no_decay", "trainable parameter"))
-    if rest := [parameter for name, parameter in left.items() if name not in bare]:
-        groups.append({"params": rest})
-    if undecayed := [parameter for name, parameter in left.items() if name in bare]:
-        groups.append({"params": undecayed, "weight_decay": 0.0})
-    return groups
+        bare = match_globs(section.no_decay, trainable, "optimizer.no_decay", "trainable parameter")
+    undecayed = [left.pop(name) for name in list(left) if name in set(bare)]
+    groups += [{"params": list(left.values())}] if left else []
+    return groups + ([{"params": undecayed, "weight_decay": 0.0}] if undecayed else [])
 
 
 def factor(section: ScheduleSection, step: int, steps: int) -> float:
@@ -156,11 +143,7 @@ class StepSchedule:
 
 
 def build_schedule(section: ScheduleSection, optimizer: torch.optim.Optimizer, steps: int) -> Any:
-    """Return the scheduler, whose `step()` follows each optimizer step.
-
-    Raises:
-        UserError: the class is not found, is not a scheduler, or refuses its arguments.
-    """
+    """Return the scheduler, whose `step()` follows each optimizer step. Raises `UserError` for a wrong class."""
     if section.class_path is None:
         return StepSchedule(section, optimizer, steps)
     return _scheduler(section.class_path, section.arguments, optimizer)
@@ -176,9 +159,8 @@ def _scheduler(path: str, arguments: dict[str, Any], optimizer: torch.optim.Opti
     given = {key: _value(value, optimizer) for key, value in arguments.items()}
     try:
         return kind(optimizer=optimizer, **given)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
-        detail = one_line(error)
-        raise UserError(f"schedule.arguments: {path} refuses them ({detail}); correct them") from None
+    except (TypeError, ValueError, LookupError, AttributeError, ZeroDivisionError) as error:
+        raise UserError(f"schedule.arguments: {path} refuses them ({one_line(error)}); correct them") from None
 
 
 def _value(value: Any, optimizer: torch.optim.Optimizer) -> Any:

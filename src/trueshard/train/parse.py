@@ -1,7 +1,5 @@
 """Read a TOML file and `--set` overrides into a validated `Config`, or raise one line that says what to change.
 
-- An unknown key is answered with the nearest valid one, wherever it lives.
-- A wrong value is answered with the key, what was found and what was wanted.
 - `--set a.b=c` reads c as a TOML value, and as a string where that fails, so that paths need no quotes.
 - Of keys that exclude each other, `--set` of one replaces the other of the file: `--set model.path=…` is enough.
 """
@@ -41,39 +39,14 @@ REPLACES = {
 }
 """By key of `--set`, the keys of the file that it excludes and removes."""
 
-WANTED = {  # what pydantic calls a problem → what was wanted
-    "int_type": "an integer",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "a string",
-    "list_type": "an array",
-    "dict_type": "a table",
-    "model_type": "a table",
-    "model_attributes_type": "a table",
-    "none_required": "nothing",
-    "literal_error": "{expected}",
-    "greater_than_equal": "a value >= {ge}",
-    "greater_than": "a value > {gt}",
-    "less_than_equal": "a value <= {le}",
-    "less_than": "a value < {lt}",
-    "string_too_short": "a string that is not empty",
-    "too_short": "an array of at least {min_length} values",
-    "too_long": "an array of at most {max_length} values",
-    "finite_number": "a finite number",
-}
-
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a configuration file.
-
-    Args:
-        overrides: "section.key=value" strings that win over the file, the last one over the others.
-
-    Raises:
-        UserError: the file is missing or malformed, or a key or value is wrong; one line.
-    """
+    """Read a configuration file and `--set` overrides, of which the last wins. Raises `UserError` of one line."""
     tree, overrides = _read(path), list(overrides)
-    _make_room(tree, overrides)
+    given = {override.partition("=")[0].strip() for override in overrides}
+    for section, name in (each.split(".") for key in given for each in REPLACES.get(key, ()) if each not in given):
+        if isinstance(tree.get(section), dict):
+            tree[section].pop(name, None)
     for override in overrides:
         _override(tree, override)
     try:
@@ -90,30 +63,20 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        detail = one_line(error)
-        raise UserError(f"{path}: not valid TOML: {detail}; correct that place") from None
+        raise UserError(f"{path}: not valid TOML: {one_line(error)}; correct that place") from None
 
 
 def _override(tree: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
-    parts = [part.strip() for part in key.split(".")]
-    if not equals or len(parts) < 2 or not all(parts):
+    *tables, last = parts = [part.strip() for part in key.split(".")]
+    if not equals or not tables or not all(parts):
         raise UserError(f"--set {text}: wanted section.key=value, such as train.steps=100")
     table = tree
-    for depth, part in enumerate(parts[:-1], start=1):
+    for depth, part in enumerate(tables, start=1):
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise UserError(f"--set {text}: {'.'.join(parts[:depth])} is a value, not a table; set it itself")
-    table[parts[-1]] = _toml_value(value.strip())
-
-
-def _make_room(tree: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Remove the keys of the file that the overrides exclude."""
-    given = {override.partition("=")[0].strip() for override in overrides}
-    for key in given & set(REPLACES):
-        for section, name in (each.split(".") for each in REPLACES[key] if each not in given):
-            if isinstance(tree.get(section), dict):
-                tree[section].pop(name, None)
+    table[last] = _toml_value(value.strip())
 
 
 def _toml_value(text: str) -> Any:
@@ -126,12 +89,12 @@ def _toml_value(text: str) -> Any:
 
 def _describe(error: ValidationError) -> str:
     """Describe the first problem, and count the others."""
-    problems: dict[str, list[Any]] = {}
+    problems: dict[str, list[Any]] = {}  # of a union, each branch has one
     for item in error.errors():
         problems.setdefault(_dotted(item["loc"]), []).append(item)
     key, items = next(iter(problems.items()))
-    more = len(problems) - 1
-    return _problem(key, items) + (f" (and {more} more)" if more else "")
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return _problem(key, items) + more
 
 
 def _problem(key: str, items: list[Any]) -> str:
@@ -142,25 +105,8 @@ def _problem(key: str, items: list[Any]) -> str:
         return f"{key} is missing; set it"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    wanted = dict.fromkeys(_wanted(item) for item in items)
-    return f"{key}: found {_found(first['input'])}, wanted {' or '.join(wanted)}"
-
-
-def _wanted(item: Any) -> str:
-    template = WANTED.get(item["type"])
-    return template.format(**item.get("ctx", {})) if template else item["msg"]
-
-
-def _found(value: Any) -> str:
-    kinds = {
-        bool: "a boolean",
-        int: "an integer",
-        float: "a number",
-        str: "a string",
-        list: "an array",
-        dict: "a table",
-    }
-    return f"{json.dumps(value, default=str)} ({kinds.get(type(value), type(value).__name__)})"
+    wanted = dict.fromkeys(item["msg"][0].lower() + item["msg"][1:] for item in items)
+    return f"{key}: found {json.dumps(first['input'], default=str)}; {' or '.join(wanted)}"
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
@@ -197,21 +143,14 @@ def _keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
 
 
 def _nearest(key: str) -> str:
-    """Return the valid key that resembles an unknown one most: in its own section first, then anywhere."""
+    """Return the valid key whose last part resembles that of an unknown one most; of equals, that in its section."""
     section, _, last = re.sub(r"\[\d+\]", "", key).rpartition(".")
-    keys = _keys()
-    if not section:
-        sections = list(dict.fromkeys(valid.split(".")[0] for valid in keys))
-        near = difflib.get_close_matches(last, sections, n=1, cutoff=0.5)
-        if near:
-            return f"nearest valid one: {near[0]}"
-    own = {valid.rpartition(".")[2]: valid for valid in keys if valid.rpartition(".")[0] == section}
-    every = {valid.rpartition(".")[2]: valid for valid in reversed(keys)}
-    for names, cutoff in ((own, 0.7), (every, 0.85), (own, 0.4), (every, 0.6)):
-        near = difflib.get_close_matches(last, names, n=1, cutoff=cutoff)
-        if near:
-            return f"nearest valid one: {names[near[0]]}"
-    return f"valid ones: {', '.join(own.values() or sections)}"
+    every = _keys()
+    sections = list(dict.fromkeys(valid.partition(".")[0] for valid in every))
+    own = [valid for valid in every if valid.rpartition(".")[0] == section] or sections
+    known = {valid.rpartition(".")[2]: valid for valid in (*reversed(every), *own)}
+    near = difflib.get_close_matches(last, known, n=1, cutoff=0.5)
+    return f"nearest valid one: {known[near[0]]}" if near else f"valid ones: {', '.join(own)}"
 
 
 def toml_value(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +10,20 @@ import torch.distributed as dist
 from torch import nn
 
 import trueshard
-from trueshard.distributed import replicated_mesh
+from trueshard import _torch
+from trueshard.distributed import device_of, replicated_mesh
 from trueshard.errors import UserError, one_line
-from trueshard.train.config import Config, ShardSection, TrainSection
+from trueshard.model import names
+from trueshard.runtime.passes import runtime_of
+from trueshard.train.config import Config, ShardSection
 from trueshard.train.data.loader import EvaluationLoader, Loader
 from trueshard.train.data.prepared import Prepared
-from trueshard.train.losses.choose import choose_loss
-from trueshard.train.models.build import build
+from trueshard.train.losses.causal import CausalLoss, Loss, PreferenceLoss
+from trueshard.train.losses.head import logits_of
+from trueshard.train.models.build import build, reference
 from trueshard.train.models.filling import fill
 from trueshard.train.optimizer import build_optimizer, build_schedule
+from trueshard.train.running.checks import Ready, checkpoints_of
 from trueshard.train.showing import metrics, trackers
 from trueshard.train.showing.metrics import Measures, MetricsWriter
 from trueshard.train.showing.profile import Profile
@@ -28,48 +32,15 @@ from trueshard.train.trainer import Callback, Trainer
 
 PROFILED = (3, 5)
 """First and last step that `--profile` records: caches and allocators are warm by then."""
-
-
-def checkpoints_of(config: Config) -> trueshard.Checkpoints:
-    """Return the run's checkpoints: the newest `train.keep` stay, and the best one if there is a patience."""
-    best = config.evaluation is not None and config.evaluation.patience is not None
-    return trueshard.Checkpoints(
-        config.run.folder / "checkpoints",
-        keep_last=config.train.keep,
-        keep_best=1 if best else None,
-        metric="evaluation",
-    )
-
-
-def steps_of(train: TrainSection, data: Prepared) -> int:
-    """Return the optimizer steps of the whole run."""
-    if train.steps is not None:
-        return train.steps
-    assert train.epochs is not None
-    return max(1, math.ceil(train.epochs * len(data) / train.batch_size))
+DOCUMENT = 16
+"""Tokens of each of the two documents by which packing is tested."""
 
 
 def build_trainer(
-    config: Config,
-    settings: Any,
-    data: Prepared,
-    wants_stop: Callable[[], bool],
-    *,
-    device: torch.device,
-    memory_planned: int | None = None,
-    profile: bool = False,
+    config: Config, ready: Ready, wants_stop: Callable[[], bool], *, device: torch.device, profile: bool = False
 ) -> tuple[Trainer, trueshard.Plan]:
-    """Build, shard and fill the model, and put the loop around it. Collective.
-
-    Args:
-        settings: the transformers configuration of the model.
-        wants_stop: returns True once this rank was asked to stop.
-        memory_planned: forecast peak memory of a rank, in bytes.
-
-    Raises:
-        UserError: the configuration cannot be carried out; on every rank.
-    """
-    train, steps = config.train, steps_of(config.train, data)
+    """Build, shard and fill the model, and put the loop around it. Collective; raises `UserError` on every rank."""
+    train, settings, data, steps = config.train, ready.architecture, ready.data, ready.steps
     model = build(config, settings)
     optimizer = build_optimizer(config.optimizer, model.named_parameters())
     plan = shard(config.shard, model, optimizer)
@@ -94,7 +65,7 @@ def build_trainer(
         checkpoints=checkpoints_of(config),
         checkpoint_every=train.checkpoint_every,
         skip_nonfinite=train.skip_nonfinite,
-        callbacks=[SampleCounter(loader), *_reporters(config, model, device, memory_planned), *profiles],
+        callbacks=[*_reporters(config, model, device, ready.memory_planned), *profiles],
         wants_stop=wants_stop,
         saved={"tokenizer": data.tokenizer(), "data": {"crc32": data.summary.crc32}},
     )
@@ -116,31 +87,89 @@ def shard(section: ShardSection, model: nn.Module, *optimizers: torch.optim.Opti
         raise UserError(f"[shard]: {one_line(error)}") from error
 
 
+def choose_loss(config: Config, settings: Any, model: nn.Module) -> Loss:
+    """Return the loss of a run, for a sharded model with its values. A reference is sharded alike. Collective."""
+    runtime = runtime_of(names.unwrap(model))
+    assert runtime is not None, "the loss is chosen after shard()"
+    whole_logits = config.train.whole_logits
+    if config.data.format == "preference":
+        other = reference(config, settings)
+        if other is not None:
+            trueshard.shard(other, plan=runtime.plan, mesh=runtime.mesh)
+            fill(config, other)
+        return PreferenceLoss(other, config.preference.beta, config.preference.label_smoothing, whole_logits)
+    if config.data.format == "chat" and config.data.packing:
+        check_apart(model, device_of(runtime.mesh))
+    return CausalLoss(whole_logits)
+
+
+def check_apart(model: nn.Module, device: torch.device) -> None:
+    """Raise `UserError`, on every rank, unless a packed document is independent of the one before it. Collective.
+
+    ``position_ids`` restart at 0 with each document, and transformers' attention does not look across these places.
+    Recurrent and convolutional layers do, and some models make masks of their own. So it is tested, in three small
+    forwards without gradients and random numbers: one document is changed, and the output for the next must stay.
+    """
+    root = names.unwrap(model)
+    find = getattr(root, "get_base_model", None)
+    kind, remedy = _torch.own_class(find() if callable(find) else root).__name__, "set data.packing = false"
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            leak, noise = _influences(model, device)
+    except TypeError as error:
+        if "position_ids" not in str(error):
+            raise
+        raise UserError(f"data.packing: {kind} takes no position_ids, so packed documents mix; {remedy}") from error
+    finally:
+        model.train(training)
+    worst = torch.tensor([leak, noise], device=device)
+    if dist.is_initialized():
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    leak, noise = worst.tolist()
+    if leak > 4 * (noise + torch.finfo(torch.float32).eps):
+        raise UserError(f"data.packing: {kind} lets a document in a packed sequence see those before it; {remedy}")
+
+
+def _influences(model: nn.Module, device: torch.device) -> tuple[float, float]:
+    """Return the influence of a first document on the logits of the second, and of the second on the first.
+
+    The latter is noise: a causal model cannot look ahead. Both are relative to the largest logit.
+    """
+    vocabulary = int(names.unwrap(model).get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    positions = torch.arange(DOCUMENT, device=device).repeat(2).unsqueeze(0)
+
+    def logits(first: int, second: int) -> torch.Tensor:
+        steps = torch.arange(1, DOCUMENT + 1, device=device)
+        tokens = torch.cat([steps * first, steps * second]).unsqueeze(0) % vocabulary
+        return logits_of(model, {"input_ids": tokens, "position_ids": positions})[0].float()
+
+    def change(one: torch.Tensor, two: torch.Tensor) -> float:
+        return float((one - two).abs().max() / two.abs().max())
+
+    plain, other_first, other_second = logits(3, 7), logits(5, 7), logits(3, 11)
+    return change(other_first[DOCUMENT:], plain[DOCUMENT:]), change(other_second[:DOCUMENT], plain[:DOCUMENT])
+
+
 def _loaders(config: Config, data: Prepared, device: torch.device) -> tuple[Loader, EvaluationLoader | None]:
     """Return this rank's batches to train on, and those to evaluate on, if there are any."""
-    train, rank, ranks = config.train, dist.get_rank(), dist.get_world_size()
+    train, ranks = config.train, dist.get_world_size()
+    here: dict[str, Any] = {"rank": dist.get_rank(), "ranks": ranks, "device": device}
     loader = Loader(
         data.train,
         data.collate,
         batch_size=train.batch_size,
         accumulate=train.accumulate,
         seed=train.seed,
-        rank=rank,
-        ranks=ranks,
         prefetch=config.data.prefetch,
-        device=device,
+        **here,
     )
     if config.evaluation is None or data.evaluation is None:
         return loader, None
-    evaluation = EvaluationLoader(
-        data.evaluation,
-        data.collate,
-        batch_size=max(1, train.batch_size // (ranks * train.accumulate)),
-        rank=rank,
-        ranks=ranks,
-        limit=config.evaluation.samples,
-    )
-    return loader, evaluation
+    size = max(1, train.batch_size // (ranks * train.accumulate))
+    limit = config.evaluation.samples
+    return loader, EvaluationLoader(data.evaluation, data.collate, batch_size=size, limit=limit, **here)
 
 
 def _reporters(config: Config, model: nn.Module, device: torch.device, memory_planned: int | None) -> list[Callback]:
@@ -156,13 +185,3 @@ def _reporters(config: Config, model: nn.Module, device: torch.device, memory_pl
         Display(config.train.log_every),
         trackers.Tracking(trackers.trackers(config.log.to), plain, folder, config.log.project),
     ]
-
-
-class SampleCounter(Callback):
-    """Add to each step's record how many samples of the data were taken."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        record["samples"] = self._loader.state_dict()["samples"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from trueshard.optim.clip import clip_grad_norm_
 from trueshard.runtime.engine import accumulate
 from trueshard.runtime.passes import runtime_of
 from trueshard.runtime.tokens import token_mean
-from trueshard.train.endless_loader import EndlessLoader
+from trueshard.train.data.loader import EndlessLoader
 from trueshard.train.losses.causal import Loss, Mean
 
 
@@ -136,10 +136,8 @@ class Trainer:
         self.scheduler, self.scaler = scheduler, scaler
         self.evaluation, self.evaluate_every, self.patience = evaluation, evaluate_every, patience
         self.checkpoints, self.checkpoint_every = checkpoints, checkpoint_every
-        self.skip_nonfinite = skip_nonfinite
-        self.callbacks = list(callbacks)
-        self.wants_stop = wants_stop
-        self.saved = dict(saved or {})
+        self.skip_nonfinite, self.wants_stop = skip_nonfinite, wants_stop
+        self.callbacks, self.saved = list(callbacks), dict(saved or {})
         runtime = runtime_of(names.unwrap(model))
         self._sharded = runtime is not None
         self.device = device_of(runtime.mesh) if runtime else next(model.parameters()).device
@@ -158,12 +156,11 @@ class Trainer:
         """Evaluations since ``best``."""
         self.stopped = ""
         """Reason why the run ended before its last step; "" if it did not."""
+        self._scaling = scaler or torch.amp.GradScaler(self.device.type, enabled=False)
         self._stall = 0.0
         self._saving: Saving | None = None
         self._saved_step = -1
         self._reader = EndlessLoader(loader)
-
-    # ---- the run
 
     def fit(self) -> bool:
         """Take the steps that are left; return True if the run is complete. Collective."""
@@ -205,18 +202,15 @@ class Trainer:
         mean = token_mean(self.model, count)
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)
         for number, batch in enumerate(microbatches, start=1):
-            with self._accumulate(last=number == self.accumulate):
+            with accumulate(self.model, last=number == self.accumulate) if self._sharded else nullcontext():
                 part = self.loss(self.model, self._to_device(batch))
-                scaled = mean(part)
-                (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+                self._scaling.scale(mean(part)).backward()
             loss_sum += part.detach()
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
+        self._scaling.unscale_(self.optimizer)
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         norm = float(clip_grad_norm_(self.model.parameters(), limit))
         lost = self._saving is not None and self._saving.done and self._saving.failure is not None
-        own = [float(loss_sum), float(tokens), float(self.wants_stop()), float(lost)]
-        total, read, wishes, failures = self._sum(own)
+        total, read, wishes, failures = self._sum([loss_sum, tokens, self.wants_stop(), lost])
         if failures:
             self._wait_for_checkpoint()  # raises on every rank what went wrong on one
         loss, self.step, self.tokens = total / mean.total, self.step + 1, self.tokens + int(read)
@@ -240,30 +234,22 @@ class Trainer:
 
     def _update(self, loss: float, norm: float) -> None:
         """Step the optimizer, unless the loss is not finite."""
-        overflowed = self.scaler is not None and math.isfinite(loss)  # the scaler then skips the step and halves
-        if math.isfinite(loss) and (math.isfinite(norm) or overflowed):
-            if self.scaler is None:
-                self.optimizer.step()
-            else:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
+        # A scaler skips a step whose gradients overflow, and halves.
+        if math.isfinite(loss) and (math.isfinite(norm) or self.scaler is not None):
+            self._scaling.step(self.optimizer)
         else:
             self.skipped += 1
             if self.skipped > self.skip_nonfinite:
                 raise NonFiniteLoss(self._nonfinite(loss, norm))
-            if self.scaler is not None:
-                self.scaler.update()
+        self._scaling.update()
         self.optimizer.zero_grad()
         if self.scheduler is not None and not self._by_metric():
             self.scheduler.step()
 
     def _nonfinite(self, loss: float, norm: float) -> str:
-        describe = getattr(self.loader, "describe_last", None)
-        where = (
-            describe(self.accumulate)
-            if describe
-            else f"microbatches {self.batches - self.accumulate} to {self.batches - 1} of each rank"
-        )
+        where = f"microbatches {self.batches - self.accumulate} to {self.batches - 1} of each rank"
+        if hasattr(self.loader, "describe_last"):
+            where = self.loader.describe_last(self.accumulate)
         allowed = f" after {self.skip_nonfinite} that were skipped" if self.skip_nonfinite else ""
         return f"step {self.step}: the loss is {loss} and the gradient norm {norm}{allowed}; the step's data: {where}"
 
@@ -283,7 +269,11 @@ class Trainer:
         record = {"loss": total / count, "count": count}
         if self._unit == "token":
             record["perplexity"] = math.exp(min(record["loss"], 700.0))
-        self._compare(record["loss"])
+        if self._by_metric():
+            self.scheduler.step(record["loss"])
+        self.worse = 0 if record["loss"] < self.best else self.worse + 1
+        self.best = min(self.best, record["loss"])
+        self._lose_patience()
         self._tell("on_evaluation", record)
         return record
 
@@ -293,7 +283,7 @@ class Trainer:
         while True:
             fresh = next(batches, None)
             batch = batch if fresh is None else fresh
-            more, empty = self._sum([float(fresh is not None), float(batch is None)])
+            more, empty = self._sum([fresh is not None, batch is None])
             if not more:
                 break
             if empty:
@@ -306,20 +296,9 @@ class Trainer:
             raise ValueError("the evaluation has no target; give it data that has")
         return [total, count]
 
-    def _compare(self, loss: float) -> None:
-        if self._by_metric():
-            self.scheduler.step(loss)
-        if loss < self.best:
-            self.best, self.worse = loss, 0
-            return
-        self.worse += 1
-        self._lose_patience()
-
     def _lose_patience(self) -> None:
         if self.patience is not None and self.worse >= self.patience:
             self.stop(f"no better evaluation in the last {self.worse}")
-
-    # ---- saving and resuming
 
     def save(self, evaluation: float | None = None) -> float:
         """Begin a checkpoint; return the seconds that training stood still. Collective.
@@ -357,47 +336,38 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values and tensors that a checkpoint holds besides model and optimizer."""
-        return {
-            **{key: getattr(self, key) for key in COUNTERS},
-            **{key: part.state_dict() for key, part in self._stateful().items()},
-            "callbacks": {name: [each.state_dict() for each in found] for name, found in self._callbacks_by_class()},
-        }
+        callbacks: dict[str, list[Any]] = {}
+        for each in self.callbacks:
+            callbacks.setdefault(type(each).__name__, []).append(each.state_dict())
+        counters = {key: getattr(self, key) for key in COUNTERS}
+        return counters | {key: part.state_dict() for key, part in self._stateful()} | {"callbacks": callbacks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
         for key in COUNTERS:
             setattr(self, key, state[key])
-        for key, part in self._stateful().items():
+        for key, part in self._stateful():
             if key in state:
                 part.load_state_dict(state[key])
-        for name, found in self._callbacks_by_class():
-            for each, own in zip(found, state["callbacks"].get(name, []), strict=False):
+        saved = {name: iter(states) for name, states in state["callbacks"].items()}
+        for each in self.callbacks:
+            if (own := next(saved.get(type(each).__name__, iter(())), None)) is not None:
                 each.load_state_dict(own)
 
-    # ---- small parts
-
-    def _stateful(self) -> dict[str, Any]:
+    def _stateful(self) -> list[tuple[str, Any]]:
         parts = {"reader": self._reader, "scheduler": self.scheduler, "scaler": self.scaler}
-        return {key: part for key, part in parts.items() if part is not None}
-
-    def _callbacks_by_class(self) -> list[tuple[str, list[Callback]]]:
-        names = dict.fromkeys(type(each).__name__ for each in self.callbacks)
-        return [(name, [each for each in self.callbacks if type(each).__name__ == name]) for name in names]
+        return [(key, part) for key, part in parts.items() if part is not None]
 
     def _wait_for_checkpoint(self) -> None:
         if self._saving is not None and self.checkpoints is not None:
             self._saving.wait()
             self.checkpoints.prune()
 
-    def _accumulate(self, last: bool) -> AbstractContextManager[None]:
-        return accumulate(self.model, last=last) if self._sharded else nullcontext()
-
-    def _sum(self, values: list[float]) -> list[float]:
+    def _sum(self, values: Sequence[float | torch.Tensor]) -> list[float]:
         """Return each value summed over ranks."""
-        if not dist.is_initialized():
-            return values
-        shared = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(shared)
+        shared = torch.tensor([float(value) for value in values], dtype=torch.float64, device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(shared)
         added: list[float] = shared.tolist()
         return added
 

@@ -17,10 +17,10 @@ from trueshard.model.names import unwrap
 from trueshard.train.config import Config, ShardSection
 from trueshard.train.data.loader import Loader
 from trueshard.train.losses.causal import CausalLoss, Loss, PreferenceLoss
-from trueshard.train.losses.choose import choose_loss
 from trueshard.train.models.build import build, with_values
 from trueshard.train.models.filling import fill
 from trueshard.train.optimizer import build_optimizer
+from trueshard.train.recipe import choose_loss
 from trueshard.train.recipe import shard as shard_by
 from trueshard.train.running.checks import check
 from trueshard.verification.compare import whole

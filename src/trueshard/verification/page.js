@@ -21,10 +21,7 @@ function share(row) {
     element("span", { class: part >= 1 ? "share over" : "share", style: `width:${(100 * part).toFixed(1)}%` }));
 }
 
-$("headline").textContent = data.headline;
-$("settings").textContent = data.settings;
-$("verdict").textContent = data.verdict;
-$("verdict").className = data.held ? "good" : "bad";
+heading(data.settings, data.verdict, data.held);
 $("points").append(table([["", ""], ["point", ""], ["what was found", "wide"]],
   data.points.map((point) => [status(point.status), point.name, point.detail])));
 $("closest").append(table(

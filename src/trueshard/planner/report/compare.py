@@ -1,7 +1,4 @@
-"""Things whose names differ in a number alone, as one: ``layers.0``, ``layers.1``, ``layers.2`` as ``layers.0-2``.
-
-What differs between two plans, by name.
-"""
+"""Collapse names that differ in a number alone (``layers.0-2``), and compare two plans by name."""
 
 from __future__ import annotations
 
@@ -22,24 +19,24 @@ DASH = "\N{EN DASH}"
 
 @dataclass(frozen=True)
 class Collapsed(Generic[T]):
-    """One or several things under one name."""
+    """One or several items under one name."""
 
     name: str
     items: tuple[T, ...]
 
-    @property
-    def times(self) -> str:
-        """How many there are, as ``×32``; empty for one."""
-        return f"×{len(self.items)}" if len(self.items) > 1 else ""
-
     def __str__(self) -> str:
-        return f"{self.name or '(root)'} {self.times}".rstrip()
+        return f"{self.name or '(root)'} {times(len(self.items))}".rstrip()
+
+
+def times(count: int) -> str:
+    """Return ``×32``; empty for one."""
+    return f"×{count}" if count > 1 else ""
 
 
 def collapse(
     items: Iterable[T], name: Callable[[T], str], same: Callable[[T], Hashable] = lambda item: None
 ) -> list[Collapsed[T]]:
-    """Put together what has equal ``same`` and a name that differs in one number; in the order of first appearance.
+    """Collapse items with equal ``same`` and names that differ in one number; in the order of first appearance.
 
     The number is the last of the name. Where a name is several joined by ``" + "``, it is the last of each.
     """
@@ -56,7 +53,7 @@ def collapse(
 
 
 def _split(name: str) -> tuple[str, int]:
-    """(name with ``{0}`` in place of its number, the number); -1 without one."""
+    """Return (name with ``{0}`` in place of its number, the number); -1 without one."""
     parts = [re.fullmatch(r"(.*\.|)(\d+)(\.\D.*|)", part) for part in name.split(" + ")]
     found = [part for part in parts if part is not None]
     numbers = {part[2] for part in found}
@@ -70,7 +67,7 @@ def _plain(text: str) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """``0-3,5``; of many ranges the first three and the last."""
+    """Return ``0-3,5``; of many ranges the first three and the last."""
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
         if ranges and number == ranges[-1][1] + 1:
@@ -85,7 +82,7 @@ _NO_SETTINGS = ("units", "replicated", "resolved_for", "forecast")
 
 
 def diff(one: Plan, other: Plan) -> str:
-    """Lines ``name: value → value`` for what is not equal: settings, units, replicated parameters, forecasts.
+    """Return lines ``name: value → value`` for different settings, units, replicated parameters, forecasts.
 
     Repeated units that differ in the same way are one line. Forecasts are compared if both plans carry one.
     """
@@ -112,16 +109,12 @@ def _units(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]
     """A line for each group of units that differ in the same way."""
     before = {unit["name"]: unit for unit in first["units"]}
     changes = [
-        (unit["name"], "; ".join(_changed(_values(before[unit["name"]]), _values(unit))))
+        (unit["name"], "; ".join(_changed(before[unit["name"]] | {"why": ""}, unit | {"why": ""})))
         for unit in second["units"]
         if unit["name"] in before
     ]
     for row in collapse([each for each in changes if each[1]], lambda each: each[0], lambda each: each[1]):
         yield f"{row}: {row.items[0][1]}"
-
-
-def _values(unit: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in unit.items() if name != "why"}
 
 
 def _membership(first: Mapping[str, Any], second: Mapping[str, Any], key: str) -> Iterator[str]:
@@ -133,16 +126,12 @@ def _membership(first: Mapping[str, Any], second: Mapping[str, Any], key: str) -
 
 def _forecasts(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> Iterator[str]:
     if first is not None and second is not None:
-        yield from _changed(_flat(first), _flat(second))
-
-
-def _flat(forecast: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in forecast.items():
-        flat |= (
-            {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, Mapping) else {name: value}
-        )
-    return flat
+        for name in first:
+            if isinstance(first[name], Mapping):
+                parts = ({f"{name}.{key}": value for key, value in each[name].items()} for each in (first, second))
+                yield from _changed(*parts)
+            else:
+                yield from _changed({name: first[name]}, {name: second[name]})
 
 
 def _changed(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:

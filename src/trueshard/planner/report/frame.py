@@ -1,7 +1,6 @@
-"""Pages that hold everything they need: their content security policy forbids every request.
+"""Build pages that hold everything they need: their content security policy forbids every request.
 
-A page is drawn by its own few hundred lines of script, since a charting library inlined is fifty times as large as all
-that it shows. Where no script runs, it shows the same as text.
+Where no script runs, a page shows the same as text. No charting library: inlined, it is fifty times as large.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ from string import Template
 from typing import Any
 
 File = tuple[str, str]
-"""A file beside the code: its package, and its name."""
+"""A file of a package: (package, name)."""
 
 SHOWING = "trueshard.planner.report"
 STYLE: File = (SHOWING, "page.css")
 SCRIPT: File = (SHOWING, "page.js")
-"""What pages share: colours, tables and switches, and the small parts of drawing."""
+"""Shared by all pages: colours, tables, switches, and small parts of drawing."""
 
 
 def framed(title: str, text: str, data: Any, main: File, styles: list[File], scripts: list[File]) -> str:
-    """A whole page.
+    """Return a page.
 
     Args:
         title: of its window.
-        text: what is shown without scripts.
-        data: what the scripts draw, as plain data; finite numbers only.
-        main: the file with what is between `<main>` and `</main>`.
+        text: shown without scripts.
+        data: drawn by the scripts: plain data, finite numbers only.
+        main: file with the content of `<main>`.
         styles: CSS files.
         scripts: JavaScript files, in the order in which they run.
     """

@@ -73,4 +73,12 @@ function place(tip, plot, x, y) {
   tip.style.transform = `translate(${left}px, ${top}px)`;
 }
 
+// The head of every page; a page without a verdict leaves it out.
+function heading(settings, verdict = "", isGood = true) {
+  $("headline").textContent = data.headline;
+  $("settings").textContent = settings;
+  $("verdict").textContent = verdict;
+  $("verdict").className = isGood ? "good" : "bad";
+}
+
 const place_name = (name) => name || "(root)";

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -14,28 +15,22 @@ from trueshard.planner.ledger import Curve, Numbers, Peak
 from trueshard.planner.report import report, thinning
 from trueshard.planner.report.compare import Collapsed, collapse
 from trueshard.planner.report.frame import SCRIPT, SHOWING, STYLE, framed
-from trueshard.planner.trace import Allocation, Kind
+from trueshard.planner.trace import Allocation, Kind, Place
 from trueshard.planner.workload import Study
 from trueshard.text import size
 
 STACK: tuple[Kind, ...] = (
-    "parameters",
-    "optimizer",
-    "inputs",
-    "activations",
-    "gradients",
-    "gathered",
-    "communication",
-    "temporary",
+    *("parameters", "optimizer", "inputs"),
+    *("activations", "gradients", "gathered", "communication", "temporary"),
 )
-"""Kinds from the bottom up: what rests, then what comes and goes."""
+"""Kinds from the bottom up: those that stay, then those that come and go."""
 
 BUCKETS = 1500
 """Of the memory curve; each keeps its highest and its lowest value."""
 BANDS = 36
-"""Units that the curve tells apart; neighbours are put together where there are more."""
+"""Units that the curve tells apart; of more, neighbours are merged."""
 SPANS = 6000
-"""Of the time line; short neighbours of one unit are put together where there are more."""
+"""Of the time line; of more, short neighbours of one unit are merged."""
 TENSORS = 25
 
 
@@ -49,7 +44,7 @@ def write_page(study: Study, path: str | os.PathLike[str]) -> None:
 
 
 def page(study: Study) -> str:
-    """The page as text."""
+    """Return the page as text."""
     return framed(
         title=report.headline(study.forecast),
         text=report.text(study),
@@ -78,7 +73,7 @@ def _data(study: Study) -> dict[str, Any]:
         "phases": thinning.phases(study.timeline),
         "alternatives": _alternatives(study),
         "tensors": _tensors(study, peak),
-        "units": _units(study),
+        "units": report.unit_rows(study),
         "reasons": list(dict.fromkeys(study.reasons)),
         "assumptions": list(dict.fromkeys(study.assumptions)),
     }
@@ -101,18 +96,17 @@ def _tiles(study: Study) -> list[dict[str, Any]]:
 
 
 def _memory(study: Study, live: Curve, peak: Peak) -> dict[str, Any]:
-    """The curve at the positions that are kept; parts as ``[index, bytes, index, bytes, ...]`` where they change."""
+    """Return the curve at the positions kept; parts as ``[index, bytes, index, bytes, ...]`` where they change."""
     positions = thinning.positions(live.total, BUCKETS)
-    events = study.trace.events
-    places = [events[p].place if p >= 0 else None for p in positions.tolist()]
-    units = list(dict.fromkeys(place.unit if place else "" for place in places))
-    phases = list(dict.fromkeys(place.phase if place else "between" for place in places))
+    places = [study.trace.events[p].place if p >= 0 else Place("between", "") for p in positions.tolist()]
+    units = list(dict.fromkeys(place.unit for place in places))
+    phases = list(dict.fromkeys(place.phase for place in places))
     return {
         "seconds": np.round(thinning.seconds_at(study.timeline, positions), 9).tolist(),
         "unit_names": units,
         "phase_names": phases,
-        "unit": [units.index(place.unit if place else "") for place in places],
-        "phase": [phases.index(place.phase if place else "between") for place in places],
+        "unit": [units.index(place.unit) for place in places],
+        "phase": [phases.index(place.phase) for place in places],
         "changes": len(live.total.positions),
         "kinds": [
             {"name": kind, "bytes": thinning.runs(live.by_kind[kind].at(positions))}
@@ -128,50 +122,40 @@ def _memory(study: Study, live: Curve, peak: Peak) -> dict[str, Any]:
 
 
 def _bands(study: Study, live: Curve) -> list[Collapsed[str]]:
-    """Units in the plan's order, put together so that there are at most ``BANDS``."""
+    """Return units in the plan's order, merged so that there are at most ``BANDS``."""
     names = [unit.name for unit in study.plan.units if unit.name in live.by_unit]
     names += [name for name in live.by_unit if name not in set(names)]
-    each = -(-len(names) // BANDS)
-    place = {name: number // each for number, name in enumerate(names)}
+    each = max(1, math.ceil(len(names) / BANDS))
     found = []
-    for start in range(0, len(names), each or 1):
-        rows = collapse(names[start : start + each], lambda name: name, lambda name: place[name])
-        if len(rows) == 1:
-            found += rows
-        else:
-            label = ", ".join(row.name or "(root)" for row in rows)
-            found.append(Collapsed(label, tuple(name for row in rows for name in row.items)))
+    for start in range(0, len(names), each):
+        band = names[start : start + each]
+        rows = collapse(band, lambda name: name)
+        label = rows[0].name if len(rows) == 1 else ", ".join(row.name or "(root)" for row in rows)
+        found.append(Collapsed(label, tuple(band)))
     return found
 
 
 def _together(live: Curve, band: Collapsed[str], positions: Numbers) -> Numbers:
-    total = np.zeros(len(positions), np.int64)
-    for name in band.items:
-        total += live.by_unit[name].at(positions)
-    return total
+    return np.sum([live.by_unit[name].at(positions) for name in band.items], axis=0, dtype=np.int64)
 
 
 def _alternatives(study: Study) -> list[dict[str, Any]]:
-    """This plan first."""
-    everyone = [study.forecast, *(each.forecast for each in study.alternatives)]
-    words = ["This plan", *(each.words for each in study.alternatives)]
-    front = set(report.pareto(everyone))
     return [
         {
-            "words": said,
+            "words": words if number else "This plan",
             "memory": each.peak_reserved_bytes,
             "speed": each.tokens_per_second_per_rank,
             "step": each.step_seconds,
             "mfu": each.mfu,
             "fits": each.fits,
-            "front": number in front,
+            "front": on_front,
         }
-        for number, (said, each) in enumerate(zip(words, everyone, strict=True))
+        for number, (words, each, on_front) in enumerate(report.compared(study))
     ]
 
 
 def _tensors(study: Study, peak: Peak) -> list[dict[str, Any]]:
-    """Of what is alive at the peak, equal tensors of repeated units as one: the largest each, and the most together."""
+    """Return the largest tensors at the peak, equal ones of repeated units as one: by one, and by all together."""
 
     def what(each: Allocation) -> str:
         return each.what.removeprefix(f"{each.unit}.") if each.unit else each.what
@@ -196,26 +180,3 @@ def _tensors(study: Study, peak: Peak) -> list[dict[str, Any]]:
         for row in chosen.values()
         if row.items[0].bytes
     ]
-
-
-def _units(study: Study) -> list[dict[str, Any]]:
-    uses = ledger.by_unit(study.trace)
-    found = []
-    for row in report.unit_rows(study):
-        unit, mine = row.items[0], [uses[each.name] for each in row.items if each.name in uses]
-        found.append(
-            {
-                "name": row.name or "(root)",
-                "count": len(row.items),
-                "parameters": unit.parameters,
-                "trainable": unit.trainable,
-                "bytes": unit.bytes,
-                "dtype": unit.dtype,
-                "reshard": report.reshard_words(unit),
-                "recompute": unit.activation_checkpointing,
-                "at_peak": sum(use.at_peak for use in mine),
-                "received": sum(use.received for use in mine),
-                "why": unit.why,
-            }
-        )
-    return found

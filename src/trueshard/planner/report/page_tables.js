@@ -34,10 +34,7 @@ function table(columns, rows, options = {}) {
 }
 
 function head() {
-  $("headline").textContent = data.headline;
-  $("settings").textContent = data.settings;
-  $("verdict").textContent = data.verdict[0].toUpperCase() + data.verdict.slice(1);
-  $("verdict").className = data.fits ? "good" : "bad";
+  heading(data.settings, data.verdict[0].toUpperCase() + data.verdict.slice(1), data.fits);
   $("tiles").append(...data.tiles.map((tile) =>
     element("div", {}, element("dt", {}, tile.label), element("dd", { class: "value" }, tile.value), element("dd", {}, tile.note))));
   if (memory.changes > COUNT) {

@@ -1,4 +1,4 @@
-"""What is said of a study: as text for a terminal, as JSON for programs."""
+"""A study as text for a terminal, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from trueshard.planner import ledger
 from trueshard.planner.ledger import UnitUse
-from trueshard.planner.report.compare import Collapsed, collapse
+from trueshard.planner.report.compare import collapse, times
 from trueshard.planner.workload import Study
-from trueshard.plans import Forecast, Unit
+from trueshard.plans import Forecast
 from trueshard.text import size, table
 
 WIDTH = 118
@@ -20,7 +20,7 @@ _NOTHING = UnitUse(0, 0, 0, 0)
 
 
 def text(study: Study) -> str:
-    """The whole study in lines of at most ``WIDTH`` characters: job, units, memory, communication, time, reasons."""
+    """Return the study in lines of at most ``WIDTH`` characters: job, units, memory, communication, time, reasons."""
     forecast = study.forecast
     blocks = [
         [line for words in (headline(forecast), settings(study)) for line in textwrap.wrap(words, WIDTH)],
@@ -28,7 +28,7 @@ def text(study: Study) -> str:
         _memory(forecast),
         _communication(forecast),
         _time(study),
-        _listed("Why", (*study.reasons, *_whys(study))),
+        _listed("Why", (*study.reasons, *_unit_reasons(study))),
         _listed("Taken for granted", study.assumptions),
         _alternatives(study),
     ]
@@ -36,55 +36,67 @@ def text(study: Study) -> str:
 
 
 def as_json(study: Study) -> dict[str, Any]:
-    """All of a study but its events, in what ``json.dumps`` takes.
+    """Return all of a study but its events, for ``json.dumps``.
 
     Every field of ``Forecast`` is a key. ``plan`` is the plan as ``Plan.from_json`` reads it. ``units`` has the plan's
     units with ``bytes_at_peak``, ``bytes_maximum``, ``bytes_received`` and ``flops`` of each. ``alternatives`` has
     ``words``, ``on_front`` (no other plan that fits is both faster and smaller) and the forecast's fields.
     """
     uses = ledger.by_unit(study.trace)
-    front = set(pareto([study.forecast, *(each.forecast for each in study.alternatives)]))
+    (_, _, on_front), *others = compared(study)
     return {
         **dataclasses.asdict(study.forecast),
-        "on_front": 0 in front,
-        "units": [dataclasses.asdict(unit) | _use(uses.get(unit.name, _NOTHING)) for unit in study.plan.units],
+        "on_front": on_front,
+        "units": [
+            {
+                **dataclasses.asdict(unit),
+                "bytes_at_peak": use.at_peak,
+                "bytes_maximum": use.maximum,
+                "bytes_received": use.received,
+                "flops": use.flops,
+            }
+            for unit in study.plan.units
+            for use in [uses.get(unit.name, _NOTHING)]
+        ],
         "plan": json.loads(study.plan.to_json()),
         "reasons": list(study.reasons),
         "assumptions": list(study.assumptions),
         "alternatives": [
-            {"words": each.words, "on_front": number in front, **dataclasses.asdict(each.forecast)}
-            for number, each in enumerate(study.alternatives, start=1)
+            {"words": words, "on_front": on_front, **dataclasses.asdict(forecast)}
+            for words, forecast, on_front in others
         ],
     }
 
 
+def compared(study: Study) -> list[tuple[str, Forecast, bool]]:
+    """Return (words, forecast, whether on the Pareto front) of this plan, then of all alternatives."""
+    every = [("this plan", study.forecast), *((each.words, each.forecast) for each in study.alternatives)]
+    front = pareto([forecast for _, forecast in every])
+    return [(words, forecast, number in front) for number, (words, forecast) in enumerate(every)]
+
+
 def pareto(forecasts: Sequence[Forecast]) -> list[int]:
-    """Positions of those that fit and that no other is both at least as fast and at least as small as, smallest first.
+    """Return the positions of the Pareto front by speed and memory among those that fit, smallest first.
 
     Of several with equal speed and memory the first one counts.
     """
+    speeds = [each.tokens_per_second_per_rank for each in forecasts]
+    fitting = [number for number, each in enumerate(forecasts) if each.fits]
     found: list[int] = []
-    fastest = 0.0
-    by_memory = sorted(
-        (each.peak_reserved_bytes, -each.tokens_per_second_per_rank, number)
-        for number, each in enumerate(forecasts)
-        if each.fits
-    )
-    for _, speed, number in by_memory:
-        if -speed > fastest:
-            fastest = -speed
+    for number in sorted(fitting, key=lambda each: (forecasts[each].peak_reserved_bytes, -speeds[each])):
+        if not found or speeds[number] > speeds[found[-1]]:
             found.append(number)
     return found
 
 
 def headline(forecast: Forecast) -> str:
-    """What runs where, in one line."""
+    """Return model and devices in one line."""
     nodes = f", {forecast.ranks_per_node} ranks a node" if forecast.ranks > forecast.ranks_per_node else ""
     return f"{forecast.model} on {forecast.ranks:,} × {forecast.hardware}{nodes}"
 
 
 def settings(study: Study) -> str:
-    """The plan's settings for all units and the size of a step, in one line."""
+    """Return the plan's settings for all units and the size of a step, in one line."""
     plan, forecast = study.plan, study.forecast
     words = [f"sequence {forecast.sequence:,}", f"microbatch {forecast.microbatch}"]
     words += [f"accumulation {forecast.accumulation}"] if forecast.accumulation > 1 else []
@@ -100,13 +112,13 @@ def settings(study: Study) -> str:
 
 
 def verdict(forecast: Forecast) -> str:
-    """Whether it fits, and by how much."""
+    """Return whether it fits, and by how much."""
     spare = forecast.budget_bytes - forecast.peak_reserved_bytes
     return f"fits, {size(spare)} to spare" if forecast.fits else f"does not fit, {size(max(-spare, 0))} too much"
 
 
 def duration(seconds: float) -> str:
-    """Seconds with at least three digits, in a unit that is easy to read."""
+    """Return seconds with at least three digits, in a unit that is easy to read."""
     value, unit = seconds * 1e6, "µs"
     for larger in ("ms", "s"):
         if value < 999.5:
@@ -116,7 +128,7 @@ def duration(seconds: float) -> str:
 
 
 def operations(count: float) -> str:
-    """Floating-point operations with at least two digits, in a unit that is easy to read."""
+    """Return floating-point operations with at least two digits, in a unit that is easy to read."""
     prefixes = ["", "K", "M", "G", "T"]
     while abs(count) >= 9999.5 and len(prefixes) > 1:
         count /= 1000
@@ -124,57 +136,59 @@ def operations(count: float) -> str:
     return f"{count:,.0f} {prefixes[0]}FLOP"
 
 
-def unit_rows(study: Study) -> list[Collapsed[Unit]]:
-    """The plan's units, repeated equal ones as one."""
+def unit_rows(study: Study) -> list[dict[str, Any]]:
+    """Return the plan's units, repeated equal ones as one.
 
-    def same(unit: Unit) -> Unit:
-        return dataclasses.replace(unit, name="", modules=())
-
-    return collapse(study.plan.units, lambda unit: unit.name, same)
-
-
-def reshard_words(unit: Unit) -> str:
-    """``yes``, ``no``, or to how many ranks."""
-    policy = unit.reshard_after_forward
-    return ("yes" if policy else "no") if isinstance(policy, bool) else f"to {policy} ranks"
-
-
-def _use(use: UnitUse) -> dict[str, int]:
-    return {
-        "bytes_at_peak": use.at_peak,
-        "bytes_maximum": use.maximum,
-        "bytes_received": use.received,
-        "flops": use.flops,
-    }
+    Parameters and bytes are those of one unit; ``at_peak`` and ``received``, in bytes, those of the row.
+    """
+    uses = ledger.by_unit(study.trace)
+    rows = []
+    for row in collapse(
+        study.plan.units, lambda unit: unit.name, lambda unit: dataclasses.replace(unit, name="", modules=())
+    ):
+        unit, mine = row.items[0], [uses.get(each.name, _NOTHING) for each in row.items]
+        policy = unit.reshard_after_forward
+        rows.append(
+            {
+                "name": row.name or "(root)",
+                "count": len(row.items),
+                "parameters": unit.parameters,
+                "trainable": unit.trainable,
+                "bytes": unit.bytes,
+                "dtype": unit.dtype,
+                "reshard": ("yes" if policy else "no") if isinstance(policy, bool) else f"to {policy} ranks",
+                "recompute": unit.activation_checkpointing,
+                "at_peak": sum(use.at_peak for use in mine),
+                "received": sum(use.received for use in mine),
+                "why": unit.why,
+            }
+        )
+    return rows
 
 
 def _units(study: Study) -> list[str]:
-    uses = ledger.by_unit(study.trace)
     head = ("unit", "", "parameters", "size", "dtype", "reshard", "recompute", "at peak", "received")
-    rows = []
-    for row in unit_rows(study):
-        unit, mine = row.items[0], [uses.get(each.name, _NOTHING) for each in row.items]
-        frozen = unit.parameters - unit.trainable
-        recompute = unit.activation_checkpointing + (" (frozen)" if frozen and not unit.trainable else "")
-        rows.append(
-            (
-                _short(row.name or "(root)", 40),
-                row.times,
-                f"{unit.parameters:,}",
-                size(unit.bytes),
-                unit.dtype,
-                reshard_words(unit),
-                recompute,
-                size(sum(use.at_peak for use in mine)),
-                size(sum(use.received for use in mine)),
-            )
+    units = unit_rows(study)
+    rows = [
+        (
+            _short(unit["name"], 40),
+            times(unit["count"]),
+            f"{unit['parameters']:,}",
+            size(unit["bytes"]),
+            unit["dtype"],
+            unit["reshard"],
+            unit["recompute"] + (" (frozen)" if unit["parameters"] and not unit["trainable"] else ""),
+            size(unit["at_peak"]),
+            size(unit["received"]),
         )
+        for unit in units
+    ]
     rows += [
         (_short(each.name, 40), "", f"{each.parameters:,}", "", "", "replicated", "", "", "")
         for each in study.plan.replicated
     ]
     lines = [line.rstrip() for line in table(head, rows, right=(1, 2, 3, 7, 8))]
-    if any(row.times for row in unit_rows(study)):
+    if any(unit["count"] > 1 for unit in units):
         lines.append("Parameters and size are those of one unit; memory at the peak and traffic those of the row.")
     return ["Units", *lines]
 
@@ -217,7 +231,7 @@ def _time(study: Study) -> list[str]:
     return ["Time of a step", *_indented(rows, right=(1,))]
 
 
-def _whys(study: Study) -> Iterator[str]:
+def _unit_reasons(study: Study) -> Iterator[str]:
     for row in collapse(study.plan.units, lambda unit: unit.name, lambda unit: unit.why):
         if row.items[0].why not in ("", "root"):
             yield f"{row}: {row.items[0].why}."
@@ -228,15 +242,10 @@ def _whys(study: Study) -> Iterator[str]:
 def _alternatives(study: Study) -> list[str]:
     if not study.alternatives:
         return []
-    everyone = [study.forecast, *(each.forecast for each in study.alternatives)]
-    words = ["this plan", *(each.words for each in study.alternatives)]
+    front = [(forecast, words) for words, forecast, on_front in compared(study) if on_front]
     rows = [
-        (
-            size(everyone[number].peak_reserved_bytes),
-            f"{everyone[number].tokens_per_second_per_rank:,.0f}",
-            _short(words[number], 80),
-        )
-        for number in pareto(everyone)
+        (size(each.peak_reserved_bytes), f"{each.tokens_per_second_per_rank:,.0f}", _short(words, 80))
+        for each, words in sorted(front, key=lambda plan: plan[0].peak_reserved_bytes)
     ]
     count = f"{len(study.alternatives):,} other plan{'s were' if len(study.alternatives) > 1 else ' was'} worked out"
     if not rows:
@@ -256,12 +265,12 @@ def _listed(title: str, sentences: Sequence[str]) -> list[str]:
 
 
 def _indented(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
-    """The rows of a table without head."""
+    """Return the rows of a table without head."""
     return [f"  {line.rstrip()}" for line in table(("",) * len(rows[0]), rows, right)[2:]]
 
 
 def _short(words: str, width: int) -> str:
-    """At most ``width`` characters, cut in the middle."""
+    """Return at most ``width`` characters, cut in the middle."""
     if len(words) <= width:
         return words
     tail = (width - 1) // 2

@@ -1,4 +1,4 @@
-"""Fewer points for a drawing, so that nothing that matters is lost: peaks stay, and time stays occupied as it was."""
+"""Thin a study out for drawing: peaks are kept, and streams stay as busy as they were."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from trueshard.planner.trace import Communication, Kernel, Trace
 
 
 def positions(curve: Series, buckets: int) -> Numbers:
-    """Positions of a curve's changes: all, or of each bucket of equally many the first highest and the first lowest.
-
-    The first and the last are among them.
-    """
+    """Return a curve's positions: all, or the first, the last, and the highest and lowest of each bucket."""
     count = len(curve.positions)
     if count <= 2 * buckets:
         return curve.positions
@@ -32,14 +29,14 @@ def positions(curve: Series, buckets: int) -> Numbers:
 
 
 def runs(values: Numbers) -> list[int]:
-    """``[index, value, index, value, ...]`` where a sequence changes, its first value included."""
+    """Return ``[index, value, index, value, ...]`` where a sequence changes, its first value included."""
     changed = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
     found: list[int] = np.stack([changed, values[changed]], axis=1).reshape(-1).tolist()
     return found
 
 
 def seconds_at(timeline: Timeline, at: Numbers) -> NDArray[np.float64]:
-    """When the compute stream reaches positions of the trace: the end of the last kernel before each."""
+    """Return when the compute stream reaches positions of the trace: the end of the last kernel before each."""
     compute = sorted((span.event, span.end) for span in timeline.spans if span.stream == "compute")
     events = np.array([event for event, _ in compute], np.int64)
     ends = np.maximum.accumulate(np.array([0.0, *(end for _, end in compute)]))
@@ -47,20 +44,14 @@ def seconds_at(timeline: Timeline, at: Numbers) -> NDArray[np.float64]:
 
 
 def phases(timeline: Timeline) -> list[dict[str, Any]]:
-    """Stretches of the compute stream in one phase; ``between`` is left out."""
-    found: list[dict[str, Any]] = []
-    for span in timeline.spans:
-        if span.stream != "compute" or span.phase == "between":
-            continue
-        if found and found[-1]["name"] == span.phase:
-            found[-1]["end"] = span.end
-        else:
-            found.append({"name": span.phase, "start": span.start, "end": span.end})
-    return found
+    """Return stretches of the compute stream in one phase; ``between`` is left out."""
+    spans = [span for span in timeline.spans if span.stream == "compute" and span.phase != "between"]
+    stretches = (list(stretch) for _, stretch in itertools.groupby(spans, lambda span: span.phase))
+    return [{"name": each[0].phase, "start": each[0].start, "end": each[-1].end} for each in stretches]
 
 
 def lanes(trace: Trace, timeline: Timeline, limit: int) -> list[dict[str, Any]]:
-    """A lane for each stream that is used, compute first.
+    """Return a lane for each stream that is used, compute first.
 
     ``spans`` holds ``[start, end, busy, count, name, group, unit]`` of each, in seconds; the last three are indices
     into ``names``, ``groups`` and ``units``. A group is a phase, ``recompute``, or a stream.
@@ -84,8 +75,6 @@ def lanes(trace: Trace, timeline: Timeline, limit: int) -> list[dict[str, Any]]:
 class _Merged:
     """Neighbouring spans of one stream, group and unit."""
 
-    __slots__ = ("busy", "count", "end", "group", "names", "start", "unit")
-
     def __init__(self, span: Span, group: str) -> None:
         self.start, self.end, self.busy, self.count = span.start, span.end, span.end - span.start, 1
         self.group, self.unit = group, span.unit
@@ -100,12 +89,12 @@ class _Merged:
 
     @property
     def name(self) -> str:
-        """What takes the most time in it."""
+        """Return the operator that takes the most time in it."""
         return max(self.names, key=self.names.__getitem__)
 
 
 def _thinned(spans: list[_Merged], seconds: float, limit: int) -> list[_Merged]:
-    """At most ``limit`` spans where merging allows: neighbours that are short and close, longer ones as needed."""
+    """Merge neighbours that are short and close, longer ones as needed, until at most ``limit`` spans are left."""
     shortest = seconds / 16384
     while len(spans) > limit and shortest < seconds:
         merged = spans[:1]
@@ -123,19 +112,10 @@ def _thinned(spans: list[_Merged], seconds: float, limit: int) -> list[_Merged]:
 
 
 def _lane(stream: str, spans: Iterable[_Merged]) -> dict[str, Any]:
-    names: dict[str, int] = {}
-    groups: dict[str, int] = {}
-    units: dict[str, int] = {}
-    rows = [
-        [
-            round(span.start, 9),
-            round(span.end, 9),
-            round(span.busy, 9),
-            span.count,
-            names.setdefault(span.name, len(names)),
-            groups.setdefault(span.group, len(groups)),
-            units.setdefault(span.unit, len(units)),
-        ]
-        for span in spans
-    ]
-    return {"stream": stream, "names": [*names], "groups": [*groups], "units": [*units], "spans": rows}
+    words: dict[str, dict[str, int]] = {"name": {}, "group": {}, "unit": {}}
+    rows = []
+    for span in spans:
+        seconds = (round(each, 9) for each in (span.start, span.end, span.busy))
+        indices = (known.setdefault(getattr(span, key), len(known)) for key, known in words.items())
+        rows.append([*seconds, span.count, *indices])
+    return {"stream": stream, "spans": rows} | {f"{key}s": list(known) for key, known in words.items()}

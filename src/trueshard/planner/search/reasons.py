@@ -1,23 +1,21 @@
-"""Where nothing fits: by how much, and the cheapest change that would.
-
-Why each choice was made, one sentence each, out of what the other plans cost.
-"""
+"""Candidates in words, the reason for each choice, and where nothing fits: by how much, and the cheapest remedy."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from trueshard.choices import is_free
 from trueshard.planner.hardware import hardware, known
-from trueshard.planner.search.lattice import Bench, cost
-from trueshard.planner.search.space import Point, Setting, Space, batches, recompute_text, reshard_text
+from trueshard.planner.report.compare import collapse
+from trueshard.planner.search.space import RECOMPUTE, Candidate, Evaluator, Setting, Space, batches, cost
 from trueshard.planner.workload import NothingFits
-from trueshard.plans import MixedPrecision, Plan, Unit
+from trueshard.plans import Forecast, MixedPrecision, Offload, Plan, Unit
 from trueshard.text import size
 
 SHORTEST = 128
@@ -27,76 +25,126 @@ DOUBLINGS = 4
 """How often the ranks are doubled, and the sequence halved, to find what fits."""
 
 
-def check_largest_unit(bench: Bench) -> None:
-    """A unit's shard and the whole of it, gathered, must be there at one time.
+# Candidates in words
+
+
+def described(plan: Plan, candidate: Candidate) -> str:
+    """Return a candidate in a few words, as it differs from others of the space."""
+    setting = candidate.setting
+    words = [f"{setting.replicate} replicas"] if setting.replicate > 1 else []
+    words += [f"microbatch {setting.microbatch}"]
+    words += [f"accumulation {setting.accumulation}"] if setting.accumulation > 1 else []
+    words += [_reshard_text(plan, candidate.split), _recompute_text(plan)]
+    words += ["offload to cpu"] if setting.offload == "cpu" else []
+    return ", ".join(words)
+
+
+def _reshard_text(plan: Plan, split: bool) -> str:
+    """Return ``reshard always``, or which units are kept gathered.
+
+    ``split``: embeddings are units of their own; said where ``shard()`` would not do that by itself.
+    """
+    word = plan.reshard_after_forward
+    root_stays = plan.unit("").reshard_after_forward is False
+    apart = " with embeddings apart" if split and root_stays and word != "last_layer" else ""
+    if not isinstance(word, Mapping):
+        return (f"reshard to {word} ranks" if isinstance(word, int) else f"reshard {word}") + apart
+    kept = _listed(unit for unit in plan.units if unit.reshard_after_forward is False)
+    words = [f"keep {kept} gathered"] if kept else []
+    sizes = {each for unit in plan.units if not isinstance(each := unit.reshard_after_forward, bool)}
+    words += [
+        f"reshard {_listed(unit for unit in plan.units if unit.reshard_after_forward == ranks)} to {ranks} ranks"
+        for ranks in sorted(sizes)
+    ]
+    return " and ".join(words) + apart
+
+
+def _recompute_text(plan: Plan) -> str:
+    """Return ``recompute full``, or which units are recomputed how."""
+    word = plan.activation_checkpointing
+    if not isinstance(word, Mapping):
+        return f"recompute {word}"
+    adverbs = {"selective": "selectively", "full": "fully"}
+    parts = [
+        f"recompute {_listed(unit for unit in plan.units if unit.activation_checkpointing == each)} {adverbs[each]}"
+        for each in RECOMPUTE[1:]
+        if each in word.values()
+    ]
+    return ", ".join(parts)
+
+
+def _listed(units: Iterable[Unit]) -> str:
+    return ", ".join(group.name or "the root" for group in collapse(units, lambda unit: unit.name))
+
+
+# Nothing fits
+
+
+def check_largest_unit(evaluator: Evaluator) -> None:
+    """Raise if the budget is less than one unit takes: gathered, and its shard unless that may lie on the host.
 
     Raises:
-        NothingFits: the budget is smaller than that.
+        NothingFits: naming the unit and both sizes.
     """
-    replicate = bench.replicas[0]
-    budget = bench.budget(replicate)
-    plan = list(bench.groupings.of(replicate).values())[-1].plan
-    unit = max(plan.units, key=lambda each: sum(_needs(each, plan)))
-    gathered, shard = _needs(unit, plan)
-    if gathered + shard <= budget:
+    space, replicate = evaluator.space, evaluator.replicas[0]
+    budget = evaluator.budget(replicate)
+    plan = list(evaluator.groupings(replicate).values())[-1].plan
+    compute = (plan.mixed_precision or MixedPrecision()).compute
+
+    def gathered(unit: Unit) -> int:
+        return unit.parameters * getattr(torch, compute).itemsize if compute else unit.bytes
+
+    def shard(unit: Unit) -> int:
+        return unit.bytes // plan.ranks[-1]
+
+    def needs(unit: Unit) -> int:
+        return gathered(unit) + (0 if "cpu" in space.offloads else shard(unit))
+
+    unit = max(plan.units, key=needs)
+    if needs(unit) <= budget:
         return
-    space = bench.space
-    setting = Setting(replicate, *batches(space)[-1], space.offloads[0])
-    study = bench.study(bench.groupings.uniform(setting, "always", "full"))
+    study = evaluator.study(_frugal(evaluator, space.offloads[0]))
     name = repr(unit.name) if unit.name else "the root"
     raise NothingFits(
         f"{size(budget)} is less than one unit of {space.workload.name} takes: {name} is "
-        f"{size(gathered)} when it is gathered, and its shard {size(shard)}; the most frugal plan reserves "
+        f"{size(gathered(unit))} when it is gathered, and its shard {size(shard(unit))}; the most frugal plan reserves "
         f"{size(study.forecast.peak_reserved_bytes)}: raise memory, or make smaller units with units=",
         study,
     )
 
 
-def _needs(unit: Unit, plan: Plan) -> tuple[int, int]:
-    """Bytes of a unit when it is gathered, and of its shard on the device."""
-    compute = (plan.mixed_precision or MixedPrecision()).compute
-    item = getattr(torch, compute).itemsize if compute else unit.bytes / max(1, unit.parameters)
-    return int(unit.parameters * item), 0 if plan.offload == "cpu" else unit.bytes // plan.ranks[-1]
+def _frugal(evaluator: Evaluator, offload: Offload) -> Candidate:
+    """Evaluate and return the candidate of the smallest microbatch with everything resharded and recomputed."""
+    setting = Setting(evaluator.replicas[0], *batches(evaluator.space)[-1], offload)
+    candidate = evaluator.uniform(setting, "always", "full")
+    evaluator.evaluate(candidate)
+    return candidate
 
 
-def nothing_fits(bench: Bench) -> NothingFits:
-    """The error, after a search that found nothing."""
-    space = bench.space
-    frugal = bench.frugal
-    assert frugal is not None
-    study = bench.study(frugal)
+def nothing_fits(evaluator: Evaluator) -> NothingFits:
+    """Return the error after a search that found nothing."""
+    space, smallest = evaluator.space, evaluator.smallest
+    assert smallest is not None
+    study = evaluator.study(smallest)
     forecast = study.forecast
-    lacks = forecast.peak_reserved_bytes - forecast.budget_bytes
-    change = next((words for words, fits in _changes(bench) if fits), "")
+    least, replicate = forecast.peak_reserved_bytes, evaluator.replicas[0]
+    is_in_device = space.budget is not None and least <= space.cluster(replicate).available_bytes
+    changes = itertools.chain(_other_jobs(space), () if is_in_device else _other_devices(space, replicate, least))
+    change = next((words for words, changed in changes if _fits(changed)), "")
     advice = f"{change} would fit" if change else "no single change of batch, sequence, ranks or device would do"
-    if space.budget is not None and forecast.peak_reserved_bytes <= space.cluster(bench.replicas[0]).available_bytes:
-        enough = math.ceil(forecast.peak_reserved_bytes / (1 << 30) * 100) / 100
+    if is_in_device:
+        enough = math.ceil(least / (1 << 30) * 100) / 100
         advice += f'; so would memory="{enough:.2f}GiB", which the device has'
     return NothingFits(
         f"nothing fits {space.workload.name} into {size(forecast.budget_bytes)} on {space.ranks:,} × "
-        f"{space.hardware.name}: the most frugal plan ({bench.words(frugal)}) reserves "
-        f"{size(forecast.peak_reserved_bytes)}, {size(lacks)} too much; {advice}",
+        f"{space.hardware.name}: the most frugal plan ({described(evaluator.plan(smallest), smallest)}) reserves "
+        f"{size(least)}, {size(least - forecast.budget_bytes)} too much; {advice}",
         study,
     )
 
 
-def _changes(bench: Bench) -> Iterator[tuple[str, bool]]:
-    """(words, whether it would fit) of changes: first what costs nothing, then speed, then the job, then money."""
-    space = bench.space
-    assert bench.frugal is not None
-    least = bench.forecasts[bench.frugal].peak_reserved_bytes
-    for words, changed in _other_spaces(space):
-        yield words, _fits(changed)
-    if space.budget is not None and least <= space.cluster(bench.replicas[0]).available_bytes:
-        return
-    for name in sorted(known(), key=lambda each: hardware(each).memory_bytes):
-        device = hardware(name)
-        larger = dataclasses.replace(space, hardware=device, budget=None)
-        if device.streams and larger.cluster(bench.replicas[0]).available_bytes >= least:
-            yield f'hardware="{name}"', _fits(larger)
-
-
-def _other_spaces(space: Space) -> Iterator[tuple[str, Space]]:
+def _other_jobs(space: Space) -> Iterator[tuple[str, Space]]:
+    """Yield changes in words, with their spaces: first those that cost nothing, then speed, then others of the job."""
     fixed: dict[str, Any] = {}
     for key, frugal in (("activation_checkpointing", "full"), ("reshard_after_forward", "always")):
         if getattr(space.choices, key) not in ("auto", frugal):
@@ -125,111 +173,95 @@ def _other_spaces(space: Space) -> Iterator[tuple[str, Space]]:
             yield f"ranks={ranks}", dataclasses.replace(space, ranks=ranks)
 
 
+def _other_devices(space: Space, replicate: int, least: int) -> Iterator[tuple[str, Space]]:
+    """Yield devices of the catalogue with ``least`` bytes for torch, the smallest first."""
+    for name in sorted(known(), key=lambda each: hardware(each).memory_bytes):
+        larger = dataclasses.replace(space, hardware=hardware(name), budget=None)
+        if larger.hardware.streams and larger.cluster(replicate).available_bytes >= least:
+            yield f'hardware="{name}"', larger
+
+
 def _fits(space: Space) -> bool:
-    """Whether the most frugal plan of a space fits."""
+    """Return whether the most frugal plan of a space fits."""
     try:
-        bench = Bench(space)
-        microbatch, accumulation = batches(space)[-1]
-        setting = Setting(bench.replicas[0], microbatch, accumulation, space.offloads[-1])
-        return bench.look(bench.groupings.uniform(setting, "always", "full")).fits
+        evaluator = Evaluator(space)
+        return evaluator.evaluate(_frugal(evaluator, space.offloads[-1])).fits
     except ValueError:  # shard() refuses such a mesh, or the factory such a batch
         return False
 
 
-Text = Callable[[Point], str]
-"""One choice of a plan, in words; where the words are equal the choice is."""
+# Reasons
+
+Text = Callable[[Candidate], str]
+"""One choice of a candidate, in words; where the words are equal the choice is."""
 
 
-def reasons(bench: Bench) -> tuple[str, ...]:
-    """A sentence for each choice that was free: what is faster but lacks memory, and what comes next."""
-    texts = list(_choices(bench))
-    told = [_sentence(bench, text, [other for other in texts if other is not text]) for text in texts]
-    return (*told, _offload(bench)) if len(bench.space.offloads) > 1 else tuple(told)
-
-
-def _choices(bench: Bench) -> Iterator[Text]:
-    space = bench.space
-    if len(bench.replicas) > 1:
-        yield lambda point: _mesh_text(bench, point)
+def reasons(evaluator: Evaluator) -> tuple[str, ...]:
+    """Return a sentence for each choice that was free: what is faster but lacks memory, and what comes next."""
+    space, best = evaluator.space, evaluator.best
+    assert best is not None
+    texts: list[Text] = []
+    if len(evaluator.replicas) > 1:
+        texts.append(lambda each: _mesh_text(space, each))
     if len(batches(space)) > 1:
-        yield _batch_text
+        texts.append(lambda each: f"microbatch {each.setting.microbatch} × accumulation {each.setting.accumulation}")
     if is_free(space.choices.reshard_after_forward):
-        yield lambda point: reshard_text(bench.groupings.plan(point), point.split)
+        texts.append(lambda each: _reshard_text(evaluator.plan(each), each.split))
     if is_free(space.choices.activation_checkpointing):
-        yield lambda point: recompute_text(bench.groupings.plan(point))
+        texts.append(lambda each: _recompute_text(evaluator.plan(each)))
+    found = [_sentence(evaluator, best, text, [other for other in texts if other is not text]) for text in texts]
+    if len(space.offloads) > 1 and best.setting.offload == "none":
+        found.append("Offload none: it fits without.")
+    elif len(space.offloads) > 1:
+        without = [_excess(each) for key, each in evaluator.forecasts.items() if key.setting.offload == "none"]
+        found.append(f"Offload cpu: without it the most frugal plan lacks {size(min(without))}.")
+    return tuple(found)
 
 
-def _mesh_text(bench: Bench, point: Point) -> str:
-    replicate = point.setting.replicate
-    shard = bench.space.ranks // replicate
+def _mesh_text(space: Space, candidate: Candidate) -> str:
+    replicate = candidate.setting.replicate
+    shard = space.ranks // replicate
     return f"one replica over {shard:,} ranks" if replicate == 1 else f"{replicate:,} replicas of {shard:,} ranks"
 
 
-def _batch_text(point: Point) -> str:
-    return f"microbatch {point.setting.microbatch} × accumulation {point.setting.accumulation}"
-
-
-def _sentence(bench: Bench, text: Text, rest: list[Text]) -> str:
-    best = bench.best
-    assert best is not None
-    rivals = [each for each in bench.forecasts if each.setting.offload == best.setting.offload]
+def _sentence(evaluator: Evaluator, best: Candidate, text: Text, rest: list[Text]) -> str:
+    rivals = [each for each in evaluator.forecasts if each.setting.offload == best.setting.offload]
     others = [each for each in rivals if text(each) != text(best)]
     alike = [each for each in others if all(other(each) == other(best) for other in rest)]
-    told = f"{text(best)[0].upper()}{text(best)[1:]}"
-    # Where no plan differs in this alone, some plan that differs in this is told of.
-    named: Text = text if alike else lambda point: f"another plan ({text(point)})"
-    found = [clause for tell in (_faster, _next, _smaller) if (clause := tell(bench, named, alike or others))]
-    return f"{told}: {'; '.join(found[:2])}." if found else f"{told}: nothing else fits the words that were given."
+    # Where no candidate differs in this alone, name one that differs in other choices, too.
+    named: Text = text if alike else lambda each: f"another plan ({text(each)})"
+    clauses = _clauses(evaluator, best, named, alike or others)
+    told = "; ".join(clauses) or "nothing else fits the words that were given"
+    return f"{text(best)[0].upper()}{text(best)[1:]}: {told}."
 
 
-def _offload(bench: Bench) -> str:
-    assert bench.best is not None
-    if bench.best.setting.offload == "none":
-        return "Offload none: it fits without."
-    without = [each for each in bench.forecasts if each.setting.offload == "none"]
-    lacks = min(_excess(bench, each) for each in without)
-    return f"Offload cpu: without it the most frugal plan lacks {size(lacks)}."
+def _clauses(evaluator: Evaluator, best: Candidate, text: Text, others: list[Candidate]) -> list[str]:
+    """Compare the best candidate with a faster one that lacks memory, and with the next one that fits, if any."""
+    forecasts = evaluator.forecasts
+    mine = forecasts[best]
+    fitting = [each for each in others if forecasts[each].fits]
+    lacking = sorted((each for each in others if not forecasts[each].fits), key=lambda each: _excess(forecasts[each]))
+    faster = [each for each in lacking if cost(forecasts[each]) < cost(mine)]
+    clauses = []
+    if faster:
+        gain = cost(mine) / cost(forecasts[faster[0]]) - 1
+        clauses.append(f"{text(faster[0])} would be {gain:.1%} faster but lacks {size(_excess(forecasts[faster[0]]))}")
+    if fitting:
+        second = min(fitting, key=evaluator.rank)
+        clauses.append(f"{text(second)} {_compared(mine, forecasts[second])}")
+    elif lacking and cost(forecasts[lacking[0]]) >= cost(mine):
+        clauses.append(f"{text(lacking[0])} lacks {size(_excess(forecasts[lacking[0]]))}")
+    return clauses
 
 
-def _faster(bench: Bench, text: Text, others: list[Point]) -> str:
-    """Of those that would be faster but do not fit, the one that lacks least."""
-    assert bench.best is not None
-    now = cost(bench.forecasts[bench.best])
-    lacking = [each for each in others if not bench.forecasts[each].fits and cost(bench.forecasts[each]) < now]
-    if not lacking:
-        return ""
-    nearest = min(lacking, key=lambda each: _excess(bench, each))
-    gain = now / cost(bench.forecasts[nearest]) - 1
-    return f"{text(nearest)} would be {gain:.1%} faster but lacks {size(_excess(bench, nearest))}"
-
-
-def _next(bench: Bench, text: Text, others: list[Point]) -> str:
-    """The fastest other that fits."""
-    assert bench.best is not None
-    fitting = [each for each in others if bench.forecasts[each].fits]
-    if not fitting:
-        return ""
-    second = min(fitting, key=bench.order)
-    mine, its = bench.forecasts[bench.best], bench.forecasts[second]
-    loss = 1 - cost(mine) / cost(its)
+def _compared(best: Forecast, second: Forecast) -> str:
+    loss = 1 - cost(best) / cost(second)
     if loss >= 0.0005:
-        return f"{text(second)} is {loss:.1%} slower"
-    more = its.peak_reserved_bytes - mine.peak_reserved_bytes
+        return f"is {loss:.1%} slower"
+    more = second.peak_reserved_bytes - best.peak_reserved_bytes
     memory = f" and takes {size(abs(more))} {'more' if more > 0 else 'less'}" if more else ""
-    return f"{text(second)} is {'as fast' if loss < 1e-9 else 'hardly slower'}{memory}"
+    return f"is {'as fast' if loss < 1e-9 else 'hardly slower'}{memory}"
 
 
-def _smaller(bench: Bench, text: Text, others: list[Point]) -> str:
-    """Where nothing else fits: what lacks least."""
-    if not others or any(bench.forecasts[each].fits for each in others):
-        return ""
-    nearest = min(others, key=lambda each: _excess(bench, each))
-    now = cost(bench.forecasts[bench.best]) if bench.best is not None else 0.0
-    if cost(bench.forecasts[nearest]) < now:
-        return ""
-    return f"{text(nearest)} lacks {size(_excess(bench, nearest))}"
-
-
-def _excess(bench: Bench, point: Point) -> int:
-    forecast = bench.forecasts[point]
+def _excess(forecast: Forecast) -> int:
     return forecast.peak_reserved_bytes - forecast.budget_bytes

@@ -1,29 +1,33 @@
-"""The plans among which one is chosen: what is free, what is fixed, and how a point of that space reads as a Plan."""
+"""The plans to choose from: what is free, what is fixed, how a candidate reads as a plan, and what it costs."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import glob
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from trueshard import _torch, choices
 from trueshard.choices import Choices
-from trueshard.planner.forecasting import Cluster
+from trueshard.planner.forecasting import Cluster, study
 from trueshard.planner.hardware import Hardware
-from trueshard.planner.report.compare import collapse
-from trueshard.planner.workload import Workload
-from trueshard.plans import Offload, Plan, Recompute
+from trueshard.planner.workload import Job, Study, Workload
+from trueshard.plans import Forecast, Offload, Plan, Recompute
 from trueshard.runtime import engine
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 """From the fastest to the one that takes the least memory."""
 
+SEGMENT = 20 << 20
+"""Bytes of the allocator's segments for requests of 1 to 10 MiB (``kLargeBuffer`` in torch's allocator)."""
+
 
 @dataclass(frozen=True)
 class Space:
-    """What is asked for."""
+    """A request: the workload, the devices, and the options that are fixed or free."""
 
     workload: Workload
     hardware: Hardware
@@ -44,12 +48,12 @@ class Space:
     optimizer: str
 
     def cluster(self, replicate: int) -> Cluster:
-        """The ranks in so many replicas."""
+        """Return the ranks as a cluster of ``replicate`` replicas."""
         return Cluster(self.hardware, self.ranks, self.ranks_per_node, replicate)
 
     @property
     def offloads(self) -> tuple[Offload, ...]:
-        """Ways to offload, to be tried one after another until something fits."""
+        """Ways to offload, in the order in which they are tried until something fits."""
         word = self.choices.offload
         return ("none", "cpu") if word == "auto" else (cast(Offload, word),)
 
@@ -59,9 +63,9 @@ class Space:
         return self.choices.replace(offload="none", **settled)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Setting:
-    """All of a plan but what its units do."""
+    """The parts of a candidate that hold for all units."""
 
     replicate: int
     microbatch: int
@@ -70,8 +74,8 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Point:
-    """One plan."""
+class Candidate:
+    """One plan of a space."""
 
     setting: Setting
     split: bool
@@ -82,8 +86,8 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Base:
-    """The units of one grouping, and what of them is free."""
+class Grouping:
+    """The units of a model, and which of their values are free."""
 
     plan: Plan
     """Free values are ``default`` and ``none``."""
@@ -91,90 +95,162 @@ class Base:
     free_recompute: tuple[bool, ...]
 
     def reshard(self, word: str | int) -> tuple[bool | int, ...]:
-        """Every free unit by ``word``."""
+        """Return the units' values with every free one set by ``word``."""
         wanted = choices.reshard_values(self.plan, word, self.plan.ranks[-1])
         units = zip(self.plan.units, wanted, self.free_reshard, strict=True)
         return tuple(value if free else unit.reshard_after_forward for unit, value, free in units)
 
     def recompute(self, word: Recompute) -> tuple[Recompute, ...]:
-        """Every free unit by ``word``."""
+        """Return the units' values with every free one set to ``word``."""
         units = zip(self.plan.units, self.free_recompute, strict=True)
         return tuple(word if free else unit.activation_checkpointing for unit, free in units)
 
 
-class Groupings:
-    """The bases of a space by replicas and by whether embeddings are split off; each is made once."""
+class Evaluator:
+    """Forecasts candidates, each once, and keeps the best.
+
+    Attributes:
+        replicas: numbers of replicas that the options allow.
+        forecasts: of every candidate so far.
+        best: the fastest that fits.
+        smallest: the one that takes the least memory.
+
+    Raises:
+        ValueError: ``shard()`` refuses every mesh, or the budget is more than any device has.
+    """
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self._made: dict[int, dict[bool, Base]] = {}
+        self.forecasts: dict[Candidate, Forecast] = {}
+        self.best: Candidate | None = None
+        self.smallest: Candidate | None = None
+        self._studies: dict[Candidate, Study] = {}
+        self.groupings = functools.cache(self._groupings)
+        self.replicas: list[int] = []
+        refused: list[ValueError] = []
+        for replicate in meshes(space):
+            try:
+                self.groupings(replicate)
+                self.replicas.append(replicate)
+            except ValueError as error:
+                refused.append(error)
+        if not self.replicas:
+            raise refused[0]
 
-    def of(self, replicate: int) -> dict[bool, Base]:
-        """The groupings that differ: where all resharding is free, ``shard()`` knows two, see ``engine.resolve``.
+    def _groupings(self, replicate: int) -> dict[bool, Grouping]:
+        """Return the groupings that differ, by whether embeddings are split off.
 
-        Raises:
-            ValueError: what ``shard()`` refuses.
+        Where all resharding is free, ``shard()`` knows two, see ``engine.resolve``.
         """
-        if replicate not in self._made:
-            self._made[replicate] = self._bases(self.space.cluster(replicate).mesh)
-        return self._made[replicate]
-
-    def _bases(self, mesh: tuple[int, ...]) -> dict[bool, Base]:
-        joined = self._base(mesh, "default")
+        mesh = self.space.cluster(replicate).mesh
+        joined = self._grouping(mesh, "default")
         if self.space.choices.reshard_after_forward != "auto":
             return {False: joined}
-        split = self._base(mesh, "always")
-        names = [[unit.name for unit in base.plan.units] for base in (joined, split)]
+        split = self._grouping(mesh, "always")
+        names = [[unit.name for unit in each.plan.units] for each in (joined, split)]
         return {False: joined} if names[0] == names[1] else {False: joined, True: split}
 
-    def _base(self, mesh: tuple[int, ...], word: str) -> Base:
-        given = self.space.given(reshard_after_forward=word, activation_checkpointing="none")
+    def _grouping(self, mesh: tuple[int, ...], word: str) -> Grouping:
+        given = self.space.given
         with _torch.fake_tensors():
-            plan = engine.resolve(self.space.workload.model(), given, mesh)
+            chosen = given(reshard_after_forward=word, activation_checkpointing="none")
+            plan = engine.resolve(self.space.workload.model(), chosen, mesh)
         never, always = (
-            choices.reshard_values(plan, self.space.given(reshard_after_forward=each).reshard_after_forward, mesh[-1])
+            choices.reshard_values(plan, given(reshard_after_forward=each).reshard_after_forward, mesh[-1])
             for each in ("never", "always")
         )
         none, full = (
-            choices.recompute_values(
-                plan.units, self.space.given(activation_checkpointing=each).activation_checkpointing
-            )
+            choices.recompute_values(plan.units, given(activation_checkpointing=each).activation_checkpointing)
             for each in ("none", "full")
         )
-        return Base(plan, _differ(never, always), _differ(none, full))
+        return Grouping(plan, _differ(never, always), _differ(none, full))
 
-    def plan(self, point: Point) -> Plan:
-        """A point as a plan that ``shard()`` takes as it stands, and whose words say the same as its units."""
-        setting = point.setting
-        base = self.of(setting.replicate)[point.split].plan
-        values = zip(base.units, point.reshard, point.recompute, strict=True)
-        plan = dataclasses.replace(
-            base,
-            units=tuple(
-                dataclasses.replace(unit, reshard_after_forward=freed, activation_checkpointing=again)
-                for unit, freed, again in values
-            ),
-            offload=setting.offload,
+    def uniform(self, setting: Setting, reshard: str | int, recompute: Recompute) -> Candidate:
+        """Return the candidate with all that is free set by two words, in the grouping ``shard()`` makes for them."""
+        groupings = self.groupings(setting.replicate)
+        split = reshard not in ("default", "never") and True in groupings
+        return Candidate(setting, split, groupings[split].reshard(reshard), groupings[split].recompute(recompute))
+
+    def plan(self, candidate: Candidate) -> Plan:
+        """Return a plan that ``shard()`` takes as it stands, and whose words say the same as its units."""
+        setting = candidate.setting
+        base = self.groupings(setting.replicate)[candidate.split].plan
+        values = zip(base.units, candidate.reshard, candidate.recompute, strict=True)
+        units = tuple(
+            dataclasses.replace(unit, reshard_after_forward=freed, activation_checkpointing=again)
+            for unit, freed, again in values
         )
+        plan = dataclasses.replace(base, units=units, offload=setting.offload)
         plan = dataclasses.replace(
             plan, reshard_after_forward=_reshard_word(plan), activation_checkpointing=_recompute_word(plan)
         )
         return dataclasses.replace(plan, resolved_for=plan.policies)
 
-    def uniform(self, setting: Setting, reshard: str | int, recompute: Recompute) -> Point:
-        """All that is free by two words, in the grouping that ``shard()`` makes for them."""
-        bases = self.of(setting.replicate)
-        split = reshard not in ("default", "never") and True in bases
-        return Point(setting, split, bases[split].reshard(reshard), bases[split].recompute(recompute))
+    def budget(self, replicate: int) -> int:
+        """Return the bytes for torch on a rank: no more than the device has besides the communicators of that mesh."""
+        available = self.space.cluster(replicate).available_bytes
+        asked = self.space.budget
+        return available if asked is None else asked if replicate == self.replicas[0] else min(asked, available)
 
-    def away(self, point: Point) -> int:
-        """How many choices are not what they are where nothing is said."""
-        setting = point.setting
+    def evaluate(self, candidate: Candidate) -> Forecast:
+        """Return a candidate's forecast."""
+        if candidate in self.forecasts:
+            return self.forecasts[candidate]
+        setting = candidate.setting
+        cluster = self.space.cluster(setting.replicate)
+        job = Job(
+            self.space.workload,
+            cluster.mesh,
+            microbatch=setting.microbatch,
+            accumulation=setting.accumulation,
+            plan=self.plan(candidate),
+            optimizer=self.space.optimizer,
+        )
+        made = study(job, cluster, self.budget(setting.replicate))
+        forecast = self.forecasts[candidate] = made.forecast
+        self._studies[candidate] = made
+        if forecast.fits and (self.best is None or self.rank(candidate) < self.rank(self.best)):
+            self.best = candidate
+        if self.smallest is None or forecast.peak_reserved_bytes < self.forecasts[self.smallest].peak_reserved_bytes:
+            self.smallest = candidate
+        self._studies = {each: self._studies[each] for each in (self.best, self.smallest) if each is not None}
+        return forecast
+
+    def study(self, candidate: Candidate) -> Study:
+        """Return the study of the best candidate, or of the smallest; others are not kept."""
+        return self._studies[candidate]
+
+    def rank(self, candidate: Candidate) -> tuple[float, int, int]:
+        """Smaller is better: seconds a token, then memory, then choices away from the default."""
+        forecast = self.forecasts[candidate]
+        return float(f"{cost(forecast):.9g}"), forecast.peak_reserved_bytes, self._distance(candidate)
+
+    def _distance(self, candidate: Candidate) -> int:
+        """Return how many choices differ from ``shard()``'s defaults."""
+        setting = candidate.setting
         plain = self.uniform(setting, "default", "none")
-        units = zip(point.reshard, point.recompute, strict=True)
+        chosen = zip(candidate.reshard, candidate.recompute, strict=True)
         usual = zip(plain.reshard, plain.recompute, strict=True)
-        away = sum(a != b for a, b in zip(units, usual, strict=False)) + (len(point.reshard) != len(plain.reshard))
-        return away + (setting.replicate != 1) + (setting.offload != "none")
+        differing = sum(a != b for a, b in zip(chosen, usual, strict=False))
+        return differing + (candidate.split != plain.split) + (setting.replicate != 1) + (setting.offload != "none")
+
+    def best_cost(self) -> float:
+        """Return the seconds a token of the best candidate; infinity if none fits."""
+        return math.inf if self.best is None else cost(self.forecasts[self.best])
+
+
+def cost(forecast: Forecast) -> float:
+    """Return the seconds a token of one rank."""
+    return 1 / forecast.tokens_per_second_per_rank
+
+
+def slack(forecast: Forecast) -> int:
+    """Return the bytes by which a plan that should take less memory than this one may take more.
+
+    What the caching allocator reserves does not fall at every step with what is live: its segments have 20 MiB (for
+    requests of 1 to 10 MiB), or what was asked for in units of 2 MiB, and are put together differently.
+    """
+    return 2 * SEGMENT + forecast.peak_reserved_bytes // 50
 
 
 def _differ(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, ...]:
@@ -188,7 +264,7 @@ def _without_auto(word: Any, instead: Any) -> Any:
 
 
 def _reshard_word(plan: Plan) -> Any:
-    """The shortest word that means the units' values."""
+    """Return the shortest word that means the units' values."""
     values = [unit.reshard_after_forward for unit in plan.units]
     ranks = plan.ranks[-1]
     numbers = [value for value in values if not isinstance(value, bool)]
@@ -202,7 +278,7 @@ def _reshard_word(plan: Plan) -> Any:
 
 
 def _same(one: Sequence[bool | int], other: Sequence[bool | int]) -> bool:
-    """Equal, and a number of ranks is no truth value."""
+    """Return whether values are equal; True is not 1 rank."""
     return [(type(a), a) for a in one] == [(type(b), b) for b in other]
 
 
@@ -222,7 +298,7 @@ def _recompute_word(plan: Plan) -> Any:
 
 
 def meshes(space: Space) -> list[int]:
-    """Numbers of replicas, the fewest first: each replica is a whole number of nodes."""
+    """Return numbers of replicas, the fewest first: each replica is a whole number of nodes."""
     if space.replicate is not None:
         return [space.replicate]
     nodes = max(1, space.ranks // space.ranks_per_node)
@@ -232,7 +308,7 @@ def meshes(space: Space) -> list[int]:
 
 
 def batches(space: Space) -> list[tuple[int, int]]:
-    """(microbatch, accumulation), the largest microbatch first.
+    """Return (microbatch, accumulation), the largest microbatch first.
 
     Raises:
         ValueError: what is given cannot make the global batch.
@@ -255,61 +331,6 @@ def batches(space: Space) -> list[tuple[int, int]]:
 
 
 def node_size(space: Space, replicate: int) -> int | None:
-    """Ranks to which a unit may be resharded: a node's, where a replica spans several."""
+    """Return the ranks to which a unit may be resharded: a node's, where a replica spans several."""
     shard = space.ranks // replicate
     return space.ranks_per_node if shard > space.ranks_per_node and shard % space.ranks_per_node == 0 else None
-
-
-# In words
-
-
-def described(plan: Plan, point: Point) -> str:
-    """A plan in a few words, as it differs from others of the space."""
-    setting = point.setting
-    words = [f"{setting.replicate} replicas"] if setting.replicate > 1 else []
-    words += [f"microbatch {setting.microbatch}"]
-    words += [f"accumulation {setting.accumulation}"] if setting.accumulation > 1 else []
-    words += [reshard_text(plan, point.split), recompute_text(plan)]
-    words += ["offload to cpu"] if setting.offload == "cpu" else []
-    return ", ".join(words)
-
-
-def reshard_text(plan: Plan, split: bool) -> str:
-    """``reshard always``, or what is kept gathered.
-
-    Args:
-        split: embeddings are units of their own; told where ``shard()`` would not do that by itself.
-    """
-    word = plan.reshard_after_forward
-    root_stays = plan.unit("").reshard_after_forward is False
-    apart = " with embeddings apart" if split and root_stays and word != "last_layer" else ""
-    if not isinstance(word, Mapping):
-        return (f"reshard to {word} ranks" if isinstance(word, int) else f"reshard {word}") + apart
-    kept = _listed(unit for unit in plan.units if unit.reshard_after_forward is False)
-    words = [f"keep {kept} gathered"] if kept else []
-    sizes = {each for unit in plan.units if not isinstance(each := unit.reshard_after_forward, bool)}
-    words += [
-        f"reshard {_listed(unit for unit in plan.units if unit.reshard_after_forward == ranks)} to {ranks} ranks"
-        for ranks in sorted(sizes)
-    ]
-    return " and ".join(words) + apart
-
-
-def recompute_text(plan: Plan) -> str:
-    """``recompute full``, or what is recomputed how."""
-    word = plan.activation_checkpointing
-    if not isinstance(word, Mapping):
-        return f"recompute {word}"
-    parts = [
-        f"recompute {_listed(unit for unit in plan.units if unit.activation_checkpointing == each)} {_ADVERBS[each]}"
-        for each in RECOMPUTE[1:]
-        if each in word.values()
-    ]
-    return ", ".join(parts)
-
-
-_ADVERBS = {"selective": "selectively", "full": "fully"}
-
-
-def _listed(units: Any) -> str:
-    return ", ".join(group.name or "the root" for group in collapse(units, lambda unit: unit.name))

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 import networkx
 
 from trueshard.planner.costs import is_fusable
+from trueshard.planner.ledger import Lifetime, lifetimes
 from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Kind, Trace
 from trueshard.plans import Plan
 
@@ -49,12 +50,7 @@ _Graph = tuple[str, str, int]
 
 
 def compiled(trace: Trace, plan: Plan) -> Trace:
-    """Return the trace of a step with the blocks of ``plan`` compiled.
-
-    Args:
-        trace: of the eager step, with ``reads`` and ``writes``.
-        plan: with its units.
-    """
+    """Return an eager step's trace, which has ``reads`` and ``writes``, with the blocks of ``plan`` compiled."""
     blocks = {unit.name: unit.activation_checkpointing == "none" for unit in plan.units if unit.kind == "block"}
     flow = _DataFlow(trace, set(blocks))
     for forward in [graph for graph in flow.kernels if graph[0] == "forward"]:
@@ -69,16 +65,10 @@ def compiled(trace: Trace, plan: Plan) -> Trace:
     return flow.rewritten()
 
 
-@dataclass
-class _Storage:
-    """Lifetime and use of one storage."""
+@dataclass(slots=True)
+class _Storage(Lifetime):
+    """Lifetime and use of one storage; ``freed`` is at first that of the eager step."""
 
-    number: int
-    made: int
-    """Position of the allocation; -1: before the step."""
-    freed: int
-    """Position of the free, at first that of the eager step; the number of events if it outlives the step."""
-    allocation: Allocation
     makers: list[int] = field(default_factory=list)
     """Positions of kernels that write it."""
     readers: list[int] = field(default_factory=list)
@@ -92,23 +82,17 @@ class _DataFlow:
     def __init__(self, trace: Trace, blocks: set[str]) -> None:
         self.trace = trace
         self.events = trace.events
-        self.storages: dict[int, _Storage] = {}
+        self.storages = {each.number: _Storage(each.allocation, each.made, each.freed) for each in lifetimes(trace)}
         self.kernels: dict[_Graph, list[int]] = defaultdict(list)
         self.graph_of: dict[int, _Graph] = {}
         self.run_of: dict[int, int] = {}
         """Position of a fusable kernel → number of the uninterrupted row of fusable kernels that it belongs to."""
-        for allocation in trace.resident:
-            self.storages[allocation.storage] = _Storage(allocation.storage, -1, len(self.events), allocation)
         microbatch, before, runs = 0, "", 0
         for i, event in enumerate(self.events):
             phase = event.place.phase
             microbatch += phase == "forward" and before == "backward"
             before = phase
-            if isinstance(event, Allocation):
-                self.storages[event.storage] = _Storage(event.storage, i, len(self.events), event)
-            elif isinstance(event, Free):
-                self.storages[event.storage].freed = i
-            elif isinstance(event, Kernel):
+            if isinstance(event, Kernel):
                 in_graph = phase in ("forward", "backward") and event.place.unit in blocks and event.stream == "compute"
                 if in_graph and event.op.startswith("aten."):
                     graph = phase, event.place.unit, microbatch

@@ -1,4 +1,4 @@
-"""Patches under which code runs on fake tensors as it would in training on an accelerator.
+"""Patch torch and transformers so that code runs on fake tensors as it would in training on an accelerator.
 
 A simulation runs on fake CPU tensors, and torch chooses attention's kernel by them. The CPU's fused kernel accepts
 neither dropout nor values of another width than queries, nor a trained mask; then the scores would lie in memory, as

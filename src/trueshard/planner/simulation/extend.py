@@ -1,4 +1,4 @@
-"""The trace of a model with many equal blocks, from traces of the same model with six and with five of them.
+"""Extend traces of a model with six and with five equal blocks to one with many.
 
 Blocks 3 and 4 of six have neighbours on both sides that do, too. If their traces are identical, so are those of all
 further blocks: block 3's events are repeated. Events that happen once for all blocks (a list operator of the
@@ -18,8 +18,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,9 @@ _COPY = 1 << 40
 Label = tuple[int, int] | None
 """(run, block), or None outside of all blocks."""
 
+Ordinal = tuple[bool, int]
+"""(whether it is an allocation, how many items of its block came before it that are or are not)."""
+
 
 class NotPeriodicError(Exception):
     """The blocks of a run behave differently, or what they share does not grow evenly."""
@@ -49,24 +52,21 @@ class NotPeriodicError(Exception):
 
 @dataclass
 class Labelled:
-    """A trace with the block of each event and storage."""
+    """A trace with the block of each item: resident allocations, then events."""
 
-    trace: Trace
+    items: list[Event]
+    residents: int
+    """Number of resident allocations."""
     labels: list[Label]
-    """By event."""
-    ordinals: list[int]
-    """By event: how many events of its block came before it."""
-    storages: dict[int, tuple[Label, int]]
-    """Storage → (its block, how many storages of that block were made before it)."""
+    """By item."""
+    ordinals: list[Ordinal]
+    """By item."""
+    made: dict[int, int]
+    """Storage → index of the item that allocates it."""
 
 
 def labelled(trace: Trace, runs: Sequence[Run]) -> Labelled:
-    """Label a trace's events with their blocks.
-
-    Args:
-        trace: of a step.
-        runs: of the model that was run.
-    """
+    """Label a trace's items with their blocks of the ``runs`` of the model that made it."""
 
     @functools.cache
     def label_of(unit: str) -> Label:
@@ -75,37 +75,31 @@ def labelled(trace: Trace, runs: Sequence[Run]) -> Labelled:
                 return r, block
         return None
 
-    labels: list[Label] = []
+    residents = len(trace.resident)
+    items = [*trace.resident, *trace.events]
+    labels = [label_of(each.unit) for each in trace.resident]
+    made = {item.storage: at for at, item in enumerate(items) if isinstance(item, Allocation)}
     for event in trace.events:
         label = label_of(event.place.unit)
         if label is None and isinstance(event, (Allocation, Communication, Transfer)):
             label = label_of(event.unit)
         labels.append(label)
-    _fill_gaps(trace.events, labels)
-    storages: dict[int, tuple[Label, int]] = {}
-    made: Counter[Label] = Counter()
-    for each in trace.resident:
-        label = label_of(each.unit)
-        storages[each.storage] = label, made[label]
-        made[label] += 1
-    counts: Counter[Label] = Counter()
+    _fill_gaps(items, labels, residents)
+    counts: defaultdict[tuple[Label, bool], Iterator[int]] = defaultdict(itertools.count)
     ordinals = []
-    for at, event in enumerate(trace.events):
-        if isinstance(event, Allocation):
-            storages[event.storage] = labels[at], made[labels[at]]
-            made[labels[at]] += 1
-        elif isinstance(event, Free) and labels[at] is None:
-            labels[at] = _freeing_block(trace.events, labels, at, storages[event.storage][0])
-        ordinals.append(counts[labels[at]])
-        counts[labels[at]] += 1
-    return Labelled(trace, labels, ordinals, storages)
+    for at, item in enumerate(items):
+        if isinstance(item, Free) and labels[at] is None:
+            labels[at] = _freeing_block(items, labels, at, labels[made[item.storage]])
+        is_allocation = isinstance(item, Allocation)
+        ordinals.append((is_allocation, next(counts[labels[at], is_allocation])))
+    return Labelled(items, residents, labels, ordinals, made)
 
 
-def _fill_gaps(events: Sequence[Event], labels: list[Label]) -> None:
-    """Label events between a block and the next, in forward or backward, with the block before them."""
+def _fill_gaps(events: Sequence[Event], labels: list[Label], start: int) -> None:
+    """From ``start`` on, label events between a block and the next, in forward or backward, with the block before."""
     before: int | None = None
-    for at, label in enumerate(labels):
-        if label is None:
+    for at in range(start, len(labels)):
+        if (label := labels[at]) is None:
             continue
         if before is not None and before < at - 1:
             last, phase = labels[before], events[before].place.phase
@@ -127,29 +121,21 @@ def _freeing_block(events: Sequence[Event], labels: Sequence[Label], at: int, al
 
 
 def extend(base: Labelled, fewer: Sequence[Labelled], runs: Sequence[Run]) -> Trace:
-    """Return the trace of the whole model.
+    """Return the trace of the whole model, which has ``runs``.
 
-    Args:
-        base: trace with ``KEPT`` blocks of each run.
-        fewer: for each run, the trace with one block less of it.
-        runs: of the whole model.
+    ``base``: with ``KEPT`` blocks of each run; ``fewer``: for each run, with one block less of it.
 
     Raises:
         NotPeriodicError: it cannot be extended exactly.
     """
-    growth: dict[int, tuple[int, ...]] = {}
-    resident_growth: Counter[int] = Counter()
+    growth: Counter[tuple[int, str]] = Counter()
     for r, (less, run) in enumerate(zip(fewer, runs, strict=True)):
         _check_middle(base, r)
-        for position, differences in _growth(base, less, r).items():
-            more = tuple(each * (run.count - KEPT) for each in differences)
-            before = growth.get(position, (0,) * len(more))
-            growth[position] = tuple(a + b for a, b in zip(before, more, strict=True))
-        for storage, difference in _resident_growth(base, less, r).items():
-            resident_growth[storage] += difference * (run.count - KEPT)
-    made = _Extension(base, runs, growth, resident_growth).trace()
+        for amount, difference in _growth(base, less, r).items():
+            growth[amount] += difference * (run.count - KEPT)
+    made = _Extension(base, runs, growth).trace()
     try:
-        ledger.check(made)
+        ledger.lifetimes(made)
     except ValueError as error:
         raise NotPeriodicError(str(error)) from error
     return made
@@ -164,40 +150,40 @@ _AMOUNTS: dict[type, tuple[str, ...]] = {
 }
 """Fields that may grow with the number of blocks."""
 
-
-def _amounts(event: Event) -> tuple[int, ...]:
-    return tuple(getattr(event, name) for name in _AMOUNTS[type(event)])
+_TRAITS: dict[type, tuple[str, ...]] = {
+    Kernel: ("op", "dtype", "causal", "recomputed"),
+    Communication: ("op", "stream", "ranks", "stride", "dtype"),
+    Allocation: ("stream", "kind", "dtype"),
+    Free: (),
+    Transfer: ("direction",),
+}
+"""Fields that are the same for any number of blocks, as is the phase."""
 
 
 def _kind(event: Event) -> tuple[Any, ...]:
-    """Return what is the same for any number of blocks."""
-    if isinstance(event, Allocation):
-        return ("allocation", event.place.phase, event.stream, event.kind, event.dtype)
-    if isinstance(event, Free):
-        return ("free", event.place.phase)
-    if isinstance(event, Kernel):
-        return ("kernel", event.place.phase, event.op, event.dtype, event.causal, event.recomputed)
-    if isinstance(event, Communication):
-        return ("communication", event.place.phase, event.op, event.stream, event.ranks, event.stride, event.dtype)
-    return ("transfer", event.place.phase, event.direction)
+    traits = (getattr(event, name) for name in _TRAITS[type(event)])
+    return (type(event).__name__.lower(), event.place.phase, *traits)
 
 
 def _block_trace(base: Labelled, label: Label) -> list[tuple[Any, ...]]:
-    """Return one block's events, in order, with references relative to the block."""
-    resident = [_kind(each) for each in base.trace.resident if base.storages[each.storage][0] == label]
-    found: list[tuple[Any, ...]] = [("resident", *resident)]
-    for event, own in zip(base.trace.events, base.labels, strict=True):
+    """Return one block's items, in order, with references relative to the block."""
+    found: list[tuple[Any, ...]] = []
+    for at, (item, own) in enumerate(zip(base.items, base.labels, strict=True)):
         if own == label:
-            references: list[Any] = []
-            if isinstance(event, Free):
-                references = [_relative(*base.storages[event.storage], label)]
-            elif isinstance(event, (Kernel, Communication)):
-                references = [_relative(base.labels[at], base.ordinals[at], label) for at in event.after]
-            found.append((*_kind(event), *_amounts(event), *references))
+            amounts = (getattr(item, name) for name in _AMOUNTS[type(item)])
+            references = (_relative(base.labels[each], base.ordinals[each], label) for each in _references(base, item))
+            found.append((at < base.residents, *_kind(item), *amounts, *references))
     return found
 
 
-def _relative(label: Label, ordinal: int, origin: Label) -> tuple[Any, ...]:
+def _references(base: Labelled, item: Event) -> list[int]:
+    """Return the indices of the items to which one refers."""
+    if isinstance(item, Free):
+        return [base.made[item.storage]]
+    return [base.residents + each for each in item.after] if isinstance(item, (Kernel, Communication)) else []
+
+
+def _relative(label: Label, ordinal: Ordinal, origin: Label) -> tuple[Any, ...]:
     if label is None or origin is None or label[0] != origin[0]:
         return label, ordinal
     return label[0], "+", label[1] - origin[1], ordinal
@@ -210,38 +196,24 @@ def _check_middle(base: Labelled, r: int) -> None:
         different = next((f"{a} and {b}" for a, b in zip(one, two, strict=False) if a != b), "")
         different = different or f"{len(one)} and {len(two)} events"
         raise NotPeriodicError(f"two equal blocks behave differently: {different}")
-    for event, label in zip(base.trace.events, base.labels, strict=True):
-        if label == (r, COPIED) and isinstance(event, Free) and base.storages[event.storage][0] is None:
+    for item, label in zip(base.items, base.labels, strict=True):
+        if label == (r, COPIED) and isinstance(item, Free) and base.labels[base.made[item.storage]] is None:
             raise NotPeriodicError("a block frees memory that belongs to none")
 
 
-def _growth(base: Labelled, less: Labelled, r: int) -> dict[int, tuple[int, ...]]:
-    """Map positions of events that happen once to how much their amounts grow with each block."""
+def _growth(base: Labelled, less: Labelled, r: int) -> dict[tuple[int, str], int]:
+    """Map (index, amount) of items that are there once to how much that grows with each block."""
     kept = [at for at, label in enumerate(base.labels) if label != (r, COPIED)]
     if [_after_removal(base.labels[at], r) for at in kept] != less.labels:
-        raise NotPeriodicError("a block more does not add one block's events")
-    found: dict[int, tuple[int, ...]] = {}
-    for at, other in zip(kept, less.trace.events, strict=True):
-        event = base.trace.events[at]
-        if _kind(event) != _kind(other):
-            raise NotPeriodicError(f"a block more changes other events: {_kind(event)}, {_kind(other)}")
-        differences = tuple(a - b for a, b in zip(_amounts(event), _amounts(other), strict=True))
-        if any(differences):
-            found[at] = differences
-    return found
-
-
-def _resident_growth(base: Labelled, less: Labelled, r: int) -> dict[int, int]:
-    """Map resident storages that are shared by blocks to the bytes that each block adds."""
-    kept = [each for each in base.trace.resident if base.storages[each.storage][0] != (r, COPIED)]
-    if len(kept) != len(less.trace.resident):
-        raise NotPeriodicError("a block more does not add one block's memory")
-    found: dict[int, int] = {}
-    for each, other in zip(kept, less.trace.resident, strict=True):
-        if _kind(each) != _kind(other):
-            raise NotPeriodicError(f"a block more changes what is resident: {_kind(each)}, {_kind(other)}")
-        if each.bytes != other.bytes:
-            found[each.storage] = each.bytes - other.bytes
+        raise NotPeriodicError("a block more does not add one block's events and memory")
+    found: dict[tuple[int, str], int] = {}
+    for at, other in zip(kept, less.items, strict=True):
+        item = base.items[at]
+        if _kind(item) != _kind(other):
+            raise NotPeriodicError(f"a block more changes other events: {_kind(item)}, {_kind(other)}")
+        for name in _AMOUNTS[type(item)]:
+            if difference := getattr(item, name) - getattr(other, name):
+                found[at, name] = difference
     return found
 
 
@@ -252,45 +224,41 @@ def _after_removal(label: Label, r: int) -> Label:
 class _Extension:
     """Builds the whole model's trace.
 
-    Labels of ``base`` are called old, those of the whole model new. The blocks before the copied one have the same
-    index in both; those behind it are as far from the run's end.
+    Labels and indices of ``base`` are called old, those of the whole model new. The blocks before the copied one have
+    the same number in both; those behind it are as far from the run's end.
     """
 
-    def __init__(
-        self,
-        base: Labelled,
-        runs: Sequence[Run],
-        growth: Mapping[int, tuple[int, ...]],
-        resident_growth: Mapping[int, int],
-    ) -> None:
+    def __init__(self, base: Labelled, runs: Sequence[Run], growth: Counter[tuple[int, str]]) -> None:
         self.base = base
         self.runs = runs
         self.kept = with_counts(runs, [KEPT] * len(runs))
         self.growth = growth
-        self.resident_growth = resident_growth
-        self.storages = {place: number for number, place in base.storages.items()}
-        self.events: list[Event] = []
-        self.position: dict[tuple[Label, int], int] = {}
-        """(new label, ordinal) → position in the new trace."""
+        self.items: list[Any] = []
+        self.residents = 0
+        self.index: dict[tuple[Label, Ordinal], int] = {}
+        """(new label, ordinal) → index of the new item."""
 
     def trace(self) -> Trace:
         at = 0
-        for label, group in itertools.groupby(self.base.labels):
+        is_resident = [index < self.base.residents for index in range(len(self.base.items))]
+        for (_, label), group in itertools.groupby(zip(is_resident, self.base.labels, strict=True)):
             end = at + len(list(group))
             for new in self._new_labels(label, at):
-                for old_position in range(at, end):
-                    self.position[new, self.base.ordinals[old_position]] = len(self.events)
-                    self.events.append(self._moved(old_position, label, new))
+                for old_index in range(at, end):
+                    self.index[new, self.base.ordinals[old_index]] = len(self.items)
+                    self.items.append(self._moved(old_index, label, new))
             at = end
-        return Trace(self.events, self._resident())
+            if at <= self.base.residents:
+                self.residents = len(self.items)
+        return Trace(self.items[self.residents :], self.items[: self.residents])
 
-    def _new_labels(self, label: Label, position: int) -> list[Label]:
-        """Return the blocks that an old block stands for, in the order in which they run at ``position``."""
+    def _new_labels(self, label: Label, index: int) -> list[Label]:
+        """Return the blocks that an old block stands for, in the order in which they run at ``index``."""
         if label is None:
             return [None]
         new: list[Label] = [(label[0], block) for block in self._blocks(*label)]
         if label[1] == COPIED:
-            before = (each for each in reversed(self.base.labels[:position]) if each is not None)
+            before = (each for each in reversed(self.base.labels[:index]) if each is not None)
             neighbour = next((block for r, block in before if r == label[0] and block != COPIED), 0)
             if neighbour > COPIED:
                 new.reverse()
@@ -302,27 +270,28 @@ class _Extension:
             return range(COPIED, COPIED + more + 1)
         return [block if block < COPIED else block + more]
 
-    def _moved(self, position: int, old: Label, new: Label) -> Event:
-        event = self.base.trace.events[position]
-        place = Place(event.place.phase, self._name(event.place.unit, old, new))
-        changes: dict[str, Any] = {"place": place}
-        if not isinstance(event, (Free, Kernel)):
-            changes["unit"] = self._name(event.unit, old, new)
-        if isinstance(event, Allocation):
-            changes["what"] = self._name(event.what, old, new)
-        if isinstance(event, (Allocation, Free)):
-            label, ordinal = self.base.storages[event.storage]
-            target = self._target(label, old, new)
-            changes["storage"] = event.storage if target is None else self._number(target, ordinal)
-        if isinstance(event, (Kernel, Communication)) and event.after:
-            positions = (each for after in event.after for each in self._positions(after, old, new))
+    def _moved(self, index: int, old: Label, new: Label) -> Event:
+        item = self.base.items[index]
+        changes: dict[str, Any] = {"place": Place(item.place.phase, self._name(item.place.unit, old, new))}
+        if not isinstance(item, (Free, Kernel)):
+            changes["unit"] = self._name(item.unit, old, new)
+        if isinstance(item, Allocation):
+            changes["what"] = self._name(item.what, old, new)
+            if old is not None and new is not None and old[1] == COPIED:
+                changes["storage"] = item.storage + _COPY * (new[1] - COPIED)
+        references = _references(self.base, item)
+        if isinstance(item, Free):
+            label, ordinal = self.base.labels[references[0]], self.base.ordinals[references[0]]
+            changes["storage"] = self.items[self.index[self._target(label, old, new), ordinal]].storage
+        elif references:
+            positions = (each - self.residents for after in references for each in self._indices(after, old, new))
             changes["after"] = tuple(sorted(positions))
-        if (more := self.growth.get(position)) is not None:
-            if isinstance(event, Allocation):
-                changes["shape"] = ()  # it is unknown which dimension grows
-            grown = (max(0, amount + each) for amount, each in zip(_amounts(event), more, strict=True))
-            changes.update(zip(_AMOUNTS[type(event)], grown, strict=True))
-        return dataclasses.replace(event, **changes)
+        for name in _AMOUNTS[type(item)]:
+            if more := self.growth[index, name]:
+                changes[name] = max(0, getattr(item, name) + more)
+                if isinstance(item, Allocation):
+                    changes["shape"] = ()  # it is unknown which dimension grows
+        return dataclasses.replace(item, **changes)
 
     def _target(self, label: Label, old: Label, new: Label) -> Label:
         """Return the new label of what an event of ``old`` that becomes one of ``new`` refers to."""
@@ -334,22 +303,12 @@ class _Extension:
                 return label[0], new[1] + distance
         return label[0], self._blocks(*label)[0]
 
-    def _number(self, target: tuple[int, int], ordinal: int) -> int:
-        """Return the storage's number in the whole trace."""
-        r, block = target
-        more = self.runs[r].count - KEPT
-        if block <= COPIED:
-            return self.storages[(r, block), ordinal]
-        if block > COPIED + more:
-            return self.storages[(r, block - more), ordinal]
-        return self.storages[(r, COPIED), ordinal] + _COPY * (block - COPIED)
-
-    def _positions(self, position: int, old: Label, new: Label) -> list[int]:
-        """Return the new positions that an old one stands for: those of all copies if seen from outside of the run."""
-        label, ordinal = self.base.labels[position], self.base.ordinals[position]
+    def _indices(self, index: int, old: Label, new: Label) -> list[int]:
+        """Return the new indices that an old one stands for: those of all copies if seen from outside of the run."""
+        label, ordinal = self.base.labels[index], self.base.ordinals[index]
         if label is None or label[1] != COPIED or (old is not None and old[0] == label[0]):
-            return [self.position[self._target(label, old, new), ordinal]]
-        return [self.position[(label[0], block), ordinal] for block in self._blocks(*label)]
+            return [self.index[self._target(label, old, new), ordinal]]
+        return [self.index[(label[0], block), ordinal] for block in self._blocks(*label)]
 
     def _name(self, name: str, old: Label, new: Label) -> str:
         """Return the name in the whole model of a unit or parameter of the shortened one."""
@@ -371,20 +330,3 @@ class _Extension:
                 return run.start + target[1] * run.period + inside
             moved += (run.count - KEPT) * run.period
         return index + moved
-
-    def _resident(self) -> list[Allocation]:
-        found: list[Allocation] = []
-        for each in self.base.trace.resident:
-            label, ordinal = self.base.storages[each.storage]
-            new_labels = [None] if label is None else [(label[0], block) for block in self._blocks(*label)]
-            found += [
-                dataclasses.replace(
-                    each,
-                    bytes=each.bytes + self.resident_growth.get(each.storage, 0),
-                    storage=each.storage if new is None else self._number(new, ordinal),
-                    unit=self._name(each.unit, label, new),
-                    what=self._name(each.what, label, new),
-                )
-                for new in new_labels
-            ]
-        return found

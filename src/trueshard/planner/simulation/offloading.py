@@ -17,9 +17,10 @@ ones are few and small) runs on the host as a whole.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from trueshard.planner import ledger
 from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Stream, Trace, Transfer
 
 _REDUCING: tuple[Stream, ...] = ("reduce_scatter", "all_reduce")
@@ -28,11 +29,9 @@ _ON_HOST = ("clip", "optimizer")
 
 
 def offloaded(trace: Trace, sharded: Collection[str]) -> Trace:
-    """Return the device's trace; kernels that run on the host are on the stream ``host``.
+    """Return the device's trace of a step on CPU tensors, which has ``reads`` and ``writes``.
 
-    Args:
-        trace: of a step with ``offload="cpu"`` on CPU tensors, with ``reads`` and ``writes``.
-        sharded: names of the parameters that FSDP2 shards.
+    Kernels that run on the host are on the stream ``host``. ``sharded``: names of the parameters that FSDP2 shards.
     """
     return _Offloading(trace, sharded).trace()
 
@@ -60,7 +59,7 @@ class _Offloading:
 
     def trace(self) -> Trace:
         resident = [each for each in self.old.resident if not self._register_on_host(each)]
-        gradients = _reduced_gradients(self.old.events)
+        gradients = _reduced_gradients(self.old)
         for i, event in enumerate(self.old.events):
             if event.place.phase != "backward":
                 self._end_backward()
@@ -178,16 +177,17 @@ class _ReducedGradient:
     """True if it was all-reduced: FSDP2 keeps such memory until backward ends."""
 
 
-def _reduced_gradients(events: Sequence[Event]) -> dict[int, _ReducedGradient]:
+def _reduced_gradients(trace: Trace) -> dict[int, _ReducedGradient]:
     """Map the position of the last event that works on each gradient to the gradient."""
-    freed = {event.storage: event.place.phase for event in events if isinstance(event, Free)}
+    events = trace.events
     found: dict[int, _ReducedGradient] = {}
-    for i, event in enumerate(events):
-        if not isinstance(event, Allocation) or event.kind != "gradients" or event.stream not in _REDUCING:
+    for each in ledger.lifetimes(trace):
+        made, i = each.allocation, each.made
+        if i < 0 or made.kind != "gradients" or made.stream not in _REDUCING:
             continue
-        if freed.get(event.storage) in ("forward", "backward"):
+        if each.freed < len(events) and events[each.freed].place.phase in ("forward", "backward"):
             continue
-        last, stream, reductions, is_kept = i, event.stream, [], False
+        last, stream, reductions, is_kept = i, made.stream, [], False
         for direction in (range(i, -1, -1), range(i, len(events))):
             for j in direction:
                 other = events[j]
@@ -200,5 +200,5 @@ def _reduced_gradients(events: Sequence[Event]) -> dict[int, _ReducedGradient]:
                 if isinstance(other, Communication):
                     reductions.append(j)
                     is_kept |= other.op == "all_reduce" and j > i
-        found[last] = _ReducedGradient(event, reductions, stream, is_kept)
+        found[last] = _ReducedGradient(made, reductions, stream, is_kept)
     return found

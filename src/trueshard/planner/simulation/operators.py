@@ -36,13 +36,13 @@ _GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 
 def short_name(func: Any) -> str:
-    """The operator's name without namespace and overload, for example ``"mul_"``."""
+    """Return the operator's name without namespace and overload, for example ``"mul_"``."""
     name: str = _torch.schema_of(func).name
     return name.partition("::")[2]
 
 
 def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Every tensor among an operator's arguments or results: these nest lists and tuples, nothing else."""
+    """Return every tensor among an operator's arguments or results, which nest lists and tuples, nothing else."""
     found: list[torch.Tensor] = []
     for each in values:
         if isinstance(each, torch.Tensor):
@@ -53,14 +53,14 @@ def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def nbytes(value: torch.Tensor | Iterable[Any]) -> int:
-    """Bytes of a tensor's elements, or of all tensors in a nested list."""
+    """Return the bytes of a tensor's elements, or of all tensors in a nested list."""
     if isinstance(value, torch.Tensor):
         return int(value.numel()) * value.itemsize
     return sum(nbytes(each) for each in value)
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors among an operator's arguments that it writes in place."""
+    """Return the tensors among an operator's arguments that it writes in place."""
     return tensors_of(args[i] if i < len(args) else kwargs.get(name) for i, name in _written_positions(func))
 
 
@@ -79,7 +79,7 @@ def is_free(func: Any) -> bool:
 
 
 def storage_bytes(func: Any, args: Any) -> int | None:
-    """Bytes of the storage under an operator's result where it is larger than the result; else None.
+    """Return the bytes of the storage under an operator's result where it is larger than the result; else None.
 
     A reduced loss is written into memory made for the unreduced one. Source: ``mse_loss_out`` of ATen/native/Loss.cpp.
     """
@@ -110,12 +110,18 @@ def _grouped_mm(
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> int:
-    """FLOPs of a matrix product, convolution or attention by torch's own formulas; 0 for any other operator."""
+    """Return the FLOPs of a matrix product, convolution or attention by torch's formulas; 0 for other operators."""
     name = short_name(func)
     if name.startswith(_ATTENTION_ON_CPU):
-        return _attention_flops(args, backward=name != _ATTENTION_ON_CPU)
+        # Two products forward, five backward, as torch counts attention on other devices: 2·b·h·s·t·d each.
+        query, key = args[:2] if name == _ATTENTION_ON_CPU else args[1:3]
+        batch, heads, queries, width = query.shape
+        return (4 if name == _ATTENTION_ON_CPU else 10) * int(batch * heads * queries * key.shape[-2] * width)
     if func is _GROUPED_MM:
-        return _grouped_flops(*args[:2])
+        # Every row is multiplied with one of the groups: 2·m·k·n.
+        left, right = args[:2]
+        one_left = left.dim() == 3 and right.dim() == 2
+        return int(2 * right.numel() * left.shape[-2] if one_left else 2 * left.numel() * right.shape[-1])
     formula = flop_registry.get(_torch.packet_of(func))
     if formula is None:
         return 0
@@ -126,21 +132,27 @@ def flops_of(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor])
     return int(formula(*args, **kwargs, out_val=made))
 
 
-def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> int:
-    """Every row is multiplied with one of the groups: 2·m·k·n."""
-    if left.dim() == 3 and right.dim() == 2:
-        return int(2 * right.numel() * left.shape[-2])
-    return int(2 * left.numel() * right.shape[-1])
-
-
-def _attention_flops(args: Any, *, backward: bool) -> int:
-    """Two products forward, five backward, as torch counts attention on other devices: 2·b·h·s·t·d each."""
-    query, key = (args[1], args[2]) if backward else (args[0], args[1])
-    batch, heads, queries, width = query.shape
-    return (10 if backward else 4) * int(batch * heads * queries * key.shape[-2] * width)
-
-
 # Collectives
+
+_WHOLE: dict[str, tuple[Collective, int, Callable[[Any], int]]] = {
+    "_allgather_base_": ("all_gather", 2, lambda args: nbytes(args[0])),
+    "allgather_": ("all_gather", 2, lambda args: nbytes(args[0])),
+    "all_gather_into_tensor": ("all_gather", 2, lambda args: args[1] * nbytes(args[0])),
+    "_reduce_scatter_base_": ("reduce_scatter", 2, lambda args: nbytes(args[1])),
+    "reduce_scatter_": ("reduce_scatter", 2, lambda args: nbytes(args[1])),
+    "reduce_scatter_tensor": ("reduce_scatter", 3, lambda args: nbytes(args[0])),
+    "allreduce_": ("all_reduce", 1, lambda args: nbytes(args[0])),
+    "all_reduce": ("all_reduce", 2, lambda args: nbytes(args[0])),
+    "all_reduce_": ("all_reduce", 2, lambda args: nbytes(args[0])),
+    "alltoall_base_": ("all_to_all", 2, lambda args: nbytes(args[0])),
+    "all_to_all_single": ("all_to_all", 3, lambda args: nbytes(args[0])),
+    "broadcast_": ("broadcast", 1, lambda args: nbytes(args[0])),
+    "broadcast": ("broadcast", 2, lambda args: nbytes(args[0])),
+}
+"""Operator → (kind, position of the group among the arguments, function from arguments to bytes of the whole)."""
+
+_POSITIONS = {"alltoall_base_": 3, "all_to_all_single": 1, "broadcast_": 2, "broadcast": 1}
+"""Operator → position of the argument with the rows that arrive from each rank, or with the root."""
 
 
 def traffic(func: Any, args: Any) -> tuple[Collective, dist.ProcessGroup, int, int] | None:
@@ -152,62 +164,23 @@ def traffic(func: Any, args: Any) -> tuple[Collective, dist.ProcessGroup, int, i
     name = short_name(func)
     if name in _WITHOUT_TRAFFIC:
         return None
-    if name not in _TRAFFIC:
+    if name not in _WHOLE:
         raise NotImplementedError(
             f"the planner does not know what the collective {_torch.schema_of(func).name} communicates"
         )
-    kind, position, count = _TRAFFIC[name]
-    group = _group(args[position])
-    return kind, group, *count(args, group)
+    kind, position, count = _WHOLE[name]
+    group, whole = _group(args[position]), count(args)
+    received = whole - whole // group.size()
+    if kind == "all_reduce":
+        received = 2 * (group.size() - 1) * whole // group.size()
+    elif kind == "broadcast":
+        received = 0 if group.rank() == args[_POSITIONS[name]] else whole
+    elif kind == "all_to_all" and (rows := args[_POSITIONS[name]]):  # else all ranks send equally many
+        received = whole // max(1, args[0].shape[0]) * (sum(rows) - rows[group.rank()])
+    return kind, group, whole, received
 
 
 def _group(value: Any) -> dist.ProcessGroup:
     if isinstance(value, str):
         return _torch.group_named(value)
     return value if isinstance(value, dist.ProcessGroup) else dist.ProcessGroup.unbox(value)
-
-
-def _all_reduced(tensors: Any, group: dist.ProcessGroup) -> tuple[int, int]:
-    whole = nbytes(tensors)
-    return whole, 2 * (group.size() - 1) * whole // group.size()
-
-
-def _exchanged(output: torch.Tensor, splits: Any, group: dist.ProcessGroup) -> tuple[int, int]:
-    """An all-to-all; ``splits``: rows that arrive from each rank, none if all send equally many."""
-    whole = nbytes(output)
-    if not splits:
-        return whole, whole - whole // group.size()
-    return whole, whole // max(1, output.shape[0]) * (sum(splits) - splits[group.rank()])
-
-
-def _broadcast(tensors: Any, root: int, group: dist.ProcessGroup) -> tuple[int, int]:
-    whole = nbytes(tensors)
-    return whole, 0 if group.rank() == root else whole
-
-
-def _gathered(a: Any, group: dist.ProcessGroup) -> tuple[int, int]:
-    return nbytes(a[0]), nbytes(a[0]) - nbytes(a[1])
-
-
-def _scattered(a: Any, group: dist.ProcessGroup) -> tuple[int, int]:
-    return nbytes(a[1]), nbytes(a[1]) - nbytes(a[0])
-
-
-_Count = Callable[[Any, dist.ProcessGroup], tuple[int, int]]
-
-#: Operator → (kind, position of the group among the arguments, function to (whole bytes, received bytes)).
-_TRAFFIC: dict[str, tuple[Collective, int, _Count]] = {
-    "_allgather_base_": ("all_gather", 2, _gathered),
-    "allgather_": ("all_gather", 2, _gathered),
-    "all_gather_into_tensor": ("all_gather", 2, lambda a, _: (a[1] * nbytes(a[0]), (a[1] - 1) * nbytes(a[0]))),
-    "_reduce_scatter_base_": ("reduce_scatter", 2, _scattered),
-    "reduce_scatter_": ("reduce_scatter", 2, _scattered),
-    "reduce_scatter_tensor": ("reduce_scatter", 3, lambda a, _: (nbytes(a[0]), nbytes(a[0]) * (a[2] - 1) // a[2])),
-    "allreduce_": ("all_reduce", 1, lambda a, group: _all_reduced(a[0], group)),
-    "all_reduce": ("all_reduce", 2, lambda a, group: _all_reduced(a[0], group)),
-    "all_reduce_": ("all_reduce", 2, lambda a, group: _all_reduced(a[0], group)),
-    "alltoall_base_": ("all_to_all", 2, lambda a, group: _exchanged(a[0], a[3], group)),
-    "all_to_all_single": ("all_to_all", 3, lambda a, group: _exchanged(a[0], a[1], group)),
-    "broadcast_": ("broadcast", 1, lambda a, group: _broadcast(a[0], a[2], group)),
-    "broadcast": ("broadcast", 2, lambda a, group: _broadcast(a[0], a[1], group)),
-}

@@ -31,7 +31,7 @@ from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.inputs.fake_tensors import plain_attributes
 from trueshard.planner.simulation.environment import fake_tensors_look_real
 from trueshard.planner.simulation.recorder import Recorder
-from trueshard.planner.simulation.repeats import find_runs, shorten, shortened
+from trueshard.planner.simulation.repeats import find_runs, shorten
 from trueshard.planner.simulation.simulate import simulated_mesh
 from trueshard.planner.workload import Workload
 from trueshard.plans import Plan
@@ -65,7 +65,7 @@ def preflight(
     plan: Plan | None = None,
     choices: Choices = DEFAULTS,
 ) -> list[Problem]:
-    """Build, shard and run ``workload`` on fake tensors, as rank 0 would, and return all problems.
+    """Build, shard and run ``workload`` on fake tensors, as rank 0 would, and return errors, then warnings.
 
     If ``shard()`` refuses the model, it runs unsharded, so that further problems are found as well.
 
@@ -73,11 +73,7 @@ def preflight(
         workload: model and step.
         ranks: mesh shape: (shard,) or (replicate, shard).
         microbatch: samples in one forward.
-        plan: to apply; None: ``choices`` decide.
-        choices: options of ``shard()``, without ``"auto"``.
-
-    Returns:
-        Errors, then warnings.
+        plan: to apply; None: ``choices``, without ``"auto"``, decide.
     """
     problems: list[Problem] = []
     # Compiled modules run eagerly: a compiled kernel would read the memory that fake tensors do not have.
@@ -90,18 +86,17 @@ def preflight(
             problems.clear()
             with _torch.fake_tensors(), fake_tensors_look_real(), _collected("model", problems):
                 model, how = workload.model(), plan or choices
-                if shorter and (less := _shortened(model, how, tuple(ranks))) is not None:
-                    model, how = less
-                elif shorter:
+                short_plan = _shorten(model, how, tuple(ranks)) if shorter else None
+                if shorter and short_plan is None:
                     continue
-                _run(workload, model, how, mesh, microbatch, problems)
+                _run(workload, model, short_plan or how, mesh, microbatch, problems)
             if not problems:
                 break
     return sorted(problems, key=lambda each: each.severity)
 
 
-def _shortened(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> tuple[nn.Module, Plan] | None:
-    """Shorten the model in place to ``_BLOCKS`` of each run; return it and its plan, None if there is no run."""
+def _shorten(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> Plan | None:
+    """Shorten the model in place to ``_BLOCKS`` of each run; return its plan, None if there is no run."""
     names.hide_wrappers(model)
     try:
         resolved = engine.resolve(model, how, ranks)
@@ -110,7 +105,7 @@ def _shortened(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) ->
     runs = find_runs(model, resolved)
     if not runs:
         return None
-    return model, shortened(resolved, shorten(model, runs, [min(run.count, _BLOCKS) for run in runs]))
+    return shorten(model, resolved, runs, [_BLOCKS] * len(runs))
 
 
 def _run(
@@ -124,13 +119,12 @@ def _run(
     optimizers: list[torch.optim.Optimizer] = []
     with _collected("optimizer", problems):
         optimizers = list(workload.optimizers(model))
-    is_sharded = False
+    sharded: list[torch.optim.Optimizer] = []
     with _collected("shard", problems):
         engine.shard(model, optimizers, how, mesh)
-        is_sharded = True
+        sharded = optimizers
     with _collected("batch", problems):
-        batch = workload.batch(microbatch, workload.sequence)
-        _step(workload, model, optimizers if is_sharded else [], batch, problems)
+        _step(workload, model, sharded, workload.batch(microbatch, workload.sequence), problems)
 
 
 def _step(
@@ -162,14 +156,16 @@ def _step(
 def _forward(workload: Workload, model: nn.Module, batch: Any, problems: list[Problem]) -> torch.Tensor | None:
     """Return the loss of a watched forward; None if it fails or has no gradient."""
     name_of = {module: name for name, module in names.named_modules(names.unwrap(model))}
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     attributes = {
-        id(tensor): (name, attribute)
+        id(tensor): Problem(
+            f"{name}.{attribute}".lstrip("."), _STAYS, f"register_buffer({attribute!r}, …, persistent=False)", "error"
+        )
         for module, name in name_of.items()
         for attribute, value in plain_attributes(module).items()
         for tensor in _torch.tensors_in(value)
+        if id(tensor) not in registered
     }
-    for tensor in (*model.parameters(), *model.buffers()):
-        attributes.pop(id(tensor), None)
     calls = _RunningModules(name_of, problems)
     watch = _Watch(attributes, calls.where)
     try:
@@ -281,24 +277,18 @@ _STAYS = "is a tensor attribute, which stays on the CPU when the model goes to a
 class _Watch(TorchFunctionMode):
     """Find tensors that would be on the CPU beside others on a GPU, mixed dtypes, and values that are read.
 
-    Args:
-        attributes: (module's name, attribute) by ``id`` of each tensor that is an ordinary attribute.
-        where: return the name of the module that runs, "" outside of all.
+    ``attributes``: problem with each tensor that is an ordinary attribute, by its ``id``; ``where``: return the name of
+    the module that runs, "" outside of all.
     """
 
-    def __init__(self, attributes: Mapping[int, tuple[str, str]], where: Callable[[], str]) -> None:
+    def __init__(self, attributes: Mapping[int, Problem], where: Callable[[], str]) -> None:
         super().__init__()
         self.found: dict[str, Problem] = {}
         """One for each line of code, whichever modules run it; one for each attribute."""
         self.first_guess = ""
         """``file:line`` that first read a value that depends on data; "" if none did."""
         self._where = where
-        self._attributes = {
-            key: Problem(
-                f"{module}.{name}".lstrip("."), _STAYS, f"register_buffer({name!r}, …, persistent=False)", "error"
-            )
-            for key, (module, name) in attributes.items()
-        }
+        self._attributes = attributes
         self._on_cpu: dict[int, tuple[weakref.ref[torch.Tensor], Problem]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -22,7 +22,7 @@ from trueshard.model import names
 from trueshard.planner.simulation import operators
 from trueshard.planner.simulation.operators import nbytes, tensors_of, written_arguments
 from trueshard.planner.simulation.values import KnownValues
-from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Place, Stream
+from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Kind, Place, Stream
 from trueshard.plans import Plan
 
 _SILENT = ("prim", "profiler")
@@ -49,7 +49,7 @@ class Recorder(_torch.DispatchMode):
         self.values = KnownValues()
         self.events: list[Event] = []
         self._allocations = 0
-        self._uses: dict[int, str] = {}  # number of an allocation → its kind
+        self._uses: dict[int, Kind] = {}  # number of an allocation → its kind
         # By identity of the storage:
         self._alive: dict[int, Allocation] = {}
         self._references: dict[int, Any] = {}
@@ -58,19 +58,14 @@ class Recorder(_torch.DispatchMode):
 
     # Memory
 
-    def adopt(self, tensors: Iterable[tuple[str, torch.Tensor]], use: str, unit: str) -> None:
-        """Register storages made before recording began.
-
-        Args:
-            tensors: with their names.
-            use: their kind.
-            unit: to which they belong.
-        """
+    def adopt(self, tensors: Iterable[tuple[str, torch.Tensor]], use: Kind, unit: str) -> None:
+        """Register storages made before recording began, of a kind and a unit; ``tensors`` are (name, tensor)."""
         self.unit = unit
         for name, tensor in tensors:
-            if self._track(tensor, name, quietly=True) is not None:
+            if self._track(tensor, name) is not None:
                 self.mark([tensor], use)
         self.unit = None
+        self.events.clear()
 
     def allocation_of(self, tensor: torch.Tensor) -> Allocation | None:
         """Return the allocation that the tensor's storage holds now; None if it has no memory."""
@@ -80,14 +75,14 @@ class Recorder(_torch.DispatchMode):
         """Return all current allocations, oldest first."""
         return sorted(self._alive.values(), key=lambda each: each.storage)
 
-    def mark(self, tensors: Iterable[torch.Tensor], use: str, name: str = "") -> None:
+    def mark(self, tensors: Iterable[torch.Tensor], use: Kind, name: str = "") -> None:
         """Set kind and (if given) name of the tensors' current allocations; the last call for an allocation counts."""
         for tensor in tensors:
             if (found := self.allocation_of(tensor)) is not None:
                 self._uses[found.storage] = use
                 found.what = name or found.what
 
-    def take(self) -> tuple[list[Event], dict[int, str]]:
+    def take(self) -> tuple[list[Event], dict[int, Kind]]:
         """Return the events since the last call, and all kinds set by ``mark`` (by number of the allocation)."""
         events, self.events = self.events, []
         self._written_by.clear()
@@ -100,26 +95,22 @@ class Recorder(_torch.DispatchMode):
             return
         freed = self._alive.get(key)
         self._release(key)
-        made = self._allocate(key, storage.nbytes(), "resize", None)
+        made = self._allocate(key, storage.nbytes(), "resize")
         if made is not None and (known := self._before_resize.get(key)) is not None:
             made.what, made.shape, made.dtype = known.what, known.shape, known.dtype
         if (concerned := made or freed) is not None:
             self._uses[concerned.storage] = "gathered"
 
-    def track_storage(self, tensor: torch.Tensor, what: str, quietly: bool = False) -> Allocation | None:
-        """Record the tensor's storage as an allocation, and later its end; None if it is known or empty.
-
-        Args:
-            tensor: plain (no DTensor).
-            what: name of the tensor or operator.
-            quietly: make no event.
-        """
+    def track_storage(self, tensor: torch.Tensor, what: str) -> Allocation | None:
+        """Record a plain tensor's storage as an allocation, and later its end; None if it is known or empty."""
         storage = tensor.untyped_storage()
         key = _torch.storage_number(storage)
         if key in self._references:
             return None
         self._references[key] = weakref.ref(storage, lambda _: self._gone(key))
-        return self._allocate(key, storage.nbytes(), what, tensor, quietly)
+        if (made := self._allocate(key, storage.nbytes(), what)) is not None:
+            made.shape, made.dtype = tuple(map(int, tensor.shape)), _dtype_name(tensor)
+        return made
 
     def new_allocation(self, size: int, what: str) -> Allocation:
         """Return an allocation of ``size`` bytes at the current place, with a number of its own."""
@@ -129,20 +120,15 @@ class Recorder(_torch.DispatchMode):
     def _current_unit(self) -> str:
         return self.place.unit if self.unit is None else self.unit
 
-    def _track(self, tensor: torch.Tensor, what: str, quietly: bool = False) -> Allocation | None:
+    def _track(self, tensor: torch.Tensor, what: str) -> Allocation | None:
         tensor = _torch.local(tensor)
-        return self.track_storage(tensor, what, quietly) if _torch.is_fake(tensor) else None
+        return self.track_storage(tensor, what) if _torch.is_fake(tensor) else None
 
-    def _allocate(
-        self, key: int, size: int, what: str, tensor: torch.Tensor | None, quietly: bool = False
-    ) -> Allocation | None:
+    def _allocate(self, key: int, size: int, what: str) -> Allocation | None:
         if size == 0:
             return None
         made = self._alive[key] = self.new_allocation(size, what)
-        if tensor is not None:
-            made.shape, made.dtype = tuple(map(int, tensor.shape)), _dtype_name(tensor)
-        if not quietly:
-            self.events.append(made)
+        self.events.append(made)
         return made
 
     def _gone(self, key: int) -> None:
@@ -193,15 +179,9 @@ class Recorder(_torch.DispatchMode):
     def allocate_results(
         self, func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor], *, runs: bool, by_mode: bool
     ) -> None:
-        """Record the allocations of an operator's results.
+        """Record the allocations of an operator's results, which share storages with arguments if it works in place.
 
-        Args:
-            func: the operator.
-            args: its arguments.
-            kwargs: its named arguments.
-            results: its results, which share storages with arguments where it works in place.
-            runs: whether it launches a kernel; False for views and collectives.
-            by_mode: whether another dispatch mode called it.
+        ``runs``: whether it launches a kernel; ``by_mode``: whether another dispatch mode called it.
         """
         for i in range(len(results)):
             self.allocate_result(func, args, results, i)
@@ -225,12 +205,12 @@ class Recorder(_torch.DispatchMode):
             self.place = Place(self.place.phase, named.pop() if len(named) == 1 else "")
 
     def _storages(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-        """Numbers of the tensors' allocations, without repetition, in order."""
+        """Return the numbers of the tensors' allocations, without repetition, in order."""
         held = [self.allocation_of(each) for each in tensors]
         return tuple(dict.fromkeys(each.storage for each in held if each is not None))
 
     def _communications_before(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-        """Positions of the communications that wrote the tensors last."""
+        """Return the positions of the communications that wrote the tensors last."""
         return tuple(sorted({self._written_by[key] for key in map(_identity, tensors) if key in self._written_by}))
 
     def _kernel(
@@ -261,9 +241,9 @@ class Recorder(_torch.DispatchMode):
         Source: ``areAnyTensorSubclassLike`` in ``_scaled_dot_product_attention_math`` of transformers/attention.cpp.
         """
         made = self.allocation_of(scores)
-        start = next((i for i in range(len(self.events) - 1, -1, -1) if self.events[i] is made), None)
-        if made is None or start is None or made.what != "aten.add":
+        if made is None or made.what != "aten.add" or made not in self.events:
             return
+        start = self.events.index(made)
         freed = next((e for e in self.events[start:] if isinstance(e, Free) and e.bytes == made.bytes), None)
         for before in reversed(self.events[:start]):
             if freed is not None and isinstance(before, Allocation) and before.storage == freed.storage:

@@ -144,12 +144,7 @@ def rehearse(job: Job, hardware: Hardware, *, device: str = "cuda", steps: int =
 
 
 def job_of(study: Study, workload: Workload) -> Job:
-    """Return the job of a study, to be rehearsed.
-
-    Args:
-        study: gives plan, microbatch and accumulation.
-        workload: built like the study's.
-    """
+    """Return the job of a study, to be rehearsed; ``workload``: built like the study's."""
     forecast = study.forecast
     return Job(
         workload,
@@ -173,7 +168,7 @@ def _without_communication(trace: Trace) -> Trace:
 # Measurement
 
 _Measured = tuple[int, int | None, float]
-"""Peak bytes allocated, peak bytes reserved, median seconds of a step after the first."""
+"""(peak bytes allocated, peak bytes reserved, median seconds of a step after the first)."""
 
 
 def _on_gpu(job: Job, steps: int) -> _Measured:
@@ -250,10 +245,7 @@ def _ready(job: Job, mesh: DeviceMesh, device: torch.device) -> Callable[[], Non
 
 @torch.no_grad()
 def _materialise(root: nn.Module, device: torch.device) -> None:
-    """Allocate a model that was sharded on the meta device, on ``device``, and fill it with values.
-
-    Parameters stay the objects that the optimizers hold. Offloaded shards move to host memory at the end.
-    """
+    """Allocate a model that was sharded on the meta device, and fill it; parameters stay the same objects."""
     for kind in ("parameters", "buffers"):
         for tensor in {id(tensor): tensor for _, _, _, tensor in names.named_tensors(root, kind)}.values():
             if tensor.is_meta:

@@ -1,4 +1,4 @@
-"""Repeated blocks: find them, and shorten a model and its plan to fewer of them.
+"""Find repeated blocks, and shorten a model and its plan to fewer of them.
 
 A *run* is a row of equal blocks in one container: equal in classes, shapes, dtypes, trainability, settings and in what
 the plan says of them. A repeated pattern (dense, experts, dense, experts, …) is one block of several modules.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from trueshard import _torch
 from trueshard.model import names
-from trueshard.plans import Plan, Unit
+from trueshard.plans import Plan
 
 LONGEST_PATTERN = 8
 FEWEST = 8
@@ -60,14 +60,13 @@ def joined_name(container: str, index: int, rest: str) -> str:
 
 
 def find_runs(model: nn.Module, plan: Plan) -> list[Run]:
-    """Return the longest runs of at least ``FEWEST`` equal blocks, none inside another.
-
-    Args:
-        model: unsharded.
-        plan: with this model's units; blocks are equal only if it treats them alike.
-    """
+    """Return the longest runs of at least ``FEWEST`` blocks of an unsharded model that are equal, also in ``plan``."""
     root = names.unwrap(model)
-    policies = {name: _policy(unit) for unit in plan.units for name in unit.modules}
+    policies = {
+        name: (unit.kind, unit.reshard_after_forward, unit.activation_checkpointing, unit.unshard_in_backward)
+        for unit in plan.units
+        for name in unit.modules
+    }
     uses = Counter(id(parameter) for _, parameter in root.named_parameters(remove_duplicate=False))
     tied = {parameter for parameter, count in uses.items() if count > 1}
     found: list[Run] = []
@@ -76,10 +75,6 @@ def find_runs(model: nn.Module, plan: Plan) -> list[Run]:
         if isinstance(module, _CONTAINERS) and not inside and len(module) >= FEWEST:
             found += _runs_in(name, _classes(list(module), f"{name}." if name else "", policies, tied))
     return found
-
-
-def _policy(unit: Unit) -> tuple[Any, ...]:
-    return unit.kind, unit.reshard_after_forward, unit.activation_checkpointing, unit.unshard_in_backward
 
 
 def _runs_in(container: str, classes: Sequence[int]) -> list[Run]:
@@ -127,7 +122,11 @@ def _traits(block: nn.Module, name: str, policies: Mapping[str, Any], tied: set[
         traits[inner] = type(module), module.training, policies.get(f"{name}.{inner}" if inner else name)
         for tensors in (_torch.own_parameters(module), _torch.own_buffers(module)):
             for key, tensor in tensors.items():
-                traits[inner, key] = tensor if tensor is None else _layout(tensor)
+                traits[inner, key] = (
+                    tensor
+                    if tensor is None
+                    else (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.is_contiguous())
+                )
         traits[inner, "hooks"] = _torch.count_forward_hooks(module)
         for key, value in vars(module).items():
             if isinstance(value, _PLAIN):
@@ -144,10 +143,6 @@ def _is_gathered_inside(block: nn.Module, name: str, policies: Mapping[str, Any]
     return all(any(each.startswith(f"{unit}.") for unit in units) for each in held)
 
 
-def _layout(tensor: Any) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.is_contiguous()
-
-
 def _equate_positions(traits: list[dict[Any, Any]]) -> None:
     """Make equal all whole numbers that count along the list (``layer_idx``)."""
     for key in [key for key in traits[0] if isinstance(key, tuple) and len(key) == 3]:
@@ -160,16 +155,22 @@ def _equate_positions(traits: list[dict[Any, Any]]) -> None:
 # Fewer blocks
 
 
-def shorten(model: nn.Module, runs: Sequence[Run], counts: Sequence[int]) -> Callable[[str], str | None]:
-    """Remove blocks in place; of each run, the first ``counts`` stay.
-
-    Returns:
-        Function from the name of a module or unit of the whole model to that in the shortened one; None if removed.
-    """
+def shorten(model: nn.Module, plan: Plan, runs: Sequence[Run], counts: Sequence[int]) -> Plan:
+    """Remove blocks in place; of each run, the first ``counts`` stay. Return the plan of the shortened model."""
     modules: dict[str, Any] = dict(names.named_modules(names.unwrap(model)))
     for run, count in sorted(zip(runs, counts, strict=True), key=lambda each: -each[0].start):
         del modules[run.container][run.start + count * run.period : run.start + run.count * run.period]
-    return lambda name: _renamed(name, runs, counts)
+    units = []
+    for unit in plan.units:
+        left = tuple(name for each in unit.modules if (name := _renamed(each, runs, counts)) is not None)
+        if left and len(left) == len(unit.modules):
+            units.append(dataclasses.replace(unit, name=" + ".join(left), modules=left))
+    replicated = [
+        dataclasses.replace(each, name=name)
+        for each in plan.replicated
+        if (name := _renamed(each.name, runs, counts)) is not None
+    ]
+    return dataclasses.replace(plan, units=tuple(units), replicated=tuple(replicated))
 
 
 def _renamed(name: str, runs: Sequence[Run], counts: Sequence[int]) -> str | None:
@@ -196,17 +197,3 @@ def with_counts(runs: Sequence[Run], counts: Sequence[int]) -> list[Run]:
         left.append(dataclasses.replace(run, start=run.start - removed[run.container], count=count))
         removed[run.container] += (run.count - count) * run.period
     return left
-
-
-def shortened(plan: Plan, renamed: Callable[[str], str | None]) -> Plan:
-    """Return ``plan`` for a shortened model; ``renamed`` is what ``shorten`` returned."""
-    units = []
-    for unit in plan.units:
-        modules = [renamed(name) for name in unit.modules]
-        left = tuple(name for name in modules if name is not None)
-        if left and len(left) == len(modules):
-            units.append(dataclasses.replace(unit, name=" + ".join(left), modules=left))
-    replicated = [
-        dataclasses.replace(each, name=name) for each in plan.replicated if (name := renamed(each.name)) is not None
-    ]
-    return dataclasses.replace(plan, units=tuple(units), replicated=tuple(replicated))

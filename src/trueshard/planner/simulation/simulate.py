@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trueshard import _torch
 from trueshard.model import names
 from trueshard.optim.clip import clip_grad_norm_
+from trueshard.planner import ledger
 from trueshard.planner.inputs.fake_tensors import fake_copy
 from trueshard.planner.simulation.compiling import compiled
 from trueshard.planner.simulation.environment import (
@@ -27,8 +28,8 @@ from trueshard.planner.simulation.environment import (
 from trueshard.planner.simulation.extend import KEPT, NotPeriodicError, extend, labelled
 from trueshard.planner.simulation.offloading import offloaded
 from trueshard.planner.simulation.recorder import Recorder, track_units
-from trueshard.planner.simulation.repeats import Run, find_runs, shorten, shortened, with_counts
-from trueshard.planner.trace import Allocation, Free, Kernel, Phase, Place, Trace
+from trueshard.planner.simulation.repeats import Run, find_runs, shorten, with_counts
+from trueshard.planner.trace import Kernel, Kind, Phase, Place, Trace
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan
 from trueshard.runtime import engine
@@ -44,12 +45,7 @@ def run_step(
 ) -> None:
     """Run forward and backward of each microbatch, clipping, the optimizers' step, ``zero_grad``.
 
-    Args:
-        workload: gives loss and clipping norm.
-        model: sharded.
-        optimizers: of its parameters.
-        batches: the step's microbatches; of several, gradients accumulate.
-        enter: called with each phase as it begins.
+    Gradients of several ``batches`` accumulate; ``enter`` is called with each phase as it begins.
     """
     for i, batch in enumerate(batches):
         with accumulate(model, last=i == len(batches) - 1):
@@ -92,11 +88,7 @@ class Simulation:
 def simulate(job: Job, *, whole: bool = False) -> Simulation:
     """Run two steps of ``job`` as its rank would.
 
-    Of many equal blocks a few are run and the others extended from them exactly, see ``extend``.
-
-    Args:
-        job: workload, ranks, plan or choices.
-        whole: run every block.
+    Of many equal blocks a few are run and the others extended from them exactly, see ``extend``; ``whole``: run all.
 
     Raises:
         ValueError: ``shard()`` refuses the job.
@@ -140,12 +132,12 @@ def _run_shortened(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, run
     """Run the model with ``KEPT`` blocks of each run, and once for each run with one block less; extend the traces."""
     counts = [KEPT] * len(runs)
     kept = with_counts(runs, counts)
-    short_plan = shortened(plan, shorten(model, runs, counts))
+    short_plan = shorten(model, plan, runs, counts)
     variants = []
     for r in range(len(runs)):
         fewer = with_counts(runs, [KEPT - (i == r) for i in range(len(runs))])
         copied, _ = fake_copy(model)
-        shorter_plan = shortened(short_plan, shorten(copied, kept, [run.count for run in fewer]))
+        shorter_plan = shorten(copied, short_plan, kept, [run.count for run in fewer])
         variants.append((_run(job, mesh, copied, shorter_plan), fewer))
     base = _run(job, mesh, model, short_plan)
     first, steady = (
@@ -167,6 +159,12 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation
         resolved = engine.shard(model, optimizers, dataclasses.replace(plan, compile=False), mesh)
     _adopt(recorder, model, resolved)
     recorder.adopt(_optimizer_state(model, optimizers), "optimizer", "")
+
+    def enter(phase: Phase) -> None:
+        if phase == "clip":
+            recorder.mark([each.grad for each in model.parameters() if each.grad is not None], "gradients")
+        recorder.place = Place(phase, "")
+
     traces = []
     attention = contextlib.nullcontext() if job.on_cpu else attention_as_on_a_device()
     with attention, track_units(recorder, model, resolved), fake_tensors_look_real(), without_garbage_collection():
@@ -175,7 +173,7 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation
             with recorder, _torch.watching_resizes(recorder.resized):
                 batches = [workload.batch(job.microbatch, workload.sequence) for _ in range(job.accumulation)]
                 recorder.mark(_torch.tensors_in(batches), "inputs")
-                run_step(workload, model, optimizers, batches, lambda phase: _enter(recorder, phase, model))
+                run_step(workload, model, optimizers, batches, enter)
                 del batches
             for name, tensor in _optimizer_state(model, optimizers):
                 recorder.mark([tensor], "optimizer", name)
@@ -188,7 +186,7 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation
 def _adopt(recorder: Recorder, model: nn.Module, plan: Plan) -> None:
     """Register parameters and buffers before the first step."""
     name_of = _parameter_names(model)
-    for unit, (_, parameters) in zip(plan.units, engine.sharded(model).units, strict=True):
+    for unit, parameters in zip(plan.units, engine.sharded(model).units.values(), strict=True):
         recorder.members[unit.name] = [name_of[id(parameter)] for parameter in parameters]
         recorder.adopt(zip(recorder.members[unit.name], parameters, strict=True), "parameters", unit.name)
     recorder.adopt(((name_of[id(parameter)], parameter) for parameter in model.parameters()), "parameters", "")
@@ -211,24 +209,14 @@ def _optimizer_state(
                     yield f"{name_of.get(id(parameter), '?')}.{key}", tensor
 
 
-def _enter(recorder: Recorder, phase: Phase, model: nn.Module) -> None:
-    if phase == "clip":
-        recorder.mark([each.grad for each in model.parameters() if each.grad is not None], "gradients")
-    recorder.place = Place(phase, "")
-
-
-def _with_kinds(trace: Trace, uses: Mapping[int, str]) -> Trace:
+def _with_kinds(trace: Trace, uses: Mapping[int, Kind]) -> Trace:
     """Set every allocation's kind by ``uses``; memory made in forward and freed in backward is activations."""
-    for each in (*trace.resident, *(event for event in trace.events if isinstance(event, Allocation))):
-        each.kind = uses.get(each.storage, each.kind)  # type: ignore[assignment]
-    made: dict[int, Allocation] = {}
-    for event in trace.events:
-        if isinstance(event, Allocation):
-            made[event.storage] = event
-        elif isinstance(event, Free) and event.storage in made and event.place.phase == "backward":
-            start = made[event.storage]
-            if start.kind == "temporary" and start.place.phase == "forward":
-                start.kind = "activations"
+    for each in ledger.lifetimes(trace):
+        made = each.allocation
+        made.kind = uses.get(made.storage, made.kind)
+        if made.kind == "temporary" and each.made >= 0 and each.freed < len(trace.events):
+            phases = made.place.phase, trace.events[each.freed].place.phase
+            made.kind = "activations" if phases == ("forward", "backward") else "temporary"
     return trace
 
 

@@ -1,4 +1,4 @@
-"""Values of fake tensors that are known, and sizes of results that depend on values.
+"""Track known values of fake tensors, and sizes of results that depend on values.
 
 Fake tensors have no values, but programs read some: an optimizer its step counter, a sharded step whether all counters
 are equal. Small tensors computed from constants (counters, flags) therefore have real copies here. Values that depend
@@ -89,16 +89,10 @@ class KnownValues(_torch.DispatchMode):
         self._rarely_true.discard(storage)
 
     def run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-        """Run ``func`` on fake tensors, and on their real copies if all inputs have some.
-
-        Args:
-            func: the operator.
-            args: its arguments.
-            kwargs: its named arguments.
-            inputs: the tensors among both.
+        """Run ``func`` on fake tensors, and on the real copies if all ``inputs``, its tensors, have some.
 
         Returns:
-            What it returned, and the tensors in that.
+            Its fake result, and the tensors in that.
         """
         if self._sizes.concerns(func, args):
             out, real = self._sizes.run(func, args, kwargs)

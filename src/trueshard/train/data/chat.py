@@ -1,18 +1,12 @@
 """Conversations: their messages, in whatever form a record has them, and their tokens through a chat template.
 
-Messages:
-
 - `messages` with `role` and `content`, or `conversations` with `from` and `value` ("human" and "gpt" mean user and
   assistant).
 - A content is a string, or parts of type "text" and "image". Without parts, "<image>" in the text stands for the next
   of the record's `images`; images without a mark come before the first text of the user.
-
-Tokens; the targets are the assistant's turns:
-
-- If the template marks them (`{% generation %}`), the marks count, exactly.
-- Otherwise the conversation is rendered up to the beginning and up to the end of each turn of the assistant, and the
-  text between is the target, with the token that ends the turn. Both must be prefixes of the whole: a template that
-  rewrites earlier turns is an error, as nothing tells which tokens belong to whom.
+- The targets are the assistant's turns, as the template marks them (`{% generation %}`). Without marks, the
+  conversation is rendered up to the beginning and up to the end of each turn, and the text between is the target, with
+  the token that ends the turn. Both must be prefixes of the whole.
 - Targets are found as spans of characters, so that the whole is tokenised once, as it is when the model is used.
 """
 
@@ -22,6 +16,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,51 +65,46 @@ def messages(value: Any, where: str, role: str = "role", content: str = "content
 
 def place_images(found: list[Message], images: list[Any], where: str) -> list[Message]:
     """Return the messages with contents as parts, and each image as ``{"type": "image", "image": …}`` in its place."""
-    left = list(images)
-
-    def next_image() -> Message:
-        if not left:
-            raise UserError(f'{where}: a message has a place for an image that "images" does not hold; correct it')
-        return {"type": "image", "image": left.pop(0)}
-
-    contents = [message["content"] for message in found]
-    marked = any(
-        IMAGE in each if isinstance(each, str) else any(part["type"] == "image" for part in each) for each in contents
-    )
-    placed = []
-    for message in found:
-        parts: list[Message] = []
-        if isinstance(message["content"], str):
-            if not marked and message["role"] == "user":
-                parts += [next_image() for _ in range(len(left))]
-            for number, text in enumerate(message["content"].split(IMAGE)):
-                parts += [next_image()] if number else []
-                parts += [{"type": "text", "text": text}] if text else []
-        else:
-            for part in message["content"]:
-                parts.append(next_image() if part["type"] == "image" and "image" not in part else part)
-        placed.append({**message, "content": parts})
+    left, mark = list(images), {"type": "image"}
+    placed = [{**message, "content": _parts(message["content"])} for message in found]
+    first = next((message for message in placed if message["role"] == "user"), None)
+    if first is not None and not any(part["type"] == "image" for message in placed for part in message["content"]):
+        first["content"] = [mark] * len(left) + first["content"]
+    for message in placed:
+        for number, part in enumerate(message["content"]):
+            if part == mark:
+                if not left:
+                    raise UserError(f'{where}: a message has a place for an image that "images" lacks; correct it')
+                message["content"][number] = {**mark, "image": left.pop(0)}
     if left:
         raise UserError(f"{where}: {len(left)} of {len(images)} images have no place in the messages; correct it")
     return placed
 
 
+def _parts(content: str | list[Message]) -> list[Message]:
+    """Return a content as parts; "<image>" becomes an image without a path."""
+    if not isinstance(content, str):
+        return list(content)
+    parts: list[Message] = []
+    for number, text in enumerate(content.split(IMAGE)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
+
+
 def texts(found: list[Message]) -> Iterator[str]:
     """Yield the texts of messages."""
     for message in found:
-        if isinstance(message["content"], str):
-            yield message["content"]
-        else:
-            yield from (part["text"] for part in message["content"] if part["type"] == "text")
+        content = message["content"]
+        yield from [content] if isinstance(content, str) else (part["text"] for part in content if "text" in part)
 
 
-def flat(message: Message, where: str) -> Message:
-    """Return a message whose content is one string. Raises `UserError` if it has an image."""
-    if isinstance(message["content"], str):
-        return message
-    if any(part["type"] == "image" for part in message["content"]):
+def flat(found: list[Message], where: str) -> list[Message]:
+    """Return the messages with each content one string. Raises `UserError` if one has an image."""
+    contents = [message["content"] for message in found if not isinstance(message["content"], str)]
+    if any(part["type"] == "image" for parts in contents for part in parts):
         raise UserError(f'{where}: a message has an image; set data.format = "vision", or leave it out')
-    return {**message, "content": "".join(texts([message]))}
+    return [{**message, "content": "".join(texts([message]))} for message in found]
 
 
 def _message(entry: Any, where: str, role: str, content: str) -> Message:
@@ -152,9 +142,6 @@ def _part(part: Any, where: str) -> Message:
     )
 
 
-# ---- tokens
-
-
 @dataclass(frozen=True)
 class Rendered:
     """A conversation as text, and the spans of its targets."""
@@ -164,12 +151,7 @@ class Rendered:
 
 
 class ChatTemplate:
-    """Renders and tokenises conversations with the chat template of a tokenizer.
-
-    Args:
-        tokenizer: with its ``chat_template``.
-        answers_only: only the assistant's turns are targets.
-    """
+    """Renders and tokenises conversations with a tokenizer's chat template."""
 
     def __init__(self, tokenizer: Any, answers_only: bool) -> None:
         self.tokenizer, self.answers_only = tokenizer, answers_only
@@ -178,11 +160,7 @@ class ChatTemplate:
         self._ends = (*tokenizer.all_special_tokens, *added)
 
     def render(self, found: list[Message], where: str, tools: Any = None, asked: int = 0) -> Rendered:
-        """Render a conversation; its first ``asked`` messages have no targets, whoever speaks.
-
-        Raises:
-            UserError: the template refuses it, or it has no target; it names ``where``.
-        """
+        """Render a conversation; its first ``asked`` messages have no targets. Raises `UserError` if that fails."""
         text, marked = self._text(found, where, tools)
         begin = len(self._prefix(found[:asked], text, where, tools)) if asked else 0
         if not self.answers_only:
@@ -251,19 +229,15 @@ class ChatTemplate:
         return str(text[0]), list(marked[0]) if marked else []
 
 
-def encode_chats(template: ChatTemplate, records: Sequence[Record]) -> list[tuple[Document, ...]]:
+def encode_chats(template: ChatTemplate, records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
     """Return one document a record."""
-    rendered = [template.render(_spoken(each), each.where, each.fields.get("tools")) for each in records]
+    rendered = [template.render(spoken(each), each.where, each.fields.get("tools")) for each in records]
     return [(document,) for document in template.documents(rendered)]
 
 
-def chat_texts(record: Record) -> Iterator[str]:
-    """Yield the texts of a record."""
-    return texts(_spoken(record))
-
-
-def _spoken(record: Record) -> list[Message]:
-    return [flat(message, record.where) for message in conversation(record.fields, record.where)]
+def spoken(record: Record) -> list[Message]:
+    """Return the messages of a record, each content one string."""
+    return flat(conversation(record.fields, record.where), record.where)
 
 
 def _inside(places: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:

@@ -10,27 +10,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, islice, takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.train.config import DataSection
-from trueshard.train.data.chat import ChatTemplate, Message, chat_texts, encode_chats, flat, messages, texts
-from trueshard.train.data.samples import Collate, Document, Sample, packed, pad_ends, pad_pairs, stack, whole
-from trueshard.train.data.sources import Fields, Record, string
-from trueshard.train.data.vision import VisionCollate, encode_vision
+from trueshard.train.data.chat import ChatTemplate, encode_chats, flat, messages, spoken, texts
+from trueshard.train.data.order import draws
+from trueshard.train.data.samples import (
+    Collate,
+    Document,
+    Sample,
+    pack,
+    packed,
+    pad_ends,
+    pad_pairs,
+    sequence,
+    span,
+    stack,
+    truncate,
+    whole,
+)
+from trueshard.train.data.sources import DataSource, Fields, Record
+from trueshard.train.data.vision import VisionCollate, encode_vision, vision_messages
 
-Encode = Callable[[Sequence[Record]], list[tuple[Document, ...]]]
-"""Records → the documents of each. Raises `UserError` that names the record."""
+Encode = Callable[[Sequence[Record], Path], list[tuple[Document, ...]]]
+"""(records, folder for files beside the documents) → the documents of each. Raises `UserError` that names the record.
+"""
 Layout = Literal["joined", "packed", "single", "kept"]
 """joined: documents follow each other without a gap, and are cut into sequences on reading. packed: several documents
 share a sequence. single: a sample is one record. kept: the same, as JSON that becomes tokens with its batch."""
+Item = TypeVar("Item")
+
+RECORDS_AT_ONCE = 256
+"""Records that are tokenised together."""
+BUFFER = 1024
+"""Samples from which the next one is drawn."""
+TOGETHER = 512
+"""Documents that are packed together."""
+Placed = tuple[Sample, str]
+"""A sample and its origin."""
+PAIR = ("prompt", "chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -38,8 +65,7 @@ class Format:
     """The way the data of a run are stored and read."""
 
     layout: Layout
-    encoder: Callable[[Path], Encode]
-    """Called with the folder of the data, for files beside the documents."""
+    encode: Encode
     sample: Callable[[Sequence[Document]], Sample]
     """Makes a sample of the documents of a sequence; unused for the layouts "joined" and "kept"."""
     collate: Collate
@@ -48,8 +74,13 @@ class Format:
 
     @property
     def cut(self) -> bool:
-        """True if a document longer than a sequence is cut when it is read."""
+        """True if a document longer than a sequence is cut when it is read, and only some tokens may be targets."""
         return self.layout in ("packed", "single")
+
+    def documents(self, source: DataSource, folder: Path) -> Iterator[tuple[Record, tuple[Document, ...]]]:
+        """Iterate over the records of a source and the documents of each, before any is cut."""
+        for group in batched(source.records(), RECORDS_AT_ONCE):
+            yield from zip(group, self.encode(group, folder), strict=True)
 
 
 def format_of(section: DataSection, length: int, tokenizer: Any, processor: Any) -> Format:
@@ -57,24 +88,34 @@ def format_of(section: DataSection, length: int, tokenizer: Any, processor: Any)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     vocabulary = 1 + max(tokenizer.get_vocab().values())
     if section.format == "text":
-        encode: Encode = partial(encode_texts, tokenizer, section.field)
-        return Format("joined", lambda _: encode, single, stack, vocabulary)
-    if section.format == "chat":
-        encode = partial(encode_chats, ChatTemplate(tokenizer, section.answers_only))
-        if not section.packing:
-            return Format("single", lambda _: encode, single, partial(pad_ends, pad), vocabulary)
-        return Format("packed", lambda _: encode, partial(packed, length=length, pad=pad), stack, vocabulary)
+        return Format("joined", partial(encode_texts, tokenizer, section.field), single, stack, vocabulary)
+    if section.format == "vision":
+        return Format("kept", encode_vision, single, VisionCollate(processor, length, section.answers_only), None)
     if section.format == "preference":
-        encode = partial(encode_pairs, ChatTemplate(tokenizer, answers_only=True))
-        return Format("single", lambda _: encode, paired, partial(pad_pairs, pad), vocabulary)
-    collate = VisionCollate(processor, length, section.answers_only)
-    return Format("kept", lambda folder: partial(encode_vision, folder), single, collate, None)
+        pairs = partial(encode_pairs, ChatTemplate(tokenizer, answers_only=True))
+        return Format("single", pairs, paired, partial(pad_pairs, pad), vocabulary)
+    chats = partial(encode_chats, ChatTemplate(tokenizer, section.answers_only))
+    if not section.packing:
+        return Format("single", chats, single, partial(pad_ends, pad), vocabulary)
+    return Format("packed", chats, partial(packed, length=length, pad=pad), stack, vocabulary)
 
 
-def texts_of(section: DataSection) -> Callable[[Record], Iterator[str]]:
-    """Return the function that yields the texts of a record, to train a tokenizer on; images need a ready one."""
-    functions = {"chat": chat_texts, "preference": pair_texts}
-    return functions.get(section.format) or partial(plain_texts, section.field)
+def texts_of(section: DataSection, record: Record) -> Iterator[str]:
+    """Yield the texts of a record, to train a tokenizer on; images need a ready one."""
+    if section.format == "preference":
+        for part in pair(record.fields, record.where):
+            yield from [part] if isinstance(part, str) else texts(part)
+    elif section.format == "chat":
+        yield from texts(spoken(record))
+    else:
+        yield plain_text(section.field, record)
+
+
+def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """Yield consecutive items, ``size`` at a time."""
+    remaining = iter(items)
+    while group := list(islice(remaining, size)):
+        yield group
 
 
 def single(documents: Sequence[Document]) -> Sample:
@@ -89,31 +130,39 @@ def paired(documents: Sequence[Document]) -> Sample:
     return {"chosen": chosen.sample(), "rejected": rejected.sample()}
 
 
-def encode_texts(tokenizer: Any, field: str, records: Sequence[Record]) -> list[tuple[Document, ...]]:
+def encode_texts(tokenizer: Any, field: str, records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
     """Return one document a record, or none for blank text."""
-    said = [text for record in records for text in plain_texts(field, record)]
+    said = [plain_text(field, record) for record in records]
     kept = [text for text in said if text.strip()]
     found = iter(tokenizer(kept, add_special_tokens=False)["input_ids"] if kept else [])
     end = tokenizer.eos_token_id
     return [(whole(np.array([*next(found), end], np.int64)),) if text.strip() else () for text in said]
 
 
-def plain_texts(field: str, record: Record) -> Iterator[str]:
-    """Yield the text of a record."""
-    yield string(record.fields, field, record.where, "data.field")
+def plain_text(field: str, record: Record) -> str:
+    """Return the text of a record. Raises `UserError` that names what is there instead."""
+    fields, value = record.fields, record.fields.get(field)
+    if not isinstance(value, str):
+        found = f"{type(value).__name__} under it" if field in fields else f"keys {sorted(fields)}"
+        near = "" if field in fields else f".{names.nearest(field, fields)}".removesuffix(".")
+        raise UserError(
+            f"{record.where}: wanted an object with a string under {field!r}, found {found}; correct it, or set "
+            f"data.field{near}"
+        )
+    return value
 
 
-def encode_pairs(template: ChatTemplate, records: Sequence[Record]) -> list[tuple[Document, ...]]:
+def encode_pairs(template: ChatTemplate, records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
     """Return two documents a record: the chosen and the rejected one."""
     found: list[tuple[Document, ...]] = []
     for record in records:
-        prompt, chosen, rejected = pair(record.fields, record.where)
+        prompt, *answers = pair(record.fields, record.where)
         if isinstance(prompt, str):
-            found.append(tuple(_answered(template.tokenizer, prompt, str(answer)) for answer in (chosen, rejected)))
+            found.append(tuple(_answered(template.tokenizer, prompt, answer) for answer in answers))
             continue
         sides = [
             template.render([*prompt, *side], f"{record.where}: {key}", record.fields.get("tools"), asked=len(prompt))
-            for key, side in (("chosen", chosen), ("rejected", rejected))
+            for key, side in zip(PAIR[1:], answers, strict=True)
         ]
         found.append(tuple(template.documents(sides)))
     return found
@@ -125,43 +174,105 @@ def _answered(tokenizer: Any, prompt: str, answer: str) -> Document:
     return Document(ids, np.arange(len(ids)) >= len(asked))
 
 
-def pair_texts(record: Record) -> Iterator[str]:
-    """Yield the prompt and both answers of a record."""
-    for part in pair(record.fields, record.where):
-        yield from [part] if isinstance(part, str) else texts(part)
-
-
-KEYS = ("prompt", "chosen", "rejected")
-
-
 def pair(fields: Fields, where: str) -> tuple[Any, Any, Any]:
     """Return prompt, chosen and rejected: all strings, or all lists of messages. Raises `UserError` otherwise."""
-    for key in KEYS[1:]:
-        if fields.get(key) is None:
+    prompt, chosen, rejected = found = tuple(fields.get(key) for key in PAIR)
+    for key, value in zip(PAIR[1:], found[1:], strict=True):
+        if value is None:
             near = names.nearest(key, fields, 1)
             raise UserError(
                 f"{where}: has no {key!r}, found keys {sorted(fields)}; correct it.{near}".removesuffix(".")
             )
-    prompt, chosen, rejected = (fields.get(key) for key in KEYS)
     if chosen == rejected:
         raise UserError(
             f"{where}: chosen and rejected are the same, so nothing is preferred; correct it, or leave it out"
         )
-    if all(isinstance(each, str) for each in (prompt, chosen, rejected)):
+    strings = [isinstance(each, str) for each in found]
+    if all(strings):
         return prompt, chosen, rejected
-    if any(isinstance(each, str) for each in (prompt, chosen, rejected)):
-        found = ", ".join(f"{key} {type(fields.get(key)).__name__}" for key in KEYS)
-        raise UserError(f"{where}: wanted three strings, or lists of messages, found {found}; correct it")
-    first, second = (_flat(fields[key], f"{where}: {key}", where) for key in KEYS[1:])
+    if any(strings):
+        kinds = ", ".join(f"{key} {type(value).__name__}" for key, value in zip(PAIR, found, strict=True))
+        raise UserError(f"{where}: wanted three strings, or lists of messages, found {kinds}; correct it")
+    first, second = (flat(messages(fields[key], f"{where}: {key}"), where) for key in PAIR[1:])
     if prompt is not None:
-        return _flat(prompt, f"{where}: prompt", where), first, second
-    shared = 0
-    while shared < min(len(first), len(second)) and first[shared] == second[shared]:
-        shared += 1
+        return flat(messages(prompt, f"{where}: prompt"), where), first, second
+    shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False)))
     if not shared:
         raise UserError(f"{where}: has no 'prompt', and chosen and rejected begin differently; add it")
     return first[:shared], first[shared:], second[shared:]
 
 
-def _flat(value: Any, place: str, where: str) -> list[Message]:
-    return [flat(message, where) for message in messages(value, place)]
+class SourceStream:
+    """The samples of one source, read during training, without end, in sequences of ``length`` inputs.
+
+    The order is that of the source, shuffled through a buffer by seed: the same on every rank and at every world size.
+    At its end a stream starts again, in another order. Every rank reads everything and keeps its own samples; a resume
+    reads again up to where the run stood.
+    """
+
+    def __init__(self, source: DataSource, form: Format, length: int) -> None:
+        self._source, self._form, self._length = source, form, length
+
+    def begin(self, seed: int) -> Iterator[Placed]:
+        """Iterate from the first sample. Raises `UserError` for a damaged record, or a source without a sample."""
+        self.check()
+        for number in count():
+            yield from shuffled(self._once(), seed + number)
+
+    def check(self) -> None:
+        """Read the first sample. Raises `UserError` as ``begin`` does."""
+        if next(self._once(), None) is None:
+            raise UserError(
+                f"{self._source.key}: {self._source.name} does not fill one sequence of train.sequence_length = "
+                f"{self._length}; give it more, or lower train.sequence_length"
+            )
+
+    def _once(self) -> Iterator[Placed]:
+        """Iterate over the samples of one pass, in the order of the source."""
+        if self._form.layout == "kept":
+            for record in self._source.records():
+                yield {"messages": vision_messages(record), "where": record.where}, record.where
+        elif self._form.layout == "joined":
+            yield from self._joined()
+        elif self._form.layout == "packed":
+            for group in batched(self._documents(), TOGETHER):
+                for members in pack([len(document.ids) - 1 for (document,), _ in group], self._length):
+                    parts = [group[number] for number in members]
+                    yield self._form.sample([document for (document,), _ in parts]), span([each for _, each in parts])
+        else:
+            for documents, where in self._documents():
+                yield self._form.sample(documents), where
+
+    def _documents(self) -> Iterator[tuple[tuple[Document, ...], str]]:
+        """Iterate over the documents of each record that has any, and its origin."""
+        for record, found in self._form.documents(self._source, Path()):  # streamed formats put no files beside them
+            if documents := truncate(found, self._length) if self._form.cut else found:
+                yield documents, record.where
+
+    def _joined(self) -> Iterator[Placed]:
+        tokens, places = np.empty(0, dtype=np.int64), []
+        for (document,), where in self._documents():
+            tokens = np.concatenate([tokens, document.ids])
+            places.append(where)
+            full = max(0, len(tokens) - 1) // self._length * self._length
+            for start in range(0, full, self._length):
+                yield sequence(tokens, start, self._length), span(places)
+            if full:
+                tokens, places = tokens[full:], [where]
+
+
+def shuffled(samples: Iterable[Placed], seed: int) -> Iterator[Placed]:
+    """Yield the samples, each drawn from the next ``BUFFER`` ones."""
+    buffer: list[Placed] = []
+    chances = draws(seed, BUFFER)
+    for sample in samples:
+        if len(buffer) < BUFFER:
+            buffer.append(sample)
+            continue
+        place = next(chances)
+        yield buffer[place]
+        buffer[place] = sample
+    while buffer:
+        place = next(chances) % len(buffer)
+        buffer[place], buffer[-1] = buffer[-1], buffer[place]
+        yield buffer.pop()

@@ -1,9 +1,7 @@
 """Microbatches of a rank, made ahead of time by a thread, and the one integer from which a resumed run continues.
 
-- The sample at a global index does not depend on the number of ranks: a rank takes its slice of the global batch of
-  each step and splits it into ``accumulate`` microbatches.
-- ``state_dict()`` counts the samples of complete steps, never prefetched ones.
-- The thread reads, collates and (for a CUDA device) pins batches.
+The sample at a global index does not depend on the number of ranks: a rank takes its slice of the global batch of each
+step and splits it into ``accumulate`` microbatches.
 """
 
 from __future__ import annotations
@@ -12,14 +10,16 @@ import contextlib
 import itertools
 import queue
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from trueshard.errors import UserError
-from trueshard.train.data.order import Mixture, Order
+from trueshard.train.data.order import Mixture
 from trueshard.train.data.samples import Batch, Collate, Sample, Samples, Stream
 
 Item = TypeVar("Item")
@@ -35,24 +35,19 @@ SHOWN = 8
 
 
 class Prefetcher(Generic[Item]):
-    """Iterate over ``items`` in a background thread, and give them in their order.
+    """Iterate over ``items`` in a background thread, which may be ``depth`` items ahead, and give them in their order.
 
     An exception of the thread is raised in place of the item that it was to make. The thread holds no reference to
-    the prefetcher, and ends when this is closed or collected, or the interpreter exits.
-
-    Args:
-        items: read by one thread.
-        depth: maximum number of waiting items, at least 1; one more may be in the making.
-        device: a CUDA device becomes the thread's current one: otherwise pinning would create a context on device 0.
+    the prefetcher, and ends when this is closed or collected, or the interpreter exits. It makes a CUDA ``device`` its
+    current one: otherwise pinning would create a context on device 0.
     """
 
     def __init__(self, items: Iterator[Item], depth: int, device: torch.device | None = None) -> None:
-        self._queue: queue.Queue[tuple[bool, Any]] = queue.Queue(maxsize=depth)
+        self._queue: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=depth)
         self._end: BaseException | None = None
         stopped = threading.Event()
-        thread = threading.Thread(
-            target=_fill, args=(items, self._queue, stopped, device), name="trueshard-prefetch", daemon=True
-        )
+        arguments = (items, self._queue, stopped, device)
+        thread = threading.Thread(target=_fill, args=arguments, name="trueshard-prefetch", daemon=True)
         self.close = weakref.finalize(self, _stop, self._queue, stopped, thread)
         """End the thread; may be called twice."""
         thread.start()
@@ -62,33 +57,25 @@ class Prefetcher(Generic[Item]):
 
     def __next__(self) -> Item:
         if self._end is None:
-            is_item, value = self._queue.get()
-            if is_item:
-                item: Item = value
-                return item
-            self._end = value
-        raise self._end
-
-    def waiting(self) -> int:
-        """Return the number of items that are ready."""
-        return self._queue.qsize()
+            item, self._end = self._queue.get()
+        if self._end is not None:
+            raise self._end
+        return item
 
 
-def _fill(
-    items: Iterator[Any], ready: queue.Queue[tuple[bool, Any]], stopped: threading.Event, device: torch.device | None
-) -> None:
-    """Put (True, item) for each item, then (False, the exception that ended them)."""
+def _fill(items: Iterator[Any], ready: queue.Queue[Any], stopped: threading.Event, device: torch.device | None) -> None:
+    """Put (item, None) for each item, then (None, the exception that ended them)."""
     end: BaseException = StopIteration()
     try:
-        if _is_cuda(device):
+        if device is not None and device.type == "cuda":
             torch.cuda.set_device(device)
         for item in items:
-            ready.put((True, item))
+            ready.put((item, None))
             if stopped.is_set():
                 return
     except BaseException as error:  # the reader's to handle
         end = error
-    ready.put((False, end))
+    ready.put((None, end))
 
 
 def _stop(ready: queue.Queue[Any], stopped: threading.Event, thread: threading.Thread) -> None:
@@ -103,18 +90,7 @@ def _stop(ready: queue.Queue[Any], stopped: threading.Event, thread: threading.T
 class Loader:
     """This rank's microbatches, without end: ``accumulate`` a step, in an order that follows from ``seed``.
 
-    Args:
-        samples: the training data; the sources of a ``Mixture`` take turns by weight.
-        collate: makes a microbatch of samples.
-        batch_size: samples a step over all ranks and microbatches; a multiple of ``ranks * accumulate``.
-        accumulate: microbatches of this rank in a step.
-        seed: 0 to 2**64 - 1; equal on every rank.
-        rank, ranks: this process, and the number of processes.
-        prefetch: steps whose microbatches are made ahead; 0: each is made on demand.
-        device: destination of the batches; for a CUDA device they are pinned.
-
-    Raises:
-        ValueError: ``batch_size`` does not divide, or there are no samples.
+    Raises `ValueError` if ``batch_size`` does not divide, or there are no samples.
     """
 
     def __init__(
@@ -122,13 +98,13 @@ class Loader:
         samples: Samples | Stream,
         collate: Collate,
         *,
-        batch_size: int,
-        accumulate: int = 1,
-        seed: int = 0,
+        batch_size: int,  # samples a step over all ranks and microbatches; a multiple of ``ranks * accumulate``
+        accumulate: int = 1,  # microbatches of this rank in a step
+        seed: int = 0,  # 0 to 2**64 - 1; equal on every rank
         rank: int = 0,
         ranks: int = 1,
-        prefetch: int = 2,
-        device: torch.device | None = None,
+        prefetch: int = 2,  # steps whose microbatches are made ahead; 0: each is made on demand
+        device: torch.device | None = None,  # destination of the batches; for a CUDA device they are pinned
     ) -> None:
         if batch_size < 1 or batch_size % (ranks * accumulate):
             raise ValueError(f"batch_size is {batch_size}; it is a multiple of {ranks} ranks × accumulate {accumulate}")
@@ -156,10 +132,6 @@ class Loader:
         self._places.append(places)
         return batch
 
-    def ready(self) -> int:
-        """Return the number of prefetched microbatches."""
-        return self._made.waiting() if isinstance(self._made, Prefetcher) else 0
-
     def close(self) -> None:
         """End the thread; the next microbatch starts another."""
         if isinstance(self._made, Prefetcher):
@@ -176,10 +148,7 @@ class Loader:
         self._first, self._taken, self._places = int(state["samples"]), 0, []
 
     def describe_last(self, microbatches: int) -> str:
-        """Describe the global samples of the last step and their origins, in one line.
-
-        For a stream only this rank's samples are named.
-        """
+        """Describe the global samples of the last step and their origins; for a stream, of this rank's samples."""
         last = self._first + self._batch_size - 1
         if isinstance(self._data, Samples):
             _, places = _fetcher(self._data, self._seed)(self._first, self._batch_size)
@@ -195,21 +164,15 @@ class Loader:
         # Nothing here may refer to self: the thread would keep this loader alive.
         own, steps = self._own, itertools.count(self._first, self._batch_size)
         offsets = range(self._rank * own * self._accumulate, (self._rank + 1) * own * self._accumulate, own)
-        firsts = (step + offset for step in steps for offset in offsets)
-        made = _microbatches(_fetcher(self._data, self._seed), self._collate, firsts, own, _is_cuda(self._device))
+        places = ((step + offset, own) for step in steps for offset in offsets)
+        made = _microbatches(_fetcher(self._data, self._seed), self._collate, places, self._device)
         return Prefetcher(made, self._prefetch * self._accumulate, self._device) if self._prefetch else made
 
 
 class EvaluationLoader:
-    """This rank's part of all samples, once and in order, in microbatches. Ranks may have different numbers of them.
-
-    Args:
-        batch_size: samples in a microbatch of this rank; the last may be smaller.
-        limit: maximum number of samples over all ranks, the first ones; None: all.
-        samples, collate, rank, ranks, device: as for ``Loader``.
-
-    Raises:
-        UserError: fewer samples than ranks; on every rank.
+    """This rank's part of all samples (or of the first ``limit``), once and in order, in microbatches of up to
+    ``batch_size``. Ranks may have different numbers of them. Raises `UserError`, on every rank, for fewer samples
+    than ranks.
     """
 
     def __init__(
@@ -232,61 +195,128 @@ class EvaluationLoader:
         self._samples, self._collate, self._batch_size, self._device = samples, collate, batch_size, device
         self._first, self._last = rank * count // ranks, (rank + 1) * count // ranks
 
-    def __len__(self) -> int:
-        """Return the number of microbatches of this rank."""
-        return -(-(self._last - self._first) // self._batch_size)
-
     def __iter__(self) -> Iterator[Batch]:
-        def made() -> Iterator[Batch]:
-            for start in range(self._first, self._last, self._batch_size):
-                indices = range(start, min(start + self._batch_size, self._last))
-                yield _pinned(self._collate([self._samples[index] for index in indices]), _is_cuda(self._device))
+        def fetch(first: int, count: int) -> tuple[Sequence[Sample], Places]:
+            return [self._samples[index] for index in range(first, first + count)], list
 
-        ready = Prefetcher(made(), 2, self._device)
-        try:
-            yield from ready
-        finally:
-            ready.close()
+        firsts = range(self._first, self._last, self._batch_size)
+        ranges = ((first, min(self._batch_size, self._last - first)) for first in firsts)
+        made = _microbatches(fetch, self._collate, ranges, self._device)
+        with contextlib.closing(Prefetcher(made, 2, self._device)) as ready:
+            yield from (batch for batch, _ in ready)
+
+
+class EndlessLoader:
+    """This rank's microbatches from any `loader`, which is begun again whenever it ends.
+
+    A loader with `state_dict` and `load_state_dict` keeps its own place. Any other is read again up to the place, from
+    the random state in which its pass began (torch's own, and that of a `DataLoader`'s and its sampler's generators).
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+        self._iterator: Iterator[Any] | None = None
+        self._begun = self._random_states()
+        self.passes = 0
+        self.in_pass = 0
+        """Microbatches taken since the loader was begun."""
+
+    def __next__(self) -> Any:
+        for _ in range(2):
+            iterator = self._begin() if self._iterator is None else self._iterator
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                self._iterator, self.in_pass, self.passes = None, 0, self.passes + 1
+            else:
+                self._iterator, self.in_pass = iterator, self.in_pass + 1
+                return batch
+        raise ValueError("the loader gives no batch; it must have at least one")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the next microbatch. Collective for a loader that does not keep it."""
+        if self._keeps_place():
+            return {"loader": self._loader.state_dict()}  # type: ignore[attr-defined]
+        begun = [self._begun]
+        if dist.is_initialized():
+            begun = [[torch.empty(0)]] * dist.get_world_size()
+            dist.all_gather_object(begun, self._begun)
+        return {"passes": self.passes, "in_pass": self.in_pass, "begun": begun}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the place in `state`."""
+        self._iterator = None
+        if self._keeps_place() and "loader" in state:
+            self._loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            return
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        if "begun" not in state or len(state["begun"]) != ranks:
+            if not rank:
+                warnings.warn(
+                    "the loader cannot say where it stood with another number of ranks, and is begun anew; give it "
+                    "state_dict and load_state_dict",
+                    stacklevel=2,
+                )
+            return
+        here = torch.get_rng_state()
+        own, *others = state["begun"][rank]
+        torch.set_rng_state(own.cpu())
+        for generator, begun in zip(self._generators(), others, strict=True):
+            generator.set_state(begun.cpu())
+        self.passes, self.in_pass = int(state["passes"]), 0
+        for _ in range(int(state["in_pass"])):
+            next(self)
+        torch.set_rng_state(here)
+
+    def _begin(self) -> Iterator[Any]:
+        self._begun = self._random_states()
+        sampler = getattr(self._loader, "sampler", None)
+        if sampler is not None and hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self.passes)
+        return iter(self._loader)
+
+    def _generators(self) -> list[torch.Generator]:
+        """Return the generators of the loader and its samplers."""
+        batches = getattr(self._loader, "batch_sampler", None)
+        owners = (self._loader, getattr(self._loader, "sampler", None), batches, getattr(batches, "sampler", None))
+        found = [getattr(owner, "generator", None) for owner in owners]
+        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def _random_states(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(each.get_state() for each in self._generators())]
+
+    def _keeps_place(self) -> bool:
+        return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
 
 
 def _microbatches(
-    fetch: Fetch, collate: Collate, firsts: Iterator[int], count: int, pin: bool
+    fetch: Fetch, collate: Collate, ranges: Iterator[tuple[int, int]], device: torch.device | None
 ) -> Iterator[tuple[Batch, Places]]:
-    """Yield the microbatch of ``count`` samples from each of ``firsts`` on, and the origins of its samples."""
-    for first in firsts:
+    """Yield the microbatch of each (first sample, count), and the origins of its samples."""
+    for first, count in ranges:
         samples, places = fetch(first, count)
-        yield _pinned(collate(samples), pin), places
+        batch = collate(samples)
+        if device is not None and device.type == "cuda":
+            batch = {key: value.pin_memory() for key, value in batch.items()}
+        yield batch, places
 
 
 def _fetcher(data: Samples | Stream, seed: int) -> Fetch:
-    return _by_index(data, seed) if isinstance(data, Samples) else _by_stream(data, seed)
+    if isinstance(data, Samples):
+        mixture = data if isinstance(data, Mixture) else Mixture([data], [1])
+        order = mixture.order(seed)
 
+        def by_index(first: int, count: int) -> tuple[list[Sample], Places]:
+            indices = order.indices(first, count).tolist()
+            return [mixture[index] for index in indices], lambda: [mixture.where(index) for index in indices]
 
-def _by_index(samples: Samples, seed: int) -> Fetch:
-    order = samples.order(seed) if isinstance(samples, Mixture) else Order(seed, [len(samples)], [1])
+        return by_index
+    samples, at = data.begin(seed), 0
 
-    def fetch(first: int, count: int) -> tuple[list[Sample], Places]:
-        indices = order.indices(first, count).tolist()
-        return [samples[index] for index in indices], lambda: [samples.where(index) for index in indices]
-
-    return fetch
-
-
-def _by_stream(stream: Stream, seed: int) -> Fetch:
-    samples, at = stream.begin(seed), 0
-
-    def fetch(first: int, count: int) -> tuple[list[Sample], Places]:
+    def by_stream(first: int, count: int) -> tuple[list[Sample], Places]:
         nonlocal at
         taken = list(itertools.islice(samples, first - at, first - at + count))
         at = first + count
         return [sample for sample, _ in taken], lambda: [place for _, place in taken]
 
-    return fetch
-
-
-def _is_cuda(device: torch.device | None) -> bool:
-    return device is not None and device.type == "cuda"
-
-
-def _pinned(batch: Batch, pin: bool) -> Batch:
-    return {key: value.pin_memory() for key, value in batch.items()} if pin else batch
+    return by_stream

@@ -1,7 +1,5 @@
-"""The order of samples: a pure function of the seed and of the number of samples taken before.
+"""The order of samples: a pure function of the seed and of the number of samples taken before, at any world size.
 
-- The number of ranks does not enter: ranks take slices of one global batch, so every world size sees the same data.
-- A resume needs one integer, the number of samples taken.
 - Each pass over the data is a new permutation, computed index by index with a small block cipher (a Feistel network
   over the next power of four, walked until the result is in range): no table in memory however large the data, and
   the same on every machine and numpy version, which numpy's own shuffles do not promise.
@@ -47,13 +45,7 @@ def sequence_indices(seed: int, first_sample: int, count: int, sequences: int) -
 
 
 class Order:
-    """The order of samples over one or several sources.
-
-    Args:
-        seed: of the run.
-        lengths: number of samples of each source, at least 1.
-        weights: relative share of each source; one for each length.
-    """
+    """The order of samples over sources of ``lengths`` samples, with shares in proportion to ``weights``."""
 
     def __init__(self, seed: int, lengths: Sequence[int], weights: Sequence[float]) -> None:
         self._lengths = list(lengths)
@@ -79,11 +71,7 @@ class Order:
         return low, sample
 
     def indices(self, first: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the samples at global positions ``first`` … ``first + count - 1``.
-
-        Returns:
-            int64 [count]; the samples are numbered through all sources, one source after the other.
-        """
+        """Return the samples from global position ``first`` on: int64 [count], numbered one source after the other."""
         if len(self._lengths) == 1:
             return sequence_indices(self._seeds[0], first, count, self._lengths[0])
         turns = np.array([self.turn(sample) for sample in range(first, first + count)], dtype=np.int64).reshape(-1, 2)
@@ -124,12 +112,7 @@ def _mix(values: Indices) -> Indices:
 
 
 class Mixture:
-    """``Samples`` of several sources, numbered one source after the other.
-
-    Args:
-        sources: each with at least one sample.
-        weights: relative share of each source; each source is permuted by itself.
-    """
+    """``Samples`` of several sources, numbered one after the other; each has a weight, and at least one sample."""
 
     def __init__(self, sources: Sequence[Samples], weights: Sequence[float]) -> None:
         self._sources, self._weights = list(sources), list(weights)

@@ -21,19 +21,12 @@ from typing import Any
 
 from trueshard.errors import UserError
 from trueshard.train.config import Config, EvaluationSection
-from trueshard.train.data.formats import Format, format_of, texts_of
+from trueshard.train.data import tokenizer as tokenizers
+from trueshard.train.data.formats import Format, SourceStream, format_of, texts_of
 from trueshard.train.data.order import Mixture, StreamMixture
 from trueshard.train.data.samples import Collate, Samples, Stream
 from trueshard.train.data.sources import DataSource, find
-from trueshard.train.data.store import DocumentStore, Summary, build, read_summary, write_summary
-from trueshard.train.data.streaming import SourceStream
-from trueshard.train.data.tokenizer import (
-    fingerprint,
-    load_processor,
-    load_tokenizer,
-    set_chat_template,
-    train_tokenizer,
-)
+from trueshard.train.data.store import StoredSamples, Summary, build, read_summary
 
 NOUNS = {
     "text": "text",
@@ -69,28 +62,23 @@ class Prepared:
 
 
 def prepare(config: Config, *, frozen: bool, make: bool, processor: Any = None) -> Prepared:
-    """Return the data of a run, made now unless the run's folder has them.
+    """Return the data of a run, made now unless the run's folder has them. Raises `UserError`, and leaves nothing.
 
-    Args:
-        config: of the run.
-        frozen: the run has a checkpoint, so existing data are right whatever the files are now.
-        make: this process may make the data.
-        processor: of images and text, for the format "vision"; None: read from beside the tokenizer.
-
-    Raises:
-        UserError: data cannot be read, or are too few; nothing is left on disk then.
+    ``frozen``: the run has a checkpoint, so existing data are right whatever the files are now. ``make``: this process
+    may make them. ``processor``: of images and text; None: read from beside the tokenizer.
     """
-    folder = Path(config.run.dir).expanduser() / "data"
+    folder, streaming, own = config.run.folder / "data", config.data.streaming, config.evaluation
     summary = read_summary(folder)
-    current = summary is not None and summary.identity == _identity(config)
-    as_it_is = current and frozen and not config.data.streaming
-    sources = [] if as_it_is else find(config.data)
-    own = None if config.evaluation is None else config.evaluation.path
-    held = [] if as_it_is or own is None else find(config.data, own)
-    read = None if as_it_is else _fingerprint(config, sources + held)
+    kept = summary is not None and summary.identity == _identity(config) and frozen
+    sources, held, read = [], [], None
+    if not kept or streaming:
+        sources = find(config.data)
+        held = [] if own is None or own.path is None else find(config.data, own.path)
+        read = _fingerprint(config, sources + held)
+        kept = kept or (summary is not None and (summary.identity, summary.fingerprint) == (_identity(config), read))
     if config.data.format == "vision" and processor is None:
-        processor = load_processor(config.tokenizer, config.model)
-    if not current or not (frozen or (summary is not None and summary.fingerprint == read)):
+        processor = tokenizers.load_processor(config.tokenizer, config.model)
+    if not kept:
         if not make:
             raise UserError(f"run.dir: {folder} is not seen by every rank; choose a folder that all machines share")
         with _scratch_folder(folder) as scratch:
@@ -100,39 +88,37 @@ def prepare(config: Config, *, frozen: bool, make: bool, processor: Any = None) 
                 shutil.rmtree(folder)
             scratch.rename(folder)
     prepared = _open(config, folder, sources, processor)
-    if config.data.streaming and read is not None:  # the files are read anew, so they count as they are now
+    if streaming and read is not None:  # the files are read anew, so they count as they are now
         return replace(prepared, summary=replace(prepared.summary, fingerprint=read, crc32=zlib.crc32(read.encode())))
     return prepared
 
 
 def _make(config: Config, sources: list[DataSource], held: list[DataSource], processor: Any, folder: Path) -> None:
     """Write tokenizer, evaluation data and, unless streamed, training data."""
-    tokenizer = (
-        processor.tokenizer
-        if processor is not None
-        else load_tokenizer(config.tokenizer, config.model, config.data.format)
-    )
+    if processor is not None:
+        tokenizer = processor.tokenizer
+    else:
+        tokenizer = tokenizers.load_tokenizer(config.tokenizer, config.model, config.data.format)
     _announce(config, sources, tokenizer is None)
     if tokenizer is None:
         assert config.tokenizer.vocab_size is not None
-        texts = texts_of(config.data)
-        said = (text for source in sources for record in source.records() for text in texts(record))
-        tokenizer = train_tokenizer(said, config.tokenizer.vocab_size, config.data.format)
+        said = (text for source in sources for record in source.records() for text in texts_of(config.data, record))
+        tokenizer = tokenizers.train_tokenizer(said, config.tokenizer.vocab_size, config.data.format)
     if config.data.format != "text":
-        set_chat_template(config.tokenizer, tokenizer, processor)
+        tokenizers.set_chat_template(config.tokenizer, tokenizer, processor)
     (processor or tokenizer).save_pretrained(str(folder / "tokenizer"))
-    form, read = _format(config, tokenizer, processor), _fingerprint(config, sources + held)
-    length, identity = config.train.sequence_length, _identity(config)
+    length, identity, read = config.train.sequence_length, _identity(config), _fingerprint(config, sources + held)
+    form = format_of(config.data, length, tokenizer, processor)
     if held:
         place = folder / "evaluation"
         place.mkdir()
-        write_summary(place, build(held, form, place, length=length, fraction=0.0, fingerprint=read, identity={}))
+        build(held, form, place, length=length, fraction=0.0, fingerprint=read, identity={}).write(place)
     if config.data.streaming:
         summary = Summary(None, None, None, zlib.crc32(read.encode()), read, identity)
     else:
         fraction = config.evaluation.fraction if config.evaluation is not None and not held else 0.0
         summary = build(sources, form, folder, length=length, fraction=fraction, fingerprint=read, identity=identity)
-    write_summary(folder, summary)
+    summary.write(folder)
 
 
 def _open(config: Config, folder: Path, sources: list[DataSource], processor: Any) -> Prepared:
@@ -140,66 +126,55 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
     summary = read_summary(folder)
     assert summary is not None
     if processor is not None:
-        set_chat_template(config.tokenizer, processor.tokenizer, processor)
-    form = _format(config, _tokenizer(folder), processor)
-    streaming, section = config.data.streaming, config.evaluation
-    train = _streamed(config, form, sources) if streaming else _stored(config, form, folder, summary)
+        tokenizers.set_chat_template(config.tokenizer, processor.tokenizer, processor)
+    section, length = config.evaluation, config.train.sequence_length
+    form = format_of(config.data, length, _tokenizer(folder), processor)
+    train: Samples | Stream
+    if config.data.streaming:
+        streams = [SourceStream(source, form, length) for source in sources]
+        for stream in streams:
+            stream.check()
+        train = StreamMixture(streams, [source.weight for source in sources])
+    else:
+        train = _stored(config, form, folder, summary)
     evaluation = None if section is None else _held_out(config, section, form, folder, summary)
     return Prepared(folder, summary, train, evaluation, form.collate)
 
 
-def _format(config: Config, tokenizer: Any, processor: Any) -> Format:
-    return format_of(config.data, config.train.sequence_length, tokenizer, processor)
-
-
 def _stored(config: Config, form: Format, folder: Path, summary: Summary) -> Mixture:
     places, parts = config.data.places(), _parts(config, form, folder, summary, "train")
-    for place, part, ranges in zip(places, parts, summary.ranges, strict=True):
-        if len(part):
-            continue
-        key, length = "data.path" if config.data.path is not None else "data.sources", config.train.sequence_length
-        if form.layout != "joined":
+    for place, part in zip(places, parts, strict=True):
+        if not len(part):
+            key = "data.path" if config.data.path is not None else "data.sources"
             raise UserError(
-                f"{key}: {place.path} leaves nothing to learn from; add records, or lower evaluation.fraction"
+                f"{key}: {place.path}, without what is held out, has fewer tokens than one sequence of "
+                f"train.sequence_length + 1 = {config.train.sequence_length + 1}; add to it, or lower "
+                "evaluation.fraction or train.sequence_length"
             )
-        first, last = ranges["train"]
-        held_out = config.evaluation is not None and config.evaluation.path is None
-        after = " once what evaluation.fraction holds out is gone" if held_out else ""
-        raise UserError(
-            f"{key}: {place.path} is {last - first} tokens{after}, fewer than one sequence of "
-            f"train.sequence_length + 1 = {length + 1}; add text or lower train.sequence_length"
-        )
     return Mixture(parts, [place.weight for place in places])
-
-
-def _streamed(config: Config, form: Format, sources: list[DataSource]) -> StreamMixture:
-    streams = [SourceStream(source, form, config.train.sequence_length) for source in sources]
-    for stream in streams:
-        stream.check()
-    return StreamMixture(streams, [source.weight for source in sources])
 
 
 def _held_out(config: Config, section: EvaluationSection, form: Format, folder: Path, summary: Summary) -> Mixture:
     if section.path is None:
         found = _parts(config, form, folder, summary, "evaluation")
-        problem = f"evaluation.fraction: {section.fraction} of the data is less than one sequence; raise it, or set "
-        problem += "evaluation.path"
+        problem = (
+            f"fraction: {section.fraction} of the data is less than one sequence; raise it, or set evaluation.path"
+        )
     else:
         own = read_summary(folder / "evaluation")
         assert own is not None
-        found = _parts(config, form, folder / "evaluation", own, "train")
-        problem = f"evaluation.path: {section.path} is less than one sequence of train.sequence_length = "
-        problem += f"{config.train.sequence_length}; add to it"
+        found, length = _parts(config, form, folder / "evaluation", own, "train"), config.train.sequence_length
+        problem = f"path: {section.path} is less than one sequence of train.sequence_length = {length}; add to it"
     kept = [part for part in found if len(part)]
     if not kept:
-        raise UserError(problem)
+        raise UserError(f"evaluation.{problem}")
     return Mixture(kept, [1.0] * len(kept))
 
 
-def _parts(config: Config, form: Format, folder: Path, summary: Summary, part: str) -> list[Samples]:
+def _parts(config: Config, form: Format, folder: Path, summary: Summary, part: str) -> list[StoredSamples]:
     """Return the samples of a part ("train" or "evaluation") of each source."""
-    store = DocumentStore(folder, summary)
-    return [store.samples(form, *ranges[part], config.train.sequence_length) for ranges in summary.ranges]
+    length = config.train.sequence_length
+    return [StoredSamples(folder, summary, form, *ranges[part], length) for ranges in summary.ranges]
 
 
 def _identity(config: Config) -> dict[str, Any]:
@@ -208,28 +183,25 @@ def _identity(config: Config) -> dict[str, Any]:
     kept = {key: value for key, value in every.items() if key.startswith(("tokenizer.", "data.", "evaluation."))}
     # Joined text is the same for every length of sequence.
     length = None if config.data.format == "text" else config.train.sequence_length
-    plain = {**kept, "model": config.model.path or config.model.config, "train.sequence_length": length}
-    checked: dict[str, Any] = json.loads(json.dumps(plain))
-    return checked
+    return {**kept, "model": config.model.path or config.model.config, "train.sequence_length": length}
 
 
 def _fingerprint(config: Config, sources: list[DataSource]) -> str:
     """Hash the state of all files to read: data and tokenizer."""
-    entries = [fingerprint(config.tokenizer, config.model), [source.fingerprint() for source in sources]]
-    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+    tokenizer = tokenizers.fingerprint(config.tokenizer, config.model)
+    return hashlib.sha256(json.dumps([tokenizer, [each.fingerprint() for each in sources]]).encode()).hexdigest()
 
 
 def _announce(config: Config, sources: list[DataSource], trains: bool) -> None:
-    noun = NOUNS[config.data.format]
-    if config.data.streaming:
-        if trains:
-            print(f"training a tokenizer on the first {noun}", flush=True)
-        return
+    noun, doing = NOUNS[config.data.format], "training a tokenizer on it" if trains else "reading it"
     sizes = [source.size() for source in sources]
     known = sum(size for size in sizes if size is not None)
     shown = f"{known / 1e6:.1f} MB" if known >= 1e6 else f"{known / 1e3:.1f} kB"
     what = ", ".join(source.name for source in sources) if None in sizes else f"{shown} of {noun}"
-    print(f"{what}: {'training a tokenizer on it' if trains else 'reading it'}", flush=True)
+    if not config.data.streaming:
+        print(f"{what}: {doing}", flush=True)
+    elif trains:
+        print(f"training a tokenizer on the first {noun}", flush=True)
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -9,11 +9,8 @@ A sample maps names to arrays. A sequence to learn from has
 A batch maps names to tensors whose first dimension is the sample. Padded batches have ``attention_mask``, int64
 [samples, length]: 1 on tokens, 0 on padding.
 
-Packing puts several documents into a sequence:
-
-- First fit, longest document first: little padding, and the same result on every machine.
-- From ``position_ids`` transformers derives a block-diagonal attention mask.
-- No loss crosses documents: the last token of a document is only a target, the first only an input.
+Packing puts several documents into a sequence, the longest first, each where it fits best. From ``position_ids``
+transformers derives a block-diagonal attention mask; no loss crosses documents.
 """
 
 from __future__ import annotations
@@ -88,6 +85,12 @@ def sequence(tokens: Ids, start: int, length: int) -> dict[str, Ids]:
     return {"input_ids": piece[:-1], "targets": piece[1:]}
 
 
+def span(places: Sequence[str]) -> str:
+    """Join the origins of consecutive documents; of more than four, name the first and the last."""
+    found = list(dict.fromkeys(places))
+    return " and ".join(found) if len(found) < 5 else f"{found[0]} to {found[-1]}"
+
+
 def stack(samples: Sequence[Sample]) -> Batch:
     """Stack the arrays of samples of equal length."""
     return {key: torch.from_numpy(np.stack([sample[key] for sample in samples])) for key in samples[0]}
@@ -115,22 +118,21 @@ def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
         Document numbers of each sequence, ascending; each document once.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
-    longest_first = np.argsort(-sizes, kind="stable")
-    leaves = 1 << max(0, len(sizes) - 1).bit_length()
-    # A binary tree over the sequences: each node holds the largest room left in a sequence below it.
-    most = [room] * (2 * leaves)
     sequences: list[list[int]] = []
-    for number in longest_first.tolist():
-        size, node = int(sizes[number]), 1
-        while node < leaves:
-            node = 2 * node if most[2 * node] >= size else 2 * node + 1
-        if node - leaves == len(sequences):
-            sequences.append([])
-        sequences[node - leaves].append(number)
-        most[node] -= size
-        while node > 1:
-            node //= 2
-            most[node] = max(most[2 * node], most[2 * node + 1])
+    by_room: list[list[list[int]]] = [[] for _ in range(room + 1)]  # the sequences that have so much room left
+    has_any = np.zeros(room + 1, dtype=np.bool_)
+    for number in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[number])
+        left = size + int(has_any[size:].argmax())
+        if has_any[left]:
+            members = by_room[left].pop()
+            has_any[left] = bool(by_room[left])
+        else:
+            left, members = room, []
+            sequences.append(members)
+        members.append(number)
+        by_room[left - size].append(members)
+        has_any[left - size] = True
     return [sorted(each) for each in sequences]
 
 

@@ -1,13 +1,9 @@
 """Data sources and their records, in an order that does not depend on the machine.
 
 - A text file is one record. JSONL has one a line, CSV one a row below a header, JSON an array of them (or an object
-  with one array), Parquet one a row.
-- Files are read where they lie, without a copy in a cache, so that an error names the line. A damaged line is an
-  error, never skipped.
-- A folder is read in the sorted order of relative paths. If it holds both text and files of records, the
-  configuration must choose: nothing is left out silently.
-- "stdlib" is the source code of the running interpreter's standard library, without tests and installed packages:
-  some ten megabytes of text that every Python has.
+  with one array), Parquet one a row. Files are read where they lie, so that an error names the line.
+- A folder is read in the sorted order of relative paths. Nothing is left out or skipped silently.
+- "stdlib" is the source code of the running interpreter's standard library, without tests and installed packages.
 - A data set on the hub is pinned to its revision at the time it is found.
 """
 
@@ -22,13 +18,12 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from trueshard.errors import UserError, one_line, with_kind
-from trueshard.model import names
 from trueshard.train.config import TEXT_FILES, DataSection
 
 Fields = dict[str, Any]
@@ -81,8 +76,7 @@ class DataSource:
 
     def fingerprint(self) -> str:
         """Hash names, sizes and modification times: equal means that nothing has to be read again."""
-        status = [(file, os.stat(file)) for file in self.files]
-        return _hash([[file, each.st_size, each.st_mtime_ns] for file, each in status])
+        return _hash(states(map(Path, self.files)))
 
 
 @dataclass(frozen=True)
@@ -126,8 +120,7 @@ class SavedSource(HubSource):
     """A folder written by `Dataset.save_to_disk`, or one split of a saved `DatasetDict`."""
 
     def fingerprint(self) -> str:
-        files = [file for file in sorted(Path(self.files[0]).iterdir()) if file.is_file()]
-        return _hash([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])
+        return _hash(states(sorted(file for file in Path(self.files[0]).iterdir() if file.is_file())))
 
     def _load(self) -> Any:
         import datasets
@@ -136,19 +129,15 @@ class SavedSource(HubSource):
 
 
 def find(section: DataSection, path: str | None = None) -> list[DataSource]:
-    """Return the sources of `[data]`, or with ``path`` the one of `evaluation.path`.
+    """Return the sources of `[data]`, or with ``path`` that of `evaluation.path`.
 
-    Raises:
-        UserError: there is none, or it holds nothing to read.
+    Raises `UserError` if one is empty.
     """
     if path is not None:
         return [_find(section, path, "evaluation.path", 1.0)]
     if section.path is not None:
         return [_find(section, section.path, "data.path", 1.0)]
-    return [
-        _find(section, each.path, f"data.sources[{number}].path", each.weight)
-        for number, each in enumerate(section.sources)
-    ]
+    return [_find(section, each.path, f"data.sources[{i}].path", each.weight) for i, each in enumerate(section.sources)]
 
 
 def _find(section: DataSection, name: str, key: str, weight: float) -> DataSource:
@@ -171,7 +160,7 @@ def _find(section: DataSection, name: str, key: str, weight: float) -> DataSourc
             'owner/name of a data set on the hub, or "stdlib"'
         )
     if not path.stat().st_size:
-        raise UserError(f"{key}: {path} is empty; give a file with {_wanted(section)}")
+        raise UserError(f"{key}: {path} is empty; give one that is not")
     if section.format != "text" and kind(path) not in READERS:
         raise UserError(
             f'{key}: {path} is no file of records, which data.format = "{section.format}" reads; '
@@ -182,7 +171,7 @@ def _find(section: DataSection, name: str, key: str, weight: float) -> DataSourc
 
 def _folder(section: DataSection, root: Path, key: str) -> tuple[str, ...]:
     """Return the files in a folder that `data.include` or, without it, their kinds select."""
-    listed = sorted(_walk(root), key=lambda file: file.relative_to(root).as_posix())
+    listed = _walk(root)
     chosen = "include" in section.model_fields_set
     if chosen:
         patterns: Sequence[str] = section.include
@@ -200,7 +189,7 @@ def _folder(section: DataSection, root: Path, key: str) -> tuple[str, ...]:
     if not any(file.stat().st_size for file in files):
         state = "holds only empty files that match" if files else "holds no file that matches"
         shown = ", ".join(patterns[:6]) + (", …" if len(patterns) > 6 else "")
-        raise UserError(f"{key}: {root} {state} data.include ({shown}); add {_wanted(section)} or change data.include")
+        raise UserError(f"{key}: {root} {state} data.include ({shown}); add files, or change data.include")
     if section.format != "text" and (other := [file for file in files if kind(file) not in READERS]):
         raise UserError(f"{key}: {other[0]} is no file of records ({', '.join(READERS)}); change data.include")
     if not chosen and kind(files[0]) in READERS:
@@ -222,14 +211,13 @@ def _check_one_split(key: str, root: Path, files: Sequence[Path]) -> None:
         )
 
 
-def _wanted(section: DataSection) -> str:
-    return "text" if section.format == "text" else "records"
-
-
-def _walk(root: Path) -> Iterator[Path]:
+def _walk(root: Path, without: Callable[[str], bool] = lambda name: name.startswith(".")) -> list[Path]:
+    """Return all files below a folder, sorted by relative path."""
+    found: list[Path] = []
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        yield from (Path(folder, name) for name in files if not name.startswith("."))
+        subfolders[:] = [name for name in subfolders if not without(name)]
+        found += [Path(folder, name) for name in files if not without(name)]
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 
 def _matches(file: Path, patterns: Sequence[str]) -> bool:
@@ -238,10 +226,10 @@ def _matches(file: Path, patterns: Sequence[str]) -> bool:
 
 def _standard_library(key: str) -> tuple[str, ...]:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in root.rglob("*.py") if not NOT_LIBRARY.intersection(file.relative_to(root).parts)]
+    files = tuple(str(file) for file in _walk(root, NOT_LIBRARY.__contains__) if file.suffix == ".py")
     if not files:
         raise UserError(f'{key}: "stdlib": this Python carries no source under {root}; give a folder of text')
-    return tuple(map(str, sorted(files, key=lambda file: file.relative_to(root).as_posix())))
+    return files
 
 
 def _revision(name: str, key: str) -> str | None:
@@ -260,11 +248,13 @@ def _revision(name: str, key: str) -> str | None:
         ) from None
 
 
+def states(files: Iterable[Path]) -> list[list[Any]]:
+    """Return names, sizes and modification times: equal means unchanged."""
+    return [[str(file), status.st_size, status.st_mtime_ns] for file in files for status in [file.stat()]]
+
+
 def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-# ---- reading files
 
 
 def place(file: str, line: int) -> str:
@@ -278,24 +268,8 @@ def kind(file: Path) -> str:
     return Path(file.stem).suffix.lower() if file.suffix == ".gz" else file.suffix.lower()
 
 
-def string(fields: Fields, key: str, where: str, setting: str) -> str:
-    """Return the string under a key. Raises `UserError` that names what is there instead, and ``setting``."""
-    value = fields.get(key)
-    if not isinstance(value, str):
-        found = f"{type(value).__name__} under it" if key in fields else f"keys {sorted(fields)}"
-        raise UserError(
-            f"{where}: wanted an object with a string under {key!r}, found {found}; correct it, or set {setting}."
-            f"{'' if key in fields else names.nearest(key, fields)}".removesuffix(".")
-        )
-    return value
-
-
 def _read(file: Path, text_field: str) -> Iterator[tuple[Fields, int]]:
-    """Iterate over (record, line) of a file; the whole text of a text file goes under ``text_field``.
-
-    Raises:
-        UserError: the file cannot be read, or is damaged; it names the line.
-    """
+    """Iterate over (record, line) of a file, with the text of a text file under ``text_field``. Name damage by line."""
     try:
         if reader := READERS.get(kind(file)):
             yield from reader(file)
@@ -316,28 +290,18 @@ def _read(file: Path, text_field: str) -> Iterator[tuple[Fields, int]]:
 def _lines(file: Path) -> Iterator[tuple[Fields, int]]:
     with _open(file) as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                entry = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                detail = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-                raise UserError(
-                    f"{file}, line {number}: not valid JSON ({' '.join(detail.split())}); correct that line"
-                ) from None
-            yield _object(entry, file, number), number
+            if line.strip():
+                yield _object(_json(line.strip(), file, number), file, number), number
 
 
 def _array(file: Path) -> Iterator[tuple[Fields, int]]:
     with _open(file) as stream:
-        try:
-            entries = json.load(stream)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{file}, line {error.lineno}: not valid JSON ({one_line(error)}); correct that line"
-            ) from None
-    if isinstance(entries, dict) and len(arrays := [value for value in entries.values() if _is_array(value)]) == 1:
-        entries = arrays[0]
+        entries = _json(stream.read(), file)
+    if isinstance(entries, dict):
+        arrays = [
+            each for each in entries.values() if isinstance(each, list) and all(isinstance(e, dict) for e in each)
+        ]
+        entries = arrays[0] if len(arrays) == 1 else entries
     if not isinstance(entries, list):
         raise UserError(
             f"{file}: wanted an array of objects, found a {type(entries).__name__}; write it so, or as JSONL, one "
@@ -345,6 +309,14 @@ def _array(file: Path) -> Iterator[tuple[Fields, int]]:
         )
     for number, entry in enumerate(entries, start=1):
         yield _object(entry, file, number), number
+
+
+def _json(text: bytes, file: Path, first_line: int = 1) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:  # also for what is not UTF-8
+        line = first_line + getattr(error, "lineno", 1) - 1
+        raise UserError(f"{file}, line {line}: not valid JSON ({one_line(error)}); correct that line") from None
 
 
 def _rows(file: Path) -> Iterator[tuple[Fields, int]]:
@@ -398,7 +370,3 @@ def _object(entry: Any, file: Path, number: int) -> Fields:
     if not isinstance(entry, dict):
         raise UserError(f"{place(str(file), number)}: wanted an object, found a {type(entry).__name__}; correct it")
     return entry
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)

@@ -14,6 +14,7 @@ from typing import Any
 
 from trueshard.errors import UserError, one_line
 from trueshard.train.config import ModelSection, TokenizerSection
+from trueshard.train.data.sources import states
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_BEGINS, TURN_ENDS = "<|im_start|>", "<|im_end|>"
@@ -21,32 +22,11 @@ IMAGE = "<image>"
 TRAINING_TEXT = 256 * 2**20
 """Maximum characters to train a tokenizer on: more changes the vocabulary little, and costs memory."""
 
-CHATML = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' }}
-{%- set content = message['content'] %}
-{%- if content is not string %}
-{%- set parts = namespace(text='') %}
-{%- for part in content %}{% set parts.text = parts.text + ('<image>' if part['type'] == 'image' else part['text']) %}\
-{% endfor %}
-{%- set content = parts.text %}
-{%- endif %}
-{%- if message['role'] == 'assistant' %}
-{%- generation %}{{- content + '<|im_end|>' }}{%- endgeneration %}
-{%- else %}
-{{- content + '<|im_end|>' }}
-{%- endif %}
-{{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+CHATML = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
 
 
 def load_tokenizer(section: TokenizerSection, model: ModelSection, data_format: str) -> Any:
-    """Load the configured tokenizer; return None if one is to be trained.
-
-    Raises:
-        UserError: there is none, or it lacks an end-of-text token or, for conversations, character offsets.
-    """
+    """Load the configured tokenizer; return None if one is to be trained. Raises `UserError` if it cannot be used."""
     if section.vocab_size is not None:
         return None
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -65,8 +45,7 @@ def load_tokenizer(section: TokenizerSection, model: ModelSection, data_format: 
     except UserError:
         raise
     except Exception as error:  # transformers and tokenizers raise whatever the damage leads to
-        detail = one_line(error, 200)
-        raise UserError(f"{key}: the tokenizer in {path} cannot be read ({detail}); {remedy}") from None
+        raise UserError(f"{key}: the tokenizer in {path} cannot be read ({one_line(error, 200)}); {remedy}") from None
     if tokenizer.eos_token_id is None:
         raise UserError(f"{key}: the tokenizer in {path} has no end-of-text token (eos_token); {remedy}")
     if data_format != "text" and not tokenizer.is_fast:
@@ -87,18 +66,13 @@ def load_processor(section: TokenizerSection, model: ModelSection) -> Any:
             "tokenizer.vocab_size: images need a processor that knows their tokens, which cannot be trained; set "
             "tokenizer.path to a directory with a processor instead"
         )
+    remedy = "give a directory of a vision-language model"
     try:
         processor = AutoProcessor.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # transformers raises whatever the damage leads to
-        detail = one_line(error, 200)
-        raise UserError(
-            f"{key}: no processor can be read from {path} ({detail}); give a directory of a vision-language model"
-        ) from None
+        raise UserError(f"{key}: no processor can be read from {path} ({one_line(error, 200)}); {remedy}") from None
     if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
-        raise UserError(
-            f"{key}: {path} has no processor of images (preprocessor_config.json); "
-            "give a directory of a vision-language model"
-        )
+        raise UserError(f"{key}: {path} has no processor of images (preprocessor_config.json); {remedy}")
     return processor
 
 
@@ -121,11 +95,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, data_format: str) -> 
 
 
 def set_chat_template(section: TokenizerSection, tokenizer: Any, processor: Any = None) -> None:
-    """Set the chat template of the tokenizer (and the processor).
-
-    Raises:
-        UserError: `tokenizer.chat_template` cannot be read, or is empty.
-    """
+    """Set the chat template of the tokenizer (and the processor). Raises `UserError` if its file cannot be read."""
     own = getattr(processor, "chat_template", None) or tokenizer.chat_template
     # Some have several by name; the one for tools is for calls, which data brings in its own form.
     own = own.get("default") if isinstance(own, dict) else own
@@ -145,8 +115,7 @@ def fingerprint(section: TokenizerSection, model: ModelSection) -> list[list[Any
         files = [path] if path.is_file() else sorted({file for each in patterns for file in path.glob(each)})
     if section.chat_template is not None:
         files.append(Path(section.chat_template).expanduser())
-    status = [(file, file.stat()) for file in files if file.exists()]
-    return [[str(file), each.st_size, each.st_mtime_ns] for file, each in status]
+    return states(file for file in files if file.exists())
 
 
 def _place(section: TokenizerSection, model: ModelSection) -> tuple[str, Path]:
@@ -163,8 +132,7 @@ def _template_file(name: str | None) -> str | None:
     try:
         template = Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(f"tokenizer.chat_template: {name} cannot be read ({reason}); give a Jinja file") from None
+        raise UserError(f"tokenizer.chat_template: {name} cannot be read ({error}); give a Jinja file") from None
     if not template.strip():
         raise UserError(f"tokenizer.chat_template: {name} is empty; give a Jinja file")
     return template

@@ -1,8 +1,6 @@
 """Conversations with images: kept as JSON records, and turned into tokens and pixels with each batch.
 
-- The thread that makes batches reads the images, so data of any size needs no preparation beyond a check of each
-  record: its messages are in order, and its images exist.
-- A batch goes through the model's processor as a whole, which decides the shapes of its output.
+- The thread that makes batches reads the images; data are only checked before.
 - The processor expands an image into many tokens. Targets are found in the text without images, and shifted by the
   number of tokens of the images before them; every token is compared, so that no shift goes unnoticed.
 """
@@ -21,12 +19,12 @@ import torch
 
 from trueshard.errors import UserError, one_line
 from trueshard.train.data.chat import ChatTemplate, Message, conversation, place_images
-from trueshard.train.data.samples import IGNORED, Batch, Document, Ids, Sample, whole
+from trueshard.train.data.samples import Batch, Document, Ids, Sample, pad_ends, whole
 from trueshard.train.data.sources import Record
 from trueshard.train.data.tokenizer import IMAGE
 
 
-def encode_vision(folder: Path, records: Sequence[Record]) -> list[tuple[Document, ...]]:
+def encode_vision(records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
     """Return one document a record: its messages as JSON. Images held as bytes go to `images/` in ``folder``."""
     return [(_document(folder / "images", vision_messages(each)),) for each in records]
 
@@ -43,11 +41,7 @@ def _document(folder: Path, found: list[Message]) -> Document:
 
 
 def vision_messages(record: Record) -> list[Message]:
-    """Return the messages of a record with their images in place: paths or, if the data hold them, bytes.
-
-    Raises:
-        UserError: an image does not exist or cannot be opened, or there is none.
-    """
+    """Return the messages of a record with their images in place: checked absolute paths, or bytes."""
     where, images = record.where, record.fields.get("images", record.fields.get("image"))
     images = [] if images is None else images if isinstance(images, list) else [images]
     found = place_images(conversation(record.fields, where), images, where)
@@ -80,11 +74,7 @@ def _located(part: Message, where: str, folder: Path) -> Message:
 
 
 def open_image(image: str | bytes, where: str, verify: bool = False) -> Any:
-    """Open an image, a path or bytes, with PIL, without decoding it. After ``verify`` it cannot be decoded.
-
-    Raises:
-        UserError: it is no image; it names ``where``.
-    """
+    """Open an image, a path or bytes, without decoding it. After ``verify`` it cannot be decoded."""
     from PIL import Image
 
     try:
@@ -100,15 +90,8 @@ def open_image(image: str | bytes, where: str, verify: bool = False) -> Any:
 
 class VisionCollate:
     """Makes a batch of samples ``{"messages", "where"}``: ``input_ids``, ``targets``, ``attention_mask`` and the
-    processor's other tensors, such as ``pixel_values``.
-
-    Args:
-        processor: of the model, with the tokenizer's ``chat_template``.
-        length: maximum inputs of a sequence; longer ones are cut at their end.
-        answers_only: only the assistant's turns are targets.
-
-    Raises:
-        UserError: when called, for an image that cannot be read, or that the cut would remove.
+    processor's other tensors, such as ``pixel_values``. Sequences longer than ``length`` inputs are cut at their
+    end. Raises `UserError` for an image that cannot be read, or that the cut would remove.
     """
 
     def __init__(self, processor: Any, length: int, answers_only: bool) -> None:
@@ -137,21 +120,14 @@ class VisionCollate:
     def _batch(self, processed: Mapping[str, Any], rows: list[Document], samples: Sequence[Sample]) -> Batch:
         """Shift inputs and targets by one, cut and pad them, and cut every tensor of their shape likewise."""
         width = min(self._length, max(len(row.ids) for row in rows) - 1)
-        shape = (len(rows), width)
-        inputs = np.full(shape, self._tokenizer.pad_token_id, dtype=np.int64)
-        targets, mask = np.full(shape, IGNORED, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        for number, (row, sample) in enumerate(zip(rows, samples, strict=True)):
-            count = min(len(row.ids) - 1, width)
-            if (row.ids[count:] == self._image).any():
+        for row, sample in zip(rows, samples, strict=True):
+            if (row.ids[min(len(row.ids) - 1, width) :] == self._image).any():
                 raise UserError(
                     f"{sample['where']}: its images end beyond {width} of {len(row.ids)} tokens; raise "
                     "train.sequence_length, or leave it out"
                 )
-            shifted = row.sample()
-            inputs[number, :count], mask[number, :count] = shifted["input_ids"][:count], 1
-            targets[number, :count] = shifted["targets"][:count]
-        batch = {"input_ids": inputs, "targets": targets, "attention_mask": mask}
-        made = {key: torch.from_numpy(value) for key, value in batch.items()}
+        cut = [Document(row.ids[: width + 1], row.counted[: width + 1]) for row in rows]
+        made = pad_ends(self._tokenizer.pad_token_id, [each.sample() for each in cut])
         padded = processed["input_ids"].shape
         for key, value in processed.items():
             if key not in made and isinstance(value, torch.Tensor):

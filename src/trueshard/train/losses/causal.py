@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from trueshard import _torch
 from trueshard.model import names
@@ -50,7 +51,6 @@ class Mean:
         self._function = function
 
     def count(self, batch: Any) -> int:
-        """Return 1."""
         return 1
 
     def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -58,39 +58,65 @@ class Mean:
 
 
 class CausalLoss:
-    """Summed cross entropy of the next token: a ``Loss``.
-
-    Args:
-        whole_logits: compute it from the whole logits.
-    """
+    """Summed cross entropy of the next token: a ``Loss``."""
 
     def __init__(self, whole_logits: bool = False) -> None:
-        self._tokens = _TokenLosses(whole_logits)
-
-    @property
-    def whole_logits(self) -> bool:
+        self.whole_logits = whole_logits
         """True if the whole logits are held: as asked for, or because the model needs it."""
-        return self._tokens.whole_logits
+        self._known = whole_logits
 
     def count(self, batch: Batch) -> int:
         """Return the number of targets."""
         return int(batch["targets"].ne(IGNORED).sum())
 
     def tokens(self, batch: Batch) -> int:
-        """Return the number of tokens that the model reads."""
-        return _tokens_of(batch)
+        """Return the number of tokens that the model reads, without padding."""
+        return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
 
-    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the summed cross entropy of a microbatch: 0-dim, float32, in nats. Collective if sharded.
+    def __call__(self, model: nn.Module, batch: Batch, *, rows: bool = False) -> torch.Tensor:
+        """Return the cross entropy, in nats, float32, summed over a microbatch (0-dim) or each of its rows ([batch]).
 
-        Args:
-            model: of transformers.
-            batch: ``input_ids`` and ``targets`` [batch, length]; other tensors are passed to the model.
-
-        Raises:
-            ValueError: the model gives no logits for each position of ``input_ids``.
+        ``batch``: ``input_ids`` and ``targets`` [batch, length]; other tensors are passed to the model. Raises
+        `ValueError` if the model gives no logits for each position. Collective if sharded.
         """
-        return self._tokens(model, batch, _sum, torch.sum)
+        inputs = {key: value for key, value in batch.items() if key != "targets"}
+        targets = batch["targets"]
+        shape = targets.shape[:1] if rows else ()
+
+        def compute(head: nn.Module, own: Forward, hidden: torch.Tensor) -> torch.Tensor:
+            hidden = hidden.flatten(0, 1)
+            is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+            if is_plain and not rows:
+                found = chunks.summed(cast(nn.Linear, head), hidden, targets.flatten())
+            else:
+                each = chunks.each(own, hidden, targets.flatten())
+                found = each.view(targets.shape).sum(1) if rows else each.sum()
+            return found.reshape(-1, 1, 1).clone()  # FSDP2 warns of views
+
+        if not self.whole_logits:
+            before = None if self._known else (torch.get_rng_state(), *get_device_states(targets))
+            found = at_head(model, inputs, targets.shape, compute)
+            if found is not None:
+                self._known = True
+                return found.reshape(shape)
+            assert before is not None, "a model changed what it does to its logits"
+            torch.set_rng_state(before[0])
+            set_device_states(*before[1:])
+            self.whole_logits = self._known = True
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                kind = _torch.own_class(names.unwrap(model)).__name__
+                warnings.warn(
+                    f"{kind} changes the logits that its head gives, so the loss is computed from all of them at once",
+                    stacklevel=2,
+                )
+        logits = logits_of(model, inputs)
+        if logits.shape[:-1] != targets.shape:
+            raise ValueError(
+                f"the model gives logits of shape {list(logits.shape)} for {list(targets.shape)} targets; it must give "
+                "one row for each input token"
+            )
+        each = chunks.losses_of(logits.flatten(0, 1), targets.flatten()).view(targets.shape)
+        return each.sum(1) if rows else each.sum()
 
 
 class PreferenceLoss:
@@ -99,12 +125,8 @@ class PreferenceLoss:
     For a chosen and a rejected answer, with the margin m = log π(chosen) - log π(rejected) minus the same of the
     reference, it is -(1 - s) log sigmoid(βm) - s log sigmoid(-βm).
 
-    Args:
-        reference: the frozen model before training, on the same device, sharded if the model is. None: the model with
-            its adapter off; it must be a PEFT model.
-        beta: β, strength of the pull towards the reference.
-        label_smoothing: s, probability that a preference is swapped.
-        whole_logits: compute from the whole logits.
+    The reference is the frozen model before training, on the same device, sharded if the model is; without one, the
+    model with its adapter off, which must be a PEFT model.
     """
 
     unit = "pair"
@@ -112,13 +134,13 @@ class PreferenceLoss:
     def __init__(
         self,
         reference: nn.Module | None = None,
-        beta: float = 0.1,
-        label_smoothing: float = 0.0,
+        beta: float = 0.1,  # β, strength of the pull towards the reference
+        label_smoothing: float = 0.0,  # s, probability that a preference is swapped
         whole_logits: bool = False,
     ) -> None:
         self.reference = None if reference is None else reference.eval()
         self.beta, self.label_smoothing = beta, label_smoothing
-        self._policy, self._other = _TokenLosses(whole_logits), _TokenLosses(whole_logits)
+        self._policy, self._other = CausalLoss(whole_logits), CausalLoss(whole_logits)
 
     def count(self, batch: Batch) -> int:
         """Return the number of pairs."""
@@ -126,15 +148,13 @@ class PreferenceLoss:
 
     def tokens(self, batch: Batch) -> int:
         """Return the number of tokens that the model reads."""
-        return _tokens_of(batch)
+        return self._policy.tokens(batch)
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss of a microbatch: 0-dim, float32. Collective if sharded.
 
-        Args:
-            model: the trained one.
-            batch: ``input_ids`` and ``targets`` [2 × pairs, length]: the chosen answers, then the rejected ones in the
-                same order; other tensors are passed to the models.
+        ``batch``: ``input_ids`` and ``targets`` [2 × pairs, length]: the chosen answers, then the rejected ones in the
+        same order; other tensors are passed to the models.
         """
         adapter_off = without_adapter(model) if self.reference is None else contextlib.nullcontext()
         with torch.no_grad(), adapter_off:
@@ -143,11 +163,10 @@ class PreferenceLoss:
         right, wrong = F.logsigmoid(margins), F.logsigmoid(-margins)
         return -((1 - self.label_smoothing) * right + self.label_smoothing * wrong).sum()
 
-    def _margins(self, losses: _TokenLosses, model: nn.Module, batch: Batch) -> torch.Tensor:
+    def _margins(self, losses: CausalLoss, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return log-probability of the chosen minus the rejected answers, [pairs]."""
-        rows = -losses(model, batch, _sum_rows, lambda found: found.sum(1))
-        chosen, rejected = rows.chunk(2)
-        return chosen - rejected
+        chosen, rejected = losses(model, batch, rows=True).chunk(2)
+        return rejected - chosen
 
 
 @contextlib.contextmanager
@@ -176,89 +195,3 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
     finally:
         restore()
         model.train(training)
-
-
-class _TokenLosses:
-    """Cross entropies of tokens, reduced at the head of the model, or from the whole logits.
-
-    Args:
-        whole_logits: always from the whole logits.
-    """
-
-    def __init__(self, whole_logits: bool) -> None:
-        self.whole_logits = whole_logits
-        self._known = whole_logits
-
-    def __call__(
-        self,
-        model: nn.Module,
-        batch: Batch,
-        reduce_at_head: Callable[[nn.Module, Forward, torch.Tensor, torch.Tensor], torch.Tensor],
-        reduce: Callable[[torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        """Return reduced losses, any shape.
-
-        Args:
-            model, batch: as for ``CausalLoss``.
-            reduce_at_head: (head, its forward, hidden [tokens, features], targets [batch, length]) → reduced losses.
-            reduce: losses [batch, length] → the same.
-        """
-        inputs = {key: value for key, value in batch.items() if key != "targets"}
-        targets = batch["targets"]
-        if not self.whole_logits:
-            random = None if self._known else _random_state(targets.device)
-            shape: list[torch.Size] = []
-
-            def compute(head: nn.Module, own: Forward, hidden: torch.Tensor) -> torch.Tensor:
-                found = reduce_at_head(head, own, hidden.flatten(0, 1), targets)
-                shape.append(found.shape)
-                return found.reshape(-1, 1, 1).clone()  # FSDP2 warns of views
-
-            found = at_head(model, inputs, targets.shape, compute)
-            if found is not None:
-                self._known = True
-                return found.reshape(shape[0])
-            assert random is not None, "a model changed what it does to its logits"
-            _restore(random, targets.device)
-            self.whole_logits = self._known = True
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                kind = _torch.own_class(names.unwrap(model)).__name__
-                warnings.warn(
-                    f"{kind} changes the logits that its head gives, so the loss is computed from all of them at once",
-                    stacklevel=2,
-                )
-        logits = logits_of(model, inputs)
-        if logits.shape[:-1] != targets.shape:
-            raise ValueError(
-                f"the model gives logits of shape {list(logits.shape)} for {list(targets.shape)} targets; it must give "
-                "one row for each input token"
-            )
-        return reduce(chunks.losses_of(logits.flatten(0, 1), targets.flatten()).view(targets.shape))
-
-
-def _tokens_of(batch: Batch) -> int:
-    """Return the number of tokens of a microbatch, without padding."""
-    return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
-
-
-def _sum(head: nn.Module, own: Forward, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    if chunks.is_plain(head):
-        assert isinstance(head, nn.Linear)
-        return chunks.summed(head, hidden, targets.flatten())
-    return chunks.each(own, hidden, targets.flatten()).sum()
-
-
-def _sum_rows(head: nn.Module, own: Forward, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return chunks.each(own, hidden, targets.flatten()).view(targets.shape).sum(1)
-
-
-def _random_state(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of the generators that a forward may use."""
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    return [torch.get_rng_state(), *([] if module is None else [module.get_rng_state(device)])]
-
-
-def _restore(states: list[torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.get_device_module(device).set_rng_state(state, device)

@@ -1,20 +1,14 @@
 """Cross entropy at the head of a model, without ever holding all logits.
 
-Chunks:
-
 - For a plain linear head, the gradient is computed along with the loss, some rows at a time: in float32 and float64 by
   ``torch.nn.functional.linear_cross_entropy``. In bfloat16 and float16 that function returns the loss in them, in which
   a sum over thousands of tokens has two or three digits (or overflows); so there the same is done here, with softmax,
   sum and the weight's gradient in float32.
 - Any other head (with an adapter, say), and a loss that needs each token separately, is recomputed in backward, some
   rows at a time.
-
-A forward whose head returns losses instead of logits:
-
-- The head's own ``forward`` is replaced for the pass, behind any hooks of the head: FSDP2 gathers its weight as usual,
-  and backward begins from its output.
-- A model may change its logits (cap or scale them), which would then be done to losses. So the model must return the
-  very tensor that the head gave; otherwise there is no such loss.
+- The head's own ``forward`` is replaced for the pass by one that returns losses, behind any hooks of the head: FSDP2
+  gathers its weight as usual. A model that changes its logits (caps or scales them) would do that to losses, so it must
+  return the very tensor that the head gave; otherwise there is no such loss.
 """
 
 from __future__ import annotations
@@ -40,28 +34,18 @@ _PIECES = 8
 """Number of pieces to recompute rows in: more save little memory, and each adds up a gradient."""
 
 
-def is_plain(head: nn.Module) -> bool:
-    """True if ``head`` is a linear layer and nothing else."""
-    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-
-
 def losses_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the cross entropy of each row: logits [rows, vocabulary], targets [rows] → [rows], float32 or wider."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="none")
 
 
-def summed(linear: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the summed cross entropy of a plain linear head.
-
-    Args:
-        linear: with its weight gathered.
-        hidden: [rows, features], its input.
-        targets: [rows], int64; -100 for no loss.
-
-    Returns:
-        0-dim; float32, or float64 for such an input. Its backward can run once.
-    """
+def summed(
+    linear: nn.Linear,  # with its weight gathered
+    hidden: torch.Tensor,  # [rows, features]
+    targets: torch.Tensor,  # [rows], int64; -100 for no loss
+) -> torch.Tensor:
+    """Return the summed cross entropy of a plain linear head: 0-dim, float32 or wider. Its backward can run once."""
     weight, bias = linear.weight, linear.bias
     if hidden.dtype in (torch.float32, torch.float64) and hasattr(nn, "LinearCrossEntropyOptions"):
         options = nn.LinearCrossEntropyOptions()
@@ -72,17 +56,12 @@ def summed(linear: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) -> to
     return total
 
 
-def each(head: Forward, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the cross entropy of each row.
-
-    Args:
-        head: [some rows, features] → logits [some rows, vocabulary]; called again in backward.
-        hidden: [rows, features].
-        targets: [rows], int64; -100 for no loss.
-
-    Returns:
-        [rows], float32 or wider.
-    """
+def each(
+    head: Forward,  # [some rows, features] → logits [some rows, vocabulary]; called again in backward
+    hidden: torch.Tensor,  # [rows, features]
+    targets: torch.Tensor,  # [rows], int64; -100 for no loss
+) -> torch.Tensor:
+    """Return the cross entropy of each row: [rows], float32 or wider."""
 
     def piece(some: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         return losses_of(head(some), wanted)
@@ -156,26 +135,19 @@ def _add_product(total: torch.Tensor, first: torch.Tensor, second: torch.Tensor)
 def at_head(
     model: nn.Module, inputs: Mapping[str, torch.Tensor], shape: torch.Size, compute: AtHead
 ) -> torch.Tensor | None:
-    """Run ``model`` on ``inputs`` with ``compute`` as its head.
+    """Run ``model`` on ``inputs`` with ``compute`` as its head, for hidden states of ``shape``, [batch, length].
 
-    Args:
-        model: of transformers, sharded or not.
-        inputs: keyword arguments of its forward.
-        shape: [batch, length] of the hidden states; for others the head's own forward runs.
-        compute: replaces the head's forward.
-
-    Returns:
-        The output of ``compute``; None if the model has no single head, or changes its output.
+    Returns the output of ``compute``; None if the model has no single head, or changes its output.
     """
     heads = _heads_of(model)
     if not heads:
         return None
     given: list[torch.Tensor] = []
 
-    def instead(head: nn.Module, own: Forward, hidden: torch.Tensor) -> torch.Tensor:
+    def instead(head: nn.Module, own: Forward, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if hidden.shape[:-1] != shape:
-            return own(hidden)
-        given.append(compute(head, own, hidden))
+            return own(hidden, **kwargs)
+        given.append(compute(head, functools.partial(own, **kwargs), hidden))
         return given[-1]
 
     with _replaced(heads, instead):
@@ -204,12 +176,12 @@ def _heads_of(model: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def _replaced(heads: Sequence[nn.Module], instead: AtHead) -> Iterator[None]:
+def _replaced(heads: Sequence[nn.Module], instead: Callable[..., torch.Tensor]) -> Iterator[None]:
     before = [head.__dict__.get("forward") for head in heads]
     for head in heads:
         # The class's own: an instance's is a wrapper that begins a pass, or recomputes, around it.
         own = functools.partial(type(head).forward, head)
-        head.__dict__["forward"] = functools.partial(_call, instead, head, own)
+        head.__dict__["forward"] = functools.partial(instead, head, own)
     try:
         yield
     finally:
@@ -217,7 +189,3 @@ def _replaced(heads: Sequence[nn.Module], instead: AtHead) -> Iterator[None]:
             del head.__dict__["forward"]
             if forward is not None:
                 head.__dict__["forward"] = forward
-
-
-def _call(instead: AtHead, head: nn.Module, own: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return instead(head, functools.partial(own, *args, **kwargs) if not args else own, hidden)

@@ -43,23 +43,13 @@ _WITHOUT_VALUES = {
 
 
 def needs_values(section: AdapterSection) -> bool:
-    """True if the adapter's first values are computed from the base's weights."""
+    """Return True if the adapter's first values are computed from the base's weights."""
     by_value = section.arguments.get("init_lora_weights", True) not in (True, False, "gaussian")
     return by_value or bool(section.arguments.keys() - _WITHOUT_VALUES)
 
 
 def add_adapter(model: Any, section: AdapterSection, task: str | None, checking: bool = False) -> nn.Module:
-    """Return the PEFT model around ``model``, which is changed in place.
-
-    Args:
-        model: of transformers.
-        section: of the configuration.
-        task: PEFT's task type.
-        checking: only shapes matter, whatever the first values.
-
-    Raises:
-        UserError: PEFT is not installed, a module does not exist, or PEFT refuses the configuration.
-    """
+    """Return the PEFT model around ``model``, which is changed in place. Raises `UserError` if that is refused."""
     try:
         import peft
     except ImportError:
@@ -83,8 +73,8 @@ def add_adapter(model: Any, section: AdapterSection, task: str | None, checking:
             warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT asks it
             return peft.get_peft_model(model, config)
     except Exception as error:  # PEFT checks in several ways
-        text = one_line(error, 300)
-        raise UserError(f"[adapter] is refused by PEFT ({type(error).__name__}: {text}); correct it") from error
+        detail = f"{type(error).__name__}: {one_line(error, 300)}"
+        raise UserError(f"[adapter] is refused by PEFT ({detail}); correct it") from error
 
 
 def _check(model: nn.Module, section: AdapterSection, known: set[str]) -> None:
@@ -104,38 +94,29 @@ def _check(model: nn.Module, section: AdapterSection, known: set[str]) -> None:
 
 
 def is_saved_whole(name: str, section: AdapterSection | None) -> bool:
-    """True if a module of the base is, or is in, one that is trained whole beside the adapter."""
+    """Return True if a module of the base is, or is in, one that is trained whole beside the adapter."""
     inside = f".{name}."
     return section is not None and any(f".{end}." in inside for end in section.save_modules)
 
 
-def layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, layer) of each layer with an adapter."""
+def layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return (name, layer) of each layer with an adapter."""
     from peft.tuners.lora import LoraLayer
 
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
-            yield name, module
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
-def _wrappers(model: nn.Module) -> Iterator[Any]:
-    """Yield each module that is trained whole; it holds its original and its copies."""
+def _wrappers(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return (name, module) of each one that is trained whole; it holds its original and its copies."""
     from peft.utils import ModulesToSaveWrapper
 
-    for module in model.modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            yield module
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
 
 
 def added(model: nn.Module) -> set[str]:
     """Return the names of the adapter's parameters and buffers."""
-    found: list[tuple[str, nn.Module]] = [
-        (f"{name}.{key}", part) for name, layer in layers(model) for key, part in _parts(layer)
-    ]
-    wrappers = set(map(id, _wrappers(model)))
-    for name, module in model.named_modules():
-        if id(module) in wrappers:
-            found.append((f"{name}.modules_to_save", module.modules_to_save))
+    found = [(f"{name}.{key}", part) for name, layer in layers(model) for key, part in _parts(layer)]
+    found += [(f"{name}.modules_to_save", wrapper.modules_to_save) for name, wrapper in _wrappers(model)]
     return {name for prefix, part in found for name, _ in (*part.named_parameters(prefix), *part.named_buffers(prefix))}
 
 
@@ -150,11 +131,8 @@ def _parts(layer: Any) -> Iterator[tuple[str, nn.Module]]:
 def initialise(model: nn.Module, twin: nn.Module, seed: int, device: torch.device) -> None:
     """Give the adapters of ``model`` memory and their first values, except those that ``settle`` computes.
 
-    Args:
-        model: with adapters on the meta device, sharded or not.
-        twin: the same, not sharded; its adapters are initialised one by one, and left on the meta device.
-        seed: the values of a layer follow from it and the layer's name.
-        device: where shards rest.
+    Values of a layer follow from ``seed`` and its name; those of ``twin``, the same model not sharded, are made one by
+    one.
     """
     twins, peft_model = dict(layers(twin)), cast(Any, twin)
     for name, layer in layers(model):
@@ -175,14 +153,14 @@ def initialise(model: nn.Module, twin: nn.Module, seed: int, device: torch.devic
                 if key != _MAGNITUDES:
                     copy_module(ours[key], part)
                 part.to_empty(device="meta")
-    for wrapper in _wrappers(model):
+    for _, wrapper in _wrappers(model):
         wrapper.modules_to_save.to_empty(device=device)
 
 
 @torch.no_grad()
 def settle(model: nn.Module) -> None:
     """Compute the values of an adapter that follow from the base, a layer at a time. Collective if sharded."""
-    for wrapper in _wrappers(model):
+    for _, wrapper in _wrappers(model):
         for copied in wrapper.modules_to_save.values():
             copy_module(copied, wrapper.original_module)
     for _, layer in layers(model):

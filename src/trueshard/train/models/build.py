@@ -11,7 +11,6 @@ import difflib
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trueshard.errors import UserError, with_kind
+from trueshard.text import nearest
 from trueshard.train.config import AdapterSection, Config, ModelSection
 from trueshard.train.models.adapters import add_adapter, is_saved_whole, needs_values
 from trueshard.train.models.parameters import freeze, seeded
@@ -27,58 +27,23 @@ from trueshard.train.models.quantized import Quantization, quantise_layers
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
-@dataclass(frozen=True)
-class ModelFamily:
-    """A family of transformers models with one auto class."""
+def _auto(config: Config) -> Any:
+    """Return the auto class of transformers for `data.format`."""
+    import transformers
 
-    auto_name: str
-    mapping: str
-    """Name of transformers' mapping from ``model_type``."""
-    noun: str
-    example: str
-
-    @property
-    def auto(self) -> Any:
-        """The auto class."""
-        import transformers
-
-        return getattr(transformers, self.auto_name)
-
-    @property
-    def known(self) -> Mapping[str, Any]:
-        """Mapping whose keys are the ``model_type`` values of the family."""
-        from transformers.models.auto import modeling_auto
-
-        known: Mapping[str, Any] = getattr(modeling_auto, self.mapping)
-        return known
-
-
-CAUSAL = ModelFamily("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model", "llama")
-VISION = ModelFamily(
-    "AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "model of images and text", "llava"
-)
-
-
-def family_of(data_format: str) -> ModelFamily:
-    """Return the family of models for `data.format`."""
-    return VISION if data_format == "vision" else CAUSAL
+    is_vision = config.data.format == "vision"
+    return transformers.AutoModelForImageTextToText if is_vision else transformers.AutoModelForCausalLM
 
 
 def architecture(config: Config, vocab_size: int, image_token: int | None = None) -> Any:
     """Return the transformers configuration of the model.
 
-    Args:
-        config: of the run.
-        vocab_size: of the tokenizer, special tokens included.
-        image_token: with format "vision", the id of the tokenizer's image token.
-
-    Raises:
-        UserError: there is none, transformers does not know it, it is of another family than the data need, its fields
-            do not fit, its vocabulary is smaller than the tokenizer's, or what is to be frozen, quantised or adapted
-            does not exist.
+    Raises `UserError` if there is none, transformers does not know it or refuses its fields, it is of another family
+    than the data need, its vocabulary is smaller than ``vocab_size``, or what is to be frozen, quantised or adapted
+    does not exist.
     """
-    section, family, key = config.model, family_of(config.data.format), _key_of(config.model)
-    settings = _from_fields(section, family, vocab_size) if section.architecture else _from_files(section, family)
+    section, key = config.model, _key_of(config.model)
+    settings = _from_fields(config, vocab_size) if section.architecture else _from_files(config)
     if image_token is not None:
         _set_image_token(section, settings, image_token)
     try:
@@ -86,9 +51,8 @@ def architecture(config: Config, vocab_size: int, image_token: int | None = None
     except UserError:
         raise
     except Exception as error:  # whatever the modelling code trips over
-        raise UserError(
-            f"{key}: no model can be built from it ({with_kind(error)}); correct its configuration"
-        ) from None
+        said = f"{key}: no model can be built from it ({with_kind(error)}); correct its configuration"
+        raise UserError(said) from None
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < vocab_size:
         raise UserError(
@@ -101,15 +65,8 @@ def architecture(config: Config, vocab_size: int, image_token: int | None = None
 def build(config: Config, settings: Any) -> nn.Module:
     """Return the model on the meta device, in `model.dtype`: quantised, adapted and frozen as configured.
 
-    ``fill`` gives it memory and values, best after ``shard()``. A model whose adapter starts from the weights
-    (`init_lora_weights = "pissa"`) is made whole on the CPU instead.
-
-    Args:
-        config: of the run.
-        settings: from ``architecture``.
-
-    Raises:
-        UserError: its files cannot be read.
+    ``fill`` gives it values, best after ``shard()``. With an adapter that starts from the weights ("pissa"), it is made
+    whole on the CPU.
     """
     if config.adapter is not None and needs_values(config.adapter):
         return with_values(config, settings)
@@ -128,27 +85,15 @@ def reference(config: Config, settings: Any) -> nn.Module | None:
 
 
 def empty(config: Config, settings: Any, checking: bool = False) -> nn.Module:
-    """Return the model on the meta device, quantised, adapted and frozen as configured, in `model.dtype`.
-
-    Args:
-        config, settings: as for ``build``.
-        checking: only shapes matter.
-
-    Raises:
-        UserError: the configuration does not fit the model.
-    """
+    """Return the model on the meta device, quantised, adapted and frozen as configured, in `model.dtype`."""
     with torch.device("meta"):
-        base = family_of(config.data.format).auto.from_config(settings, dtype=getattr(torch, config.model.dtype))
+        base = _auto(config).from_config(settings, dtype=getattr(torch, config.model.dtype))
         return _changed(config, base, checking)
 
 
 def with_values(config: Config, settings: Any) -> nn.Module:
-    """Return the model with its values, whole in host memory; random ones follow from `train.seed`.
-
-    Raises:
-        UserError: its files cannot be read.
-    """
-    dtype, auto = getattr(torch, config.model.dtype), family_of(config.data.format).auto
+    """Return the model with its values, whole in host memory; random ones follow from `train.seed`."""
+    dtype, auto = getattr(torch, config.model.dtype), _auto(config)
     with seeded(config.train.seed, "", torch.device("cpu")):
         if config.model.path is None:
             return _changed(config, auto.from_config(settings, dtype=dtype))
@@ -156,9 +101,8 @@ def with_values(config: Config, settings: Any) -> nn.Module:
         try:
             base = auto.from_pretrained(str(path), config=settings, dtype=dtype, local_files_only=True)
         except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(
-                f"model.path: the weights in {path} cannot be loaded ({with_kind(error)}); check the files"
-            ) from error
+            said = f"model.path: the weights in {path} cannot be loaded ({with_kind(error)}); check the files"
+            raise UserError(said) from error
         return _changed(config, base.train())
 
 
@@ -172,10 +116,10 @@ def quiet_transformers() -> None:
 
 def plain_settings(settings: Any) -> dict[str, Any]:
     """Return the architecture as JSON values, to compare with on a resume, without what does not change the model."""
-    passing = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
-    return {
-        key: value for key, value in json.loads(settings.to_json_string(use_diff=False)).items() if key not in passing
-    }
+    plain: dict[str, Any] = json.loads(settings.to_json_string(use_diff=False))
+    for key in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
+        plain.pop(key, None)
+    return plain
 
 
 def _changed(config: Config, base: Any, checking: bool = False) -> nn.Module:
@@ -210,19 +154,17 @@ def _quantise(base: Any, kind: Quantization, adapter: AdapterSection | None, che
         )
 
 
-# ---- from `[model]` to a transformers configuration
-
-
 def _key_of(section: ModelSection) -> str:
     """Return the key that names the model."""
     return next(f"model.{name}" for name in ("path", "config", "architecture") if getattr(section, name) is not None)
 
 
-def _from_fields(section: ModelSection, family: ModelFamily, vocab_size: int) -> Any:
+def _from_fields(config: Config, vocab_size: int) -> Any:
     from transformers import AutoConfig
 
+    section = config.model
     assert section.architecture is not None
-    _check_known(section.architecture, "model.architecture", family)
+    _check_known(config, section.architecture, "model.architecture")
     default = AutoConfig.for_model(section.architecture)
     _check_fields(section.fields, default, "model.fields", section.architecture)
     fields = dict(section.fields)
@@ -237,9 +179,8 @@ def _from_fields(section: ModelSection, family: ModelFamily, vocab_size: int) ->
     try:
         return AutoConfig.for_model(section.architecture, **fields)
     except Exception as error:  # transformers validates in several ways
-        raise UserError(
-            f"model.fields: {section.architecture} refuses them ({with_kind(error)}); correct them"
-        ) from None
+        said = f"model.fields: {section.architecture} refuses them ({with_kind(error)}); correct them"
+        raise UserError(said) from None
 
 
 def _check_fields(fields: Mapping[str, Any], default: Any, where: str, what: str) -> None:
@@ -266,10 +207,10 @@ def _check_fields(fields: Mapping[str, Any], default: Any, where: str, what: str
             _check_fields({k: v for k, v in value.items() if k != "model_type"}, inner, f"{where}.{name}", other)
 
 
-def _from_files(section: ModelSection, family: ModelFamily) -> Any:
+def _from_files(config: Config) -> Any:
     from transformers import AutoConfig
 
-    key, path = _key_of(section), section.place()
+    section, key, path = config.model, _key_of(config.model), config.model.place()
     file = path / "config.json" if path.is_dir() or section.path else path
     if not path.exists():
         raise UserError(f"{key}: {path} does not exist; give a Hugging Face model directory on this machine")
@@ -278,10 +219,9 @@ def _from_files(section: ModelSection, family: ModelFamily) -> Any:
     try:
         model_type = json.loads(file.read_text(encoding="utf-8"))["model_type"]
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise UserError(
-            f'{key}: {file} is not a transformers configuration ({with_kind(error)}); it needs a "model_type"'
-        ) from None
-    _check_known(model_type, f"{key}: {file}", family)
+        said = f'{key}: {file} is not a transformers configuration ({with_kind(error)}); it needs a "model_type"'
+        raise UserError(said) from None
+    _check_known(config, model_type, f"{key}: {file}")
     if section.path and (path / "adapter" / "adapter_config.json").exists():
         raise UserError(
             f"model.path: {path} is a checkpoint of an adapter and its base; make one model of them first: "
@@ -299,15 +239,20 @@ def _from_files(section: ModelSection, family: ModelFamily) -> Any:
     return settings
 
 
-def _check_known(model_type: Any, where: str, family: ModelFamily) -> None:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+def _check_known(config: Config, model_type: Any, where: str) -> None:
+    """Raise `UserError` for a ``model_type`` that the auto class of `data.format` does not have."""
+    from transformers.models.auto import configuration_auto, modeling_auto
 
-    if model_type in family.known:
+    known, noun = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal language model"
+    if config.data.format == "vision":
+        known, noun = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "model of images and text"
+    if model_type in known:
         return
-    state = f"is not a {family.noun}" if model_type in CONFIG_MAPPING_NAMES else "is unknown to transformers"
-    near = difflib.get_close_matches(str(model_type), family.known, n=3, cutoff=0.5)
-    remedy = f"near matches: {', '.join(near)}" if near else f"give a model_type it knows, such as {family.example!r}"
-    raise UserError(f"{where}: the architecture {model_type!r} {state}; {remedy}")
+    is_other = model_type in configuration_auto.CONFIG_MAPPING_NAMES
+    state = f"is not a {noun}" if is_other else "is unknown to transformers"
+    raise UserError(
+        f"{where}: the architecture {model_type!r} {state}; choose another.{nearest(str(model_type), known)}"
+    )
 
 
 def _set_image_token(section: ModelSection, settings: Any, image_token: int) -> None:

@@ -3,15 +3,13 @@
 - Weights in files are read by rows. Random ones are made a block at a time with transformers' own initialisation, from
   ``train.seed`` and the block's name: the same at every number of ranks, and no rank holds more than a block.
 - A quantised model is read in full precision by a twin that is sharded alike, and quantised row by row.
-- Otherwise (files that are not safetensors, initialisation across blocks) each rank makes the whole model in host
-  memory.
+- Else (no safetensors, initialisation across blocks) each rank makes the whole model in host memory.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,33 +33,29 @@ from trueshard.train.models.quantized import QuantizedLinear, quantise
 
 
 def fill(config: Config, model: nn.Module) -> None:
-    """Give memory and values to a model on the meta device. Collective.
+    """Give memory and values to a sharded model on the meta device; one that has values stays as it is.
 
-    Args:
-        config: of the run.
-        model: from ``build`` or ``reference``, sharded; one that has its values stays as it is.
-
-    Raises:
-        UserError: the files lack tensors of the model; on every rank.
+    Raises `UserError`, on every rank, if the files lack tensors of the model. Collective.
     """
     root = names.unwrap(model)
     if not any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers())):
         return
     base: Any = root
     assert runtime_of(root) is not None, "a model is filled after shard()"
-    settings = base.get_base_model().config if _is_adapted(root) else base.config
+    settings = base.get_base_model().config if hasattr(root, "peft_config") else base.config
     if any(isinstance(module, QuantizedLinear) for module in root.modules()):
         _fill_quantised(config, settings, root)
     elif config.model.path is not None:
         _read(config, settings, root)
     else:
-        _initialise(config, settings, root)
-    if _is_adapted(root):
+        device = resting_device(root)
+        give_memory(root)
+        if not _initialise_blocks(root, empty(config, settings), config.train.seed, device):
+            _copy_model(root, with_values(config, settings))
+        elif hasattr(root, "peft_config"):
+            adapters.initialise(root, empty(config, settings), config.train.seed, device)
+    if hasattr(root, "peft_config"):
         adapters.settle(root)
-
-
-def _is_adapted(root: nn.Module) -> bool:
-    return hasattr(root, "peft_config")
 
 
 def _fill_quantised(config: Config, settings: Any, root: nn.Module) -> None:
@@ -78,14 +72,17 @@ def _fill_quantised(config: Config, settings: Any, root: nn.Module) -> None:
 
 def _read(config: Config, settings: Any, root: nn.Module) -> None:
     path = config.model.place()
-    adapted = _is_adapted(root)
+    adapted = hasattr(root, "peft_config")
     if not any(path.glob("*.safetensors")):
         _copy_model(root, with_values(config, settings))
         return
     if adapted:
         adapters.initialise(root, empty(config, settings), config.train.seed, resting_device(root))
+    known: dict[str, str] | None = None  # name → name before the model was adapted
+    if (path / MANIFEST).is_file():  # one of our checkpoints; ``load`` knows other directories
+        known = {name: place.key for name, place in (adapted_keys(root, "") or {}).items() if place.stem == "model"}
     try:
-        found = trueshard.load(path, model=root, strict=False, convert=True, rng=False, names=_base_names(root, path))
+        found = trueshard.load(path, model=root, strict=False, convert=True, rng=False, names=known)
     except (ValueError, OSError) as error:
         text = one_line(error)
         if "more than reading bytes" in text:  # transformers can assemble it
@@ -104,14 +101,7 @@ def _read(config: Config, settings: Any, root: nn.Module) -> None:
         warnings.warn(f"{path} has {len(unused)} tensors that {kind} does not use, such as {unused[0]!r}", stacklevel=2)
 
 
-def _base_names(root: nn.Module, path: Path) -> dict[str, str] | None:
-    """Return name → name before the model was adapted, for one of our checkpoints; ``load`` knows other directories."""
-    if not (path / MANIFEST).is_file():
-        return None
-    places = adapted_keys(root, "") or {}
-    return {name: place.key for name, place in places.items() if place.stem == "model"}
-
-
+@torch.no_grad()
 def _copy_model(root: nn.Module, donor: nn.Module) -> None:
     """Copy or quantise the values of a model of the same structure, whole or sharded alike."""
     give_memory(root)
@@ -119,7 +109,13 @@ def _copy_model(root: nn.Module, donor: nn.Module) -> None:
     for name, module in names.named_modules(root):
         other = donors[name]
         if isinstance(module, QuantizedLinear) and not isinstance(other, QuantizedLinear):
-            _quantise_rows(module, other)
+            packed = quantise(_torch.local(registered(other, "weight")), module.kind)
+            if _torch.local(module.packed).shape == packed.shape:
+                _torch.local(module.packed).copy_(packed)
+            else:  # the donor is whole
+                copy_tensor(module.packed, packed)
+            if module.bias is not None:
+                copy_tensor(registered(module, "bias"), registered(other, "bias"))
             continue
         for registry in (_torch.own_parameters, _torch.own_buffers):
             held, theirs = registry(module), registry(other)
@@ -130,40 +126,11 @@ def _copy_model(root: nn.Module, donor: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _quantise_rows(module: QuantizedLinear, other: nn.Module) -> None:
-    packed = quantise(_torch.local(registered(other, "weight")), module.kind)
-    if _torch.local(module.packed).shape == packed.shape:
-        _torch.local(module.packed).copy_(packed)
-    else:  # the donor is whole
-        copy_tensor(module.packed, packed)
-    if module.bias is not None:
-        copy_tensor(registered(module, "bias"), registered(other, "bias"))
-
-
-# ---- random values, a block at a time
-
-
-def _initialise(config: Config, settings: Any, root: nn.Module) -> None:
-    device = resting_device(root)
-    give_memory(root)
-    if not _initialise_blocks(root, empty(config, settings), config.train.seed, device):
-        _copy_model(root, with_values(config, settings))
-    elif _is_adapted(root):
-        adapters.initialise(root, empty(config, settings), config.train.seed, device)
-
-
-@torch.no_grad()
 def _initialise_blocks(model: nn.Module, twin: nn.Module, seed: int, device: torch.device) -> bool:
     """Give ``model`` its first values, except for its adapters.
 
-    Args:
-        model: with memory, sharded or not.
-        twin: the same on the meta device, not sharded. Each of its blocks gets memory for a while.
-        seed: the values of a block follow from it and the block's name.
-        device: where blocks are initialised.
-
-    Returns:
-        False if the model cannot be initialised by blocks; values are then undefined.
+    Each block of ``twin``, the same on the meta device and not sharded, gets memory for a while, and values from
+    ``seed`` and its name. Returns False if that is not possible; values are then undefined.
     """
     owners = initialisers(twin)
     tensors = {
@@ -171,7 +138,7 @@ def _initialise_blocks(model: nn.Module, twin: nn.Module, seed: int, device: tor
         for kind in ("parameters", "buffers")
         for name, _, _, tensor in names.named_tensors(names.unwrap(model), kind)
     }
-    added = adapters.added(twin) if _is_adapted(twin) else set()
+    added = adapters.added(twin) if hasattr(twin, "peft_config") else set()
     for name, module, below in list(_pieces(twin, "", set(choose_units(twin, "auto")))):
         if not below and not _leaves_children(module, owners):
             return False

@@ -24,10 +24,9 @@ from trueshard.runtime.passes import runtime_of
 
 
 def match_globs(globs: Iterable[str], names: Collection[str], key: str, what: str = "parameter") -> list[str]:
-    """Return the ``names`` that a glob matches, whole or after one of their dots, in the order of the globs.
+    """Return the ``names`` that a glob matches, whole or after a dot, by glob.
 
-    Raises:
-        UserError: a glob matches none; it names ``key``.
+    Raises `UserError` if one matches none.
     """
     found: dict[str, None] = {}
     for glob in globs:
@@ -41,10 +40,9 @@ def match_globs(globs: Iterable[str], names: Collection[str], key: str, what: st
 
 
 def freeze(model: nn.Module, globs: Sequence[str]) -> None:
-    """Freeze the parameters that ``globs`` match, in place.
+    """Freeze the parameters that ``globs`` match.
 
-    Raises:
-        UserError: a glob matches no parameter, or nothing is left to train.
+    Raises `UserError` if one matches none, or nothing is left to train.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in match_globs(globs, parameters, "model.freeze"):

@@ -3,9 +3,8 @@
 - "int8": rounded to 255 levels, scaled by the largest absolute value of each 64 inputs. "nf4": rounded to 16 quantiles
   of a normal distribution (Dettmers et al. 2023, QLoRA, appendix E), scaled likewise.
 - One uint8 tensor a layer holds each row's codes and then its scales as bytes: it is sharded by rows like any weight,
-  gathered as it is stored (FSDP2 casts floating point only), and rows can be quantised in place.
-- The weight is dequantised again in backward, so activations do not hold it, and whenever ``weight`` is read: to PEFT
-  the layer is an ``nn.Linear``.
+  and gathered as it is stored (FSDP2 casts floating point only).
+- The weight is dequantised again in backward, so activations do not hold it, and whenever ``weight`` is read.
 """
 
 from __future__ import annotations
@@ -26,12 +25,7 @@ _SCALE_BYTES = 4
 
 
 class QuantizedLinear(nn.Linear):
-    """``nn.Linear`` with a quantised weight, which gets no gradient.
-
-    Args:
-        linear: replaced by it; on the meta device, so is the new layer.
-        kind: "int8" or "nf4".
-    """
+    """``nn.Linear`` with a quantised weight, which gets no gradient, in place of a plain one."""
 
     def __init__(self, linear: nn.Linear, kind: Quantization) -> None:
         nn.Module.__init__(self)

@@ -1,12 +1,15 @@
 """Find everything that can be wrong with a run before a process starts and before a file is written.
 
 The launcher calls `check` for the whole run; workers call it again, rank 0 first, because under `torchrun` and `srun`
-there is no launcher. `check_settings` is the part that reads no data.
+there is no launcher. One run at a time may use a folder: it holds the folder's lock.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +18,22 @@ import torch
 
 import trueshard
 from trueshard.errors import UserError, written_to
+from trueshard.files import locked
 from trueshard.machine import cpu_cores
-from trueshard.train.config import Config, TrainSection
+from trueshard.train.config import Config
 from trueshard.train.data.prepared import Prepared, prepare
 from trueshard.train.data.tokenizer import load_processor, load_tokenizer
 from trueshard.train.models.build import architecture, plain_settings, quiet_transformers
 from trueshard.train.optimizer import check_optimizer, check_schedule
-from trueshard.train.recipe import checkpoints_of, steps_of
 from trueshard.train.running import resuming
 from trueshard.train.showing.trackers import trackers
 
 PROCESSES_PER_CORE = 4
 """CPU processes that may share a core: a larger number is surely a slip, and each loads its own libraries."""
+LOCK = ".lock"
+"""Name of the lock in a run's folder; it holds between hosts that share the file system."""
+PATIENCE = 10.0
+"""Seconds to wait for a run before it: processes whose launcher was killed end by themselves after a step."""
 
 
 @dataclass(frozen=True)
@@ -55,24 +62,21 @@ def located(config: Config) -> Config:
     if given.name != "latest" or given.expanduser().exists():
         return config
     begun = resuming.read_settings(config.run.folder).get("identity", {}).get("model.path")
-    if begun is not None and Path(begun).parent == given.parent:
-        return resuming.with_settings(config, {"model.path": begun})
     newest = trueshard.latest(given.expanduser().parent)
-    if newest is None:
+    if begun is not None and Path(begun).parent == given.parent:
+        found = begun
+    elif newest is not None:
+        found = str(given.parent / newest.name)
+    else:
         return config
-    return resuming.with_settings(config, {"model.path": str(given.parent / newest.name)})
+    return resuming.with_settings(config, {"model.path": found})
 
 
 def check(config: Config, ranks: int, make: bool = True, override: bool = False) -> Ready:
-    """Check `config` against the machine and the run's folder, and make the run's data if they are missing.
+    """Check `config` for a run of ``ranks`` processes, and, with ``make``, make the run's data if they are missing.
 
-    Args:
-        ranks: processes of the whole run.
-        make: False on ranks that only read what another has made.
-        override: resume although settings differ that decide what the steps mean.
-
-    Raises:
-        UserError: and then nothing was left on disk.
+    With ``override`` settings may differ that decide what the steps mean. Raises `UserError`, and leaves nothing on
+    disk.
     """
     settings = check_settings(config, ranks)
     saved = checkpoints_of(config).steps()
@@ -82,13 +86,20 @@ def check(config: Config, ranks: int, make: bool = True, override: bool = False)
     processor = load_processor(config.tokenizer, config.model) if config.data.format == "vision" else None
     with written_to(config.run.folder):
         data = prepare(config, frozen=bool(saved) or not make, make=make, processor=processor)
-    return Ready(settings, data, saved[-1] if saved else 0, steps_of(config.train, data), changes)
+    train = config.train
+    steps = train.steps or max(1, math.ceil((train.epochs or 0) * len(data) / train.batch_size))
+    return Ready(settings, data, saved[-1] if saved else 0, steps, changes)
 
 
 def check_settings(config: Config, ranks: int) -> Any:
     """Return the transformers configuration of the model; raise `UserError` if settings do not go together."""
     quiet_transformers()
-    _check_batch(config.train, ranks)
+    train = config.train
+    if train.batch_size % (portion := ranks * train.accumulate):
+        raise UserError(
+            f"train.batch_size: {train.batch_size} sequences do not divide over {ranks} ranks × train.accumulate = "
+            f"{train.accumulate}; use a multiple of {portion}, such as {-(-train.batch_size // portion) * portion}"
+        )
     check_optimizer(config.optimizer)
     check_schedule(config.schedule)
     trackers(config.log.to)
@@ -97,21 +108,33 @@ def check_settings(config: Config, ranks: int) -> Any:
     assert vocab_size is not None
     processor = load_processor(config.tokenizer, config.model) if config.data.format == "vision" else None
     settings = architecture(config, vocab_size, getattr(processor, "image_token_id", None))
-    _check_length(config.train, settings)
+    limit = getattr(settings, "max_position_embeddings", None)
+    if isinstance(limit, int) and limit < train.sequence_length:
+        raise UserError(
+            f"train.sequence_length: {train.sequence_length} is more than the model's max_position_embeddings = "
+            f"{limit}; lower it to that, or choose a model with more positions"
+        )
     return settings
+
+
+def checkpoints_of(config: Config) -> trueshard.Checkpoints:
+    """Return the run's checkpoints: the newest `train.keep` stay, and the best one if there is a patience."""
+    best = config.evaluation is not None and config.evaluation.patience is not None
+    return trueshard.Checkpoints(
+        config.run.folder / "checkpoints",
+        keep_last=config.train.keep,
+        keep_best=1 if best else None,
+        metric="evaluation",
+    )
 
 
 def tell_if_complete(folder: Path, ready: Ready, aloud: bool) -> bool:
     """Return True if the run has no steps left; say so, and what to change, if `aloud`."""
-    if ready.step < ready.steps or not (folder / "loss.png").exists():
-        return False
-    if aloud:
-        print(
-            f"The run in {folder} is complete: {ready.step} steps. To train on, set train.steps above "
-            f"{ready.step}; to begin another run, change run.dir.",
-            flush=True,
-        )
-    return True
+    is_complete = ready.step >= ready.steps and (folder / "loss.png").exists()
+    if is_complete and aloud:
+        said = f"The run in {folder} is complete: {ready.step} steps. To train on, set train.steps above {ready.step}"
+        print(f"{said}; to begin another run, change run.dir.", flush=True)
+    return is_complete
 
 
 def tell_changes(ready: Ready) -> None:
@@ -152,20 +175,25 @@ def check_writable(folder: Path) -> None:
         ) from None
 
 
-def _check_batch(train: TrainSection, ranks: int) -> None:
-    portion = ranks * train.accumulate
-    if train.batch_size % portion:
-        above = -(-train.batch_size // portion) * portion
-        raise UserError(
-            f"train.batch_size: {train.batch_size} sequences do not divide over {ranks} ranks × "
-            f"train.accumulate = {train.accumulate}; use a multiple of {portion}, such as {above}"
-        )
+@contextlib.contextmanager
+def held(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
+    """Hold the lock of a run's folder, which is made if it is missing, and removed again if it stays empty.
+
+    Raises `UserError` that names the other process if it is held after `patience` seconds.
+    """
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_empty, made)
+        try:
+            stack.enter_context(locked(folder / LOCK, patience))
+        except TimeoutError as holder:
+            said = f"run.dir: {folder} is in use by {holder}; wait for its end, or choose another folder"
+            raise UserError(said) from None
+        yield
 
 
-def _check_length(train: TrainSection, settings: Any) -> None:
-    limit = getattr(settings, "max_position_embeddings", None)
-    if isinstance(limit, int) and limit < train.sequence_length:
-        raise UserError(
-            f"train.sequence_length: {train.sequence_length} is more than the model's "
-            f"max_position_embeddings = {limit}; lower it to that, or choose a model with more positions"
-        )
+def _remove_empty(folders: list[Path]) -> None:
+    with contextlib.suppress(OSError):  # it has files by now
+        for folder in folders:
+            folder.rmdir()

@@ -2,11 +2,8 @@
 
 - Started by hand, it is the launcher: it checks the run, starts the same command once a rank, and restarts the ranks
   where that can help: after a lost rank, up to `run.restarts` times; after memory ran out, as often as there is a
-  remedy. A wrong input and a stop are final. Each time the workers resume from the newest checkpoint.
-- Started by `torchrun` or `srun`, it is a worker at once.
-- A Ctrl-C in a terminal reaches the launcher alone; it is passed on, and the workers have `STOP_GRACE` seconds to save.
-- A failed rank takes the others down. Restarts of torch elastic's agent are not used: they would repeat a wrong input
-  too. Under `torchrun --max-restarts` they are the agent's, see `World.ends_agent`.
+  remedy. Each time the workers resume from the newest checkpoint. A wrong input and a stop are final.
+- Started by `torchrun` or `srun`, it is a worker at once. `torchrun --max-restarts`: see `World.ends_agent`.
 """
 
 from __future__ import annotations
@@ -24,14 +21,15 @@ import torch.distributed as dist
 from trueshard.errors import UserError
 from trueshard.launching import FAILED, STOPPED, USER_ERROR, Ended, how, python_command, run_ranks
 from trueshard.train.config import Config
-from trueshard.train.recipe import checkpoints_of
-from trueshard.train.running import lock, resuming
+from trueshard.train.running import resuming
 from trueshard.train.running.checks import (
     Ready,
     check,
     check_nproc,
     check_writable,
+    checkpoints_of,
     default_nproc,
+    held,
     located,
     tell_changes,
     tell_if_complete,
@@ -51,16 +49,10 @@ def start(
     override: bool = False,
     profile: bool = False,
 ) -> int:
-    """Train; return the exit code. A worker does not return: its process ends with the exit code.
+    """Train; return the exit code.
 
-    Args:
-        command: the arguments of the command line with which workers are started.
-        nproc: processes on this machine; None: one a CUDA device, or `cpu_processes`.
-        override: resume although settings differ that decide what the steps mean.
-        profile: record a few steps.
-
-    Raises:
-        UserError: a wrong input.
+    A worker does not return: its process ends with the exit code. ``command`` is the command line with which workers
+    are started. Raises `UserError` for a wrong input.
     """
     launcher = launcher_of(os.environ)
     if launcher is not None:
@@ -70,7 +62,7 @@ def start(
     nproc = default_nproc(cpu_processes) if nproc is None else nproc
     check_nproc(nproc)
     check_writable(config.run.folder)
-    with lock.held(config.run.folder):
+    with held(config.run.folder):
         ready = check(located(resuming.tightened(config, nproc)), nproc, override=override)
     tell_changes(ready)
     if tell_if_complete(config.run.folder, ready, aloud=True):
@@ -97,13 +89,12 @@ def _supervise(config: Config, ready: Ready, command: Sequence[str], nproc: int)
         if final == OUT_OF_MEMORY:
             from trueshard.train.running.out_of_memory import find_remedy
 
-            used = resuming.tightened(config, nproc)
-            remedy = find_remedy(used, ready.architecture, nproc, nproc, device)
+            remedy = find_remedy(resuming.tightened(config, nproc), ready.architecture, nproc, nproc, device)
             if remedy is not None:
                 _say(remedy.message)
-                if remedy.settings is not None:
-                    continue
-            return FAILED
+            if remedy is None or remedy.settings is None:
+                return FAILED
+            continue
         if final != FAILED:
             return final
         why = _killed(ended)
@@ -112,8 +103,9 @@ def _supervise(config: Config, ready: Ready, command: Sequence[str], nproc: int)
                 _say(why)
             return FAILED
         restarts += 1
-        why = why or "a rank failed"
-        _say(f"{why}; starting again from the newest checkpoint ({restarts} of {config.run.restarts})")
+        _say(
+            f"{why or 'a rank failed'}; starting again from the newest checkpoint ({restarts} of {config.run.restarts})"
+        )
 
 
 def _launch(arguments: Sequence[str], nproc: int) -> Ended:

@@ -1,9 +1,7 @@
 """Out of memory: recognise it, record what a rank had, and find settings that would fit.
 
-- On a GPU the figures are the caching allocator's. On a CPU, which has none, they are the process's data, less what it
-  held before the model was made, against the limits that the system sets a process.
-- The record, `out-of-memory.json` in the run's folder, is that of the first rank that failed; it is removed once a
-  remedy was looked for.
+- On a GPU the figures are the caching allocator's. On a CPU they are the process's data, less what it held before the
+  model was made, against the limits that the system sets a process.
 - Remedies that cost the least speed are tried first: reshard, smaller microbatches with more accumulation,
   recomputation, then all of them together. Where the planner thought that the configuration fits, it was wrong by at
   least the difference, and the remedy has to fit into that much less. A model that the planner cannot simulate gets a
@@ -75,9 +73,8 @@ class MemoryMeter:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if the error is an allocator's that had nothing more to give."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
+    allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return allocator or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def _asked(message: str) -> int:
@@ -87,9 +84,6 @@ def _asked(message: str) -> int:
     if rounded := re.search(r"Tried to allocate ([\d.]+) ([KMGT]?)i?B", message):
         return int(float(rounded[1]) * 1024 ** " KMGT".index(rounded[2] or " "))
     return 0
-
-
-# ---- the record
 
 
 def leave(folder: Path, shortage: Shortage) -> bool:
@@ -118,14 +112,6 @@ def clear(folder: Path) -> None:
     (folder / NAME).unlink(missing_ok=True)
 
 
-def is_left(folder: Path) -> bool:
-    """Return True if there is a record."""
-    return (folder / NAME).exists()
-
-
-# ---- the remedy
-
-
 @dataclass(frozen=True)
 class Remedy:
     """Settings that would end a shortage of memory, or why there are none."""
@@ -137,14 +123,9 @@ class Remedy:
 
 
 def find_remedy(config: Config, settings: Any, ranks: int, local_ranks: int, device: torch.device) -> Remedy | None:
-    """Return a remedy if there is a record of a shortage, and remove the record. For one process of the run.
+    """Return a remedy if there is a record of a shortage, and remove the record.
 
-    With `on_oom = "tighten"` the remedy's settings are kept in `config.json`.
-
-    Args:
-        config: as it was used.
-        settings: the transformers configuration of the model.
-        device: that of the rank that failed, or one like it.
+    For one process of the run. With `on_oom = "tighten"` the remedy's settings are kept in `config.json`.
     """
     folder = config.run.folder
     shortage = read(folder)
@@ -152,7 +133,7 @@ def find_remedy(config: Config, settings: Any, ranks: int, local_ranks: int, dev
         return None
     try:
         search = _RemedySearch(config, settings, ranks, local_ranks, device, shortage)
-        found, facts = search.find(), f"{shortage}; {search.forecast()}"
+        found, facts = search.find(), f"{shortage}; {search.forecast}"
         if found is None:
             return Remedy(
                 f"{facts}; no change of resharding, microbatch or recomputation fits: use more ranks or a larger "
@@ -180,17 +161,13 @@ class _RemedySearch:
     ) -> None:
         self._config, self._settings, self._ranks, self._local_ranks = config, settings, ranks, local_ranks
         self._device = device
-        self._is_cpu = device.type == "cpu"
         self._known: dict[str, int | None] = {}
         self._why = ""
         self._now = self._bytes({})
         self._budget = int(MARGIN[device.type] * min(shortage.available, self._now or shortage.available))
-
-    def forecast(self) -> str:
-        """Return what the planner says of the configuration as it is."""
-        if self._now is None:
-            return f"what it takes could not be planned ({self._why})"
-        return f"the plan needs {size(self._now)} a rank"
+        self.forecast = f"what it takes could not be planned ({self._why})"
+        if self._now is not None:
+            self.forecast = f"the plan needs {size(self._now)} a rank"
 
     def find(self) -> tuple[Settings, int | None] | None:
         """Return the first change that fits and its planned bytes a rank; None bytes if nothing can be planned."""
@@ -212,7 +189,7 @@ class _RemedySearch:
             yield most
         if most and accumulations and self._fits({**most, **accumulations[-1]}):
             yield from ({**most, **each} for each in accumulations)
-        if self._config.shard.offload == "none" and not self._is_cpu:
+        if self._config.shard.offload == "none" and self._device.type != "cpu":
             yield {"shard.offload": "cpu"}
 
     def _reshard(self) -> dict[str, Any]:
@@ -230,8 +207,7 @@ class _RemedySearch:
         return [{"train.accumulate": train.accumulate * times} for times in range(2, rows + 1) if rows % times == 0]
 
     def _fits(self, change: Settings) -> bool:
-        planned = self._bytes(change)
-        return planned is not None and planned <= self._budget
+        return (planned := self._bytes(change)) is not None and planned <= self._budget
 
     def _bytes(self, change: Settings) -> int | None:
         """Return the planned bytes a rank with this change; None where that cannot be planned."""

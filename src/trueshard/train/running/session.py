@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import trueshard
 from trueshard.errors import UserError, written_to
 from trueshard.launching import STOPPED
 from trueshard.train import recipe
-from trueshard.train.config import Config, SampleSection
+from trueshard.train.config import Config
 from trueshard.train.data.prepared import NOUNS, Prepared
 from trueshard.train.models.build import plain_settings
 from trueshard.train.running import resuming
-from trueshard.train.running.checks import Ready
+from trueshard.train.running.checks import Ready, checkpoints_of
 from trueshard.train.showing import report
 from trueshard.train.showing.metrics import read_metrics
+from trueshard.train.showing.plot import draw_loss
 from trueshard.train.trainer import NonFiniteLoss, Trainer
 
 
@@ -34,20 +33,16 @@ def train(
     override: bool = False,
 ) -> int:
     """Train from the run's newest checkpoint, or from the start, to the last step; return the exit code. Collective."""
-    trainer, plan = recipe.build_trainer(
-        config,
-        ready.architecture,
-        ready.data,
-        wants_stop,
-        device=device,
-        memory_planned=ready.memory_planned,
-        profile=profile,
-    )
+    trainer, plan = recipe.build_trainer(config, ready, wants_stop, device=device, profile=profile)
     is_first = trainer.rank == 0
     if is_first:
         ranks = f"{trainer.ranks} {device.type} rank{'s' if trainer.ranks > 1 else ''}"
+        every = list(trainer.model.parameters())
+        count = sum(parameter.numel() for parameter in every)
+        trained = sum(parameter.numel() for parameter in every if parameter.requires_grad)
+        size = f"{count:,} parameters" + (f" ({trained:,} trained)" if trained != count else "")
         print(plan)
-        print(f"{_size(trainer.model)} on {ranks}, {_described(ready.data, config.data.format)}", flush=True)
+        print(f"{size} on {ranks}, {_described(ready.data, config.data.format)}", flush=True)
     resume(config, ready.data, trainer, override)
     if is_first:  # only now: a run that cannot resume must not change what the next start compares with
         resuming.write_settings(config, plain_settings(ready.architecture), trainer.step)
@@ -64,7 +59,7 @@ def train(
     if not is_stopped:
         finish(config, ready.data, trainer)
     elif is_first:
-        saved = recipe.checkpoints_of(config).path(trainer.step)
+        saved = checkpoints_of(config).path(trainer.step)
         print(f"Stopped after step {trainer.step}; saved in {saved}. The same command resumes.", flush=True)
     dist.barrier()
     return STOPPED if is_stopped else 0
@@ -72,18 +67,18 @@ def train(
 
 def resume(config: Config, data: Prepared, trainer: Trainer, override: bool) -> None:
     """Load the newest checkpoint in place; raise `UserError` if it is damaged, or of other data."""
-    path = recipe.checkpoints_of(config).latest()
+    path = checkpoints_of(config).latest()
     if path is None:
         return
     try:
         found = trainer.resume()
     except (ValueError, KeyError, OSError) as error:
         detail = " ".join(str(error).partition(" strict=False")[0].split())
-        remedy = (
-            "delete it to go on from the one before it"
-            if is_damaged(path)
-            else "it is whole: set the configuration back to what it was made with, or choose another run.dir"
-        )
+        remedy = "it is whole: set the configuration back to what it was made with, or choose another run.dir"
+        try:
+            trueshard.check(path)
+        except (ValueError, OSError):
+            remedy = "delete it to go on from the one before it"
         raise UserError(f"{path} does not load: {detail}; {remedy}") from error
     assert found is not None
     if found["data"]["crc32"] != data.summary.crc32 and not override:
@@ -95,32 +90,15 @@ def resume(config: Config, data: Prepared, trainer: Trainer, override: bool) -> 
         print(f"Resumed after step {trainer.step} from {path}", flush=True)
 
 
-def is_damaged(path: Path) -> bool:
-    """Return True if a checkpoint does not hold what was saved."""
-    try:
-        trueshard.check(path)
-    except (ValueError, OSError):
-        return True
-    return False
-
-
 def finish(config: Config, data: Prepared, trainer: Trainer) -> None:
     """Sample, draw the loss, and list the files of the run. All ranks sample; rank 0 does the rest."""
-    continuation, folder, is_text = None, config.run.folder, config.data.format == "text"
-    if config.sample.tokens and is_text:
-        continuation = sample(
-            trainer.model,
-            data.tokenizer(),
-            config.sample,
-            config.train.sequence_length,
-            config.train.seed,
-            trainer.device,
-        )
+    folder, is_text = config.run.folder, config.data.format == "text"
+    continuation = sample(config, trainer, data.tokenizer()) if config.sample.tokens and is_text else None
     if trainer.rank != 0:
         return
     records = read_metrics(folder / "metrics.jsonl")
     entropy = data.summary.unigram_entropy if is_text else None
-    report.draw_loss(records, entropy, folder / "loss.png")
+    draw_loss(records, entropy, folder / "loss.png")
     unit = getattr(trainer.loss, "unit", "token")
     print(f"\n{report.final_line(records, entropy, unit)}")
     if trainer.stopped:
@@ -128,51 +106,39 @@ def finish(config: Config, data: Prepared, trainer: Trainer) -> None:
     if continuation is not None:
         (folder / "sample.txt").write_text(continuation, encoding="utf-8")
         print(f"\nA sampled continuation:\n\n{continuation}")
-    saved = recipe.checkpoints_of(config)
+    saved = checkpoints_of(config)
     kept = [saved.path(step) for step in saved.steps()]
     print(f"\nFiles made:\n{report.file_list(folder, kept, saved.best())}", flush=True)
 
 
 @torch.no_grad()
-def sample(
-    model: nn.Module, tokenizer: Any, section: SampleSection, context: int, seed: int, device: torch.device
-) -> str:
-    """Return `section.prompt` and `section.tokens` sampled tokens after it. Collective.
+def sample(config: Config, trainer: Trainer, tokenizer: Any) -> str:
+    """Return `sample.prompt` and `sample.tokens` sampled tokens after it. Collective.
 
     Every rank runs the forward of the sharded model on the same tokens; rank 0 chooses the next token and sends it to
-    the others, so that ranks cannot drift apart. Each token is a whole forward pass over the last `context` tokens:
-    it works for every architecture, and is fast enough for a few dozen tokens.
+    the others, so that ranks cannot drift apart. Each token is a whole forward pass: it works for every architecture,
+    and is fast enough for a few dozen tokens.
     """
+    section, model, device = config.sample, trainer.model, trainer.device
     prompt = tokenizer(section.prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
     tokens = torch.tensor([prompt], dtype=torch.int64, device=device)  # (1, length)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(config.train.seed)
     training = model.training
     model.eval()
     for _ in range(section.tokens):
-        logits = model(input_ids=tokens[:, -context:], use_cache=False).logits[0, -1].float().cpu()
-        chosen = _choose(logits[: len(tokenizer)], section.temperature, generator).to(device)
+        context = tokens[:, -config.train.sequence_length :]
+        logits = (
+            model(input_ids=context, use_cache=False).logits[0, -1, : len(tokenizer)].float().cpu()
+        )  # (vocabulary,)
+        if section.temperature == 0:
+            chosen = logits.argmax(keepdim=True)  # (1,)
+        else:
+            chosen = torch.multinomial(torch.softmax(logits / section.temperature, dim=0), 1, generator=generator)
+        chosen = chosen.to(device)
         dist.broadcast(chosen, src=0)
         tokens = torch.cat([tokens, chosen[None]], dim=1)
     model.train(training)
     return str(tokenizer.decode(tokens[0].tolist(), skip_special_tokens=True))
-
-
-def _choose(
-    logits: torch.Tensor,  # (vocabulary,), float32
-    temperature: float,
-    generator: torch.Generator,
-) -> torch.Tensor:
-    """Return the next token, int64 of shape (1,)."""
-    if temperature == 0:
-        return logits.argmax(keepdim=True)
-    return torch.multinomial(torch.softmax(logits / temperature, dim=0), 1, generator=generator)
-
-
-def _size(model: nn.Module) -> str:
-    every = list(model.parameters())
-    count = sum(parameter.numel() for parameter in every)
-    trained = sum(parameter.numel() for parameter in every if parameter.requires_grad)
-    return f"{count:,} parameters" + (f" ({trained:,} trained)" if trained != count else "")
 
 
 def _described(data: Prepared, form: str) -> str:

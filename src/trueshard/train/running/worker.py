@@ -1,12 +1,9 @@
-"""One rank of a run: join the others, check, train, and end so that no rank waits and one voice speaks.
+"""One rank of a run: join the others, check, train, and end so that no rank waits and only the cause is printed.
 
-- Slurm's variables are translated to torch's.
-- The first SIGINT, SIGTERM or SIGHUP sets a flag that the loop reads between steps, so that it can save; a second one
-  ends the process at once, even inside a collective. Before the first step there is nothing to save, and every signal
-  ends the process at once. A worker whose launcher has died stops by itself.
+- The first SIGINT, SIGTERM or SIGHUP sets a flag that the loop reads between steps, so that it can save; a second one,
+  or one before the first step, ends the process at once. A worker whose launcher has died stops by itself.
 - When a rank fails, the others fail after it, in a collective that lost its peer. These errors, and those that rank 0
-  reports as well, are held back for `HOLD_BACK` seconds, in which the launcher ends the process: the cause is printed.
-- Rank 0 holds the lock of the run's folder: it dies with it.
+  reports as well, are held back for `HOLD_BACK` seconds, in which the launcher ends the process.
 - Out of memory, a rank leaves a record. Our launcher, or the next start under a torchrun that starts again, looks for a
   remedy; where neither will, the rank that failed first does, while the others wait.
 """
@@ -36,8 +33,8 @@ from trueshard.errors import UserError, one_line
 from trueshard.launching import FAILED, STOPPED, USER_ERROR
 from trueshard.machine import cpu_cores
 from trueshard.train.config import Config
-from trueshard.train.running import lock, out_of_memory, resuming
-from trueshard.train.running.checks import Ready, check, check_writable, located, tell_changes, tell_if_complete
+from trueshard.train.running import out_of_memory, resuming
+from trueshard.train.running.checks import Ready, check, check_writable, held, located, tell_changes, tell_if_complete
 from trueshard.train.running.session import train
 
 OUT_OF_MEMORY = 4
@@ -55,16 +52,12 @@ POLL = 0.02
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-# ---- joining the others
-
-
 @dataclass(frozen=True)
 class World:
     """This process's place among those of the run."""
 
     rank: int
     size: int
-    local_rank: int
     local_size: int
     device: torch.device
     is_ours: bool = False
@@ -87,7 +80,12 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """
     tasks, nodes = _slurm_tasks(environment), int(environment.get("SLURM_NNODES", "1"))
     node_list = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
-    address = _first_node(node_list) if nodes > 1 and node_list else "127.0.0.1"
+    address = "127.0.0.1"
+    if nodes > 1 and node_list:  # the first host: gpu03 of "gpu[03-04,7],cpu1"
+        match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", node_list)
+        if match is None:
+            raise UserError(f"SLURM_JOB_NODELIST: {node_list!r} cannot be read; set MASTER_ADDR to the first node")
+        address = "".join(part or "" for part in match.groups())
     port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
     return {
         "RANK": environment["SLURM_PROCID"],
@@ -103,20 +101,11 @@ def _slurm_tasks(environment: Mapping[str, str]) -> int:
     return int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))
 
 
-def _first_node(node_list: str) -> str:
-    """Return the first host of a Slurm list: gpu03 of "gpu[03-04,7],cpu1"."""
-    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", node_list)
-    if match is None:
-        raise UserError(f"SLURM_JOB_NODELIST: {node_list!r} cannot be read; set MASTER_ADDR to the first node")
-    return "".join(part or "" for part in match.groups())
-
-
 def _slurm_tasks_here(environment: Mapping[str, str], tasks: int) -> str:
     """Return the tasks on this node: SLURM_STEP_TASKS_PER_NODE reads "2(x3),1" for 2, 2, 2, 1."""
-    counts: list[str] = []
     text = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", str(tasks)))
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [count] * int(times or 1)
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    counts = [count for count, times in parts for _ in range(int(times or 1))]
     node = int(environment.get("SLURM_NODEID", "0"))
     return counts[node] if node < len(counts) else str(tasks)
 
@@ -124,10 +113,7 @@ def _slurm_tasks_here(environment: Mapping[str, str], tasks: int) -> str:
 def join(environment: MutableMapping[str, str], timeout: float) -> World:
     """Take this worker's rank from the environment and join the process group of the run.
 
-    On the CPU, the cores of the machine are divided among its workers.
-
-    Args:
-        timeout: seconds that a collective may take.
+    ``timeout`` is in seconds. On the CPU, the cores of the machine are divided among its workers.
     """
     if "RANK" not in environment:
         environment.update(torch_variables(environment))
@@ -146,14 +132,13 @@ def join(environment: MutableMapping[str, str], timeout: float) -> World:
         torch.set_num_threads(max(1, cpu_cores() // local_size))
     is_ours = environment.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID)
     store = None
+    limit = datetime.timedelta(seconds=timeout)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not is_ours:
         address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-        limit = datetime.timedelta(seconds=timeout)
-        shared = dist.TCPStore(address, port, is_master=False, timeout=limit)
-        store = agreed_store(shared, rank, size, timeout)
-    ensure_process_group(datetime.timedelta(seconds=timeout), store)
+        store = agreed_store(dist.TCPStore(address, port, is_master=False, timeout=limit), rank, size, timeout)
+    ensure_process_group(limit, store)
     most, count = (int(environment.get(f"TORCHELASTIC_{key}", "0")) for key in ("MAX_RESTARTS", "RESTART_COUNT"))
-    return World(rank, size, local_rank, local_size, device, is_ours, ends_agent=count < most)
+    return World(rank, size, local_size, device, is_ours, ends_agent=count < most)
 
 
 def agreed_store(shared: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
@@ -162,13 +147,7 @@ def agreed_store(shared: dist.Store, rank: int, size: int, timeout: float) -> di
     torchrun (2.13) gives the workers that it starts again the store of those before them, in which the addresses of the
     dead still stand; its count of restarts does not tell the two apart, because each node counts by itself. So each
     rank asks under a name that only it knows, and rank 0 answers every name with one prefix until all ranks of its own
-    time have confirmed it. What the dead have asked is answered too, and never read.
-
-    Args:
-        timeout: seconds to wait for the other ranks.
-
-    Raises:
-        torch.distributed.DistStoreError: not all ranks came in time.
+    time have confirmed it. Raises `DistStoreError` after ``timeout`` seconds.
     """
     meeting = dist.PrefixStore("trueshard", shared)
     own = uuid.uuid4().hex
@@ -178,16 +157,13 @@ def agreed_store(shared: dist.Store, rank: int, size: int, timeout: float) -> di
         meeting.set(f"confirmed/{prefix}/{rank}", own)
         return dist.PrefixStore(prefix, meeting)
     deadline = time.monotonic() + timeout
-    missing = set(range(1, size))
-    while missing:
-        for other in sorted(missing):
+    while missing := [other for other in range(1, size) if not meeting.check([f"confirmed/{own}/{other}"])]:
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"waited {timeout:.0f} seconds for rank {', '.join(map(str, missing))} to join")
+        for other in missing:
             if meeting.check([f"asks/{other}"]):
                 meeting.set(f"answer/{meeting.get(f'asks/{other}').decode()}", own)
-        missing = {other for other in missing if not meeting.check([f"confirmed/{own}/{other}"])}
-        if missing and time.monotonic() > deadline:
-            ranks = ", ".join(map(str, sorted(missing)))
-            raise dist.DistStoreError(f"waited {timeout:.0f} seconds for rank {ranks} to join")
-        time.sleep(POLL if missing else 0)
+        time.sleep(POLL)
     return dist.PrefixStore(own, meeting)
 
 
@@ -214,9 +190,6 @@ class StopRequest:
         self.asked = True
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
-
-
-# ---- the work
 
 
 @dataclass
@@ -247,8 +220,8 @@ class _Worker:
 def work(config: Config, *, override: bool = False, profile: bool = False) -> NoReturn:
     """Run this process's rank of the training, and end the process with the exit code of the run."""
     worker = _Worker(config, override, profile)
-    with contextlib.ExitStack() as held:
-        end = _run(worker, held)
+    with contextlib.ExitStack() as locks:
+        end = _run(worker, locks)
         if end.shortage is not None:
             end = _out_of_memory(worker, end.shortage)
     if end.hold_back and worker.stop.asked:  # whoever ends the others knows why already
@@ -256,10 +229,10 @@ def work(config: Config, *, override: bool = False, profile: bool = False) -> No
     _leave(worker, end)
 
 
-def _run(worker: _Worker, held: contextlib.ExitStack) -> _End:
+def _run(worker: _Worker, locks: contextlib.ExitStack) -> _End:
     try:
         worker.world = world = join(os.environ, worker.config.run.timeout)
-        worker.ready = ready = _check_together(worker, world, held)
+        worker.ready = ready = _check_together(worker, world, locks)
         if tell_if_complete(worker.config.run.folder, ready, world.rank == 0):
             return _End(0)
         worker.meter = out_of_memory.MemoryMeter(world.device, world.local_size)
@@ -283,7 +256,7 @@ def _run(worker: _Worker, held: contextlib.ExitStack) -> _End:
         return _End(FAILED, f"trueshard: rank {worker.rank} failed:\n{traceback.format_exc()}")
 
 
-def _check_together(worker: _Worker, world: World, held: contextlib.ExitStack) -> Ready:
+def _check_together(worker: _Worker, world: World, locks: contextlib.ExitStack) -> Ready:
     """Check on rank 0, which makes what is missing and settles the configuration, then on the others.
 
     An error is raised on all ranks.
@@ -294,7 +267,7 @@ def _check_together(worker: _Worker, world: World, held: contextlib.ExitStack) -
     if world.rank == 0:
         try:
             check_writable(worker.config.run.folder)
-            held.enter_context(lock.held(worker.config.run.folder))
+            locks.enter_context(held(worker.config.run.folder))
             told[1], ready = _check_first(worker, world)
         except UserError as error:
             told[0] = str(error)
@@ -312,12 +285,9 @@ def _check_first(worker: _Worker, world: World) -> tuple[Config, Ready]:
     ready = check(config, world.size, override=worker.override)
     if not world.is_ours:
         tell_changes(ready)
-    remedy = None
-    if out_of_memory.is_left(config.run.folder):  # of an earlier start
-        if config.train.on_oom == "tighten":
-            remedy = out_of_memory.find_remedy(config, ready.architecture, world.size, world.local_size, world.device)
-        else:
-            out_of_memory.clear(config.run.folder)
+    if config.train.on_oom != "tighten":
+        out_of_memory.clear(config.run.folder)  # of an earlier start
+    remedy = out_of_memory.find_remedy(config, ready.architecture, world.size, world.local_size, world.device)
     if remedy is not None:
         if remedy.settings is None:
             raise UserError(remedy.message)
@@ -354,36 +324,32 @@ def _out_of_memory(worker: _Worker, shortage: out_of_memory.Shortage) -> _End:
     if not is_first:
         deadline = time.monotonic() + REMEDY_LIMIT
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        while out_of_memory.is_left(folder) and time.monotonic() < deadline:
+        while (folder / out_of_memory.NAME).exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(HOLD_BACK)
         return _End(FAILED)
     arguments = (worker.config, worker.ready.architecture, world.size, world.local_size, world.device)
-    try:  # in the planner's process: this one has no memory left
+    message = "memory ran out, and there was too little of it to find out what would fit"
+    with contextlib.suppress(Exception):  # in the planner's process: this one has no memory left
         from trueshard.planner import process
 
         remedy = process.call("trueshard.train.running.out_of_memory:find_remedy", *arguments)
-        message = "" if remedy is None else remedy.message
-    except Exception:
-        message = "memory ran out, and there was too little of it to find out what would fit"
+        message = message if remedy is None else remedy.message
     return _End(FAILED, f"trueshard: {message}", is_final=True)
 
 
 def _lost_peer(error: Exception) -> bool:
     """Return True if an error looks like the consequence of another rank's end."""
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error).lower()
-    signs = ("connection closed by peer", "connection reset", "gloo", "nccl", "broken pipe", "failed on rank")
-    return isinstance(error, RuntimeError) and any(sign in text for sign in (*signs, "timed out", "timeout"))
+    signs = "connection closed by peer|connection reset|gloo|nccl|broken pipe|failed on rank|timed out|timeout"
+    said = isinstance(error, RuntimeError) and re.search(signs, str(error), re.IGNORECASE)
+    return isinstance(error, dist.DistError) or bool(said)
 
 
 def _leave(worker: _Worker, end: _End) -> NoReturn:
-    """Print the message, after a while if another rank probably says it better, and end the process.
+    """Print the message and end the process.
 
-    Without the interpreter's clean-up: it could wait for other ranks; and a thread of the communication library that
-    asks for the interpreter's lock meanwhile aborts the process ("terminate called without an active exception") after
-    all work was done. If starting again would come to the same, end the torchrun that would do it, too.
+    Without the interpreter's clean-up, which could wait for other ranks, or abort in a thread of the communication
+    library. If starting again would come to the same, end the torchrun that would do it, too.
     """
     if end.hold_back:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(end.code))

@@ -171,8 +171,7 @@ function controls() {
 }
 
 document.querySelector("main").hidden = false;
-$("headline").textContent = data.headline;
-$("drawn").textContent = `drawn ${data.drawn}`;
+heading(`drawn ${data.drawn}`);
 const most = Math.max(...data.runs.flatMap((run) => Object.values(run.curves).flatMap((curve) => (curve.count ? [...curve.count] : [1]))));
 if (most > 1) $("thinned").textContent = `A point stands for up to ${number(most)} steps: their mean, with the lowest and the highest around it.`;
 $("panels").append(...charts.map((chart) => chart.section));

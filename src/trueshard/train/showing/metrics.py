@@ -1,23 +1,15 @@
 """Metrics of a step, and the file `metrics.jsonl` with all of them.
 
-Model FLOPs utilisation (MFU) is a model's operations over a device's peak:
+Model FLOPs utilisation (MFU) is a model's operations over a device's peak. Operations a token: 6 N + 12 L H Q T, with N
+parameters, L layers, H heads of size Q and T tokens a sequence (PaLM, Chowdhery et al. 2022, appendix B). Forward takes
+2 operations a parameter, the gradients of inputs and of weights 2 each, so a frozen parameter counts 4. Embedding
+lookups and recomputation count nothing. The peak is that of the planner's catalogue.
 
-- Operations a token: 6 N + 12 L H Q T, with N parameters, L layers, H heads of size Q and T tokens a sequence (PaLM,
-  Chowdhery et al. 2022, appendix B). Forward takes 2 operations a parameter, the gradients of inputs and of weights 2
-  each, so a frozen parameter counts 4. Embedding lookups and recomputation count nothing.
-- The peak is that of the planner's catalogue for the device's name. An unknown device or model has no MFU.
+An unknown value is absent, never 0; memory and data wait are the largest of all ranks; seconds are those of the step
+alone, without evaluations and checkpoints.
 
-Records:
-
-- An unknown value is absent, never 0.
-- Memory and data wait are the largest of all ranks: one all-reduce of three numbers a step.
-- Seconds are those of the step alone: evaluations and checkpoints do not slow tokens/s, they have values of their own.
-
-`metrics.jsonl` has one JSON object a step, numbered 1, 2, 3, … without gaps or repeats, also after a resume:
-
-- A resume drops the lines of steps that are repeated, and replaces the file atomically.
-- Each line is flushed before the next step begins: a killed process loses none.
-- Non-finite numbers are null, so that every language can read it, and are read back as NaN.
+`metrics.jsonl` has one JSON object a step, numbered 1, 2, 3, … without gaps or repeats, also after a resume. Non-finite
+numbers are null, so that every language can read it, and are read back as NaN.
 """
 
 from __future__ import annotations
@@ -27,6 +19,7 @@ import math
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -34,20 +27,15 @@ from torch import nn
 from trueshard.errors import UserError
 from trueshard.files import replace_text
 from trueshard.planner.hardware import hardware, recognise
+from trueshard.train.data.loader import Loader
 from trueshard.train.trainer import Callback, Trainer
 
 NAME = "metrics.jsonl"
 
 
 def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
-    """Return the floating-point operations of forward and backward for each token.
-
-    Args:
-        model: a dense transformer with a transformers configuration, sharded or not, before quantisation.
-        sequence_length: tokens.
-
-    Returns:
-        None if the formula does not hold: experts, several towers, no such configuration.
+    """Return the operations of forward and backward for each token, before quantisation; None if the formula does not
+    hold: experts, several towers, no transformers configuration.
     """
     config = getattr(model, "config", None)
     layers, heads = (getattr(config, key, None) for key in ("num_hidden_layers", "num_attention_heads"))
@@ -76,18 +64,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 class Measures(Callback):
-    """Adds to the record of each step; to be given first, so that other callbacks see it. Collective.
+    """Adds tokens_per_second (of all ranks and a rank), mfu (0 to 1) and memory to the record of each step.
 
-    - ``tokens_per_second``: of all ranks; ``tokens_per_second_per_rank``;
-    - ``mfu``: 0 to 1;
-    - ``memory_allocated``, ``memory_reserved``: bytes of the fullest rank; on a CUDA device the peaks of torch's
-      allocator since the last step, on a CPU the process's resident bytes as ``memory_allocated`` alone;
-    - ``memory_planned``: bytes to be reserved, as planned.
-
-    Args:
-        flops_per_token: floating-point operations of forward and backward.
-        peak_flops: operations a second of one device.
-        memory_planned: bytes of a rank.
+    Memory is in bytes of the fullest rank: the peaks of torch's allocator since the last step or, on a CPU, the
+    resident bytes. To be given first, so that other callbacks see it. Collective.
     """
 
     def __init__(
@@ -109,6 +89,8 @@ class Measures(Callback):
         record["tokens_per_second_per_rank"] = rate / trainer.ranks
         if self._flops is not None and self._peak is not None:
             record["mfu"] = rate * self._flops / (self._peak * trainer.ranks)
+        if isinstance(trainer.loader, Loader):
+            record |= trainer.loader.state_dict()
         record |= _largest(_memory(trainer.device) | {"data_wait": record["data_wait"]}, trainer.device)
         if self._planned is not None:
             record["memory_planned"] = self._planned
@@ -116,16 +98,11 @@ class Measures(Callback):
 
 def _memory(device: torch.device) -> dict[str, int]:
     """Return the bytes of this process; on a CUDA device the peaks since the last call."""
-    if device.type == "cuda":
-        found = {
-            "memory_allocated": torch.cuda.max_memory_allocated(device),
-            "memory_reserved": torch.cuda.max_memory_reserved(device),
-        }
-        torch.cuda.reset_peak_memory_stats(device)
-        return found
-    import psutil
-
-    return {"memory_allocated": psutil.Process().memory_info().rss}
+    if device.type != "cuda":
+        return {"memory_allocated": psutil.Process().memory_info().rss}
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"memory_allocated": allocated, "memory_reserved": reserved}
 
 
 def _largest(values: dict[str, float], device: torch.device) -> dict[str, float]:
@@ -139,10 +116,9 @@ def _largest(values: dict[str, float], device: torch.device) -> dict[str, float]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a file; none if it does not exist. A last line that a crash cut off is left out.
+    """Read the records of a file; none if it does not exist.
 
-    Raises:
-        UserError: another line is damaged.
+    A last line that a crash cut off is left out. Raises `UserError` if another line is damaged.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -156,18 +132,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError):
             if number == len(lines):
                 break
-            raise UserError(
-                f"{path}, line {number}: is no JSON object with a step; delete that line, or move the file away"
-            ) from None
+            said = f"{path}, line {number}: is no JSON object with a step; delete that line, or move the file away"
+            raise UserError(said) from None
         records.append({key: math.nan if value is None else value for key, value in record.items()})
     return records
 
 
 def _line(record: dict[str, Any]) -> str:
-    plain = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
-    }
-    return json.dumps(plain, allow_nan=False) + "\n"
+    unknown = {key: None for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps(record | unknown, allow_nan=False) + "\n"
 
 
 class MetricsWriter(Callback):

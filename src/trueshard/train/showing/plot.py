@@ -1,10 +1,7 @@
-"""`trueshard plot`: the curves of runs as a PNG and as an HTML page.
+"""`trueshard plot`: the curves of runs as a PNG and as an HTML page, in the frame and style of the planner's page.
 
-- A run is its folder, or the `metrics.jsonl` in it.
 - A long run is drawn from intervals of equally many steps: the mean, lowest and highest value of each.
 - A step without a value is no point: evaluations are joined by lines, a loss that was not finite leaves a gap.
-- The page has the points of each curve, in the frame and style of the planner's page; smoothing, axes and zoom are the
-  reader's.
 """
 
 from __future__ import annotations
@@ -46,36 +43,22 @@ FEW = 30
 
 
 def plot(runs: Sequence[Path], out: Path | None = None) -> list[Path]:
-    """Draw loss, evaluation, gradient norm, learning rate, tokens/s and memory of runs; return the files.
+    """Draw the curves of runs into `out`, a `.png` or `.html` file, or into both in a run's folder; return the files.
 
-    Args:
-        runs: folders of runs, or their `metrics.jsonl`.
-        out: a `.png` or a `.html` file, replaced once the new one is complete. None: `curves.png` and `curves.html`, in
-            the folder of a single run, in the current folder for several.
-
-    Raises:
-        UserError: no such run, one without steps, a damaged file, or an `out` that cannot be written.
+    Raises `UserError` for a run that does not exist, has no step or is damaged, and a file that cannot be written.
     """
     if out is not None and out.suffix.lower() not in FORMS:
         raise UserError(f"--out {out}: its name must end in {' or '.join(FORMS)}")
-    found = read_runs(runs)
-    if out is not None:
-        targets = [out.expanduser()]
-    else:
-        first = runs[0].expanduser()
-        folder = Path() if len(runs) > 1 else first if first.is_dir() else first.parent
-        targets = [folder / f"curves{suffix}" for suffix in FORMS]
-    for target in targets:
-        if not target.absolute().parent.is_dir() or not os.access(target.absolute().parent, os.W_OK):
-            raise UserError(f"--out {target}: there is no folder {target.absolute().parent} that can be written to")
+    found, first = read_runs(runs), runs[0].expanduser()
+    folder = Path() if len(runs) > 1 else first if first.is_dir() else first.parent
+    targets = [folder / f"curves{suffix}" for suffix in FORMS] if out is None else [out.expanduser()]
+    if not (into := targets[0].absolute().parent).is_dir() or not os.access(into, os.W_OK):
+        raise UserError(f"--out {targets[0]}: there is no folder {into} that can be written to")
     for target in targets:
         made = FORMS[target.suffix.lower()](found)
         with replacing(target) as scratch:
             scratch.write_bytes(made)
     return targets
-
-
-# ---- runs
 
 
 @dataclass(frozen=True)
@@ -88,21 +71,17 @@ class RunRecords:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecords]:
-    """Read runs, each named by the shortest end of its path that is unique.
-
-    Raises:
-        UserError: a run does not exist, has no step yet, is given twice, or its file is damaged.
-    """
+    """Read runs, each named by its path below the folder of all. Raises `UserError` for a wrong one."""
     files = [_file(path) for path in paths]
     twice = next((path for i, path in enumerate(paths) if files[i] in files[:i]), None)
     if twice is not None:
         raise UserError(f"{twice} is given twice; leave one out")
-    runs = []
-    for path, file, name in zip(paths, files, _names([file.parent for file in files]), strict=True):
+    common, runs = os.path.commonpath([file.parents[1] for file in files]), []
+    for path, file in zip(paths, files, strict=True):
         records = read_metrics(file)
         if not records:
             raise UserError(f"{path} has taken no step yet; try again when it has")
-        runs.append(RunRecords(name, records))
+        runs.append(RunRecords(file.parent.relative_to(common).as_posix(), records))
     return runs
 
 
@@ -121,16 +100,6 @@ def _file(path: Path) -> Path:
     return file
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
-    """Return as few last parts of each path as make all of them different."""
-    longest = max(len(folder.parts) for folder in folders)
-    candidates = (["/".join(folder.parts[-count:]) for folder in folders] for count in range(1, longest + 1))
-    return next(names for names in candidates if len(set(names)) == len(names))
-
-
-# ---- curves
-
-
 @dataclass(frozen=True)
 class Panel:
     """One diagram."""
@@ -139,9 +108,16 @@ class Panel:
     title: str
     unit: str
     """nats, bytes, part (of 1), rate, seconds or empty."""
-    value: Callable[[Record], float | None]
     noisy: bool = False
     """True if values vary from step to step, and are smoothed."""
+
+    def value(self, record: Record) -> float | None:
+        """Return the value of a step, or None if it has none."""
+        if self.key == "memory":
+            return record.get("memory_reserved", record.get("memory_allocated"))
+        if self.key == "data_wait" and self.key in record:
+            return record[self.key] / record["seconds"] if record.get("seconds") else None
+        return record.get(self.key)
 
 
 @dataclass(frozen=True)
@@ -158,55 +134,39 @@ class RunCurve:
     """Number of steps in each point."""
 
 
-def _of(key: str) -> Callable[[Record], float | None]:
-    return lambda record: record.get(key)
-
-
-def _memory(record: Record) -> float | None:
-    return record.get("memory_reserved", record.get("memory_allocated"))
-
-
-def _waited(record: Record) -> float | None:
-    return record["data_wait"] / record["seconds"] if record.get("seconds") and "data_wait" in record else None
-
-
 PANELS = (
-    Panel("loss", "Loss", "nats", _of("loss"), noisy=True),
-    Panel("evaluation_loss", "Evaluation loss", "nats", _of("evaluation_loss")),
-    Panel("grad_norm", "Gradient norm", "", _of("grad_norm"), noisy=True),
-    Panel("lr", "Learning rate", "", _of("lr")),
-    Panel("tokens_per_second", "Tokens a second, all ranks", "rate", _of("tokens_per_second"), noisy=True),
-    Panel("mfu", "Model FLOPs utilisation", "part", _of("mfu"), noisy=True),
-    Panel("memory", "Memory of the fullest rank", "bytes", _memory),
-    Panel("data_wait", "Waiting for data, part of the step", "part", _waited, noisy=True),
+    Panel("loss", "Loss", "nats", noisy=True),
+    Panel("evaluation_loss", "Evaluation loss", "nats"),
+    Panel("grad_norm", "Gradient norm", "", noisy=True),
+    Panel("lr", "Learning rate", ""),
+    Panel("tokens_per_second", "Tokens a second, all ranks", "rate", noisy=True),
+    Panel("mfu", "Model FLOPs utilisation", "part", noisy=True),
+    Panel("memory", "Memory of the fullest rank", "bytes"),
+    Panel("data_wait", "Waiting for data, part of the step", "part", noisy=True),
 )
-PLANNED = Panel("memory_planned", "planned", "bytes", _of("memory_planned"))
+PLANNED = Panel("memory_planned", "planned", "bytes")
 """Drawn with the memory."""
 
 
 def curve(records: Sequence[Record], panel: Panel, points: int = POINTS) -> RunCurve | None:
     """Return the quantity of a panel over the steps, in at most ``points``; None if no step has it."""
-    found = [(record, panel.value(record)) for record in records]
-    rows = [
-        (record["step"], record.get("tokens", math.nan), value if math.isfinite(value) else math.nan)
-        for record, value in found
-        if value is not None
-    ]
-    if not any(math.isfinite(value) for *_, value in rows):
+    import pandas
+
+    values = [(record["step"], record.get("tokens"), panel.value(record)) for record in records]
+    rows = pandas.DataFrame([each for each in values if each[2] is not None], columns=["step", "tokens", "value"])
+    rows = rows.astype(float).replace([math.inf, -math.inf], math.nan)
+    if not rows.value.notna().any():
         return None
-    step, tokens, values = np.array(rows, np.float64).T
-    if len(rows) <= points:
-        return RunCurve(step, tokens, values, values, values, np.ones_like(values))
-    edges = np.linspace(0, len(rows), points + 1).astype(np.int64)
-    starts, last = edges[:-1], edges[1:] - 1
-    finite = np.isfinite(values)
-    count = np.add.reduceat(finite.astype(np.float64), starts)
-    known = count > 0
-    summed = np.add.reduceat(np.where(finite, values, 0.0), starts)
-    low = np.minimum.reduceat(np.where(finite, values, np.inf), starts)
-    high = np.maximum.reduceat(np.where(finite, values, -np.inf), starts)
-    mean = np.divide(summed, count, out=np.full(points, np.nan), where=known)
-    return RunCurve(step[last], tokens[last], mean, np.where(known, low, np.nan), np.where(known, high, np.nan), count)
+    intervals = np.linspace(0, min(points, len(rows)), len(rows), endpoint=False).astype(np.int64)
+    found = rows.groupby(intervals).agg(
+        step=("step", "last"),
+        tokens=("tokens", "last"),
+        mean=("value", "mean"),
+        low=("value", "min"),
+        high=("value", "max"),
+        count=("value", "count"),
+    )
+    return RunCurve(**{key: found[key].to_numpy(np.float64) for key in found})
 
 
 def smoothed(curve: RunCurve, half_life: float) -> Values:
@@ -241,31 +201,44 @@ def half_life(runs: Sequence[RunRecords]) -> int:
     return min(choices, key=lambda each: abs(math.log(each / max(steps / 100, 0.5))))
 
 
-def _panels(runs: Sequence[RunRecords]) -> list[Panel]:
+def _shown(runs: Sequence[RunRecords]) -> list[Panel]:
     return [panel for panel in PANELS if any(curve(run.records, panel) for run in runs)]
-
-
-# ---- the picture
 
 
 def picture(runs: Sequence[RunRecords]) -> bytes:
     """Return a PNG with each panel that a run has values for, and a colour for each run."""
     from matplotlib.figure import Figure
 
-    panels = _panels(runs)
-    rows = 1 + len(panels) // 2
-    figure = Figure(figsize=(12, 3.1 * rows + 0.8), layout="constrained")
-    grid = figure.add_gridspec(rows, 2, height_ratios=[1.4] + [1.0] * (rows - 1))
-    _draw(figure.add_subplot(grid[0, :]), panels[0], runs)
-    for number, panel in enumerate(panels[1:]):
-        alone = number == len(panels) - 2 and number % 2 == 0
-        _draw(figure.add_subplot(grid[1 + number // 2, slice(None) if alone else number % 2]), panel, runs)
+    panels = _shown(runs)
+    rows: list[Any] = [["0", "0"], *([str(n), str(min(n + 1, len(panels) - 1))] for n in range(1, len(panels), 2))]
+    figure = Figure(figsize=(12, 3.1 * len(rows) + 0.8), layout="constrained")
+    places = figure.subplot_mosaic(rows, height_ratios=[1.4] + [1.0] * (len(rows) - 1))
+    for number, panel in enumerate(panels):
+        _draw(places[str(number)], panel, runs)
     if len(runs) > 1:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper left", ncols=min(len(runs), 4), frameon=False)
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=130, format="png")
     return buffer.getvalue()
+
+
+def draw_loss(records: Sequence[Record], entropy: float | None, file: Path) -> None:
+    """Draw the loss of steps and evaluations, and the unigram entropy of the text in nats, into a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    _draw(axes, PANELS[0], [RunRecords("loss", list(records))])
+    evaluated = curve(records, PANELS[1])
+    if evaluated is not None:
+        axes.plot(evaluated.step, evaluated.mean, "o-", markersize=4, color=COLOURS[1], label="evaluation")
+    if entropy is not None:
+        axes.axhline(entropy, linestyle="--", color="gray", label=f"unigram entropy of the text, {entropy:.2f}")
+        axes.set_ylim(top=max(axes.get_ylim()[1], 1.03 * entropy))
+    axes.legend()
+    with replacing(file) as scratch:
+        figure.savefig(scratch, dpi=150, format="png")
 
 
 def _draw(axes: Axes, panel: Panel, runs: Sequence[RunRecords]) -> None:
@@ -315,9 +288,6 @@ def _dress(axes: Axes, panel: Panel, shown: Values, planned: bool) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-# ---- the page
-
-
 def page(runs: Sequence[RunRecords]) -> str:
     """Return the page."""
     headline = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
@@ -327,7 +297,7 @@ def page(runs: Sequence[RunRecords]) -> str:
         "half_life": half_life(runs),
         "tokens": all("tokens" in record for run in runs for record in run.records),
         "panels": [
-            {"key": each.key, "title": each.title, "unit": each.unit, "noisy": each.noisy} for each in _panels(runs)
+            {"key": each.key, "title": each.title, "unit": each.unit, "noisy": each.noisy} for each in _shown(runs)
         ],
         "runs": [_run(run) for run in runs],
     }

@@ -17,18 +17,12 @@ from trueshard.train.trainer import Callback, Trainer
 
 
 class Profile(Callback):
-    """Profiles the steps `first` … `last` on every rank, each into `rank-N.json.gz`.
+    """Profiles the steps `first` (from 2 on) … `last` since the start on every rank, each into `rank-N.json.gz`.
 
-    Args:
-        folder: for the traces; made if missing.
-        first: from 2 on; 2 is the second step after the start or the resume. The step before is profiled and dropped,
-            so that the profiler's own start is not in the trace.
-        last: at least `first`. If the run ends earlier, the trace has the steps that were taken.
+    The step before is profiled and dropped, so that the profiler's own start is not in the trace.
     """
 
     def __init__(self, folder: Path, first: int, last: int) -> None:
-        if not 2 <= first <= last:
-            raise ValueError(f"profile: steps {first} to {last} are no range from 2 on")
         self._folder, self._first, self._last = folder, first, last
         self._profiler: torch.profiler.profile | None = None
         self._taken, self._written, self._rank = 0, False, 0
@@ -36,17 +30,8 @@ class Profile(Callback):
     def on_start(self, trainer: Trainer) -> None:
         self._rank = trainer.rank
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it writes to stderr at its start and stop
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if trainer.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(
-            activities=activities,
-            schedule=torch.profiler.schedule(
-                wait=self._first - 2, warmup=1, active=self._last - self._first + 1, repeat=1
-            ),
-            on_trace_ready=self._write,
-            acc_events=True,
-        )
+        steps = torch.profiler.schedule(wait=self._first - 2, warmup=1, active=self._last - self._first + 1, repeat=1)
+        self._profiler = torch.profiler.profile(schedule=steps, on_trace_ready=self._write, acc_events=True)
         self._profiler.start()
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
@@ -61,14 +46,13 @@ class Profile(Callback):
             return
         profiler, self._profiler = self._profiler, None
         profiler.stop()
-        if self._rank != 0:
-            return
-        if self._written:
-            last = min(self._taken, self._last)
-            steps = f"step {last}" if last == self._first else f"steps {self._first} to {last}"
-            print(f"Profile of {steps} since the start: {self._folder}/rank-*.json.gz", flush=True)
-        else:
-            print(f"No profile: the run ended before step {self._first} since its start", flush=True)
+        last = min(self._taken, self._last)
+        steps = f"step {last}" if last == self._first else f"steps {self._first} to {last}"
+        said = f"Profile of {steps} since the start: {self._folder}/rank-*.json.gz"
+        if not self._written:
+            said = f"No profile: the run ended before step {self._first} since its start"
+        if self._rank == 0:
+            print(said, flush=True)
 
     def _write(self, profiler: torch.profiler.profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,7 @@
 """The progress of a run on the terminal, and its report at the end.
 
 - On a terminal a progress bar, with all other output above it; elsewhere plain lines, at most one a step.
-- Values that are unknown, or have no room, are left out.
 - Rates are those of several steps together: on plain lines, of all steps since the line before.
-- At the end: the loss as a line and as a picture, and a list of the files of the run.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Column
 from rich.text import Text
 
-from trueshard.files import replacing
 from trueshard.train.trainer import Callback, Trainer
 
 GIB = 2**30
@@ -45,12 +42,7 @@ MEANINGS = {
 
 
 class Display(Callback):
-    """Shows steps on rank 0; to be given after the callbacks that add to the record.
-
-    Args:
-        log_every: steps between plain lines; the first and the last step have one too. On a terminal, the number of
-            steps in a rate.
-    """
+    """Shows steps on rank 0: on a terminal a bar, else a line each ``log_every`` steps, the first and the last."""
 
     def __init__(self, log_every: int = 10) -> None:
         self._log_every = log_every
@@ -149,47 +141,11 @@ def bar(console: Console) -> Progress:
     )
 
 
-# ---- at the end
-
-
-def draw_loss(records: Sequence[dict[str, Any]], entropy: float | None, file: Path) -> None:
-    """Draw the loss of steps and evaluations into a PNG.
-
-    Args:
-        records: of `metrics.jsonl`, at least one.
-        entropy: unigram entropy of the text, in nats, for comparison.
-        file: replaced once the picture is complete.
-    """
-    from matplotlib.figure import Figure
-
-    steps, losses = [record["step"] for record in records], [record["loss"] for record in records]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(steps, losses, linewidth=0.8, color="tab:blue", alpha=0.35, label="loss of each step")
-    means = [_mean(losses[max(0, end - LAST_STEPS) : end]) for end in range(1, len(losses) + 1)]
-    axes.plot(steps, means, linewidth=1.8, color="tab:blue", label=f"mean of the last {LAST_STEPS} steps")
-    evaluated = [(record["step"], record["evaluation_loss"]) for record in records if "evaluation_loss" in record]
-    if evaluated:
-        axes.plot(*zip(*evaluated, strict=True), "o-", markersize=4, color="tab:orange", label="evaluation")
-    if entropy is not None:
-        axes.axhline(entropy, linestyle="--", color="gray", label=f"unigram entropy of the text, {entropy:.2f}")
-    axes.set(xlabel="step", ylabel="nats per token", xlim=(min(steps), max(max(steps), min(steps) + 1)))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    with replacing(file) as scratch:
-        figure.savefig(scratch, dpi=150, format="png")
-
-
-def _mean(values: Sequence[float]) -> float:
-    """Return the mean of the finite values; NaN if there is none."""
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.nan
-
-
 def final_loss(records: Sequence[dict[str, Any]]) -> tuple[float, int]:
     """Return the mean loss of the last steps, in nats a token, and the number of those steps."""
     last = [record["loss"] for record in records[-LAST_STEPS:]]
-    return _mean(last), len(last)
+    finite = [loss for loss in last if math.isfinite(loss)]
+    return (sum(finite) / len(finite) if finite else math.nan), len(last)
 
 
 def final_line(records: Sequence[dict[str, Any]], entropy: float | None = None, unit: str = "token") -> str:

@@ -1,8 +1,6 @@
 """Trackers of metrics beside `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, or any class of the same shape.
 
-- A tracker is three methods. Its package is looked for when it is made, and imported when it starts.
-- A resumed run continues its curves, with each step once.
-- A tracker that fails during training is dropped with a message: the file has the metrics.
+A resumed run continues its curves, with each step once. A tracker that fails during training is dropped with a message.
 """
 
 from __future__ import annotations
@@ -11,13 +9,12 @@ import importlib.util
 import math
 import sys
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from trueshard.errors import UserError, one_line
 from trueshard.files import replace_text
-from trueshard.text import nearest
 from trueshard.train.trainer import Callback, Trainer
 
 
@@ -25,14 +22,7 @@ class Tracker(Protocol):
     """Shows metrics elsewhere; called on rank 0 only."""
 
     def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
-        """Begin or continue a run.
-
-        Args:
-            config: of the run, JSON values.
-            folder: of the run, the same after a resume.
-            project: name for several runs.
-            step: last step taken; later ones that an earlier start was told of will be told again.
-        """
+        """Begin a run or, in the same folder, continue it after ``step``; later steps will be told again."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the metrics of a step."""
@@ -62,26 +52,13 @@ class TensorBoard:
         self._writer.close()
 
 
-class _RunTracker:
-    """Logs to a run of wandb or of trackio, from the first step that it does not have."""
-
-    _run: Any
-    _next: int
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        if step >= self._next:
-            self._run.log(dict(values), step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
-
-
-class WandB(_RunTracker):
+class WandB:
     """Weights & Biases. Its environment variables apply: WANDB_MODE=offline keeps everything in `wandb/` of the run."""
 
     def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
         import wandb
 
+        self._run: Any
         try:
             self._run = wandb.init(
                 project=project,
@@ -98,8 +75,15 @@ class WandB(_RunTracker):
             ) from error
         self._next = self._run.step
 
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step >= self._next:  # the first one that the run does not have
+            self._run.log(dict(values), step=step)
 
-class Trackio(_RunTracker):
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class Trackio(WandB):
     """trackio, on this machine or where its environment variables say."""
 
     def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
@@ -112,28 +96,16 @@ class Trackio(_RunTracker):
         self._run = trackio.init(project=project, name=name, config=dict(config), resume="allow", embed=False)
 
 
-TRACKERS: dict[str, type[TensorBoard] | type[WandB] | type[Trackio]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
-    "trackio": Trackio,
-}
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 """Name in `log.to`, which is also the package → tracker."""
 
 
-def trackers(names: Iterable[str]) -> list[Tracker]:
-    """Return the trackers of `log.to`.
-
-    Raises:
-        UserError: an unknown name, or a package that is not installed.
-    """
-    found: list[Tracker] = []
+def trackers(names: Sequence[str]) -> list[Tracker]:
+    """Return the trackers of `log.to`. Raises `UserError` for a package that is not installed."""
     for name in names:
-        if name not in TRACKERS:
-            raise UserError(f"log.to: {name!r} is no tracker.{nearest(name, TRACKERS)} Known: {', '.join(TRACKERS)}")
         if sys.modules.get(name, ...) is None or importlib.util.find_spec(name) is None:
             raise UserError(f'log.to: the package {name!r} is not installed; install it, or leave "{name}" out')
-        found.append(TRACKERS[name]())
-    return found
+    return [TRACKERS[name]() for name in names]
 
 
 def _run_id(folder: Path) -> str:
@@ -146,14 +118,7 @@ def _run_id(folder: Path) -> str:
 
 
 class Tracking(Callback):
-    """Passes each step to trackers, on rank 0; to be given after the callbacks that add to the record.
-
-    Args:
-        trackers: started with the training.
-        config: of the run, JSON values.
-        folder: of the run.
-        project: name for several runs.
-    """
+    """Passes each step to trackers, on rank 0; to be given after the callbacks that add to the record."""
 
     def __init__(self, trackers: Sequence[Tracker], config: Mapping[str, Any], folder: Path, project: str) -> None:
         self._trackers, self._config, self._folder, self._project = list(trackers), config, folder, project
@@ -168,21 +133,16 @@ class Tracking(Callback):
         numbers = {key: value for key, value in record.items() if key != "step" and isinstance(value, (int, float))}
         finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
         for each in list(self._trackers):
-            try:
-                each.log(record["step"], finite)
-            except Exception as error:
-                self._trackers.remove(each)
-                print(
-                    f"{type(each).__name__} failed at step {record['step']} ({one_line(error)}) and is told no more; "
-                    "metrics.jsonl goes on",
-                    flush=True,
-                )
+            self._try(each, f"at step {record['step']}", each.log, record["step"], finite)
 
     def on_end(self, trainer: Trainer) -> None:
-        for each in self._trackers:
-            try:
-                each.finish()
-            except Exception as error:
-                print(
-                    f"{type(each).__name__} failed at the end ({one_line(error)}); metrics.jsonl is whole", flush=True
-                )
+        for each in list(self._trackers):
+            self._try(each, "at the end", each.finish)
+
+    def _try(self, tracker: Tracker, when: str, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:
+            self._trackers.remove(tracker)
+            name = type(tracker).__name__
+            print(f"{name} failed {when} ({one_line(error)}) and is told no more; metrics.jsonl is whole", flush=True)
