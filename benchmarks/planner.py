@@ -87,18 +87,19 @@ def run(tell: Tell, quick: bool = False) -> Table:
 
 def _forecast(folder: str, ranks: int) -> dict[str, float]:
     start = time.perf_counter()
-    from trueshard.planner.planning import work_out
+    from trueshard.planner.planning import Request
+    from trueshard.planner.solve import solve
 
     imported = time.perf_counter()
-    study = work_out(
-        folder,
-        "h100",
-        ranks,
+    request = Request(
+        model=folder,
+        ranks=ranks,
         sequence=8192,
         mixed_precision="bf16",
         reshard_after_forward="default",
         activation_checkpointing="selective",
     )
+    study = solve(request)
     return {
         "imports": imported - start,
         "seconds": time.perf_counter() - imported,

@@ -13,6 +13,7 @@ import pytest
 import forks
 from chromium import Page
 from parity import Pool, Ranks
+from trueshard import launching
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +36,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    launching.Popen = forks.Popen  # type: ignore[misc]
     if config.getoption("numprocesses", None):
         forks.start_server()  # here, so that all workers of pytest-xdist share it
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trueshard.optim.norms import Norms as Norms
     from trueshard.optim.norms import measure_norms as measure_norms
     from trueshard.planner.planning import plan as plan
-    from trueshard.planner.search.reasons import NothingFits as NothingFits
+    from trueshard.planner.workload import NothingFits as NothingFits
     from trueshard.plans import Forecast as Forecast
     from trueshard.plans import MixedPrecision as MixedPrecision
     from trueshard.plans import Plan as Plan
@@ -53,7 +53,7 @@ _MODULES = {
     "optim.clip": "clip_grad_norm_",
     "optim.norms": "MeasuredNorms Norms measure_norms",
     "planner.planning": "plan",
-    "planner.search.reasons": "NothingFits",
+    "planner.workload": "NothingFits",
     "plans": "Forecast MixedPrecision Plan Unit",
     "runtime.engine": "accumulate set_reshard_after_forward",
     "runtime.tokens": "TokenMean count_targets token_mean",

@@ -83,8 +83,8 @@ def shard(
 def _planned(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh, choices: Choices) -> Plan:
     """Return the planner's choice. The planner is imported here alone: a plain ``shard()`` does without it."""
     with with_extra():
-        from trueshard.planner.here import plan_here
+        from trueshard.planner.planning import plan_for
 
     with agreement.together(mesh):
         engine.check_arguments(model, optimizers, choices)
-    return plan_here(model, optimizers, mesh, choices)
+    return plan_for(model, optimizers, mesh, choices)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trueshard.choices import Choices, reshard_word
 from trueshard.cli import options
 from trueshard.errors import UserError, refused
+from trueshard.plans import dtype_name
+
+if TYPE_CHECKING:
+    from trueshard.planner.planning import Request
 
 
 def _count(what: str) -> Any:
@@ -60,28 +64,20 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """Say what training a model costs on a cluster, and choose how to shard it. Needs neither GPUs nor weights."""
-    from trueshard.planner import planning
-    from trueshard.planner.hardware import hardware as named_hardware
-    from trueshard.planner.inputs.workloads import workload_of
-    from trueshard.planner.report import compare, page, report
-    from trueshard.planner.simulation import rehearse as rehearsing
+    from trueshard.planner.planning import Request, read_plan
+    from trueshard.planner.report import compare
 
     with refused():
         if diff is not None:
-            print(compare.diff(*map(planning.read_plan, diff)))
+            print(compare.diff(*map(read_plan, diff)))
             return
         if not model:
             raise UserError("plan needs a MODEL: a folder with a config.json, that file, or file.py:factory")
-        if rehearse:
-            rehearsing.require("cuda")
-        for file in (out, html):
-            if file is not None:
-                planning.check_writable(file)
-        found = planning.work_out(
-            model,
-            hardware,
-            ranks,
-            memory,
+        request = Request(
+            model=model,
+            hardware=hardware,
+            ranks=ranks,
+            memory=memory,
             ranks_per_node=ranks_per_node,
             replicate=replicate,
             sequence=sequence,
@@ -93,21 +89,62 @@ def plan(
             units=units or Choices.units,
             reshard_after_forward=reshard_word(reshard_after_forward),
             activation_checkpointing=activation_checkpointing,
-            mixed_precision=planning.precision(param_dtype, reduce_dtype),
+            mixed_precision=_precision(param_dtype, reduce_dtype),
             compile=compiled,
             offload=offload,
-            plan=None if given is None else planning.read_plan(given),
+            plan=None if given is None else read_plan(given),
         )
-        if out is not None:
-            planning.write_plan(found.plan, out)
-        if html is not None:
-            page.write_page(found, html)
-        rehearsal = None
-        if rehearse:
-            workload = workload_of(model, sequence=sequence, optimizer=optimizer, storage_dtype=storage_dtype)
-            rehearsal = rehearsing.rehearse(rehearsing.job_of(found, workload), named_hardware(hardware))
-        if as_json:
-            more = {} if rehearsal is None else {"rehearsal": dataclasses.asdict(rehearsal)}
-            print(json.dumps(report.as_json(found) | more, indent=2))
-        else:
-            print(report.text(found), *([] if rehearsal is None else ["", rehearsal]), sep="\n")
+        _plan(request, out, html, rehearse=rehearse, as_json=as_json)
+
+
+def _plan(request: Request, out: Path | None, html: Path | None, *, rehearse: bool, as_json: bool) -> None:
+    """Solve a request in this process, write its files, rehearse it, and print it."""
+    from trueshard.planner.planning import check_writable, write_plan
+    from trueshard.planner.report import page, report
+    from trueshard.planner.simulation import rehearse as rehearsing
+    from trueshard.planner.solve import solve
+
+    if rehearse:
+        rehearsing.require("cuda")
+    for file in (out, html):
+        if file is not None:
+            check_writable(file)
+    found = solve(request)
+    if out is not None:
+        write_plan(found.plan, out)
+    if html is not None:
+        page.write_page(found, html)
+    rehearsal = None
+    if rehearse:
+        from trueshard.planner.hardware import hardware
+        from trueshard.planner.inputs.workloads import workload_of
+
+        workload = workload_of(
+            request.model,
+            sequence=request.sequence,
+            optimizer=request.optimizer,
+            storage_dtype=request.storage_dtype,
+        )
+        rehearsal = rehearsing.rehearse(rehearsing.job_of(found, workload), hardware(str(request.hardware)))
+    if as_json:
+        more = {} if rehearsal is None else {"rehearsal": dataclasses.asdict(rehearsal)}
+        print(json.dumps(report.as_json(found) | more, indent=2))
+    else:
+        print(report.text(found), *([] if rehearsal is None else ["", rehearsal]), sep="\n")
+
+
+def _precision(param: str | None, reduce: str | None) -> Any:
+    """Return torch's policy for two words such as ``"bf16"`` or ``"float32"``; None where neither is given."""
+    if param is None and reduce is None:
+        return None
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    given = {"param_dtype": param, "reduce_dtype": reduce}
+    return MixedPrecisionPolicy(
+        **{
+            key: getattr(torch, dtype_name(key.replace("_", "-"), word))
+            for key, word in given.items()
+            if word is not None
+        }
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from trueshard.planner import ledger
 from trueshard.planner.hardware import Hardware, Mode
@@ -16,12 +17,12 @@ from trueshard.planner.workload import Job, Study
 from trueshard.plans import Forecast, MixedPrecision, Plan
 
 MICROBATCHES = 3
-"""Microbatches of a step that are simulated; the first and the last are unlike those between."""
+"""Microbatches of a step that are simulated at most: the first, the last, and one for those between."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices and how they are joined."""
+    """Devices, nodes and replicas."""
 
     hardware: Hardware
     ranks: int
@@ -47,26 +48,24 @@ class Cluster:
 
     @property
     def overhead_bytes(self) -> int:
-        """Taken on a device outside of torch's allocator: the context, and a communicator for each mesh dimension."""
+        """Bytes of a device outside of torch's allocator: the context, and a communicator for each mesh dimension."""
         communicators = sum(size > 1 for size in self.mesh)
         return self.hardware.context_bytes + communicators * self.hardware.communicator_bytes
 
     @property
     def available_bytes(self) -> int:
-        """What torch's allocator can have."""
+        """Bytes that torch's allocator can have."""
         return self.hardware.memory_bytes - self.overhead_bytes
 
 
 def study(job: Job, cluster: Cluster, budget: int | None = None) -> Study:
-    """What a job costs on a cluster.
+    """Return what a job costs on a cluster, whose mesh is the job's.
 
     Args:
-        job: its mesh must be the cluster's.
-        cluster: where it would run.
         budget: bytes that torch's allocator may reserve on each rank; None: all that the device has.
 
     Raises:
-        ValueError: the budget is more than the device has, or what ``shard()`` refuses.
+        ValueError: the budget is more than the device has, or ``shard()`` refuses the job.
     """
     if budget is not None and budget > cluster.available_bytes:
         raise ValueError(
@@ -79,60 +78,46 @@ def study(job: Job, cluster: Cluster, budget: int | None = None) -> Study:
         made = simulate(dataclasses.replace(job, accumulation=min(job.accumulation, MICROBATCHES)))
     mode: Mode = "compile" if made.plan.compile else "eager"
     line = schedule(made.steady, cluster.hardware, cluster.ranks_per_node, mode)
-    counted = _Counted.of(made.steady, line)
-    if job.accumulation > MICROBATCHES:
+    amounts, received = _amounts(made.steady, line), ledger.received(made.steady)
+    if (more := job.accumulation - MICROBATCHES) > 0:
         with quietly():
-            less = simulate(dataclasses.replace(job, accumulation=MICROBATCHES - 1))
-        shorter = schedule(less.steady, cluster.hardware, cluster.ranks_per_node, mode)
-        counted = counted.more(_Counted.of(less.steady, shorter), job.accumulation - MICROBATCHES)
+            less = simulate(dataclasses.replace(job, accumulation=MICROBATCHES - 1)).steady
+        shorter = schedule(less, cluster.hardware, cluster.ranks_per_node, mode)
+        amounts = _extended(amounts, _amounts(less, shorter), more)
+        received = _extended(received, ledger.received(less), more)
     reserved = replay(made.first, made.steady, workspace_bytes=cluster.hardware.workspace_bytes)
-    forecast = _forecast(job, cluster, budget, made, reserved, counted)
+    forecast = _forecast(job, cluster, budget, made, reserved, received, amounts)
     plan = dataclasses.replace(made.plan, forecast=forecast)
     return Study(plan, forecast, made.steady, line, assumptions=_assumptions(job, cluster, made))
 
 
-@dataclass(frozen=True)
-class _Counted:
-    """What adds up over a step."""
+def _amounts(trace: Trace, line: Timeline) -> dict[str, Any]:
+    """Return what adds up over a step, by field of ``Forecast``."""
+    return {
+        "flops_per_step": ledger.flops(trace),
+        "model_flops_per_step": ledger.flops(trace, recomputed=False),
+        "step_seconds": line.seconds,
+        "compute_seconds": line.compute_seconds,
+        "exposed_communication_seconds": line.exposed_seconds,
+    }
 
-    received: dict[str, int]
-    flops: int
-    model_flops: int
-    seconds: float
-    compute_seconds: float
-    exposed_seconds: float
 
-    @classmethod
-    def of(cls, trace: Trace, line: Timeline) -> _Counted:
-        return cls(
-            ledger.received(trace),
-            ledger.flops(trace),
-            ledger.flops(trace, recomputed=False),
-            line.seconds,
-            line.compute_seconds,
-            line.exposed_seconds,
-        )
-
-    def more(self, less: _Counted, times: int) -> _Counted:
-        """With ``times`` microbatches more, each of which costs what the last one more did."""
-        kinds = {*self.received, *less.received}
-        received = {
-            kind: self.received.get(kind, 0) + times * (self.received.get(kind, 0) - less.received.get(kind, 0))
-            for kind in kinds
-        }
-        rest = {
-            field.name: getattr(self, field.name) + times * (getattr(self, field.name) - getattr(less, field.name))
-            for field in dataclasses.fields(self)
-            if field.name != "received"
-        }
-        return _Counted(received, **rest)
+def _extended(amounts: dict[str, Any], less: dict[str, Any], times: int) -> dict[str, Any]:
+    """Return the amounts with ``times`` microbatches more, each as much as ``amounts`` has more than ``less``."""
+    return {key: value + times * (value - less.get(key, 0)) for key, value in amounts.items()}
 
 
 def _forecast(
-    job: Job, cluster: Cluster, budget: int, made: Simulation, reserved: Reserved, counted: _Counted
+    job: Job,
+    cluster: Cluster,
+    budget: int,
+    made: Simulation,
+    reserved: Reserved,
+    received: dict[str, int],
+    amounts: dict[str, Any],
 ) -> Forecast:
     peak = max((ledger.peak(made.first), ledger.peak(made.steady)), key=lambda each: each.bytes)
-    seconds = counted.seconds
+    seconds = amounts["step_seconds"]
     tokens = job.microbatch * job.accumulation * job.workload.sequence
     rate = cluster.hardware.peak(compute_dtype(made.plan))
     return Forecast(
@@ -152,20 +137,16 @@ def _forecast(
         peak_phase=peak.phase,
         peak_unit=peak.unit,
         peak_by_kind={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
-        bytes_received_per_step=sum(counted.received.values()),
-        received_by_collective=counted.received,
-        flops_per_step=counted.flops,
-        model_flops_per_step=counted.model_flops,
-        step_seconds=seconds,
-        compute_seconds=counted.compute_seconds,
-        exposed_communication_seconds=counted.exposed_seconds,
+        bytes_received_per_step=sum(received.values()),
+        received_by_collective=received,
         tokens_per_second_per_rank=tokens / seconds if seconds else 0.0,
-        mfu=counted.model_flops / seconds / rate if seconds else 0.0,
+        mfu=amounts["model_flops_per_step"] / seconds / rate if seconds else 0.0,
+        **amounts,
     )
 
 
 def compute_dtype(plan: Plan) -> str:
-    """In which dtype the most of a plan's parameters compute."""
+    """Return the dtype in which most of a plan's parameters compute."""
     mixed = plan.mixed_precision or MixedPrecision()
     if mixed.compute is not None:
         return mixed.compute

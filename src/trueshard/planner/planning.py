@@ -1,35 +1,94 @@
-"""``trueshard.plan``: what the user says becomes a space of plans, and the best of it a Plan."""
+"""``trueshard.plan``, what ``shard()`` asks of the planner, and plans as files. The work itself: see ``solve``."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import json
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from trueshard import _torch
-from trueshard.choices import DEFAULTS, Choices, is_free
+from trueshard import distributed
+from trueshard.choices import Choices
 from trueshard.files import replace_text
 from trueshard.log import timed
-from trueshard.model import names
-from trueshard.planner.forecasting import Cluster, study
-from trueshard.planner.hardware import Hardware
-from trueshard.planner.hardware import hardware as named_hardware
-from trueshard.planner.inputs.workloads import workload_of
-from trueshard.planner.search.search import Space, choose
-from trueshard.planner.simulation.preflight import preflight
-from trueshard.planner.workload import Job, Study
-from trueshard.plans import Plan, dtype_name
+from trueshard.model.names import nearest
+from trueshard.planner import process
+from trueshard.planner.hardware import Hardware, hardware_here
+from trueshard.planner.inputs.fake_tensors import refuse_sharded
+from trueshard.planner.trace import Trace
+from trueshard.planner.workload import NothingFits
+from trueshard.plans import Plan
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Arguments of ``trueshard.plan``."""
+
+    model: nn.Module | Callable[[], Any] | str | os.PathLike[str]
+    hardware: str | os.PathLike[str] | Hardware = "h100"
+    ranks: int = 8
+    memory: str | int | None = None
+    batch: Any = None
+    ranks_per_node: int | None = None
+    """Devices of a node; None: as the hardware usually comes."""
+    replicate: int | None = None
+    """Replicas of the model; None: free to choose where anything is, else 1."""
+    sequence: int | None = None
+    """Tokens of a sample; None: what the model takes."""
+    microbatch: int | None = None
+    """Samples in one forward; None: free to choose with ``global_batch``, else 1."""
+    accumulation: int | None = None
+    """Microbatches a step; likewise."""
+    global_batch: int | None = None
+    """Samples of all ranks in a step."""
+    optimizer: str | Callable[[nn.Module], Any] | None = None
+    """``"adamw"``, ``"sgd"``, ``"muon"``, a class of torch.optim, or a function (model) → optimizer(s)."""
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    """(model, batch) → scalar; None: what forward returns, as the assumptions say."""
+    clip: float | None = 1.0
+    """Norm to which gradients are clipped; None: not at all."""
+    storage_dtype: str | None = None
+    """Dtype in which parameters are stored; None: as made, float32 for a configuration."""
+    units: Any = "auto"
+    reshard_after_forward: Any = "auto"
+    activation_checkpointing: Any = "auto"
+    mixed_precision: MixedPrecisionPolicy | str | None = None
+    compile: bool = False
+    offload: str | None = None
+    """As of ``shard``; ``"auto"``: if nothing fits without; None: that where anything is free, else not."""
+    plan: Plan | None = None
+    """Plan to forecast; nothing is chosen, and the other choices of ``shard`` are left out."""
+
+    def __post_init__(self) -> None:
+        for key in ("ranks", "ranks_per_node", "replicate", "sequence", "microbatch", "accumulation", "global_batch"):
+            count = getattr(self, key)
+            if count is not None and (type(count) is not int or count < 1):
+                raise ValueError(f"{key}={count!r} must be a whole number, 1 or more")
+
+    def choices(self) -> Choices:
+        """Return the options of ``shard()``."""
+        return Choices(
+            units=self.units,
+            reshard_after_forward=self.reshard_after_forward,
+            activation_checkpointing=self.activation_checkpointing,
+            mixed_precision=self.mixed_precision,
+            compile=self.compile,
+            offload=self.offload or "none",
+            memory=self.memory,
+        )
+
+
+@timed("plan")
 def plan(
     model: nn.Module | Callable[[], Any] | str | os.PathLike[str],
     hardware: str | Hardware = "h100",
@@ -40,6 +99,9 @@ def plan(
 ) -> Plan:
     """The fastest plan that fits, worked out on fake tensors: no GPU, no weights, no process group.
 
+    It is worked out in a process of its own, to which functions are sent by cloudpickle: what they use of an imported
+    module is imported there again.
+
     Args:
         model: an unsharded module, which stays as it is; a function that makes one; a folder with a transformers
             ``config.json``, or that file; or ``"file.py:factory"``.
@@ -48,7 +110,7 @@ def plan(
         memory: what torch may reserve on each rank (``"70GiB"``, or bytes); None: all that the device has.
         batch: one rank's microbatch: example tensors (their first dimension is the microbatch), ``(microbatch,
             sequence)``, or a function of these two; None: made up from what the model takes.
-        choices: see ``work_out``.
+        choices: the options of ``shard`` and the other fields of ``Request``.
 
     Returns:
         A plan with its units and its ``forecast``, for ``shard(plan=...)``.
@@ -57,208 +119,58 @@ def plan(
         NothingFits: no plan fits; the message says by how much, and the cheapest change that would.
         ValueError: the model, the hardware or a choice is not understood.
     """
-    known = inspect.signature(work_out).parameters
+    known = [field.name for field in dataclasses.fields(Request)]
     if unknown := [key for key in choices if key not in known]:
-        raise TypeError(f"plan() has no argument {unknown[0]!r}.{names.nearest(unknown[0], known)}")
-    return work_out(model, hardware, ranks, memory, batch, **choices).plan
-
-
-@timed("plan")
-def work_out(
-    model: nn.Module | Callable[[], Any] | str | os.PathLike[str],
-    hardware: str | Hardware = "h100",
-    ranks: int = 8,
-    memory: str | int | None = None,
-    batch: Any = None,
-    *,
-    ranks_per_node: int | None = None,
-    replicate: int | None = None,
-    sequence: int | None = None,
-    microbatch: int | None = None,
-    accumulation: int | None = None,
-    global_batch: int | None = None,
-    optimizer: str | Callable[[nn.Module], Any] | None = None,
-    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
-    clip: float | None = 1.0,
-    storage_dtype: str | None = None,
-    units: Any = "auto",
-    reshard_after_forward: Any = "auto",
-    activation_checkpointing: Any = "auto",
-    mixed_precision: MixedPrecisionPolicy | str | None = None,
-    compile: bool = False,
-    offload: str | None = None,
-    plan: Plan | None = None,
-) -> Study:
-    """``plan`` with all that is known of the plan: what is printed and drawn.
-
-    Args:
-        model, hardware, ranks, memory, batch: as of ``plan``.
-        ranks_per_node: devices of a node; None: as the hardware usually comes.
-        replicate: replicas of the model; None: free to choose where anything is, else 1.
-        sequence: tokens of a sample; None: what the model takes.
-        microbatch: samples in one forward; None: free to choose with ``global_batch``, else 1.
-        accumulation: microbatches a step; likewise.
-        global_batch: samples of all ranks in a step.
-        optimizer: ``"adamw"``, ``"sgd"``, ``"muon"``, a class of torch.optim, or a function (model) → optimizer(s).
-        loss: (model, batch) → scalar; None: what forward returns, as the assumptions say.
-        clip: norm to which gradients are clipped; None: not at all.
-        storage_dtype: in which parameters are stored; None: as made, float32 for a configuration.
-        units, mixed_precision, compile: as of ``shard``.
-        reshard_after_forward, activation_checkpointing: as of ``shard``; ``"auto"``: free to choose.
-        offload: as of ``shard``; ``"auto"``: if nothing fits without; None: that where anything is free, else not.
-        plan: what this plan costs; nothing is chosen, and the other choices of ``shard`` are left out.
-
-    Raises:
-        NothingFits: no plan fits.
-        ValueError: the model, the hardware or a choice is not understood.
-    """
-    _check_counts(
-        ranks=ranks,
-        ranks_per_node=ranks_per_node,
-        replicate=replicate,
-        sequence=sequence,
-        microbatch=microbatch,
-        accumulation=accumulation,
-        global_batch=global_batch,
-    )
-    device = hardware if isinstance(hardware, Hardware) else named_hardware(os.fspath(hardware))
-    workload = workload_of(
-        model if isinstance(model, (nn.Module, str, Path)) or not isinstance(model, os.PathLike) else Path(model),
-        sequence=sequence,
-        optimizer=optimizer,
-        batch=batch,
-        loss=loss,
-        clip=clip,
-        storage_dtype=storage_dtype,
-    )
-    microbatch = _samples(batch) if microbatch is None else microbatch
-    choices = Choices(
-        units=units,
-        reshard_after_forward=reshard_after_forward,
-        activation_checkpointing=activation_checkpointing,
-        mixed_precision=mixed_precision,
-        compile=compile,
-        offload=offload or "none",
-        memory=memory,
-    )
-    choices.replace(memory=None).check_alone(plan, defaults=FREE)
-    batch_is_free = global_batch is not None and (microbatch is None or accumulation is None)
-    is_open = batch_is_free or offload == "auto" or is_free(reshard_after_forward) or is_free(activation_checkpointing)
-    if offload is None and is_open:
-        choices = choices.replace(offload="auto")
-    node = min(device.ranks_per_node, ranks) if ranks_per_node is None else ranks_per_node
-    space = Space(
-        workload=workload,
-        hardware=device,
-        ranks=ranks,
-        ranks_per_node=node,
-        budget=choices.budget(),
-        choices=choices,
-        replicate=replicate if replicate or is_open else 1,
-        microbatch=microbatch,
-        accumulation=accumulation,
-        global_batch=global_batch,
-        optimizer=optimizer if isinstance(optimizer, str) else "adamw" if optimizer is None else "own",
-    )
-    told = _preflight(space, plan)
-    if plan is not None:
-        found = _of_plan(space, plan)
-    elif is_open:
-        found = choose(space)
-    else:
-        found = _of_words(space)
-    return dataclasses.replace(found, assumptions=(*found.assumptions, *told))
-
-
-def _check_counts(**counts: Any) -> None:
-    for key, count in counts.items():
-        if count is not None and (type(count) is not int or count < 1):
-            raise ValueError(f"{key}={count!r} must be a whole number, 1 or more")
-
-
-def _preflight(space: Space, plan: Plan | None) -> list[str]:
-    """What may not be meant, one sentence each.
-
-    Raises:
-        ValueError: what would fail in the first step.
-    """
-    settled = {key: getattr(DEFAULTS, key) for key, value in vars(space.choices).items() if is_free(value)}
-    choices = space.choices.replace(**settled)
-    mesh = space.cluster(space.replicate or 1).mesh
-    problems = preflight(
-        space.workload,
-        ranks=mesh,
-        microbatch=space.microbatch or 1,
-        plan=plan,
-        choices=choices,
-    )
-    errors = [problem for problem in problems if problem.severity == "error"]
-    if errors:
-        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        raise ValueError(f"{str(errors[0]).removeprefix('error: ')}{more}")
-    return [str(problem).removeprefix("warning: ") for problem in problems]
-
-
-FREE = Choices(reshard_after_forward="auto", activation_checkpointing="auto")
-"""``plan()``'s defaults."""
-
-
-def _samples(batch: Any) -> int | None:
-    """How many samples a batch holds, or its size says; None where it is neither."""
-    if isinstance(batch, (tuple, list)) and len(batch) == 2 and all(type(each) is int for each in batch):
-        return int(batch[0])
-    return next((len(each) for each in _torch.tensors_in(batch) if each.ndim), None)
-
-
-def _of_words(space: Space) -> Study:
-    """The study of the one plan that the words mean."""
-    assert space.replicate is not None
-    cluster = Cluster(space.hardware, space.ranks, space.ranks_per_node, space.replicate)
-    return study(_job(space, cluster, choices=space.choices), cluster, space.budget)
-
-
-def _of_plan(space: Space, plan: Plan) -> Study:
-    if plan.ranks and space.replicate is None:
-        space = dataclasses.replace(space, replicate=plan.ranks[0] if len(plan.ranks) == 2 else 1)
-    cluster = Cluster(space.hardware, space.ranks, space.ranks_per_node, space.replicate or 1)
-    return study(_job(space, cluster, plan=plan), cluster, space.budget)
-
-
-def _job(space: Space, cluster: Cluster, **rest: Any) -> Job:
-    microbatch, accumulation = space.microbatch or 1, space.accumulation or 1
-    if space.global_batch is not None and space.global_batch != microbatch * accumulation * space.ranks:
-        raise ValueError(
-            f"global_batch={space.global_batch} is not microbatch {microbatch} × accumulation {accumulation} × "
-            f"{space.ranks} ranks; leave one of them out"
-        )
-    return Job(
-        space.workload,
-        cluster.mesh,
-        microbatch=microbatch,
-        accumulation=accumulation,
-        optimizer=space.optimizer,
-        **rest,
-    )
-
-
-def precision(param: str | None, reduce: str | None) -> MixedPrecisionPolicy | None:
-    """torch's policy for two words such as ``"bf16"`` or ``"float32"``; None where neither is said.
-
-    Raises:
-        ValueError: a word that is no floating-point dtype.
-    """
-    if param is None and reduce is None:
-        return None
-    return MixedPrecisionPolicy(param_dtype=_dtype("param-dtype", param), reduce_dtype=_dtype("reduce-dtype", reduce))
-
-
-def _dtype(option: str, word: str | None) -> torch.dtype | None:
-    found: torch.dtype | None = None if word is None else getattr(torch, dtype_name(option, word))
+        raise TypeError(f"plan() has no argument {unknown[0]!r}.{nearest(unknown[0], known)}")
+    if isinstance(model, nn.Module):
+        refuse_sharded(model)
+    request = Request(model=model, hardware=hardware, ranks=ranks, memory=memory, batch=batch, **choices)
+    found: Plan = process.call("trueshard.planner.solve:best_plan", request)
     return found
 
 
+def plan_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh, choices: Choices) -> Plan:
+    """Return the best plan that fits ``choices.memory`` for the arguments of ``shard()``.
+
+    Collective: the first rank works it out, all get it, or all raise: ``NothingFits``, or ``ValueError`` if the model
+    cannot be simulated.
+    """
+    told: Plan | NothingFits | str = ""
+    failure: Exception | None = None
+    is_first = not any(mesh.get_coordinate() or ())
+    if is_first:
+        try:
+            device = hardware_here(torch.device(mesh.device_type))
+            arguments = (model, list(optimizers), device, tuple(mesh.shape), choices)
+            told = process.call("trueshard.planner.solve:best_plan_for", *arguments)
+        except Exception as error:
+            failure = error
+            told = _without_events(error) if isinstance(error, NothingFits) else str(error) or type(error).__name__
+    told = distributed.gather_objects(told, mesh)[0]
+    if failure is not None:
+        raise failure
+    if isinstance(told, str):
+        raise ValueError(told)
+    if isinstance(told, NothingFits):
+        raise told
+    assert told.forecast is not None
+    if is_first:
+        warnings.warn(
+            f"planned for one sample of {told.forecast.sequence} tokens in a forward on {told.forecast.hardware}; for "
+            "another batch make the plan with trueshard.plan(model, batch=...) and give it to shard(plan=...)",
+            stacklevel=4,
+        )
+    return told
+
+
+def _without_events(error: NothingFits) -> NothingFits:
+    """Return an error that is small enough to be sent to every rank."""
+    timeline = dataclasses.replace(error.study.timeline, spans=[])
+    return NothingFits(str(error), dataclasses.replace(error.study, trace=Trace(), timeline=timeline))
+
+
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """A plan from a JSON file: ``Plan.to_json``'s, or what ``trueshard plan --json`` printed.
+    """Read a plan from a JSON file: ``Plan.to_json``'s, or what ``trueshard plan --json`` printed.
 
     Raises:
         ValueError: not a plan; the message names file and key.
@@ -278,11 +190,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """A file can be made at ``path``, as far as can be told without making it.
-
-    Raises:
-        ValueError: there is no such folder, it cannot be written to, or ``path`` is a folder.
-    """
+    """Raise ValueError if, as far as can be told without trying, no file can be made at ``path``."""
     target = Path(path)
     if target.is_dir():
         raise ValueError(f"{path} is a folder; give the name of a file")

@@ -88,3 +88,15 @@ class Study:
     assumptions: tuple[str, ...] = ()
     alternatives: list[Alternative] = field(default_factory=list)
     """All other plans that were evaluated."""
+
+
+class NothingFits(ValueError):
+    """No plan fits the budget; the message says by how much and what would."""
+
+    def __init__(self, message: str, study: Study) -> None:
+        super().__init__(message)
+        self.study = study
+        """Study of the plan that takes the least memory."""
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.study)

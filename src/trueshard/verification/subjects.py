@@ -42,7 +42,7 @@ from trueshard.planner.inputs.factories import (
     from_file,
     optimizers_among,
 )
-from trueshard.planner.inputs.fakes import mapped
+from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.planner.inputs.optimizers import checked, optimizers_of
 from trueshard.planner.inputs.workloads import hub_model
 from trueshard.plans import Plan

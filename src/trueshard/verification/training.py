@@ -24,7 +24,7 @@ from trueshard import _torch
 from trueshard.errors import UserError
 from trueshard.model.names import named_modules
 from trueshard.planner.inputs.factories import Original
-from trueshard.planner.inputs.fakes import mapped
+from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.verification.compare import (
     Comparison,
     Named,

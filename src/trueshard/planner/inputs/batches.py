@@ -1,7 +1,6 @@
-"""What a model is fed with and what its loss is, where nobody said: found from ``forward`` and the first layer.
+"""Batches and losses that nobody gave: found from ``forward`` and the first layer.
 
-A ``Feed`` makes batches of any microbatch and sequence, and the loss of one. Contents do not matter to the planner;
-they are valid all the same, so that a feed also serves where the model really runs.
+The values of a batch are valid, so that it also serves where the model really runs.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from torch.nn import functional
 
 from trueshard import _torch
 from trueshard.model import names
-from trueshard.planner.inputs.fakes import mapped
+from trueshard.planner.inputs.fake_tensors import mapped
 
 Batch = Callable[[int, int], Any]
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
-#: What ``forward`` calls its targets.
 TARGETS = ("labels", "targets", "target", "label")
+"""Names of targets among the arguments of ``forward``."""
 
 HOW = "give batch=, a batch of example tensors or a function (microbatch, sequence) → batch; in a file, define batch()"
 
 
 @dataclass(frozen=True)
 class Feed:
-    """Batches and the loss of one."""
+    """Batches of any microbatch and sequence, and the loss of one."""
 
     batch: Batch
     loss: Loss
@@ -41,10 +40,10 @@ class Feed:
 
 
 def model_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss of a batch that goes to ``forward`` as it is: a dict by name, a tuple by place, anything else alone.
+    """Return the loss of a batch; ``forward`` gets a dict by name, a tuple by place, anything else alone.
 
-    It is the output's ``loss`` or ``["loss"]``, a scalar (of the outputs), else by labels that the batch or the second
-    element of a pair holds; else the mean square of the first output.
+    The loss is the output's ``loss`` or ``["loss"]``, a scalar (of the outputs), else by labels that the batch or the
+    second element of a pair holds; else the mean square of the first output.
     """
     inputs, target = _split(model, batch)
     if isinstance(inputs, Mapping):
@@ -56,45 +55,33 @@ def model_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def example_feed(example: Any, loss: Loss = model_loss) -> Feed:
-    """A feed of batches like ``example``: tensors whose first size is the microbatch get the microbatch asked for.
+    """Return batches like ``example``: tensors whose first size is its microbatch get the microbatch asked for.
 
-    Raises:
-        ValueError: ``example`` holds no tensor with a dimension.
+    Raises ValueError if ``example`` holds no tensor with a dimension.
     """
     tensors = [each for each in _torch.tensors_in(example) if each.ndim]
     if not tensors:
         raise ValueError(f"the batch holds no tensors: {HOW}")
     rows = tensors[0].shape[0]
-    kept = mapped(lambda each: _Like.of(each, rows) if isinstance(each, torch.Tensor) else each, example)
     ids = [each for each in tensors if not each.is_floating_point() and each.ndim == 2]
 
     def batch(microbatch: int, sequence: int) -> Any:
-        return mapped(lambda each: each.make(microbatch) if isinstance(each, _Like) else each, kept)
+        def alike(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            shape = tuple(value.shape)
+            is_batched = bool(shape) and shape[0] == rows
+            return torch.zeros((microbatch, *shape[1:]) if is_batched else shape, dtype=value.dtype)
+
+        return mapped(alike, example)
 
     return Feed(batch, loss, int(ids[0].shape[1]) if ids else 1)
 
 
-@dataclass(frozen=True)
-class _Like:
-    """Shape and dtype of a tensor. ``shape[0]`` is None where it is the microbatch."""
-
-    shape: tuple[int | None, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, rows: int) -> _Like:
-        shape = tuple(int(n) for n in tensor.shape)
-        return cls((None, *shape[1:]) if shape and shape[0] == rows else shape, tensor.dtype)
-
-    def make(self, microbatch: int) -> torch.Tensor:
-        return torch.zeros([microbatch if n is None else n for n in self.shape], dtype=self.dtype)
-
-
 def module_feed(model: nn.Module, sequence: int | None) -> Feed:
-    """A feed for a module of which only its code is known. Inside ``fake_tensors``.
+    """Return a feed for a module of which only the code is known. Inside ``fake_tensors``.
 
-    Raises:
-        ValueError: ``forward`` wants more than one input and targets, or the first layer tells nothing.
+    Raises ValueError if ``forward`` takes more than one input and targets, or the first layer tells nothing.
     """
     root = names.unwrap(model)
     wanted, targets = _wanted(root)
@@ -122,11 +109,7 @@ def module_feed(model: nn.Module, sequence: int | None) -> Feed:
 
 
 def _wanted(root: nn.Module) -> tuple[str, str]:
-    """The name of the one input of ``forward``, and that of its targets ("" where it takes none).
-
-    Raises:
-        ValueError: it wants more than that.
-    """
+    """Return the names of the one input of ``forward`` and of its targets ("" if it takes none)."""
     parameters = inspect.signature(root.forward).parameters.values()
     by_place = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     needed = [each.name for each in by_place if each.default is each.empty]
@@ -161,7 +144,7 @@ def _token_feed(root: nn.Module, wanted: str, targets: str, vocabulary: int, seq
 
 
 def _shapes(first: nn.Module, sequence: int | None) -> list[tuple[int, ...]]:
-    """What a sample may look like whose first layer is ``first``; more than one are to be tried."""
+    """Return the shapes that a sample may have whose first layer is ``first``."""
     if isinstance(first, nn.Linear):
         return [(first.in_features,) if sequence is None else (sequence, first.in_features)]
     if isinstance(first, nn.MultiheadAttention):
@@ -174,11 +157,7 @@ def _shapes(first: nn.Module, sequence: int | None) -> list[tuple[int, ...]]:
 
 
 def _fitting(model: nn.Module, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> tuple[int, ...]:
-    """The first of ``shapes`` with which the forward runs.
-
-    Raises:
-        ValueError: none does.
-    """
+    """Return the first shape with which the forward runs."""
     with quietly():
         for shape in shapes:
             try:
@@ -191,7 +170,7 @@ def _fitting(model: nn.Module, shapes: list[tuple[int, ...]], dtype: torch.dtype
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Inside, torch does not log what goes wrong on fake tensors: it is raised as well."""
+    """Silence logging: what goes wrong on fake tensors is raised as well."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -201,7 +180,7 @@ def quietly() -> Iterator[None]:
 
 
 def _split(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """What goes to ``forward``, and the target, which may be None."""
+    """Return the input of ``forward``, and the target, which may be None."""
     parameters = inspect.signature(names.unwrap(model).forward).parameters
     takes_all = {each.kind for each in parameters.values()}
     if isinstance(batch, Mapping):

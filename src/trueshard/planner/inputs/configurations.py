@@ -14,9 +14,8 @@ from trueshard.errors import one_line
 from trueshard.model import names
 from trueshard.planner.inputs.batches import HOW, Feed, model_loss
 from trueshard.planner.inputs.factories import Parts
-from trueshard.planner.inputs.fakes import make_fake
+from trueshard.planner.inputs.fake_tensors import make_fake
 
-#: Mappings of ``transformers`` from a configuration to a class, by what the class is trained for.
 MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
@@ -24,20 +23,16 @@ MAPPINGS = (
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
     "MODEL_MAPPING",
 )
-
-#: The same for what has an encoder and a decoder; these come first for it.
+"""Mappings of ``transformers`` from a configuration to a class."""
 PAIRS = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING")
+"""Mappings that come first for a model with an encoder and a decoder."""
 
-#: Classes by the end of their name: labels of shape (microbatch, sequence).
+# Ends of the names of classes with labels of shape (microbatch, sequence).
 _BY_TOKEN = ("CausalLM", "MaskedLM", "LMHeadModel", "MTModel", "Generation", "ForPreTraining", "TokenClassification")
 
 
 class Configuration:
-    """The model of a configuration: its class and settings are found now, the model is made when it is asked for.
-
-    Raises:
-        ValueError: no such file, no JSON, or something that transformers does not know; one line that names it.
-    """
+    """Models of a configuration. Raises ValueError for a file that is not there or that transformers does not know."""
 
     def __init__(self, path: Path) -> None:
         file = path / "config.json" if path.is_dir() else path
@@ -51,14 +46,7 @@ class Configuration:
             self.assumptions.append("The configuration's quantization is left out: parameters are stored whole.")
 
     def build(self, dtype: torch.dtype | None = None) -> Parts:
-        """The model, freshly initialised. Inside ``fake_tensors``.
-
-        Args:
-            dtype: what parameters are stored in; None: float32, whatever the configuration says.
-
-        Raises:
-            ValueError: its fields do not go together.
-        """
+        """Return a new model on fake tensors, stored in ``dtype``; None: float32, whatever the configuration says."""
         try:
             with _torch.real_tensors(), torch.device("meta"):
                 model = self.cls._from_config(self.settings, dtype=dtype or torch.float32)
@@ -73,16 +61,11 @@ class Configuration:
         return Parts(model)
 
     def feed(self, sequence: int | None) -> Feed:
-        """What the class is fed with."""
         return hub_feed(self.cls, self.settings, sequence)
 
 
 def hub_feed(cls: type, settings: Any, sequence: int | None) -> Feed:
-    """What a class of transformers is fed with: text, images or sounds, with labels where it takes them.
-
-    Raises:
-        ValueError: it takes something else.
-    """
+    """Return a feed for a class of transformers: text, images or sounds, with labels if it takes them."""
     takes = inspect.signature(cls.forward).parameters  # type: ignore[attr-defined]
     text = settings.get_text_config()
     has_text, has_pixels = "input_ids" in takes, "pixel_values" in takes
@@ -142,7 +125,7 @@ def _pixels(settings: Any, microbatch: int) -> torch.Tensor:
 
 
 def _image_tokens(cls: type, settings: Any) -> int:
-    """Tokens of text that an image takes the place of; 0 where the model's own preprocessing decides it."""
+    """Return how many tokens of text an image stands for; 0 if the model's own preprocessing decides it."""
     vision = getattr(settings, "vision_config", None)
     if vision is None or settings.model_type not in ("llava", "vipllava"):
         return 0
@@ -172,7 +155,7 @@ def _labels(cls: type, settings: Any, takes: Any, microbatch: int, sequence: int
 
 
 def _settings(file: Path) -> Any:
-    """The transformers configuration in ``file``, for training: no cache, attention as transformers chooses it."""
+    """Read a configuration for training: no cache, attention as transformers chooses it."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Functions of the user that make a model, found by ``file.py:factory`` or given, and called without any data."""
+"""Models from the user's functions, found by ``file.py:factory`` or given, and called without any data."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from torch import nn
 from trueshard import _torch
 from trueshard.errors import one_line
 from trueshard.model import names
-from trueshard.planner.inputs.fakes import make_fake, twin
-from trueshard.planner.inputs.weightless import Touched, weightless, without_gpu
+from trueshard.planner.inputs.fake_tensors import READERS, Unavailable, fake_copy, make_fake, on_meta, without_gpu
 
 _RESULT = (
     "it must return a torch.nn.Module, a tuple (module, optimizers, batch, loss) of which all but the module may be "
     "left out, or an object or dict with 'model'"
 )
+_BESIDE = ("batch", "loss", "optimizers", "optimizer")
 
 
 @dataclass
 class Parts:
-    """What a factory gave: a model, and perhaps what goes with it."""
+    """A model, and perhaps what goes with it."""
 
     model: nn.Module
     batch: Any = None
@@ -44,27 +44,27 @@ class Parts:
 
 @dataclass
 class Factory:
-    """Something that makes models again and again."""
+    """A function that makes models again and again."""
 
     name: str
     function: Callable[[], Any]
     beside: Mapping[str, Any]
     """``batch``, ``loss``, ``optimizers`` of the same file, used where the result has none."""
     file: Path | None = None
-    """Where its code stands."""
+    """Source file."""
     folder: Path | None = None
-    """On ``sys.path`` while it runs."""
+    """Folder on ``sys.path`` while it runs."""
 
     def build(self, dtype: torch.dtype | None = None) -> Parts:
-        """Call the function without weights, and put fake tensors into what it made. Inside ``fake_tensors``.
+        """Call the function on the meta device and return its result on fake tensors. Inside ``fake_tensors``.
 
         Args:
-            dtype: what floating-point parameters are stored in; None: as the function made them.
+            dtype: of floating-point parameters; None: as the function made them.
 
         Raises:
-            ValueError: the function fails, reaches for data or a GPU, or returns something else; one line that says so.
+            ValueError: the function fails, asks for data or a GPU, or returns something else; one line that says so.
         """
-        with explained(self.name, self.file, self.folder), weightless():
+        with explained(self.name, self.file, self.folder), on_meta():
             result = self.function()
         parts = self.parts_of(result)
         model = parts.model
@@ -73,39 +73,21 @@ class Factory:
             stand_ins = make_fake(model, dtype)
             del originals
         else:  # made elsewhere, and perhaps used there
-            parts.model, stand_ins = twin(model, dtype)
-        for optimizer in _optimizers_in(parts.optimizers):
-            for group in optimizer.param_groups:
+            parts.model, stand_ins = fake_copy(model, dtype)
+        given = parts.optimizers
+        for optimizer in given if isinstance(given, (list, tuple)) else [given]:
+            for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
                 group["params"] = [stand_ins.get(id(each), each) for each in group["params"]]
         return parts
 
     def parts_of(self, result: Any) -> Parts:
-        """What the function returned, and what its file has beside it, told apart.
-
-        Raises:
-            ValueError: there is no model in it.
-        """
-        if isinstance(result, nn.Module):
-            parts = Parts(result)
-        elif isinstance(result, Sequence) and 2 <= len(result) <= 4 and isinstance(result[0], nn.Module):
-            optimizers = [each for each in result[1:] if _is_optimizers(each)]
-            rest = [each for each in result[1:] if not _is_optimizers(each)]
-            if len(optimizers) > 1 or len(rest) > 2:
-                raise ValueError(f"{self.name} returns {len(result)} things: {_RESULT}")
-            parts = Parts(result[0], *rest, **({"optimizers": optimizers[0]} if optimizers else {}))
-        else:
-            given = result if isinstance(result, Mapping) else getattr(result, "__dict__", {})
-            given = {key: given.get(key, getattr(result, key, None)) for key in ("model", *_BESIDE)}
-            if not isinstance(given["model"], nn.Module):
-                held = "" if given["model"] is None else f" whose model is a {type(given['model']).__name__}"
-                raise ValueError(f"{self.name} returns a {type(result).__name__}{held}: {_RESULT}")
-            parts = Parts(given["model"], given["batch"], given["loss"], optimizers_among(given))
-        for key in ("batch", "loss"):
-            if getattr(parts, key) is None:
-                setattr(parts, key, self.beside.get(key))
+        """Return the parts of the function's result, completed by its file's; raise ValueError if there is no model."""
+        parts = self._returned(result)
+        parts.batch = self.beside.get("batch") if parts.batch is None else parts.batch
+        parts.loss = self.beside.get("loss") if parts.loss is None else parts.loss
         if parts.optimizers is None:
             parts.optimizers = optimizers_among(self.beside)
-            if _is_optimizers(parts.optimizers):
+            if _are_optimizers(parts.optimizers):
                 raise ValueError(
                     f"{self.name}: the optimizer beside it has another model's parameters; return it with the model, "
                     "or make it a function optimizers(model)"
@@ -114,10 +96,26 @@ class Factory:
             raise ValueError(f"{self.name}: its loss must be a function (model, batch) → scalar, not {parts.loss!r}")
         return parts
 
+    def _returned(self, result: Any) -> Parts:
+        if isinstance(result, nn.Module):
+            return Parts(result)
+        if isinstance(result, Sequence) and 2 <= len(result) <= 4 and isinstance(result[0], nn.Module):
+            optimizers = [each for each in result[1:] if _are_optimizers(each)]
+            rest = [each for each in result[1:] if not _are_optimizers(each)]
+            if len(optimizers) > 1 or len(rest) > 2:
+                raise ValueError(f"{self.name} returns {len(result)} things: {_RESULT}")
+            return Parts(result[0], *rest, **({"optimizers": optimizers[0]} if optimizers else {}))
+        given = result if isinstance(result, Mapping) else getattr(result, "__dict__", {})
+        given = {key: given.get(key, getattr(result, key, None)) for key in ("model", *_BESIDE)}
+        if not isinstance(given["model"], nn.Module):
+            held = "" if given["model"] is None else f" whose model is a {type(given['model']).__name__}"
+            raise ValueError(f"{self.name} returns a {type(result).__name__}{held}: {_RESULT}")
+        return Parts(given["model"], given["batch"], given["loss"], optimizers_among(given))
+
 
 @dataclass
 class Original:
-    """A module of the user, which stays as it is: what is built are fake twins of it."""
+    """A module of the user, which stays as it is: copies of it are built."""
 
     module: nn.Module
     beside: Mapping[str, Any] = field(default_factory=dict)
@@ -125,61 +123,44 @@ class Original:
 
     @property
     def name(self) -> str:
-        """The module's class."""
+        """Name of the module's class."""
         return type(names.unwrap(self.module)).__name__
 
     def build(self, dtype: torch.dtype | None = None) -> Parts:
-        """A twin. Inside ``fake_tensors``.
-
-        Raises:
-            ValueError: the module is sharded, has parameters without a shape, or cannot be copied.
-        """
-        parts = Parts(twin(self.module, dtype)[0], self.beside.get("batch"), self.beside.get("loss"))
+        """Return a copy on fake tensors. Inside ``fake_tensors``. Raises ValueError as ``fake_copy``."""
         made = optimizers_among(self.beside)
-        parts.optimizers = made if callable(made) else None
-        return parts
-
-
-_BESIDE = ("batch", "loss", "optimizers", "optimizer")
+        return Parts(
+            fake_copy(self.module, dtype)[0],
+            self.beside.get("batch"),
+            self.beside.get("loss"),
+            made if callable(made) else None,
+        )
 
 
 def optimizers_among(given: Mapping[str, Any]) -> Any:
-    """What a mapping holds as ``optimizers`` or, where there are none, as ``optimizer``."""
+    """Return ``optimizers`` of a mapping or, without it, ``optimizer``."""
     several = given.get("optimizers")
     return given.get("optimizer") if several is None else several
 
 
-def _is_part(value: Any) -> bool:
-    return value is not None and not isinstance(value, ModuleType)
-
-
-def _is_optimizers(value: Any) -> bool:
+def _are_optimizers(value: Any) -> bool:
     several = list(value.values()) if isinstance(value, Mapping) else value
     several = several if isinstance(several, (list, tuple)) else [several]
     return bool(several) and all(isinstance(each, torch.optim.Optimizer) for each in several)
 
 
-def _optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
-    several = given if isinstance(given, (list, tuple)) else [given]
-    return [each for each in several if isinstance(each, torch.optim.Optimizer)]
-
-
 def from_callable(function: Callable[..., Any], name: str = "", beside: Mapping[str, Any] | None = None) -> Factory:
-    """A factory around a function or class that takes no arguments.
-
-    Raises:
-        ValueError: it needs arguments.
-    """
+    """Return a factory around a function or class; raise ValueError if it needs arguments."""
     name = name or getattr(function, "__name__", type(function).__name__)
     try:
-        needed = [
-            parameter.name
-            for parameter in inspect.signature(function).parameters.values()
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        ]
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # builtins have no signature
-        needed = []
+        parameters = {}.values()
+    needed = [
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
     if needed:
         raise ValueError(
             f"{name} needs arguments ({', '.join(needed)}); give them defaults, or give a function that takes none"
@@ -189,12 +170,9 @@ def from_callable(function: Callable[..., Any], name: str = "", beside: Mapping[
 
 
 def from_file(words: str, guarded: bool = True) -> Factory | Original:
-    """The factory ``file.py:attribute``.
-
-    The file is imported with its folder on ``sys.path``.
+    """Import the file of ``file.py:attribute``, with its folder on ``sys.path``, and return the factory.
 
     Args:
-        words: path and name.
         guarded: import it where no GPU is at hand and no weights are loaded.
 
     Raises:
@@ -205,10 +183,8 @@ def from_file(words: str, guarded: bool = True) -> Factory | Original:
     if not path or not attribute:
         raise ValueError(f"{words!r} names no function; write file.py:function")
     if not file.is_file():
-        near = names.nearest(
-            file.name, [each.name for each in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        )
-        raise ValueError(f"there is no file {path!r}.{near}")
+        known = [each.name for each in file.parent.glob("*.py")]
+        raise ValueError(f"there is no file {path!r}.{names.nearest(file.name, known)}")
     module = _imported(file, words, guarded)
     target: Any = module
     for part in attribute.split("."):
@@ -216,7 +192,12 @@ def from_file(words: str, guarded: bool = True) -> Factory | Original:
             known = [name for name, value in vars(target).items() if callable(value) and not name.startswith("_")]
             raise ValueError(f"{file.name} has no {attribute!r}.{names.nearest(attribute, known)}")
         target = getattr(target, part)
-    beside = {key: value for key in _BESIDE if _is_part(value := getattr(module, key, None)) and value is not target}
+    found = {key: getattr(module, key, None) for key in _BESIDE}
+    beside = {
+        key: value
+        for key, value in found.items()
+        if value is not None and value is not target and not isinstance(value, ModuleType)
+    }
     if isinstance(target, nn.Module):
         return Original(target, beside)
     if not callable(target):
@@ -228,7 +209,7 @@ def from_file(words: str, guarded: bool = True) -> Factory | Original:
 
 def _imported(file: Path, words: str, guarded: bool) -> ModuleType:
     text = file.read_text(encoding="utf-8", errors="replace")
-    for word, library in (("from_pretrained", "transformers.modeling_utils"), ("safetensors", "safetensors.torch")):
+    for library, word in READERS.items():
         if guarded and word in text and importlib.util.find_spec(library.partition(".")[0]) is not None:
             importlib.import_module(library)  # so that it is there to be guarded before the factory imports it
     name = f"_trueshard_factory_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
@@ -249,12 +230,12 @@ def _imported(file: Path, words: str, guarded: bool) -> ModuleType:
 
 @contextlib.contextmanager
 def explained(name: str, file: Path | None, folder: Path | None) -> Iterator[None]:
-    """What fails inside is a ``ValueError`` of one line. ``folder`` is on ``sys.path``."""
+    """Turn errors inside into a ValueError of one line; put ``folder`` on ``sys.path``."""
     if folder is not None:
         sys.path.insert(0, str(folder))
     try:
         yield
-    except Touched as error:
+    except Unavailable as error:
         raise ValueError(f"{name}{_at(error, file)} {error}") from error
     except (Exception, SystemExit) as error:
         words = f"{type(error).__name__}: {one_line(error, 300)}"

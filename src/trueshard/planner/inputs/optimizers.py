@@ -17,7 +17,6 @@ from trueshard.model.units import choose_units
 
 Make = Callable[[nn.Module], Sequence[torch.optim.Optimizer]]
 
-#: Short names: class in torch.optim, and its settings.
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {}),
     "adam": ("Adam", {}),
@@ -26,34 +25,28 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "adafactor": ("Adafactor", {}),
     "muon": ("Muon", {}),
 }
-
-#: Endings of a name: which of torch's implementations.
+"""Short name → class in torch.optim, and its settings."""
 WAYS: dict[str, dict[str, bool]] = {
     "fused": {"fused": True},
     "foreach": {"foreach": True},
     "for-loop": {"foreach": False},
 }
+"""Ending of a name → which of torch's implementations."""
 
 
-def optimizers_of(words: str | Callable[[nn.Module], Any], learning_rate: float | None = None) -> Make:
-    """What makes the optimizers of a model, over its parameters that require a gradient.
+def optimizers_of(words: str | Callable[[nn.Module], Any]) -> Make:
+    """Return a function that makes optimizers over the parameters of a model that require a gradient.
 
     Args:
         words: a short name of ``NAMED`` or a class of ``torch.optim``, perhaps with an ending of ``WAYS``
             (``"adamw-fused"``); or ``"package.module:Class"``; each perhaps with settings after a colon
             (``"adamw:betas=(0.9, 0.95),weight_decay=0.1"``). Without an ending it is foreach where the class has
             that, torch's default on a GPU. ``"muon"`` takes the matrices of blocks and AdamW the rest, as its authors
-            say. Or a callable(model) → optimizer(s).
-        learning_rate: None: the class's own, else 1e-3.
-
-    Raises:
-        ValueError: the words name nothing; near matches are listed.
+            say. Or a callable(model) → optimizer(s). ValueError if the words name nothing.
     """
     if not isinstance(words, str):
         return lambda model: checked(words(model), getattr(words, "__name__", "the optimizer function"))
     cls, settings = _parse(words)
-    if learning_rate is not None:
-        settings["lr"] = learning_rate
     accepted = inspect.signature(cls).parameters
     if "lr" in accepted and accepted["lr"].default is inspect.Parameter.empty:
         settings.setdefault("lr", 1e-3)
@@ -80,11 +73,7 @@ def optimizers_of(words: str | Callable[[nn.Module], Any], learning_rate: float 
 
 
 def checked(made: Any, name: str) -> list[torch.optim.Optimizer]:
-    """One optimizer or several, as a list.
-
-    Raises:
-        ValueError: something else.
-    """
+    """Return one optimizer or several as a list; raise ValueError for anything else."""
     made = made.values() if isinstance(made, Mapping) else made
     several = list(made) if isinstance(made, Iterable) else [made]
     for each in several:
@@ -109,11 +98,7 @@ def _named(name: str, words: str) -> tuple[type[torch.optim.Optimizer], dict[str
     for ending, choice in WAYS.items():
         if name.endswith(f"-{ending}"):
             name, way = name.removesuffix(f"-{ending}"), choice
-    classes = {
-        key.lower(): key
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
+    classes = {key.lower(): key for key in _classes(torch.optim)}
     key, preset = NAMED.get(name, (classes.get(name, ""), {}))
     cls = getattr(torch.optim, key, None) if key else None
     if cls is None:
@@ -129,13 +114,17 @@ def _imported(module: str, name: str, words: str) -> type[torch.optim.Optimizer]
         raise ValueError(f"optimizer {words!r}: {module} cannot be imported ({error})") from None
     cls = getattr(found, name, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        known = [
-            key
-            for key, value in vars(found).items()
-            if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
-        ]
-        raise ValueError(f"optimizer {words!r}: {module} has no optimizer {name!r}.{names.nearest(name, known)}")
+        near = names.nearest(name, _classes(found))
+        raise ValueError(f"optimizer {words!r}: {module} has no optimizer {name!r}.{near}")
     return cls
+
+
+def _classes(module: Any) -> list[str]:
+    return [
+        key
+        for key, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    ]
 
 
 def _settings(text: str, words: str) -> dict[str, Any]:
@@ -154,7 +143,7 @@ def _settings(text: str, words: str) -> dict[str, Any]:
 def _muon(
     model: nn.Module, parameters: list[tuple[str, nn.Parameter]], settings: dict[str, Any]
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside blocks, AdamW for embeddings, heads, gains and biases (Keller Jordan's Muon)."""
+    """Make Muon for the matrices inside blocks, AdamW for embeddings, heads, gains and biases, as its author does."""
     blocks = [f"{name}." for name in choose_units(model, "auto")]
     outside = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     matrices: list[nn.Parameter] = []

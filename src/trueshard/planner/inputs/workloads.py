@@ -1,11 +1,12 @@
-"""From what the user has, a configuration, a file, a function or a module, to a ``Workload``."""
+"""From a configuration, a file, a function or a module to a ``Workload``."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -15,95 +16,72 @@ from trueshard.checkpoint.catalogue import resolve_latest
 from trueshard.model import names
 from trueshard.planner.inputs.batches import Feed, Loss, example_feed, model_loss, module_feed
 from trueshard.planner.inputs.configurations import Configuration, hub_feed
-from trueshard.planner.inputs.factories import Original, Parts, from_callable, from_file
-from trueshard.planner.inputs.fakes import mapped
-from trueshard.planner.inputs.optimizers import Make, checked, optimizers_of
+from trueshard.planner.inputs.factories import Factory, Original, Parts, from_callable, from_file
+from trueshard.planner.inputs.fake_tensors import mapped
+from trueshard.planner.inputs.optimizers import checked, optimizers_of
 from trueshard.planner.workload import Workload
 from trueshard.plans import dtype_name
 
-
-class Source(Protocol):
-    """Where models come from."""
-
-    @property
-    def name(self) -> str:
-        """How it is called in tables."""
-
-    def build(self, dtype: torch.dtype | None = None) -> Parts:
-        """A new model on fake tensors; the same at every call. Inside ``fake_tensors``."""
+Source: TypeAlias = Configuration | Factory | Original
+"""Builds the same model, on fake tensors, at every ``build(dtype)``."""
 
 
 def workload_of(
-    model: str | Path | Callable[[], Any] | nn.Module,
+    model: str | os.PathLike[str] | Callable[[], Any] | nn.Module,
     *,
     sequence: int | None = None,
     optimizer: str | Callable[[nn.Module], Any] | None = None,
-    learning_rate: float | None = None,
     batch: Any = None,
     loss: Loss | None = None,
     clip: float | None = 1.0,
     storage_dtype: str | None = None,
 ) -> Workload:
-    """What is trained, with what was taken for granted.
+    """Return what is trained, with what was taken for granted. Arguments: see ``planning.Request``.
 
-    Args:
-        model: a folder with a transformers ``config.json`` or that file; ``"file.py:factory"``; a function without
-            arguments; or a module, which stays as it is. A function returns a module, ``(module, batch)``,
-            ``(module, batch, loss)``, or an object or dict with ``model`` and perhaps ``batch``, ``loss`` and
-            ``optimizers``; a file may define functions of these three names beside it.
-        sequence: tokens of one sample; None: what the batch has, else what the model takes, up to 4096.
-        optimizer: as ``optimizers_of`` takes it; None: the factory's own, else ``"adamw"``.
-        learning_rate: None: the optimizer's own.
-        batch: None (found from the model); ``(microbatch, sequence)``; example tensors, whose first size is the
-            microbatch; or a function (microbatch, sequence) → batch.
-        loss: (model, batch) → scalar; None: the factory's own, else what forward returns.
-        clip: the norm to which gradients are clipped; None: not at all.
-        storage_dtype: what parameters are stored in; None: as made, and float32 for a configuration.
+    A function, which takes no arguments, returns a module, ``(module, batch)``, ``(module, batch, loss)``, or an object
+    or dict with ``model`` and perhaps ``batch``, ``loss`` and ``optimizers``; a file may define functions of these
+    names beside it. What is given here comes first, then that, then what the model itself shows.
 
     Raises:
         ValueError: one line that names what does not fit, and the remedy.
-        TypeError: ``model`` is something else.
+        TypeError: ``model`` is none of what it may be.
     """
-    if _is_size(batch):
+    if is_size(batch):
         sequence, batch = sequence or batch[1], None
     if sequence is not None and sequence < 1:
         raise ValueError(f"sequence={sequence} must be at least 1")
-    source = source_of(model)
-    dtype = _dtype(storage_dtype)
+    source = _source_of(model)
+    dtype = None if storage_dtype is None else getattr(torch, dtype_name("storage_dtype", storage_dtype))
     made = _Made(source, dtype)
-    feed, assumptions = _feed(source, made, sequence, batch, loss)
-    make: Make
-    if optimizer is None and made.parts is not None and made.parts.optimizers is not None:
-        make = made.optimizers
-        if learning_rate is not None:
-            raise ValueError(f"{source.name} brings its own optimizers; set the learning rate there, or name one")
+    if isinstance(source, Configuration):
+        assumptions = source.assumptions
+        feed = source.feed(sequence) if batch is None else _feed_of(batch, model_loss, sequence)
     else:
-        make = optimizers_of(optimizer or "adamw", learning_rate)
-    if isinstance(source, Configuration) and dtype is None:
-        assumptions += ("Parameters are stored in float32.",)
+        assumptions = []
+        feed = _feed_of_factory(made, sequence, batch, has_loss=loss is not None)
+    own = made.parts is not None and made.parts.optimizers is not None and optimizer is None
+    by_default = isinstance(source, Configuration) and dtype is None
     return Workload(
         name=source.name,
         model=made.model,
-        optimizers=make,
+        optimizers=made.optimizers if own else optimizers_of(optimizer or "adamw"),
         batch=feed.batch,
-        loss=_unchecked(loss or feed.loss),
+        loss=_without_value_checks(loss or feed.loss),
         sequence=feed.sequence,
         clip=clip,
-        assumptions=assumptions,
+        assumptions=(
+            *assumptions,
+            *feed.assumptions,
+            *(["Parameters are stored in float32."] if by_default else []),
+        ),
     )
 
 
-def source_of(model: str | Path | Callable[[], Any] | nn.Module) -> Source:
-    """Where models come from, looked up but not built.
-
-    Raises:
-        ValueError: there is no such file, folder or function, or it cannot be read.
-        TypeError: ``model`` is none of what it may be.
-    """
+def _source_of(model: str | os.PathLike[str] | Callable[[], Any] | nn.Module) -> Source:
     if isinstance(model, nn.Module):
         return Original(model)
-    if isinstance(model, (str, Path)):
-        words = str(model)
+    if isinstance(model, (str, os.PathLike)):
+        words = os.fspath(model)
         path = Path(resolve_latest(Path(words).expanduser()))
         if path.is_dir() or path.suffix == ".json":
             return Configuration(path)
@@ -121,10 +99,11 @@ def source_of(model: str | Path | Callable[[], Any] | nn.Module) -> Source:
 class _Made:
     """The latest model of a source, with what came with it: a loss may belong to the model it was made with."""
 
+    parts: Parts | None = None
+
     def __init__(self, source: Source, dtype: torch.dtype | None) -> None:
         self.source = source
         self.dtype = dtype
-        self.parts: Parts | None = None
 
     def model(self) -> nn.Module:
         self.parts = self.source.build(self.dtype)
@@ -153,15 +132,8 @@ class _Made:
         return checked(given(model) if is_function else given, f"optimizers of {self.source.name}")
 
 
-def _feed(
-    source: Source, made: _Made, sequence: int | None, batch: Any, loss: Loss | None
-) -> tuple[Feed, tuple[str, ...]]:
-    """Batches and loss by what was asked for, else by what the factory brings, else by the model."""
-    if isinstance(source, Configuration):
-        if batch is None:
-            feed = source.feed(sequence)
-            return feed, (*source.assumptions, *feed.assumptions)
-        return _given(batch, model_loss, sequence), tuple(source.assumptions)
+def _feed_of_factory(made: _Made, sequence: int | None, batch: Any, has_loss: bool) -> Feed:
+    """Return batches and loss as given, else the factory's own, else by the model."""
     with _torch.fake_tensors(), torch.compiler.set_stance("force_eager"):  # a look: only what is no tensor is kept
         model = made.model()
         assert made.parts is not None
@@ -169,16 +141,20 @@ def _feed(
         if batch is None and (batch := made.parts.batch) is not None and callable(batch):
             batch = made.batch
         if batch is not None:
-            return _given(batch, own, sequence), ()
+            return _feed_of(batch, own, sequence)
         base = hub_model(model)
         feed = hub_feed(type(base), base.config, sequence) if base is not None else module_feed(model, sequence)
-        if loss is not None or made.parts.loss is not None:
-            feed = Feed(feed.batch, own, feed.sequence, feed.assumptions)
-        return feed, feed.assumptions
+        if has_loss or made.parts.loss is not None:
+            return Feed(feed.batch, own, feed.sequence, feed.assumptions)
+        return feed
 
 
-def _unchecked(loss: Loss) -> Loss:
-    """Without transformers' checks of values, such as that there are as many image tokens as features."""
+def _feed_of(batch: Any, loss: Loss, sequence: int | None) -> Feed:
+    return Feed(batch, loss, sequence or 2048) if callable(batch) else example_feed(batch, loss)
+
+
+def _without_value_checks(loss: Loss) -> Loss:
+    """Leave out transformers' checks of values, such as that there are as many image tokens as features."""
     key = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
     def unchecked(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -195,21 +171,13 @@ def _unchecked(loss: Loss) -> Loss:
 
 
 def _off_meta(value: Any) -> Any:
-    """A tensor that the factory made is on the meta device; where batches are made, models are not."""
+    """Return real zeros for a tensor that the factory made on the meta device."""
     is_meta = isinstance(value, torch.Tensor) and value.is_meta and not _torch.is_fake(value)
     return torch.zeros(value.shape, dtype=value.dtype) if is_meta else value
 
 
-def _given(batch: Any, loss: Loss, sequence: int | None) -> Feed:
-    if callable(batch):
-        return Feed(batch, loss, sequence or 2048)
-    return example_feed(batch, loss)
-
-
 def hub_model(model: nn.Module) -> Any:
-    """The model of transformers in ``model`` (PEFT's wrappers taken off), or None."""
-    import sys
-
+    """Return the model of transformers in ``model`` (PEFT's wrappers taken off), or None."""
     hub = sys.modules.get("transformers.modeling_utils")
     base: Any = names.unwrap(model)
     if hasattr(base, "get_base_model"):
@@ -217,10 +185,6 @@ def hub_model(model: nn.Module) -> Any:
     return base if hub is not None and isinstance(base, hub.PreTrainedModel) else None
 
 
-def _is_size(batch: Any) -> bool:
+def is_size(batch: Any) -> bool:
+    """Return True for ``(microbatch, sequence)``."""
     return isinstance(batch, (tuple, list)) and len(batch) == 2 and all(type(each) is int for each in batch)
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    found: torch.dtype | None = None if name is None else getattr(torch, dtype_name("storage_dtype", name))
-    return found

@@ -14,7 +14,7 @@ from trueshard.choices import is_free
 from trueshard.planner.hardware import hardware, known
 from trueshard.planner.report.compare import collapse
 from trueshard.planner.search.space import RECOMPUTE, Candidate, Evaluator, Setting, Space, batches, cost
-from trueshard.planner.workload import Study
+from trueshard.planner.workload import NothingFits
 from trueshard.plans import Forecast, MixedPrecision, Offload, Plan, Unit
 from trueshard.text import size
 
@@ -23,15 +23,6 @@ SHORTEST = 128
 
 DOUBLINGS = 4
 """How often the ranks are doubled, and the sequence halved, to find what fits."""
-
-
-class NothingFits(ValueError):
-    """No plan fits the budget; the message says by how much and what would."""
-
-    def __init__(self, message: str, study: Study) -> None:
-        super().__init__(message)
-        self.study = study
-        """Of the plan that takes the least memory."""
 
 
 # Candidates in words

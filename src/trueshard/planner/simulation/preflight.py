@@ -28,7 +28,7 @@ from trueshard.errors import one_line
 from trueshard.model import names
 from trueshard.optim.clip import clip_grad_norm_
 from trueshard.planner.inputs.batches import quietly
-from trueshard.planner.inputs.fakes import plain_attributes
+from trueshard.planner.inputs.fake_tensors import plain_attributes
 from trueshard.planner.simulation.environment import fake_tensors_look_real
 from trueshard.planner.simulation.recorder import Recorder
 from trueshard.planner.simulation.repeats import find_runs, shorten

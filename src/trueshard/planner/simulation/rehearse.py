@@ -33,7 +33,7 @@ from trueshard.model import names
 from trueshard.planner import ledger
 from trueshard.planner.forecasting import MICROBATCHES
 from trueshard.planner.hardware import Hardware, Mode
-from trueshard.planner.inputs.fakes import mapped, plain_attributes
+from trueshard.planner.inputs.fake_tensors import mapped, plain_attributes
 from trueshard.planner.report.report import duration
 from trueshard.planner.reserve import replay
 from trueshard.planner.simulation.environment import without_garbage_collection

@@ -18,7 +18,7 @@ from trueshard import _torch
 from trueshard.model import names
 from trueshard.optim.clip import clip_grad_norm_
 from trueshard.planner import ledger
-from trueshard.planner.inputs.fakes import twin
+from trueshard.planner.inputs.fake_tensors import fake_copy
 from trueshard.planner.simulation.compiling import compiled
 from trueshard.planner.simulation.environment import (
     attention_as_on_a_device,
@@ -136,7 +136,7 @@ def _run_shortened(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, run
     variants = []
     for r in range(len(runs)):
         fewer = with_counts(runs, [KEPT - (i == r) for i in range(len(runs))])
-        copied, _ = twin(model)
+        copied, _ = fake_copy(model)
         shorter_plan = shorten(copied, short_plan, kept, [run.count for run in fewer])
         variants.append((_run(job, mesh, copied, shorter_plan), fewer))
     base = _run(job, mesh, model, short_plan)

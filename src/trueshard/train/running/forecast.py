@@ -22,8 +22,9 @@ from trueshard.errors import one_line, refused
 from trueshard.files import replace_text
 from trueshard.machine import memory_of_process
 from trueshard.planner import hardware as catalogue
+from trueshard.planner import process
 from trueshard.planner.hardware import Hardware
-from trueshard.planner.planning import work_out
+from trueshard.planner.planning import Request
 from trueshard.planner.report import report
 from trueshard.planner.workload import Study
 from trueshard.plans import Forecast, Plan
@@ -45,13 +46,16 @@ class Unplanned(Exception):
     """The planner cannot simulate the run; one line that says why."""
 
 
-def study(config: Config, settings: Any, ranks: int, device: Hardware, ranks_per_node: int) -> Study:
+def study(
+    config: Config, settings: Any, ranks: int, device: Hardware, ranks_per_node: int, *, in_place: bool = False
+) -> Study:
     """Return the planner's study of a step of the run.
 
     Args:
         settings: the transformers configuration of the model.
         ranks: of the whole run.
         device: the hardware of each rank.
+        in_place: simulate in this process, which does nothing else.
 
     Raises:
         Unplanned: the planner cannot simulate it, or nothing fits where a choice was left to it.
@@ -63,10 +67,10 @@ def study(config: Config, settings: Any, ranks: int, device: Hardware, ranks_per
     model.__name__ = getattr(settings, "model_type", "model")  # for the tables of the study
     train, feed = config.train, _feed(config.data)
     try:
-        found = work_out(
-            model,
-            device,
-            ranks,
+        request = Request(
+            model=model,
+            hardware=device,
+            ranks=ranks,
             batch=feed,
             ranks_per_node=min(ranks_per_node, ranks),
             replicate=config.shard.replicate,
@@ -78,6 +82,7 @@ def study(config: Config, settings: Any, ranks: int, device: Hardware, ranks_per
             clip=train.max_grad_norm,
             **vars(config.shard.choices()),
         )
+        found: Study = process.call("trueshard.planner.solve:solve", request, in_place=in_place)
     except Exception as error:  # whatever a model or an optimizer raises under simulation
         raise Unplanned(one_line(error)) from error
     optimizer = config.optimizer.class_path.rpartition(".")[2]
@@ -137,7 +142,7 @@ def dry_run(config: Config, nproc: int | None = None, *, hardware: str | None = 
         here = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         device = named or hardware_here(here, ranks)
         node = ranks if named is None else min(ranks, named.ranks_per_node)
-        told = report.text(study(config, settings, ranks, device, node))
+        told = report.text(study(config, settings, ranks, device, node, in_place=True))
     except Unplanned as error:
         told = f"No forecast of memory and speed: {error}"
     comments = "\n".join(f"# {line}".rstrip() for line in told.splitlines())

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import multiprocessing
 import os
 import re
 import signal
@@ -22,7 +21,6 @@ import time
 import traceback
 import uuid
 from collections.abc import Mapping, MutableMapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
@@ -332,9 +330,10 @@ def _out_of_memory(worker: _Worker, shortage: out_of_memory.Shortage) -> _End:
         return _End(FAILED)
     arguments = (worker.config, worker.ready.architecture, world.size, world.local_size, world.device)
     message = "memory ran out, and there was too little of it to find out what would fit"
-    with contextlib.suppress(Exception):  # in a process of its own: this one has no memory left
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            remedy = pool.submit(out_of_memory.find_remedy, *arguments).result()
+    with contextlib.suppress(Exception):  # in the planner's process: this one has no memory left
+        from trueshard.planner import process
+
+        remedy = process.call("trueshard.train.running.out_of_memory:find_remedy", *arguments)
         message = message if remedy is None else remedy.message
     return _End(FAILED, f"trueshard: {message}", is_final=True)
 

@@ -1,0 +1,353 @@
+"""The planner's process: simulations patch torch, Python and the environment, which are not the user's there.
+
+- It is started at the first call, serves the following ones, and ends with this process, when a call is interrupted,
+  after ``IDLE`` seconds without a call, or when a file that it has imported was changed.
+- A call is sent with cloudpickle: functions and classes of ``__main__``, lambdas and local ones by value, everything
+  else by its module, which is imported there. Models are sent as their structure: of a tensor the shape and dtype.
+- What is written to stdout and stderr there appears in this process's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import inspect
+import io
+import os
+import pickle
+import pkgutil
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import cloudpickle
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
+
+from trueshard import _torch
+from trueshard.errors import with_kind
+from trueshard.launching import how, start_helper
+from trueshard.model import intent
+from trueshard.planner.inputs.fake_tensors import READERS, plain_attributes
+
+IDLE = 300
+"""Seconds without a call after which the process ends and gives its memory back."""
+_SMALL = 1 << 20
+"""Bytes up to which a tensor of no model is sent with its values."""
+
+
+def call(function: str, *arguments: Any, in_place: bool = False) -> Any:
+    """Return what ``function`` returns in the planner's process.
+
+    Args:
+        function: ``"package.module:name"``; the module is imported there, not here.
+        arguments: to the function.
+        in_place: call it in this process; so it is in the planner's process itself, too.
+
+    Raises:
+        ValueError: an argument cannot be sent; names the part.
+        RuntimeError: the process ended before it answered.
+        BaseException: raised by the function, with the same class, message and notes.
+    """
+    if in_place or _serves:
+        return pkgutil.resolve_name(function)(*arguments)
+    around = {
+        "folder": os.getcwd(),
+        "environment": dict(os.environ),
+        "path": sys.path,
+        "dtype": torch.get_default_dtype(),
+        "readers": [name for name in READERS if name in sys.modules],
+    }
+    request = pickle.dumps((around, _packed((function, arguments))))
+    with _lock:
+        answer, raised, where = _answer(request)
+    if raised is not None:
+        raise raised from _Remote(where)
+    return answer
+
+
+class _Remote(Exception):
+    """Traceback of an error in the planner's process, as the cause of the error here."""
+
+
+# The caller's side
+
+_lock = threading.Lock()
+_child: _Child | None = None
+
+
+class _Child:
+    """The process and the connection to it."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = Pipe()
+        with theirs:
+            statement = f"from {__name__} import serve; serve(int(sys.argv[1]))"
+            self.process = start_helper(statement, str(theirs.fileno()), descriptors=[theirs.fileno()])
+
+    def ask(self, request: bytes) -> Any:
+        """Return (value, error, its traceback), or None if the process has gone; show what it prints."""
+        try:
+            self.connection.send_bytes(request)
+        except OSError:
+            return None
+        while True:
+            try:
+                message = self.connection.recv_bytes()
+            except (EOFError, OSError):
+                return None
+            kind, content = pickle.loads(message)
+            if kind == "answer":
+                return content
+            if (stream := getattr(sys, kind)) is not None:
+                stream.write(content)
+                stream.flush()
+
+    def end(self, grace: float = 0.0) -> int:
+        """Return the exit code; after ``grace`` seconds the process is killed."""
+        self.connection.close()
+        try:
+            return self.process.wait(grace)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            return self.process.wait()
+
+
+def _answer(request: bytes) -> Any:
+    global _child
+    while True:
+        is_new = _child is None
+        child = _child = _child or _Child()
+        try:
+            answer = child.ask(request)
+        except BaseException:  # such as a Ctrl-C
+            _child = None
+            child.end()
+            raise
+        if answer is not None:
+            return answer
+        _child = None
+        code = child.end(grace=10.0)
+        if is_new or code:  # else it ended by itself, before it got the request
+            memory = "; the machine may have run out of memory" if code == -signal.SIGKILL else ""
+            raise RuntimeError(f"the planner's process {how(code)} before it had a plan{memory}")
+
+
+@atexit.register
+def _end() -> None:
+    if _child is not None:
+        _child.end()
+
+
+def _forget() -> None:
+    """In a fork of this process: the planner's process is the parent's."""
+    global _child, _lock
+    _child, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+# What is sent
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Sends tensors as shapes, and optimizers without their state, hooks and patched ``step``."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._of_models: set[int] = set()
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            return self._reduced(value)
+        if isinstance(value, nn.Module):
+            self._of_models.update(map(id, _torch.tensors_in([plain_attributes(value), list(value.buffers(False))])))
+            if is_parametrized(value):  # its class refuses to be pickled
+                return object.__new__, (type(value),), vars(value), None, None, _set_attributes
+        if isinstance(value, torch.optim.Optimizer):
+            kept = {key: OrderedDict() if "_hooks" in key else each for key, each in vars(value).items()}
+            kept["state"] = defaultdict(dict)
+            kept.pop("step", None)  # a scheduler's
+            return object.__new__, (type(value),), kept, None, None, _set_attributes
+        if isinstance(value, BaseException) and inspect.isfunction(type(value).__init__):
+            # By itself it would be made anew from what it passed to its base class.
+            return _error, (type(value), *value.args), vars(value), None, None, _set_attributes
+        return super().reducer_override(value)
+
+    def _reduced(self, tensor: torch.Tensor) -> Any:
+        if is_lazy(tensor):
+            return type(tensor), (tensor.requires_grad, "meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        shape = tuple(tensor.shape)
+        if not is_parameter and id(tensor) not in self._of_models:
+            if tensor.untyped_storage().nbytes() > _SMALL or tensor.device.type != "cpu" or _torch.is_fake(tensor):
+                return _untouched, (shape, tensor.dtype)
+            return NotImplemented
+        hooks = list((_torch.gradient_hooks(tensor)[0] or {}).values())
+        made = (is_parameter, shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+        return _meta, made, (intent.attributes_of(tensor), hooks), None, None, _set_tensor
+
+
+def _meta(
+    is_parameter: bool, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
+) -> torch.Tensor:
+    tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of memory that was never written to, and so takes none."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def _set_tensor(tensor: torch.Tensor, state: tuple[dict[str, Any], list[Any]]) -> None:
+    attributes, hooks = state
+    vars(tensor).update(attributes)
+    for hook in hooks:
+        tensor.register_hook(hook)
+
+
+def _error(cls: type[BaseException], *arguments: Any) -> BaseException:
+    return cls.__new__(cls, *arguments)
+
+
+def _set_attributes(value: Any, attributes: dict[str, Any]) -> None:
+    vars(value).update(attributes)
+
+
+def dumped(value: Any) -> bytes:
+    """Return ``value`` pickled, without the values of weights."""
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _packed(asked: tuple[str, tuple[Any, ...]]) -> bytes:
+    try:
+        return dumped(asked)
+    except Exception as error:
+        name, part = _unsendable("", asked[1], set())
+        raise ValueError(
+            f"{name.lstrip('.')} ({type(part).__name__}) cannot be sent to the planner's process "
+            f"({with_kind(error)}): take it out, or give a function that makes the model, and make it there"
+        ) from error
+
+
+def _unsendable(name: str, value: Any, seen: set[int]) -> tuple[str, Any]:
+    """Return the innermost part of ``value`` that cannot be pickled, and its name."""
+    seen.add(id(value))
+    for label, part in _parts(value):
+        if id(part) in seen:
+            continue
+        try:
+            dumped(part)
+        except Exception:
+            return _unsendable(f"{name}{label}", part, seen)
+    return name, value
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, nn.Module):
+        attributes = {**plain_attributes(value), **dict(value.named_children())}
+        return [(f".{key}", each) for key, each in attributes.items()]
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", each) for key, each in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [("" if len(value) == 1 else f"[{i}]", each) for i, each in enumerate(value)]
+    if inspect.isfunction(value):
+        used = inspect.getclosurevars(value)
+        return [(f".{value.__name__}: {key}", each) for key, each in {**used.globals, **used.nonlocals}.items()]
+    return [(f".{key}", each) for key, each in getattr(value, "__dict__", {}).items()]
+
+
+# The planner's process
+
+_serves = False
+
+
+def serve(descriptor: int) -> NoReturn:
+    """Answer the calls that come over a connection."""
+    global _serves
+    _serves = True
+    connection, requests, sending = Connection(descriptor), queue.SimpleQueue[bytes](), threading.Lock()
+    threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
+
+    def send(message: bytes) -> None:
+        with sending:
+            connection.send_bytes(message)
+
+    sys.stdout, sys.stderr = _Stream(send, "stdout"), _Stream(send, "stderr")
+    modified: dict[str, float] = {}
+    while True:
+        try:
+            request = requests.get(timeout=IDLE)
+        except queue.Empty:
+            os._exit(0)
+        if any(_modified(file) != then for file, then in modified.items()):
+            os._exit(0)  # the caller starts another, which imports anew
+        answer = _worked_out(request)
+        files = [str(getattr(module, "__file__", None)) for module in list(sys.modules.values())]
+        modified = {file: _modified(file) for file in files}
+        send(answer)
+
+
+class _Stream(io.TextIOBase):
+    """Stands for stdout or stderr and sends what is written to the caller."""
+
+    def __init__(self, send: Callable[[bytes], None], name: str) -> None:
+        self._send, self._name = send, name
+
+    def write(self, text: str) -> int:
+        self._send(pickle.dumps((self._name, text)))
+        return len(text)
+
+
+def _receive(connection: Connection, requests: queue.SimpleQueue[bytes]) -> NoReturn:
+    """Put requests into the queue; end the process, whatever it does, when the caller has gone."""
+    while True:
+        try:
+            requests.put(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+
+
+def _modified(file: str) -> float:
+    """Return the time of a file's last change; 0.0 if there is none."""
+    try:
+        return os.stat(file).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _worked_out(request: bytes) -> bytes:
+    """Return the message with the function's value, or with the error and its traceback."""
+    try:
+        around, packed = pickle.loads(request)
+        os.chdir(around["folder"])
+        os.environ.clear()
+        os.environ.update(around["environment"])
+        sys.path[:] = around["path"]
+        torch.set_default_dtype(around["dtype"])
+        for name in around["readers"]:
+            importlib.import_module(name)
+        function, arguments = pickle.loads(packed)
+        return dumped(("answer", (pkgutil.resolve_name(function)(*arguments), None, "")))
+    except BaseException as error:
+        where = f"\n{traceback.format_exc()}"
+        try:
+            return dumped(("answer", (None, error, where)))
+        except Exception:  # it holds what cannot be sent
+            return pickle.dumps(("answer", (None, RuntimeError(with_kind(error)), where)))

@@ -1,0 +1,164 @@
+"""From a request to a study: of the plan that was given, the one that the options mean, or the best of a search."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trueshard import _torch
+from trueshard.choices import DEFAULTS, Choices, is_free
+from trueshard.planner.forecasting import Cluster, study
+from trueshard.planner.hardware import Hardware, hardware
+from trueshard.planner.inputs.workloads import is_size, workload_of
+from trueshard.planner.planning import Request
+from trueshard.planner.search.search import Space, choose
+from trueshard.planner.simulation.preflight import preflight
+from trueshard.planner.workload import Job, Study
+from trueshard.plans import Plan
+
+FREE = Choices(reshard_after_forward="auto", activation_checkpointing="auto")
+"""Defaults of ``trueshard.plan``."""
+_GROUP = "_planned_group"
+"""Attribute of a parameter: (optimizer, group) that holds it. It goes along when the model is copied."""
+
+
+def solve(request: Request) -> Study:
+    """Return the study of the best plan; raises as ``trueshard.plan``."""
+    request.choices().replace(memory=None).check_alone(request.plan, defaults=FREE)
+    space, is_open = _space(request)
+    warnings = _preflight(space, request.plan)
+    found = choose(space) if is_open and request.plan is None else _of_one_plan(space, request.plan)
+    return dataclasses.replace(found, assumptions=(*found.assumptions, *warnings))
+
+
+def best_plan(request: Request) -> Plan:
+    """Return the plan of ``solve`` alone, which is small."""
+    return solve(request).plan
+
+
+def best_plan_for(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    device: Hardware,
+    ranks: tuple[int, ...],
+    choices: Choices,
+) -> Plan:
+    """Return the fastest plan for the arguments of ``shard()``; ``ranks`` is the shape of its mesh."""
+    for i, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                setattr(parameter, _GROUP, (i, g))
+    request = Request(
+        model=model,
+        hardware=device,
+        ranks=math.prod(ranks),
+        replicate=ranks[0] if len(ranks) == 2 else 1,
+        microbatch=1,
+        accumulation=1,
+        optimizer=lambda made: [_over(made, each, i) for i, each in enumerate(optimizers)],
+        **vars(choices),
+    )
+    space, _ = _space(request)
+    return choose(space).plan
+
+
+def _over(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.optim.Optimizer:
+    """Return a copy of ``optimizer`` without state over the parameters of a copy of its model."""
+    made: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(made).update({key: value for key, value in vars(optimizer).items() if "_hooks" not in key})
+    _torch.make_hookable(made)
+    made.state, made.param_groups = defaultdict(dict), []
+    for g, group in enumerate(optimizer.param_groups):
+        members = [each for each in model.parameters() if getattr(each, _GROUP, None) == (number, g)]
+        if members:
+            made.param_groups.append({**group, "params": members})
+    return made
+
+
+def _space(request: Request) -> tuple[Space, bool]:
+    """Return the plans that are asked for, and whether there is anything to choose."""
+    given, choices, own = request.hardware, request.choices(), request.optimizer
+    device = given if isinstance(given, Hardware) else hardware(os.fspath(given))
+    workload = workload_of(
+        request.model,
+        sequence=request.sequence,
+        optimizer=own,
+        batch=request.batch,
+        loss=request.loss,
+        clip=request.clip,
+        storage_dtype=request.storage_dtype,
+    )
+    microbatch = request.microbatch or _samples(request.batch)
+    is_open = is_free(choices.reshard_after_forward) or is_free(choices.activation_checkpointing)
+    is_open |= choices.offload == "auto"
+    is_open |= request.global_batch is not None and (microbatch is None or request.accumulation is None)
+    if request.offload is None and is_open:
+        choices = choices.replace(offload="auto")
+    own_ranks = request.plan.ranks if request.plan is not None else ()
+    replicate = request.replicate or (own_ranks[0] if len(own_ranks) == 2 else None)
+    space = Space(
+        workload=workload,
+        hardware=device,
+        ranks=request.ranks,
+        ranks_per_node=request.ranks_per_node or min(device.ranks_per_node, request.ranks),
+        budget=choices.budget(),
+        choices=choices,
+        replicate=replicate or (None if is_open else 1),
+        microbatch=microbatch,
+        accumulation=request.accumulation,
+        global_batch=request.global_batch,
+        optimizer="adamw" if own is None else own if isinstance(own, str) else "own",
+    )
+    return space, is_open
+
+
+def _samples(batch: Any) -> int | None:
+    """Return how many samples a batch, or its size, holds; None if it is neither."""
+    if is_size(batch):
+        return int(batch[0])
+    return next((len(each) for each in _torch.tensors_in(batch) if each.ndim), None)
+
+
+def _preflight(space: Space, plan: Plan | None) -> list[str]:
+    """Return warnings, one sentence each; raise ValueError for what would fail in the first step."""
+    settled = {key: getattr(DEFAULTS, key) for key, value in vars(space.choices).items() if is_free(value)}
+    problems = preflight(
+        space.workload,
+        ranks=space.cluster(space.replicate or 1).mesh,
+        microbatch=space.microbatch or 1,
+        plan=plan,
+        choices=space.choices.replace(**settled),
+    )
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise ValueError(f"{str(errors[0]).removeprefix('error: ')}{more}")
+    return [str(problem).removeprefix("warning: ") for problem in problems]
+
+
+def _of_one_plan(space: Space, plan: Plan | None) -> Study:
+    """Return the study of a plan; None: of the one that the choices mean."""
+    microbatch, accumulation = space.microbatch or 1, space.accumulation or 1
+    if space.global_batch is not None and space.global_batch != microbatch * accumulation * space.ranks:
+        raise ValueError(
+            f"global_batch={space.global_batch} is not microbatch {microbatch} × accumulation {accumulation} × "
+            f"{space.ranks} ranks; leave one of them out"
+        )
+    cluster = Cluster(space.hardware, space.ranks, space.ranks_per_node, space.replicate or 1)
+    job = Job(
+        space.workload,
+        cluster.mesh,
+        microbatch=microbatch,
+        accumulation=accumulation,
+        plan=plan,
+        optimizer=space.optimizer,
+        choices=DEFAULTS if plan is not None else space.choices,
+    )
+    return study(job, cluster, space.budget)
