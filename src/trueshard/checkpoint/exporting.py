@@ -89,23 +89,19 @@ def export(
             'model, to="adapter" the adapter alone'
         )
     with _appearing(Path(os.path.abspath(out)), str(out)) as partial:
-        _write(source, partial, to, wanted, adapter)
+        if to == "hf":
+            _write_hf(source, partial, wanted)
+        elif to == "safetensors":
+            entries = source.converted(wanted)
+            source.write(partial, entries, {key: source.name(key) for key in entries})
+        elif to == "dcp":
+            from trueshard.checkpoint.dcp import write_dcp
+
+            write_dcp(source, partial, wanted)
+        else:
+            write = _write_adapters if to == "adapter" else _write_merged
+            write(source, partial, wanted, adapter)
     return Path(out)
-
-
-def _write(source: ExportSource, path: Path, to: str, dtype: torch.dtype | None, adapter: str | None) -> None:
-    if to == "hf":
-        _write_hf(source, path, dtype)
-    elif to == "safetensors":
-        entries = source.converted(dtype)
-        source.write(path, entries, {key: source.name(key) for key in entries})
-    elif to == "dcp":
-        from trueshard.checkpoint.dcp import write_dcp
-
-        write_dcp(source, path, dtype)
-    else:
-        write = _write_adapters if to == "adapter" else _write_merged
-        write(source, path, dtype, adapter)
 
 
 @contextlib.contextmanager
@@ -136,11 +132,9 @@ class ExportSource:
 
     @property
     def keys(self) -> list[str]:
-        """Keys of its tensors."""
         return [key for key in self.catalogue.entries if key.startswith(self.prefix)]
 
     def name(self, key: str) -> str:
-        """Return the model's name of a tensor."""
         return key.removeprefix(self.prefix)
 
     @property
@@ -195,13 +189,11 @@ class ExportSource:
                     file.write(as_bytes(block))
 
     def check(self, key: str) -> None:
-        """Raise ``ValueError`` if a tensor is damaged."""
         if not self.catalogue.is_intact(key):
             raise self.catalogue.damaged(key, "export an earlier checkpoint")
 
 
 def _source(path: Any, model: str | None) -> ExportSource:
-    """Open the model at ``path``; ``model``: the key of one of several."""
     catalogue = open_catalogue(path)
     catalogue.refuse_dcp()
     prefixes = ["model"] if catalogue.manifest is None else sorted(catalogue.manifest.models)
@@ -273,13 +265,14 @@ def _write_adapters(source: ExportSource, directory: Path, dtype: torch.dtype | 
         for config in model.peft_config.values():
             if not os.path.isfile(os.path.join(config.base_model_name_or_path or "", "config.json")):
                 config.base_model_name_or_path = None  # so that PEFT asks no server for its vocabulary's size
-        model.save_pretrained(str(directory), selected_adapters=None if adapter is None else [_name_in(model, adapter)])
+        selected = None if adapter is None else _named(model, adapter)
+        model.save_pretrained(str(directory), selected_adapters=selected)
     for name, folder in folders.items():
         (folder / "adapter_config.json").write_bytes(_config(source, name))
 
 
-def _name_in(model: Any, adapter: str) -> str:
-    return adapter if adapter in model.peft_config else next(iter(model.peft_config))
+def _named(model: Any, adapter: str | None) -> list[str]:
+    return [adapter] if adapter in model.peft_config else list(model.peft_config)[:1]
 
 
 def _config(source: ExportSource, adapter: str) -> bytes:
@@ -317,7 +310,7 @@ def _write_merged(source: ExportSource, directory: Path, dtype: torch.dtype | No
             'to="adapter" writes the adapter alone'
         )
     model = _rebuilt(source, lambda name: True)
-    chosen = [_name_in(model, adapter)] if adapter is not None else list(model.peft_config)
+    chosen = _named(model, adapter)
     if not hasattr(model, "merge_and_unload") or not hasattr(model.base_model, "merge_and_unload"):
         kind = model.peft_config[chosen[0]].peft_type
         raise ValueError(f'PEFT cannot merge a {kind} adapter into its base; to="adapter" writes it alone')

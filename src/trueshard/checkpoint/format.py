@@ -77,8 +77,6 @@ class Piece:
 
 @dataclass
 class TensorEntry:
-    """A stored tensor."""
-
     names: list[str]  # names in the model or optimizer; a tied tensor has several
     shape: list[int]
     dtype: str
@@ -93,17 +91,14 @@ class TensorEntry:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
         return dtype_of(self.dtype).itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def files(self) -> list[str]:
-        """Names of the files that hold it."""
         return list(dict.fromkeys(piece.file for piece in self.pieces))
 
     def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -202,15 +197,12 @@ def parse_json(data: bytes | memoryview, where: str) -> dict[str, Any]:
 
 @dataclass
 class FileRecord:
-    """Size and checksum of a file."""
-
     size: int  # bytes
     crc32: int  # checksum of the bytes that belong to no tensor: the header of a safetensors file, all of any other
     header: int | None = None  # bytes of the header of a safetensors file
 
     @classmethod
     def of(cls, data: bytes, size: int, is_header: bool) -> FileRecord:
-        """Describe a file of ``size`` bytes that is ``data``, or begins with it."""
         return cls(size, crc32(memoryview(data)), len(data) if is_header else None)
 
 
@@ -229,7 +221,6 @@ class Manifest:
     format: int = FORMAT
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file."""
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False)[2:].encode()
         return b'{"crc32": "%08x",\n' % crc32(memoryview(text)) + text
 
@@ -400,10 +391,6 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and type(value[0]) in (str, int) and _is_split(value[1])
 
 
-def _is_sized_name(value: Any) -> bool:
-    return isinstance(value, list) and list(map(type, value)) == [str, int] and value[1] >= 0
-
-
 def _is_settings(value: Any) -> bool:
     return isinstance(value, dict) and "__dict__" in value and _is_split(value)
 
@@ -442,7 +429,7 @@ _FORM = {
     "models": {"*": {"class": _TEXT, "extra": {"*": _is_split}}},
     "optimizers": {"*": _OPTIMIZER},
     "more": {"*": _is_split},
-    "rng": [[_is_sized_name]],
+    "rng": [[lambda value: isinstance(value, list) and list(map(type, value)) == [str, int] and value[1] >= 0]],
     "files": {"*": {"size": _COUNT, "crc32": _COUNT, "header": _COUNT_OR_NONE}},
     "about": {},
 }

@@ -26,15 +26,12 @@ LARGEST = 5_000_000_000  # bytes of tensors in one file, unless a single tensor 
 
 @dataclass(frozen=True)
 class FileKey:
-    """The file and key of a tensor."""
-
     folder: str  # "" or "name/"
     stem: str  # of the file's name: "model", "adapter_model", "optimizer" or "extra"
     key: str  # in the file
 
 
 def file_keys(models: Mapping[str, nn.Module], entries: Mapping[str, TensorEntry]) -> dict[str, FileKey]:
-    """Return the file and key of each of ``entries``."""
     found: dict[str, FileKey] = {}
     for prefix, module in models.items():
         folder = f"{prefix.partition('/')[2]}/" if "/" in prefix else ""

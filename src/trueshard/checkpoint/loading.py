@@ -137,7 +137,6 @@ class LoadJob:
         }
 
     def _check(self) -> None:
-        """Collect what is to be loaded; raise ``ValueError`` if something does not fit."""
         for prefix, module in self._models.items():
             self._check_model(prefix, module, naming_of(self._catalogue, prefix, module, self._names))
         name_of, saved = state.parameter_names(self._models), self._manifest.optimizers
@@ -265,7 +264,6 @@ class LoadJob:
                     owner.set_extra_state(self._catalogue.value(saved[name]))
 
     def _apply(self) -> None:
-        """Change models, optimizers and random generators."""
         key_of = {id(tensor): key for key, tensor in self._targets}
         filled: set[int] = set()
         for module in self._models.values():

@@ -116,7 +116,6 @@ def bytes_here(tensor: torch.Tensor, nbytes: int | None = None) -> tuple[int, in
 
 
 def placement_word(tensor: torch.Tensor) -> str:
-    """Return a tensor's placements as text."""
     return str(tensor.placements) if isinstance(tensor, DTensor) else "plain"
 
 

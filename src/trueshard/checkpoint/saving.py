@@ -89,13 +89,11 @@ class SaveJob:
     verify: bool
 
     def stage(self) -> None:
-        """Copy this rank's part to host memory."""
         for key, (begin, tensor) in self.mine.items():
             local = _torch.local(tensor).detach()
             self.mine[key] = begin, torch.empty(local.shape, dtype=local.dtype).copy_(local)
 
     def run(self) -> None:
-        """Write and publish. Collective."""
         rank, where = self.group.rank, self.writer.where
         attempt = functools.partial(self.group.attempt, f"{where} was not saved")
         try:

@@ -29,8 +29,6 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class ModelTensor:
-    """A parameter or buffer."""
-
     tensor: torch.Tensor
     names: list[str]  # the first is the one it is stored under
     trainable: bool | None  # None for a buffer

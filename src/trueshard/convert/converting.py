@@ -36,17 +36,14 @@ class Converted:
     """A configuration, and how it came about."""
 
     source: str
-    """The framework's name, as `--from` takes it."""
     title: str
     """The same in prose, and whether it was guessed."""
     toml: str
-    """The text of the configuration."""
     entries: tuple[Entry, ...]
     """What became of each key that was given, in order."""
     missing: tuple[str, ...]
     """Our keys that only the user can know; each stands in the text as a comment."""
     command: str
-    """The command that starts the run."""
 
     def report(self) -> str:
         """Return a line for each key: what it became, how it differs, or why it has no equivalent."""
@@ -111,7 +108,6 @@ def convert(
 def _find(
     path: Path | None, source: str | None, environment: Mapping[str, str] | None
 ) -> tuple[dict[str, Any], Framework, str]:
-    """Return (tree, framework, the framework in prose)."""
     known = {each.name: each for each in FRAMEWORKS}
     if source is not None and source not in known:
         raise UserError(f"--from {source}: unknown; use one of {', '.join(known)}")
@@ -258,7 +254,6 @@ def _apply(kind: Framework, draft: Draft, where: str) -> None:
 
 
 def _ask_for_the_rest(draft: Draft) -> None:
-    """Ask for what a run needs and the source does not hold."""
     if "run.dir" not in draft.tree:
         draft.tree["run.dir"] = f"runs/{draft.name}"
         draft.origins["run.dir"] = "chosen by its name"
@@ -270,7 +265,6 @@ def _ask_for_the_rest(draft: Draft) -> None:
 
 
 def _command(draft: Draft, out: str) -> str:
-    """Return the command that starts the run."""
     if draft.machines is not None and draft.machines > 1:
         each = draft.ranks // draft.machines if draft.ranks else "RANKS"
         return f"torchrun --nnodes {draft.machines} --nproc-per-node {each} -m trueshard train {out}"
@@ -312,7 +306,6 @@ def _line(draft: Draft, key: str) -> str:
 
 
 def _in_order(keys: Sequence[str] | Mapping[str, Any]) -> list[str]:
-    """Sort keys of ours as a file has them."""
     order = list(our_fields())
     return sorted(keys, key=lambda key: order.index(".".join(key.split(".")[:2])))
 

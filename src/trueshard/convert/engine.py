@@ -51,28 +51,19 @@ class Word:
 
 @dataclass(frozen=True)
 class Rule:
-    """What any of `keys` becomes."""
-
     keys: tuple[str, ...]
-    """Dotted names in the source."""
     kind: Kind
     becomes: str
     """Our key, an option of the command line, "always so" or "no equivalent"."""
     why: str
-    """One sentence: how, what differs, or what to do instead."""
     shown: tuple[str, ...]
-    """The keys as documented."""
     default: Any = None
-    """The source's value where the key is absent, if that decides something here."""
     last: bool = False
     """True: applied after all others, since it depends on them."""
     read: Callable[[Any], Any] | None = None
-    """Turns the source's value, if it is none of `words`, into ours; raises `Wrong`."""
     words: Mapping[str, Word] = field(default_factory=dict)
     unset: frozenset[Any] = frozenset()
-    """Plain values that mean "not given"."""
     unless: Mapping[Any, str] = field(default_factory=dict)
-    """Plain values of an "always" key that have no equivalent, and why."""
     needs: tuple[str, ...] = ()
     """Other keys; where none of them has a value other than "no", this one has no effect."""
     yields: tuple[str, ...] = ()
@@ -88,8 +79,6 @@ class Rule:
 
 @dataclass(frozen=True)
 class Entry:
-    """What became of one key."""
-
     key: str
     value: Any
     status: Status
@@ -110,11 +99,9 @@ class Draft:
     defaults: Mapping[str, Any]
     """The source's values for keys that are absent."""
     ranks: int | None
-    """Processes of the run; None: unknown."""
     name: str
     machines: int | None = None
     tree: dict[str, Any] = field(default_factory=dict)
-    """Our dotted keys and their values."""
     origins: dict[str, str] = field(default_factory=dict)
     """The comment beside each of our keys: where its value comes from."""
     asked: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -154,7 +141,6 @@ class Draft:
             self.tell(key, value, "set", rule.why, rule.becomes)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of one of their keys, given or by default."""
         return self.given.get(key, self.defaults.get(key, default))
 
     def _has(self, key: str) -> bool:
@@ -185,7 +171,6 @@ class Draft:
         self.tell(key, given, status, note, f"{ours} = {toml_value(value)}")
 
     def put_word(self, key: str, value: Any) -> None:
-        """Do what the rule of `key` lists for a value."""
         words = self.rules[key].words
         if value is None and "none" not in words:
             self.tell(key, value, "always", "not asked for")
@@ -252,7 +237,6 @@ def our_default(ours: str) -> Any:
 
 
 def section_of(name: str) -> type[Section]:
-    """Return the class of a section of ours."""
     annotation = Config.model_fields[name].annotation
     kinds = [annotation, *get_args(annotation)]
     return next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
@@ -271,7 +255,6 @@ def either(words: Iterable[Any]) -> str:
 
 
 def nearest(word: str, known: Iterable[Any]) -> str:
-    """Return "; nearest: b", or nothing."""
     lower = {str(each).lower(): str(each) for each in known}
     near = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)
     return f"; nearest: {lower[near[0]]}" if near else ""
@@ -306,7 +289,6 @@ def number_or_inf(value: Any) -> float:
 
 
 def integer(value: Any) -> int:
-    """Read a whole number."""
     found = number(value)
     if found != int(found):
         raise Wrong(f"found {value!r}, wanted a whole number")
@@ -314,7 +296,6 @@ def integer(value: Any) -> int:
 
 
 def positive(value: Any) -> int:
-    """Read a whole number from 1 on."""
     found = integer(value)
     if found < 1:
         raise Wrong(f"found {value!r}, wanted a whole number from 1 on")
@@ -322,7 +303,6 @@ def positive(value: Any) -> int:
 
 
 def rounded_up(value: Any) -> int:
-    """Read a number above 0 and round it up."""
     found = number(value)
     if found <= 0:
         raise Wrong(f"found {value!r}, wanted a number above 0")
@@ -330,7 +310,6 @@ def rounded_up(value: Any) -> int:
 
 
 def numbers(value: Any) -> list[float]:
-    """Read an array of numbers."""
     if not isinstance(value, (list, tuple)):
         raise Wrong(f"found {value!r}, wanted an array of numbers")
     return [number(each) for each in value]
@@ -345,7 +324,6 @@ def names(value: Any) -> list[str]:
 
 
 def text(value: Any) -> str:
-    """Read a word that is not empty."""
     if not isinstance(value, str) or not value.strip():
         raise Wrong(f"found {value!r}, wanted a word")
     return value.strip()

@@ -137,7 +137,6 @@ def processes(draft: Draft, key: str, value: Any) -> None:
 
 
 def machines(draft: Draft, key: str, value: Any) -> None:
-    """Read the number of machines."""
     draft.machines = positive(value)
     draft.tell(key, value, "command", "torchrun --nnodes" if draft.machines > 1 else "one machine")
 

@@ -43,9 +43,7 @@ class Framework:
     """A kind of configuration that can be converted."""
 
     name: str
-    """As `--from` takes it."""
     title: str
-    """The framework's name in prose."""
     rules: tuple[Rule, ...]
     finish: Callable[[Draft], None]
     """Sets what several keys decide, such as batch sizes, and asks for what is missing."""
@@ -58,7 +56,6 @@ class Framework:
 
     @functools.cached_property
     def index(self) -> dict[str, Rule]:
-        """The rule of each known key."""
         return {key: rule for rule in self.rules for key in rule.keys}
 
     def prepare(self, tree: dict[str, Any]) -> dict[str, Any]:
@@ -74,12 +71,10 @@ class Framework:
 
 @functools.cache
 def table(name: str) -> dict[str, Any]:
-    """Return a file of `frameworks/` as it stands."""
     return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def framework(file: str) -> Framework:
-    """Return a framework from its file."""
     tree = table(file)
     return Framework(
         name=tree["name"],

@@ -11,8 +11,6 @@ Level = Literal["ok", "note", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
-
     name: str
     says: str
     level: Level = "ok"
@@ -33,11 +31,9 @@ class Report:
 
     @property
     def problems(self) -> int:
-        """Return how many findings stop training."""
         return self.count("problem")
 
     def count(self, level: Level) -> int:
-        """Return how many findings there are of a level."""
         return sum(finding.level == level for findings in self.sections.values() for finding in findings)
 
     def as_json(self) -> dict[str, Any]:

@@ -41,13 +41,10 @@ DEVELOPMENT = ("bench", "docs", "test")
 
 @dataclass(frozen=True)
 class Need:
-    """A package that is asked for."""
-
     name: str
     wants: str
     """Versions, such as ">=2.11"; empty for any."""
     found: str | None
-    """The version that is installed, or None."""
     fits: bool
 
     def __str__(self) -> str:
@@ -124,7 +121,6 @@ def _torch(torch: dict[str, Any] | str) -> Finding:
 
 
 def by_extra() -> Iterator[Finding]:
-    """Yield for each extra whether all of it is there."""
     for extra in metadata.metadata(OURS).get_all("Provides-Extra") or []:
         found = needs(extra)
         install = f"pip install '{OURS}[{extra}]'"
@@ -185,7 +181,6 @@ def _driver() -> Finding:
 
 
 def _without_gpu(torch: dict[str, Any], driver: Finding | None) -> Finding:
-    """Say why torch sees no GPU, where there might be one."""
     if driver is not None and driver.level == "ok" and torch["cuda"] is None:
         return Finding("gpu", "there is one, but this torch is built without CUDA", "warning", "install a CUDA build")
     if torch["cuda"] or torch["hip"]:
@@ -232,7 +227,6 @@ SHOWN = re.compile(
 )
 """Environment variables that change how training runs."""
 SECRET = re.compile(r"TOKEN$|KEY|SECRET|PASSWORD")
-"""Variables whose value is not shown."""
 SLOW = {
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
     "NCCL_P2P_DISABLE": "GPUs do not use NVLink or peer-to-peer PCIe",
@@ -261,7 +255,6 @@ def host() -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
-    """Look for the compiler of torch.compile's CPU kernels."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
     if found := next(filter(None, map(shutil.which, names)), None):
         return Finding("compiler", found)

@@ -70,15 +70,7 @@ class ConfigSubject:
 
     def microbatches(self, step: int, part: int) -> list[Any]:
         train = self._config.train
-        loader, following = self._loaders.get(part, (self._loader(part), 1))
-        if following != step:
-            loader.load_state_dict({"samples": (step - 1) * train.batch_size})
-        self._loaders[part] = loader, step + 1
-        return [next(loader) for _ in range(train.accumulate)]
-
-    def _loader(self, part: int) -> Loader:
-        train = self._config.train
-        return Loader(
+        made = Loader(
             self._data.train,
             self._data.collate,
             batch_size=train.batch_size,
@@ -88,9 +80,13 @@ class ConfigSubject:
             ranks=self._case.parts,
             prefetch=0,
         )
+        loader, following = self._loaders.get(part, (made, 1))
+        if following != step:
+            loader.load_state_dict({"samples": (step - 1) * train.batch_size})
+        self._loaders[part] = loader, step + 1
+        return [next(loader) for _ in range(train.accumulate)]
 
     def _loss_of(self, model: nn.Module) -> Loss:
-        """Return the run's loss for a model that is not sharded."""
         whole_logits = self._config.train.whole_logits
         if self._config.data.format != "preference":
             return CausalLoss(whole_logits)
@@ -103,7 +99,6 @@ class ConfigSubject:
 
 @torch.no_grad()
 def _copy(source: nn.Module, target: nn.Module) -> None:
-    """Copy the values of ``source`` into ``target``, by name."""
     for kind in ("named_parameters", "named_buffers"):
         values = dict(getattr(unwrap(source), kind)())
         for name, tensor in getattr(unwrap(target), kind)():

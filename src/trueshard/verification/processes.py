@@ -109,7 +109,6 @@ def _leave_with_parent(parent: int, folder: str) -> None:
 
 
 def _described(error: BaseException, run: str, stage: str, source: Any) -> tuple[str, str]:
-    """Return the kind of a failure, and the failure in one line."""
     words = one_line(error)
     if isinstance(error, ShardRefused):
         return "refused", words
@@ -124,14 +123,12 @@ def _described(error: BaseException, run: str, stage: str, source: Any) -> tuple
 
 
 def _place(error: BaseException, source: Any) -> str:
-    """Return the last line of the user's own file that the error came through."""
     file = Path(source.rpartition(":")[0]).expanduser().resolve() if isinstance(source, str) else None
     lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(file)]
     return f" ({file.name}, line {lines[-1]})" if file is not None and lines else ""
 
 
 def _leave(code: int) -> None:
-    """End the process at once: threads of a lost collective would keep it."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(code)  # at once: threads of a lost collective would keep it

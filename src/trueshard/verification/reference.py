@@ -25,7 +25,6 @@ from trueshard.verification.compare import (
     TensorStore,
     Tolerances,
     distance,
-    gathered,
     gathered_tensors,
     local,
     structure_of,
@@ -94,7 +93,7 @@ class RoundingNoise(Comparer):
     """Change a run by rounding errors of ``compute`` or of its own dtypes, and measure how far that takes it."""
 
     def __init__(self, case: Case, compute: torch.dtype | None) -> None:
-        super().__init__(case.tensors("reference"), Tolerances({}, 0.0), (), case.steps)
+        super().__init__(case.tensors("reference"), Tolerances({}, 0.0, {}), (), case.steps)
         self._compute = compute
         self._random = torch.Generator().manual_seed(0)
 
@@ -129,8 +128,9 @@ def run(case: Case, progress: Progress) -> Reference:
     """Take both runs; leave the first one's tensors in ``case.tensors("reference")``."""
     subject, record, store = subject_of(case), RunRecord(), case.tensors("reference")
     recorder = StepRecorder(store)
+    build = subject.sharded if case.changes_arithmetic else subject.plain
     progress.stage = "building the model"
-    setup = _built(case, subject)
+    setup = build()
     structure = structure_of(setup.model, setup.optimizers)
     losses = train(case, subject, setup, record, recorder, progress)
     _check_trains(subject.name, losses, store, case.steps)
@@ -143,7 +143,7 @@ def run(case: Case, progress: Progress) -> Reference:
     compute = None if precision is None or precision.compute is None else getattr(torch, precision.compute)
     floor, floors = _floors(setup, recorder.short, compute)
     progress.stage = "building the model again"
-    again = _built(case, subject)
+    again = build()
     if again.model is setup.model:
         raise ValueError(f"{subject.name} gives the same model each time it is called; make a new one there")
     del setup
@@ -183,12 +183,7 @@ def _floors(
     }
 
 
-def _built(case: Case, subject: Subject) -> TrainingSetup:
-    return subject.sharded() if case.changes_arithmetic else subject.plain()
-
-
 def _plain_distance(case: Case, subject: Subject, losses: Sequence[float], progress: Progress) -> tuple[float, float]:
-    """Train the plain model too, without mixed precision and compiling, and compare."""
     progress.stage = "building the plain model"
     setup = subject.plain()
     setup.scaler = None
@@ -219,7 +214,7 @@ def _check_trains(name: str, losses: Sequence[float], store: TensorStore, steps:
 
 
 def _check_same(name: str, setup: TrainingSetup, store: TensorStore) -> None:
-    for key, value in gathered(values_of("parameters", setup.model)):
+    for key, value in gathered_tensors(values_of("parameters", setup.model)):
         if distance(value, store.read("parameters", 0, key))[0]:
             raise ValueError(
                 f"{name} gives {key!r} other values each time it is called, although the random generators of Python, "

@@ -32,13 +32,9 @@ from trueshard.verification.subjects import Case, TrainingSetup
 from trueshard.verification.training import Comparer, Progress, subject_of, train, wrong_dtypes
 
 CHECKPOINT = "checkpoint"
-SAVED = ("parameters", "buffers", "state")
-"""Kinds of values that a checkpoint holds."""
+SAVED = ("parameters", "buffers", "state")  # kinds of values that a checkpoint holds
 WORDS = {"parameters": "parameter", "gradients": "the gradient of", "buffers": "buffer", "state": "optimizer state"}
-"""What a single value of a kind is called."""
-
-RankState = dict[str, Any]
-"""This rank's values, by a description of each."""
+RankState = dict[str, Any]  # this rank's values, by a description of each
 
 
 def run(case: Case, progress: Progress) -> dict[str, Any]:
@@ -134,7 +130,6 @@ def _structure_differences(setup: TrainingSetup, known: Reference) -> dict[str, 
 
 
 def _saved(setup: TrainingSetup) -> dict[str, Any]:
-    """Return the content of the checkpoint as arguments of ``trueshard.save`` and ``load``."""
     several = {f"optimizer{number}": each for number, each in enumerate(setup.optimizers)} or None
     optimizer = setup.optimizers[0] if len(setup.optimizers) == 1 else several
     scaler = {} if setup.scaler is None else {"scaler": setup.scaler}
@@ -166,12 +161,10 @@ def _other(value: Any) -> Any:
 
 
 def rank_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> RankState:
-    """Copy this rank's parameters, buffers, gradients, optimizer state, groups, modes and random state."""
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in _walk(model, optimizers)}
 
 
 def changes(before: RankState, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
-    """Return what differs from ``before``, in words."""
     after = dict(_walk(model, optimizers))
     words = [f"removed {key}" for key in before if key not in after]
     words += [f"made {key}" for key in after if key not in before]
