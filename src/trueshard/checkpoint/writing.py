@@ -62,7 +62,10 @@ class LocalWriter:
         except (FileExistsError, NotADirectoryError) as error:
             text = f"cannot make {parent}: it, or a part of its path, is a file; choose another place"
             raise NotADirectoryError(text) from error
-        _clear(parent)
+        for match in filter(None, map(_PARTIAL.fullmatch, os.listdir(parent))):  # left behind by dead processes
+            left = parent / match[1]
+            with contextlib.suppress(OSError, NotImplementedError), locked(Path(f"{left}.lock"), patience=0):
+                shutil.rmtree(left, ignore_errors=True)
         with contextlib.suppress(OSError, NotImplementedError):  # a file system without locks
             self._lock.enter_context(locked(Path(f"{self._partial}.lock"), _PATIENCE))
         self._partial.mkdir()
@@ -180,14 +183,6 @@ def discard(path: Path) -> None:
     except FileNotFoundError:
         return
     shutil.rmtree(left, ignore_errors=True)
-
-
-def _clear(parent: Path) -> None:
-    """Remove what the saves of processes that died have left behind."""
-    for match in filter(None, map(_PARTIAL.fullmatch, os.listdir(parent))):
-        left = parent / match[1]
-        with contextlib.suppress(OSError, NotImplementedError), locked(Path(f"{left}.lock"), patience=0):
-            shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -97,7 +97,7 @@ def convert(
     draft = Draft(rules, given, kind.defaults(given), ranks, name)
     _apply(kind, draft, where)
     command = _command(draft, str(out) if out is not None else f"{name}.toml")
-    text = _toml(draft, _head(draft, f"From {where}, of {title}", command))
+    text = _toml(draft, f"From {where}, of {title}, by `trueshard convert`. Start it with: {command}")
     _check(text, draft, where)
     return Converted(kind.name, title, text, draft.in_order(), tuple(_in_order(draft.asked)), command)
 
@@ -245,15 +245,11 @@ def _apply(kind: Framework, draft: Draft, where: str) -> None:
             draft.apply(key)
         key = ""
         kind.finish(draft)
-        _ask_for_the_rest(draft)
     except Wrong as error:
         place = "" if not key or str(error).startswith(key) else f"{key}: "
         raise UserError(f"{where}: {place}{error}; correct it") from None
     untold = set(draft.given) - {entry.key for entry in draft.entries}
     assert not untold, f"no rule told what became of {sorted(untold)}"
-
-
-def _ask_for_the_rest(draft: Draft) -> None:
     if "run.dir" not in draft.tree:
         draft.tree["run.dir"] = f"runs/{draft.name}"
         draft.origins["run.dir"] = "chosen by its name"
@@ -274,35 +270,26 @@ def _command(draft: Draft, out: str) -> str:
 # What is written and reported.
 
 
-def _head(draft: Draft, origin: str, command: str) -> list[str]:
-    """Return the lines above the configuration: its origin, what is asked, what differs, what has no equivalent."""
-    lines = [f"{origin}, by `trueshard convert`. Start it with: {command}"]
+def _toml(draft: Draft, origin: str) -> str:
+    """Return the configuration; above it as comments its origin, what is asked, what differs, what is lost."""
+    head = [origin]
     if draft.asked:
-        lines += [f"Yours to set, where a line ends in it: {', '.join(_in_order(draft.asked))}"]
+        head += [f"Yours to set, where a line ends in it: {', '.join(_in_order(draft.asked))}"]
     for what, status in (("Differs:", "near"), ("No equivalent:", "none")):
         entries = [each for each in draft.in_order() if each.status == status]
         if entries:
-            lines += ["", what, *(f"- {each.key} = {shown(each.value)}: {each.note}" for each in entries)]
-    return lines
-
-
-def _toml(draft: Draft, head: Sequence[str]) -> str:
-    """Return `head` as comments, then each key with its origin as a comment, and each asked key as a comment."""
+            head += ["", what, *(f"- {each.key} = {shown(each.value)}: {each.note}" for each in entries)]
     lines = [f"# {line}".rstrip() for line in head]
-    keys = _in_order([*draft.tree, *draft.asked])
-    for section in Config.model_fields:
-        own = [key for key in keys if key.startswith(f"{section}.")]
-        if own:
-            lines += ["", f"[{section}]", *(_line(draft, key) for key in own)]
+    section = ""
+    for key in _in_order([*draft.tree, *draft.asked]):
+        own, *parts = key.split(".")
+        lines += ["", f"[{own}]"] if own != section else []
+        section, name = own, ".".join(map(toml_key, parts))
+        if key in draft.tree:
+            lines.append(f"{name} = {toml_value(draft.tree[key])}  # {draft.origins[key]}")
+        else:
+            lines.append("# {} = {}  # yours: {}".format(name, *draft.asked[key]))
     return "\n".join(lines) + "\n"
-
-
-def _line(draft: Draft, key: str) -> str:
-    name = ".".join(toml_key(part) for part in key.split(".")[1:])
-    if key in draft.tree:
-        return f"{name} = {toml_value(draft.tree[key])}  # {draft.origins[key]}"
-    example, what = draft.asked[key]
-    return f"# {name} = {example}  # yours: {what}"
 
 
 def _in_order(keys: Sequence[str] | Mapping[str, Any]) -> list[str]:

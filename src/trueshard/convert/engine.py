@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic.fields import FieldInfo
 
@@ -27,6 +27,8 @@ Kind = Literal["set", "always", "none", "command", "part", "later", "function"]
 """set: the value goes to our key. always: it is so here anyway. none: no equivalent. command: said when the run is
 started. part: takes effect through another key, whose rule reads it. later: reported with the keys it goes with, by
 one of their rules or at the end. function: by a function."""
+
+Found = TypeVar("Found")
 
 
 class Wrong(ValueError):
@@ -268,19 +270,16 @@ TRUE, FALSE = ("true", "yes", "y", "t", "on", "1"), ("false", "no", "n", "f", "o
 def boolean(value: Any) -> bool:
     """Read true or false, also as a word; raises `Wrong`, as every reader does."""
     text = str(value).strip().lower()
-    if text in TRUE or text in FALSE:
-        return text in TRUE
-    raise Wrong(f"found {value!r}, wanted true or false")
+    return _checked(text, text in TRUE + FALSE, value, "true or false") in TRUE
 
 
 def number(value: Any) -> float:
     """Read a finite number; YAML gives "5e-5" as a word."""
     try:
-        if not isinstance(value, bool) and math.isfinite(found := float(value)):
-            return found
+        found = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        pass
-    raise Wrong(f"found {value!r}, wanted a number")
+        found = math.nan
+    return _checked(found, math.isfinite(found), value, "a number")
 
 
 def number_or_inf(value: Any) -> float:
@@ -290,52 +289,43 @@ def number_or_inf(value: Any) -> float:
 
 def integer(value: Any) -> int:
     found = number(value)
-    if found != int(found):
-        raise Wrong(f"found {value!r}, wanted a whole number")
-    return int(found)
+    return int(_checked(found, found.is_integer(), value, "a whole number"))
 
 
 def positive(value: Any) -> int:
     found = integer(value)
-    if found < 1:
-        raise Wrong(f"found {value!r}, wanted a whole number from 1 on")
-    return found
+    return _checked(found, found > 0, value, "a whole number from 1 on")
 
 
 def rounded_up(value: Any) -> int:
     found = number(value)
-    if found <= 0:
-        raise Wrong(f"found {value!r}, wanted a number above 0")
-    return math.ceil(found)
+    return math.ceil(_checked(found, found > 0, value, "a number above 0"))
 
 
 def numbers(value: Any) -> list[float]:
-    if not isinstance(value, (list, tuple)):
-        raise Wrong(f"found {value!r}, wanted an array of numbers")
-    return [number(each) for each in value]
+    return [number(each) for each in _checked(value, isinstance(value, (list, tuple)), value, "an array of numbers")]
 
 
 def names(value: Any) -> list[str]:
     """Read words with commas between them, or an array of words; empty ones are dropped."""
     listed = value.split(",") if isinstance(value, str) else value
-    if not isinstance(listed, (list, tuple)) or not all(isinstance(each, str) for each in listed):
-        raise Wrong(f"found {value!r}, wanted names with commas between them")
-    return [each.strip() for each in listed if each.strip()]
+    good = isinstance(listed, (list, tuple)) and all(isinstance(each, str) for each in listed)
+    return [each.strip() for each in _checked(listed, good, value, "names with commas between them") if each.strip()]
 
 
 def text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise Wrong(f"found {value!r}, wanted a word")
-    return value.strip()
+    return str(_checked(value, isinstance(value, str) and value.strip(), value, "a word")).strip()
 
 
 def table(value: Any) -> dict[str, Any]:
     """Read keys and values; None is an empty table."""
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise Wrong(f"found {value!r}, wanted a table")
-    return dict(value)
+    return dict(_checked(value or {}, value is None or isinstance(value, dict), value, "a table"))
+
+
+def _checked(found: Found, good: object, value: Any, wanted: str) -> Found:
+    if not good:
+        raise Wrong(f"found {value!r}, wanted {wanted}")
+    return found
 
 
 def plain(value: Any) -> Any:

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trueshard import _torch
 from trueshard.checkpoint import Inspected
 from trueshard.model import intent
 from trueshard.model.names import unwrap
@@ -142,10 +141,6 @@ class Tolerances:
 
 
 # ---- tensors of a run
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return _torch.local(tensor.detach())
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,6 @@ from trueshard.verification.compare import (
     Tolerances,
     distance,
     gathered_tensors,
-    local,
     structure_of,
     values_of,
     whole,
@@ -114,7 +113,7 @@ class RoundingNoise(Comparer):
 
         The usual size counts because sums cancel.
         """
-        part = local(tensor)
+        part = _torch.local(tensor.detach())
         if not part.is_floating_point():
             return
         wide, some = part.double(), part != 0

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import trueshard
+from trueshard import _torch
 from trueshard.errors import one_line
 from trueshard.model.names import unwrap
 from trueshard.verification.compare import (
@@ -23,7 +24,6 @@ from trueshard.verification.compare import (
     differences_on_disk,
     distance,
     gathered_tensors,
-    local,
     structure_of,
     values_of,
 )
@@ -145,7 +145,7 @@ def overwrite(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> 
     values = [*unwrap(model).state_dict(keep_vars=True).values(), *values_of("state", model, optimizers).values()]
     for value in values:
         if isinstance(value, torch.Tensor):
-            part = local(value)
+            part = _torch.local(value.detach())
             part.logical_not_() if part.dtype == torch.bool else part.add_(1)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -181,7 +181,7 @@ def changes(before: RankState, model: nn.Module, optimizers: Sequence[torch.opti
 def _walk(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, Any]]:
     for kind, words in WORDS.items():
         for name, value in values_of(kind, model, optimizers).items():
-            yield f"{words} {name!r}", local(value) if isinstance(value, torch.Tensor) else value
+            yield f"{words} {name!r}", _torch.local(value.detach()) if isinstance(value, torch.Tensor) else value
     for name, parameter in model.named_parameters():
         yield f"requires_grad of {name!r}", parameter.requires_grad
     for number, optimizer in enumerate(optimizers):
