@@ -78,7 +78,6 @@ class Directory:
         return bytes(self.read(file, 0, length))
 
     def tensors(self, file: str) -> dict[str, TensorEntry]:
-        """Return the tensors of a safetensors file, by key."""
         return parse_header(self.header(file), self.size(file), file, f"{self.where}/{file}")
 
 

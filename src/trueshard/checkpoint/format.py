@@ -15,7 +15,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from zlib_ng import zlib_ng
@@ -35,7 +35,6 @@ _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
 
 def crc32(data: memoryview, value: int = 0) -> int:
-    """Return the checksum of ``data``, continuing from ``value``."""
     for at in range(0, len(data), BLOCK):
         value = zlib_ng.crc32(data[at : at + BLOCK], value)
     return value
@@ -56,7 +55,6 @@ def find_dtype(name: object) -> torch.dtype | None:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that ``dtype_name`` names."""
     found: torch.dtype = getattr(torch, name)
     return found
 
@@ -141,8 +139,8 @@ def parse_header(header: bytes, size: int, file: str, where: str) -> dict[str, T
         if key == "__metadata__":
             continue
         known = each if isinstance(each, dict) else {}
-        shape, offsets, code = known.get("shape"), known.get("data_offsets"), known.get("dtype")
-        if not (_is_whole(shape) and _is_whole(offsets) and isinstance(code, str) and len(offsets) == 2):
+        shape, offsets, code = (known.get(name) for name in _HEADER)
+        if any(_misfits(each, _HEADER, "")) or len(offsets) != 2:
             raise ValueError(f"{where} is damaged: {key!r} has shape {shape!r}, dtype {code!r}, range {offsets!r}")
         if code not in _NAMES:
             raise ValueError(f"{where}: {key!r} has dtype {code}, which this version does not know")
@@ -159,11 +157,6 @@ def is_marked(header: bytes) -> bool:
     """True if a valid header is that of a checkpoint's file."""
     metadata = json.loads(header[8:]).get("__metadata__")
     return isinstance(metadata, dict) and _MARK.items() <= metadata.items()
-
-
-def _is_whole(value: Any) -> TypeGuard[list[int]]:
-    """True if ``value`` is a list of integers of at least 0."""
-    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 
 def check_ranges(pieces: Mapping[str, Piece], start: int, size: int, where: str) -> None:
@@ -410,6 +403,7 @@ def _is_split(value: Any) -> bool:
 
 
 _TEXT, _COUNT, _COUNT_OR_NONE = (str,), (int,), (int, type(None))
+_HEADER = {"shape": [_COUNT], "data_offsets": [_COUNT], "dtype": _TEXT}
 _TENSOR = {
     "names": [_TEXT],
     "shape": [_COUNT],

@@ -13,6 +13,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -134,16 +135,6 @@ def _translate(module: Any, wanted: Mapping[str, torch.Tensor], catalogue: Catal
     catalogue.entries.update(found)
 
 
-@dataclass
-class _Shapes:
-    """Stands for the model to transformers' operations, which ask it for shapes."""
-
-    tensors: Mapping[str, torch.Tensor]
-
-    def get_parameter(self, name: str) -> torch.Tensor:
-        return torch.empty(_halved(self.tensors[name].shape), device="meta")
-
-
 def _halved(shape: Sequence[int]) -> list[int]:
     """Replace the last of several dimensions by 2."""
     return [*shape[:-1], 2] if len(shape) > 1 else list(shape)
@@ -167,6 +158,9 @@ def _converted(
         shape = _halved(catalogue.entries[key].shape)
         values.setdefault(pattern, []).append(torch.arange(starts[-1], starts[-1] + math.prod(shape)).view(shape))
         starts.append(starts[-1] + math.prod(shape) + 1)  # a gap, so that no run spans two sources
+    asked_for_shapes = SimpleNamespace(
+        get_parameter=lambda name: torch.empty(_halved(wanted[name].shape), device="meta")
+    )
     every = torch.cat([each.flatten() for several in values.values() for each in several])
     for operation in converter.operations:
         values = operation.convert(
@@ -174,7 +168,7 @@ def _converted(
             source_patterns=list(converter.source_patterns),
             target_patterns=list(converter.target_patterns),
             full_layer_name=name,
-            model=_Shapes(wanted),
+            model=asked_for_shapes,
             config=config,
             missing_keys=None,
         )

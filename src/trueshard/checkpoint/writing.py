@@ -50,7 +50,6 @@ class LocalWriter:
         self._lock = contextlib.ExitStack()
 
     def check_free(self) -> None:
-        """Raise ``FileExistsError`` if something is there already. Rank 0."""
         if os.path.lexists(self._final):
             raise FileExistsError(f"{self.where} exists already; save under another name, or remove it first")
 

@@ -13,11 +13,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from trueshard.convert.engine import Draft, Entry, Rule, Wrong, nearest, our_fields, shown
-from trueshard.convert.tables import ENVIRONMENT, FILES, FRAMEWORKS, Framework, tomllib
+from trueshard.convert.tables import ENVIRONMENT, FILES, FRAMEWORKS, Framework
 from trueshard.errors import UserError, one_line
 from trueshard.files import replace_text
 from trueshard.train.config import Config
-from trueshard.train.parse import toml_key, toml_value
+from trueshard.train.parse import toml_key, toml_value, tomllib
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".env", ".sh")
 ASSIGNED = re.compile(r"\s*(?:(?:export|env)\s+)?[A-Za-z_][A-Za-z0-9_]*=")
@@ -118,7 +118,7 @@ def _find(
     tree: dict[str, Any] = dict(environment or {}) if path is None else _read(path)
     if path is None and not ENVIRONMENT.prepare(tree):
         raise UserError("no variable FSDP_*, ACCELERATE_* or PARALLELISM_CONFIG_* is set; give the path of a file")
-    kind = known[source] if source else ENVIRONMENT if path is None or shell else _guess(tree, path, FILES)
+    kind = known[source] if source else ENVIRONMENT if path is None or shell else _guess(tree, path)
     guessed = "" if source or path is None else f" (guessed by its {'ending' if shell else 'keys'})"
     return tree, kind, f"{kind.title}{guessed}"
 
@@ -178,18 +178,18 @@ def _variables(content: str) -> dict[str, str]:
     return found
 
 
-def _guess(tree: Mapping[str, Any], path: Path, sources: Sequence[Framework]) -> Framework:
+def _guess(tree: Mapping[str, Any], path: Path) -> Framework:
     """Return the framework whose keys these are; raises `UserError` where that is not plain."""
     if path.suffix.lower() == ".toml" and set(OURS) & set(tree):
         raise UserError(f"{path}: this is a configuration of TrueShard; start it with `trueshard train {path}`")
-    candidates = [source for source in sources if set(source.marks) & set(tree)]
+    candidates = [source for source in FILES if set(source.marks) & set(tree)]
     if len(candidates) != 1:
-        hits = {source.name: _hits(source, tree) for source in candidates or sources}
+        hits = {source.name: _hits(source, tree) for source in candidates or FILES}
         best = max(hits.values())
-        candidates = [source for source in candidates or sources if hits[source.name] == best > 0]
+        candidates = [source for source in candidates or FILES if hits[source.name] == best > 0]
     if len(candidates) != 1:
         which = " or ".join(source.title for source in candidates) or "none of the frameworks"
-        names = ", ".join(source.name for source in sources)
+        names = ", ".join(source.name for source in FILES)
         raise UserError(f"{path}: its keys are those of {which}; say which with --from ({names})")
     return candidates[0]
 

@@ -217,7 +217,6 @@ class Draft:
             self.asked.setdefault(ours, (example, what))
 
     def in_order(self) -> tuple[Entry, ...]:
-        """Return what became of each key, in the order in which they were given."""
         order = list(self.given)
         return tuple(sorted(self.entries, key=lambda entry: order.index(entry.key)))
 

@@ -18,7 +18,6 @@ A table has what concerns the framework as a whole, then a `[[rule]]` for each k
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +25,7 @@ from typing import Any, get_args
 
 from trueshard.convert import composer, engine, huggingface, shared, torchtitan
 from trueshard.convert.engine import Draft, Kind, Rule, Word
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from trueshard.train.parse import tomllib
 
 FOLDER = Path(__file__).with_name("frameworks")
 MODULES = {"composer": composer, "huggingface": huggingface, "shared": shared, "torchtitan": torchtitan}

@@ -151,7 +151,10 @@ LINKS = {
 
 def devices(torch: dict[str, Any] | str) -> Iterator[Finding]:
     """Yield cores, memory, GPUs and their links; `torch` as `processes` takes it."""
-    yield _cpu()
+    cores, quota = cpu_cores(), cpu_quota() or math.inf
+    says = f"{cores} {'core' if cores == 1 else 'cores'}" + (f", time of {quota:g} of them" if quota < cores else "")
+    remedy = f"start at most {max(1, int(min(quota, cores)))} processes on it"
+    yield judged("cpu", says, quota < cores, remedy, "note")
     yield Finding("memory", size(memory_bytes()))
     driver = _driver() if shutil.which("nvidia-smi") else None
     if isinstance(torch, str):
@@ -165,13 +168,12 @@ def devices(torch: dict[str, Any] | str) -> Iterator[Finding]:
     if not torch["gpus"]:
         yield _without_gpu(torch, driver)
     elif len(torch["gpus"]) > 1 and driver is not None:
-        yield _links()
-
-
-def _cpu() -> Finding:
-    cores, quota = cpu_cores(), cpu_quota() or math.inf
-    says = f"{cores} {'core' if cores == 1 else 'cores'}" + (f", time of {quota:g} of them" if quota < cores else "")
-    return judged("cpu", says, quota < cores, f"start at most {max(1, int(min(quota, cores)))} processes on it", "note")
+        said, failed = answer(["nvidia-smi", "topo", "-m"], LIMIT)
+        if found := {} if failed else links(said):
+            says = ", ".join(f"{count} by {kind}" for kind, count in found.items())
+            yield Finding("links", f"of {sum(found.values())} pairs of GPUs, {says}")
+        else:
+            yield Finding("links", f"nvidia-smi topo -m: {failed or 'no pair of GPUs'}", "note")
 
 
 def _driver() -> Finding:
@@ -189,15 +191,6 @@ def _without_gpu(torch: dict[str, Any], driver: Finding | None) -> Finding:
     if torch["accelerator"]:
         return Finding("accelerator", f"{torch['accelerator']}; not examined further", "note")
     return Finding("gpu", "none; training runs on the CPU", "note")
-
-
-def _links() -> Finding:
-    said, failed = answer(["nvidia-smi", "topo", "-m"], LIMIT)
-    found = links(said)
-    if failed or not found:
-        return Finding("links", f"nvidia-smi topo -m: {failed or 'no pair of GPUs'}", "note")
-    says = ", ".join(f"{count} by {kind}" for kind, count in found.items())
-    return Finding("links", f"of {sum(found.values())} pairs of GPUs, {says}")
 
 
 def links(topology: str) -> dict[str, int]:
@@ -247,19 +240,15 @@ def host() -> Iterator[Finding]:
     soft, hard = (math.inf if each == unlimited else each for each in resource.getrlimit(resource.RLIMIT_NOFILE))
     says = "no limit" if soft == math.inf else f"{soft:,} a process"
     yield judged("open files", says, soft < FILES_ENOUGH, f"ulimit -n {min(hard, 65536)}")
-    yield _compiler()
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]  # of torch.compile's CPU kernels
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    lacking = "neither g++ nor clang++" if len(names) > 1 else f"CXX={names[0]} is not there"
+    says = compiler or f"{lacking}; compile = true fails on the CPU"
+    yield judged("compiler", says, compiler is None, "install g++", "note")
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     remedy = "free some, or set TMPDIR to another folder"
     yield judged("temporary files", f"{size(free)} free in {folder}", free < TEMPORARY_ENOUGH, remedy)
-
-
-def _compiler() -> Finding:
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
-    if found := next(filter(None, map(shutil.which, names)), None):
-        return Finding("compiler", found)
-    says = "neither g++ nor clang++" if len(names) > 1 else f"CXX={names[0]} is not there"
-    return Finding("compiler", f"{says}; compile = true fails on the CPU", "note", "install g++")
 
 
 def environment(variables: Mapping[str, str]) -> Iterator[Finding]:

@@ -49,8 +49,12 @@ class ConfigSubject:
         shard_by(ShardSection(), filled)
         fill(config, filled)
         model = with_values(config, settings)
-        _copy(filled, model)
-        del filled
+        with torch.no_grad():
+            for kind in ("named_parameters", "named_buffers"):
+                values = dict(getattr(unwrap(filled), kind)())
+                for name, tensor in getattr(unwrap(model), kind)():
+                    tensor.copy_(whole(values[name]))
+        del filled, values
         if torch.cuda.is_available():
             model.cuda()
         optimizer = build_optimizer(config.optimizer, model.named_parameters())
@@ -95,11 +99,3 @@ class ConfigSubject:
             reference = copy.deepcopy(model).requires_grad_(False)
         preference = self._config.preference
         return PreferenceLoss(reference, preference.beta, preference.label_smoothing, whole_logits)
-
-
-@torch.no_grad()
-def _copy(source: nn.Module, target: nn.Module) -> None:
-    for kind in ("named_parameters", "named_buffers"):
-        values = dict(getattr(unwrap(source), kind)())
-        for name, tensor in getattr(unwrap(target), kind)():
-            tensor.copy_(whole(values[name]))

@@ -74,14 +74,8 @@ def verify(
         overrides: with a configuration, settings such as ``"train.batch_size=8"``.
         replicate: copies of the model (HSDP): a mesh (replicate, shard).
         timeout: seconds for each of the three runs; then every process's stack is reported.
-        plan: as for ``shard()``, and so are its other options below. A configuration brings its own.
-        units: as for ``shard()``.
-        reshard_after_forward: as for ``shard()``.
-        mixed_precision: as for ``shard()``.
-        activation_checkpointing: as for ``shard()``.
-        compile: as for ``shard()``.
-        offload: as for ``shard()``.
-        memory: as for ``shard()``.
+        plan: as for ``shard()``, and so are ``units``, ``reshard_after_forward``, ``mixed_precision``,
+            ``activation_checkpointing``, ``compile``, ``offload`` and ``memory``. A configuration brings its own.
 
     Returns:
         The report. ``report.held`` says whether all of the contract holds; ``print`` shows a line for each point.
