@@ -40,6 +40,7 @@ from trueshard.model import names
 KINDS = ("hf", "safetensors", "adapter", "merged", "dcp")
 _COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of a Hugging Face directory's files other than weights."""
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # of a model's configuration, and of those of its parts
 _ADAPTER_IN_NAME = re.compile(
     r"\.(?:lora_\w+|modules_to_save|ia3_l|hada_\w+|lokr_\w+|vera_\w+|oft_\w+|boft_\w+)\.(\w+)"
 )
@@ -221,21 +222,15 @@ def _write_hf(source: ExportSource, directory: Path, dtype: torch.dtype | None) 
             source.write(directory / name, held, {key: source.name(key) for key in held})
         else:  # the index
             (directory / name).write_bytes(data)
+
+    def in_dtype(table: dict[str, Any]) -> dict[str, Any]:
+        return table | {key: dtype_name(dtype) for key in _DTYPE_KEYS if dtype and isinstance(table.get(key), str)}
+
     for name, data in source.companions().items():
         if name == "config.json" and dtype is not None:
-            data = json.dumps(_with_dtype(json.loads(data), dtype_name(dtype)), indent=2).encode()
+            data = json.dumps(json.loads(data, object_hook=in_dtype), indent=2).encode()
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(data)
-
-
-def _with_dtype(config: Any, dtype: str) -> Any:
-    """Replace the dtypes in a model's configuration and in those of its parts."""
-    if not isinstance(config, dict):
-        return config
-    return {
-        key: dtype if key in ("dtype", "torch_dtype") and isinstance(value, str) else _with_dtype(value, dtype)
-        for key, value in config.items()
-    }
 
 
 # PEFT models are built again from their configurations, on the meta device. Their tensors are maps of the checkpoint's

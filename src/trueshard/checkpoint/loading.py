@@ -210,8 +210,7 @@ class LoadJob:
             self._targets.append((key, tensor))
 
     def _saved_extra(self, prefix: str) -> dict[str, Any]:
-        extra: dict[str, Any] = self._manifest.models.get(prefix, {}).get("extra", {})
-        return extra
+        return dict(self._manifest.models.get(prefix, {}).get("extra", {}))
 
     def _checksums(self) -> dict[str, tuple[int, int, int]]:
         """Return key → (begin, end, checksum) of this rank's part of the checking."""

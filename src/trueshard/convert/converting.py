@@ -124,10 +124,7 @@ def _find(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a YAML, JSON or TOML file, or the variables that a shell file sets.
-
-    Raises `UserError` for a file that is missing, malformed, or of another kind.
-    """
+    """Read a YAML, JSON or TOML file, or the variables that a shell file sets; raises `UserError`."""
     try:
         content = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -215,10 +212,7 @@ def _flat(tree: Mapping[str, Any], known: set[str], prefix: str = "") -> Iterato
 
 
 def _rules_of(given: Mapping[str, Any], source: Framework, where: str) -> dict[str, Rule]:
-    """Return the rule of each key that is known or given, of which `section.*` is that of any other key of a section.
-
-    Raises `UserError` for the first key that the framework does not know, with the nearest one that it does.
-    """
+    """Return the rule of each known or given key, `section.*` that of any other in a section; raises `UserError`."""
     known, rules = list(source.index), dict(source.index)
     for key in given:
         section, inside, _ = key.partition(".")

@@ -192,10 +192,7 @@ class Draft:
             self.ask(word.ask[0], word.ask[1], word.ask[2].format(str(value).lower()))
 
     def word(self, key: str, value: Any) -> Word:
-        """Return what the rule of `key` lists for a value, whose case does not count; "*" is any other.
-
-        Raises `Wrong` for a value that is not listed.
-        """
+        """Return what the rule of `key` lists for a value, whatever its case; "*" is any other. Raises `Wrong`."""
         words = self.rules[key].words
         found = "none" if value is None else str(value).strip()
         known = {word.lower(): word for word in words}

@@ -55,15 +55,11 @@ class Need:
 
 
 def needs(extra: str = "") -> list[Need]:
-    """Return what TrueShard itself asks for (`extra=""`), or what an extra asks for beyond that.
+    """Return what TrueShard itself asks for (`extra=""`), or what an extra and those that it names ask for beyond that.
 
-    An extra that names other extras of TrueShard has their packages too. Raises `PackageNotFoundError` if TrueShard was
-    not installed, but is found as a folder.
+    Raises `PackageNotFoundError` if TrueShard was not installed, but is found as a folder.
     """
-    return list({need.name: need for need in _needs(extra)}.values())
-
-
-def _needs(extra: str) -> Iterator[Need]:
+    asked: dict[str, Need] = {}
     for requirement in map(Requirement, metadata.requires(OURS) or []):
         marker = requirement.marker
         always = marker is None or marker.evaluate({"extra": ""})
@@ -71,14 +67,15 @@ def _needs(extra: str) -> Iterator[Need]:
             continue
         if canonicalize_name(requirement.name) == OURS:
             for other in requirement.extras:
-                yield from _needs(other)
+                asked |= {need.name: need for need in needs(other)}
             continue
         try:
             found = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
             found = None
         fits = found is not None and requirement.specifier.contains(found, prereleases=True)
-        yield Need(requirement.name, str(requirement.specifier), found, fits)
+        asked[requirement.name] = Need(requirement.name, str(requirement.specifier), found, fits)
+    return list(asked.values())
 
 
 def versions(torch: dict[str, Any] | str) -> Iterator[Finding]:

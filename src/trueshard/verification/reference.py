@@ -109,10 +109,7 @@ class RoundingNoise(Comparer):
 
     @torch.no_grad()
     def _shake(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        """Change elements that are not zero by rounding errors of ``dtype``, relative to their own and the usual size.
-
-        The usual size counts because sums cancel.
-        """
+        """Change nonzero elements by rounding errors of ``dtype``, of their own and, as sums cancel, the usual size."""
         part = _torch.local(tensor.detach())
         if not part.is_floating_point():
             return

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,7 +99,9 @@ class Verified:
 
         Infinite differences (a tensor that is missing, or NaN on one side) are None.
         """
-        return dict(_finite({"held": self.held, **dataclasses.asdict(self)}))
+        from pydantic_core import to_jsonable_python
+
+        return dict(to_jsonable_python({"held": self.held, **vars(self)}, inf_nan_mode="null"))
 
     def to_json(self) -> str:
         """Return ``as_dict`` as text."""
@@ -130,10 +130,7 @@ def verdict(report: Verified) -> str:
 
 
 def point_of(name: str, found: Sequence[Comparison], nothing: str, rounding_alone: int = 0) -> ContractPoint:
-    """Return the point for some comparisons; ``nothing`` is its detail without any.
-
-    ``rounding_alone``: number of tensors that are nothing but rounding, and so say nothing.
-    """
+    """Return the point for some comparisons; ``nothing``: its detail without any; ``rounding_alone``: of how many."""
     if not found:
         return ContractPoint(name, "held", nothing)
     wrong = [each for each in found if not each.held]
@@ -272,14 +269,6 @@ def _told(failure: Failure) -> str:
 def _step(failure: Failure) -> int | None:
     word = failure.stage.removeprefix("step ").partition(":")[0]
     return int(word) if word.isdecimal() else None
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def write_page(report: Verified, path: Path) -> None:

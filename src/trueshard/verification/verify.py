@@ -166,11 +166,7 @@ def _unless_refused(found: Any) -> Any:
 def _configuration(
     path: Path, overrides: Sequence[str], folder: Path, parts: int, said: Sequence[str]
 ) -> tuple[Config, list[str]]:
-    """Return a configuration whose run lives in ``folder``, with small batches, and notes of the changes.
-
-    Raises:
-        ValueError: options were given (``said``) that it has itself.
-    """
+    """Return a configuration whose run lives in ``folder``, with small batches, and notes of the changes."""
     if said:
         raise ValueError(f"{path} says how it is trained and sharded: leave out {', '.join(said)}, or override a key")
     from trueshard.train.parse import load_config
