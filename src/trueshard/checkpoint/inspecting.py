@@ -95,7 +95,14 @@ class Inspected:
         parts.append(("all", "", f"{len(self.tensors):,}", size(sum(tensor.bytes for tensor in self.tensors))))
         lines += ["", *table(("part", "dtype", "tensors", "size"), parts, right=(2, 3))]
         for optimizer in self.optimizers:
-            lines += ["", *_optimizer_lines(optimizer)]
+            lines += ["", f"{optimizer.key}: {optimizer.kind}, state of {len(optimizer.with_state)} parameters"]
+            if optimizer.without_state:
+                few = ", ".join(optimizer.without_state[:5]) + ("…" if optimizer.without_state[5:] else "")
+                lines.append(f"  no state of {len(optimizer.without_state)}: {few}")
+            for g, group in enumerate(optimizer.groups):
+                settings = ", ".join(f"{key} {_short(value)}" for key, value in group.settings.items())
+                members = f"{len(group.parameters)} parameters, {group.elements:,} elements"
+                lines.append(f"  group {g}: {members}; {settings}")
         if self.more:
             entries = [(key, _short(value)) for key, value in self.more.items()]
             lines += ["", *table(("entry", "value"), entries)]
@@ -272,17 +279,6 @@ def _flatten(value: Any, path: str, into: dict[str, Any]) -> None:
 def _part(key: str) -> str:
     kind = key.partition("/")[0]
     return kind if kind in ("optimizer", "more", "rng") else "model"
-
-
-def _optimizer_lines(optimizer: OptimizerFound) -> list[str]:
-    lines = [f"{optimizer.key}: {optimizer.kind}, state of {len(optimizer.with_state)} parameters"]
-    if optimizer.without_state:
-        shown = ", ".join(optimizer.without_state[:5]) + ("…" if optimizer.without_state[5:] else "")
-        lines.append(f"  no state of {len(optimizer.without_state)}: {shown}")
-    for g, group in enumerate(optimizer.groups):
-        settings = ", ".join(f"{key} {_short(value)}" for key, value in group.settings.items())
-        lines.append(f"  group {g}: {len(group.parameters)} parameters, {group.elements:,} elements; {settings}")
-    return lines
 
 
 def _short(value: Any) -> str:

@@ -59,10 +59,7 @@ class Converted:
         return "\n".join([*lines, f"Start it: {self.command}"])
 
     def write(self, out: Path) -> None:
-        """Write the text to a new file, whole or not at all.
-
-        Raises `UserError` where it exists or cannot be written.
-        """
+        """Write the text to a new file, whole or not at all; raises `UserError`."""
         if out.exists():
             raise UserError(f"--out {out}: it exists already; remove it, or give another name")
         try:
@@ -100,9 +97,6 @@ def convert(
     text = _toml(draft, f"From {where}, of {title}, by `trueshard convert`. Start it with: {command}")
     _check(text, draft, where)
     return Converted(kind.name, title, text, draft.in_order(), tuple(_in_order(draft.asked)), command)
-
-
-# What is given: a tree, and the framework whose it is.
 
 
 def _find(
@@ -226,9 +220,6 @@ def _rules_of(given: Mapping[str, Any], source: Framework, where: str) -> dict[s
     return rules
 
 
-# What it becomes.
-
-
 def _apply(kind: Framework, draft: Draft, where: str) -> None:
     """Apply all rules: of keys that are given, of those with a default, then what depends on several."""
     seen = {draft.rules[key].keys for key in draft.given}
@@ -259,9 +250,6 @@ def _command(draft: Draft, out: str) -> str:
         each = draft.ranks // draft.machines if draft.ranks else "RANKS"
         return f"torchrun --nnodes {draft.machines} --nproc-per-node {each} -m trueshard train {out}"
     return f"trueshard train {out}" + (f" --nproc {draft.ranks}" if draft.ranks else "")
-
-
-# What is written and reported.
 
 
 def _toml(draft: Draft, origin: str) -> str:

@@ -32,8 +32,6 @@ from trueshard.doctor.processes import answer
 from trueshard.machine import TESTED_TORCH, cpu_cores, cpu_quota, memory_bytes
 from trueshard.text import size
 
-# Versions.
-
 OURS = "trueshard"
 DEVELOPMENT = ("bench", "docs", "test")
 """Extras that nobody needs for training."""
@@ -132,8 +130,6 @@ def by_extra() -> Iterator[Finding]:
             yield Finding(extra, ", ".join(map(str, found)))
 
 
-# Devices.
-
 LIMIT = 30
 """Seconds that nvidia-smi may take; with a broken driver it hangs."""
 LINKS = {
@@ -199,8 +195,6 @@ def links(topology: str) -> dict[str, int]:
     pairs.sort(key=lambda word: list(LINKS).index(word) if word in LINKS else -1)
     return dict(Counter(f"NVLink ({word})" if word.startswith("NV") else LINKS.get(word, word) for word in pairs))
 
-
-# The host and the environment.
 
 GIB = 2**30
 SHARED = Path("/dev/shm")

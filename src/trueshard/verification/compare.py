@@ -45,9 +45,6 @@ Named = dict[str, Any]
 """Tensors by name; of optimizer state also values that are not tensors."""
 
 
-# ---- values
-
-
 @dataclass(frozen=True)
 class Comparison:
     """The result of comparing one tensor or number."""
@@ -112,10 +109,9 @@ def _size(tensor: torch.Tensor) -> float:
 
 
 class Tolerances:
-    """Allowed distances of tensors.
+    """Allowed distances: they follow from that between the reference's two runs (``noise``, by kind, step and name).
 
-    They follow from the distance between the two runs of the reference (``noise``, by kind, step and name), and are at
-    least ``floor`` or, for parameters whose optimizer computes in a 16-bit dtype, ``floors`` by name.
+    At least ``floor`` or, for parameters whose optimizer computes in a 16-bit dtype, ``floors`` by name.
     """
 
     def __init__(self, noise: Mapping[tuple[str, int, str], float], floor: float, floors: Mapping[str, float]) -> None:
@@ -138,9 +134,6 @@ class Tolerances:
     def rounding_alone(self, kind: str, step: int) -> int:
         """Return the number of tensors that cannot be compared."""
         return sum(key[:2] == (kind, step) and size > ROUNDING_ALONE for key, size in self._noise.items())
-
-
-# ---- tensors of a run
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -228,9 +221,6 @@ class TensorStore:
 
     def _file(self, kind: str, step: int, name: str) -> Path:
         return self._folder / kind / str(step) / (hashlib.sha256(name.encode()).hexdigest()[:32] + ".pt")
-
-
-# ---- structure
 
 
 @dataclass(frozen=True)

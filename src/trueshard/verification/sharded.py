@@ -136,9 +136,6 @@ def _saved(setup: TrainingSetup) -> dict[str, Any]:
     return {"model": setup.model, "optimizer": optimizer, **scaler}
 
 
-# ---- side effects
-
-
 @torch.no_grad()
 def overwrite(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Change this rank's part of all that a checkpoint holds: also persistent buffers and numbers of groups."""
