@@ -100,7 +100,6 @@ class TensorEntry:
         return list(dict.fromkeys(piece.file for piece in self.pieces))
 
     def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Make a tensor of this shape and dtype, uninitialised."""
         return torch.empty(self.shape, dtype=dtype_of(self.dtype), device=device)
 
 

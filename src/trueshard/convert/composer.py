@@ -87,7 +87,6 @@ def _steps(draft: Draft, value: Any) -> int | None:
 
 
 def duration(draft: Draft, key: str, value: Any) -> None:
-    """Read `max_duration` as steps or epochs."""
     number, unit = _time(value)
     steps = _steps(draft, value)
     if unit == "ep":

@@ -24,10 +24,7 @@ Status = Literal["set", "near", "always", "command", "none"]
 """set: the same here. near: set, and something differs. always: nothing to set. command: said when the run is started.
 none: no equivalent."""
 Kind = Literal["set", "always", "none", "command", "part", "later", "function"]
-"""set: the value goes to our key. always: it is so here anyway. none: no equivalent. command: said when the run is
-started. part: takes effect through another key, whose rule reads it. later: reported with the keys it goes with, by
-one of their rules or at the end. function: by a function."""
-
+"""As the table of `tables` says; set: the value goes to our key."""
 Found = TypeVar("Found")
 
 
@@ -130,11 +127,9 @@ class Draft:
             self.put_word(key, value)
         elif rule.kind == "set":
             self.put(rule.becomes, rule.read(value) if rule.read else value, key, value)
-        elif rule.kind == "always":
-            lost = rule.unless.get(plain(value))
+        elif rule.kind in ("always", "none"):
+            lost = rule.why if rule.kind == "none" else rule.unless.get(plain(value))
             self.tell(key, value, "none" if lost else "always", lost or rule.why)
-        elif rule.kind == "none":
-            self.tell(key, value, "none", rule.why)
         elif rule.kind == "command":
             self.tell(key, value, "command", rule.becomes)
         elif rule.kind == "part":

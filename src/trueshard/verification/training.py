@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import zlib
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,6 +20,8 @@ from torch import nn
 
 import trueshard
 from trueshard import _torch
+from trueshard.checkpoint.format import crc32
+from trueshard.checkpoint.ranks import as_bytes
 from trueshard.errors import UserError
 from trueshard.model.names import named_modules
 from trueshard.planner.inputs.factories import Original
@@ -56,8 +57,7 @@ class RunRecord:
         """Keep the checksum of a microbatch, or raise ``UserError`` if another one is known."""
         checksum = 0
         for each in tensors_of(batch):
-            content = each.detach().cpu().contiguous().flatten().view(torch.uint8)
-            checksum = zlib.crc32(content.numpy().tobytes(), checksum)
+            checksum = crc32(as_bytes(each), checksum)
         if self.checksums.setdefault(place, checksum) != checksum:
             raise UserError(
                 f"{name} gives another batch in each process or at each call, although the random generators of "
