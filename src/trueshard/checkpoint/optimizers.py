@@ -97,14 +97,12 @@ class OptimizerLoad:
 def optimizer_loads(optimizer: Any, saved: Any, catalogue: Catalogue) -> list[tuple[OptimizerLoad, Any]]:
     """Return the load of ``optimizer`` and of each one it wraps, with its saved record."""
     roles = roles_of(optimizer)
-    records = [
-        saved if not place else saved.get("wrapped", {}).get(str(place)) for place in range(len(family(optimizer)))
-    ]
-    return [
-        (OptimizerLoad(member, catalogue, roles), record)
-        for member, record in zip(family(optimizer), records, strict=True)
-        if record is not None
-    ]
+    found = []
+    for place, member in enumerate(family(optimizer)):
+        record = saved.get("wrapped", {}).get(str(place)) if place else saved
+        if record is not None:
+            found.append((OptimizerLoad(member, catalogue, roles), record))
+    return found
 
 
 def _like(

@@ -143,7 +143,12 @@ def run(case: Case, progress: Progress) -> Reference:
     if again.model is setup.model:
         raise ValueError(f"{subject.name} gives the same model each time it is called; make a new one there")
     del setup
-    _check_same(subject.name, again, store)
+    for key, value in gathered_tensors(values_of("parameters", again.model)):
+        if distance(value, store.read("parameters", 0, key))[0]:
+            raise ValueError(
+                f"{subject.name} gives {key!r} other values each time it is called, although the random generators of "
+                "Python, numpy and torch are seeded before: make it repeatable"
+            )
     noise = RoundingNoise(case, compute)
     train(case, subject, again, record, noise, progress)
     measured = {(each.kind, each.step, each.name): each.relative for each in noise.found if not each.words}
@@ -207,12 +212,3 @@ def _check_trains(name: str, losses: Sequence[float], store: TensorStore, steps:
         f"{name}: no parameter moves in {steps} steps on one process: there is nothing to compare; give the optimizer "
         "the parameters, and a learning rate"
     )
-
-
-def _check_same(name: str, setup: TrainingSetup, store: TensorStore) -> None:
-    for key, value in gathered_tensors(values_of("parameters", setup.model)):
-        if distance(value, store.read("parameters", 0, key))[0]:
-            raise ValueError(
-                f"{name} gives {key!r} other values each time it is called, although the random generators of Python, "
-                "numpy and torch are seeded before: make it repeatable"
-            )

@@ -232,7 +232,13 @@ class FactorySubject:
     def plain(self) -> TrainingSetup:
         parts = self._build()
         model = parts.model.train()
-        optimizers = self._optimizers(parts)
+        given = parts.optimizers if self._case.optimizer is None else optimizers_of(self._case.optimizer)
+        if given is None:
+            self._note("The optimizer is AdamW with a learning rate of 1e-3: the factory brings none.")
+            given = optimizers_of("adamw")
+        if callable(given) and not isinstance(given, torch.optim.Optimizer):
+            given = given(parts.model)
+        optimizers = checked(given, f"optimizers of {self.name}")
         if self._case.layers is not None and (removed := keep_layers(model, self._case.layers, optimizers)):
             self._note(f"The model has {removed} blocks less: of each list, the first {self._case.layers} are kept.")
         if torch.cuda.is_available():
@@ -271,15 +277,6 @@ class FactorySubject:
         with explained(factory.name, factory.file, factory.folder):
             result = function()
         return factory.parts_of(result)
-
-    def _optimizers(self, parts: Parts) -> list[torch.optim.Optimizer]:
-        given = parts.optimizers if self._case.optimizer is None else optimizers_of(self._case.optimizer)
-        if given is None:
-            self._note("The optimizer is AdamW with a learning rate of 1e-3: the factory brings none.")
-            given = optimizers_of("adamw")
-        if callable(given) and not isinstance(given, torch.optim.Optimizer):
-            given = given(parts.model)
-        return checked(given, f"optimizers of {self.name}")
 
     def _fed(self, given: Any, model: nn.Module) -> Callable[[int], Any]:
         """Return (step) → global batch for what the factory gives; if it gives none, one that fits, and its loss."""
