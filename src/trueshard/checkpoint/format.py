@@ -55,8 +55,7 @@ def find_dtype(name: object) -> torch.dtype | None:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
+    return getattr(torch, name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

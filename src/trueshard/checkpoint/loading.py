@@ -133,7 +133,7 @@ class LoadJob:
             "optimizers": sorted(self._optimizers),
             "entries": sorted(self._more),
             "path": f"{self._catalogue.where} ({crc32(memoryview(repr(identity).encode())):08x})",
-            **{key: [list(tensor.shape), ranks.placement_word(tensor)] for key, tensor in self._targets},
+            **{key: [list(tensor.shape), str(getattr(tensor, "placements", "plain"))] for key, tensor in self._targets},
         }
 
     def _check(self) -> None:

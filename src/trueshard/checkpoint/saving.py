@@ -163,7 +163,7 @@ def _prepare(
             if key.startswith("optimizer") and not isinstance(tensor, DTensor):
                 plain[key] = entries[key]
             else:
-                same[key] = [ranks.placement_word(tensor), list(tensor.shape), str(tensor.dtype)]
+                same[key] = [str(getattr(tensor, "placements", "plain")), list(tensor.shape), str(tensor.dtype)]
         states = {prefix: record["state"] for prefix, record in manifest.optimizers.items()}
         return token, same | state.groups_of(manifest.optimizers), plain, states
 

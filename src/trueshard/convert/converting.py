@@ -37,7 +37,7 @@ class Converted:
 
     source: str
     title: str
-    """The same in prose, and whether it was guessed."""
+    """The framework in prose, and whether it was guessed."""
     toml: str
     entries: tuple[Entry, ...]
     """What became of each key that was given, in order."""

@@ -24,7 +24,7 @@ Status = Literal["set", "near", "always", "command", "none"]
 """set: the same here. near: set, and something differs. always: nothing to set. command: said when the run is started.
 none: no equivalent."""
 Kind = Literal["set", "always", "none", "command", "part", "later", "function"]
-"""As the table of `tables` says; set: the value goes to our key."""
+"""As `tables` describes them; set: the value goes to our key."""
 Found = TypeVar("Found")
 
 
@@ -231,8 +231,9 @@ def our_default(ours: str) -> Any:
 
 def section_of(name: str) -> type[Section]:
     annotation = Config.model_fields[name].annotation
-    kinds = [annotation, *get_args(annotation)]
-    return next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
+    return next(
+        kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, Section)
+    )
 
 
 def shown(value: Any) -> str:

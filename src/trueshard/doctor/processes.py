@@ -30,7 +30,6 @@ from trueshard.machine import cpu_cores
 from trueshard.text import size
 
 TASKS = ("start", "join", "all-gather", "reduce-scatter", "shard() and a step", "leave")
-"""What each rank does, in this order."""
 ELEMENTS = {"gloo": 2**20, "nccl": 2**24}
 """Elements of float32 that each rank gives to a collective."""
 REPEATS = 5

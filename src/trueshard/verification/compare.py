@@ -212,8 +212,7 @@ class TensorStore:
             names.write(json.dumps(name) + "\n")
 
     def read(self, kind: str, step: int, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = torch.load(self._file(kind, step, name))
-        return tensor
+        return torch.load(self._file(kind, step, name))
 
     def names(self, kind: str, step: int) -> list[str]:
         file = self._folder / kind / str(step) / "names"

@@ -10,7 +10,6 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
 
 from trueshard.errors import UserError
 from trueshard.model.names import unwrap
@@ -54,11 +53,16 @@ class ConfigSubject:
                 values = dict(getattr(unwrap(filled), kind)())
                 for name, tensor in getattr(unwrap(model), kind)():
                     tensor.copy_(whole(values[name]))
-        del filled, values
+        del filled
         if torch.cuda.is_available():
             model.cuda()
         optimizer = build_optimizer(config.optimizer, model.named_parameters())
-        return TrainingSetup(model.train(), [optimizer], self._loss_of(model), loss_scaler(self._case))
+        loss: Loss = CausalLoss(config.train.whole_logits)
+        if config.data.format == "preference":
+            reference = copy.deepcopy(model).requires_grad_(False) if config.adapter is None else None
+            preference = config.preference
+            loss = PreferenceLoss(reference, preference.beta, preference.label_smoothing, config.train.whole_logits)
+        return TrainingSetup(model.train(), [optimizer], loss, loss_scaler(self._case))
 
     def sharded(self) -> TrainingSetup:
         config, settings = self._config, self._settings
@@ -89,13 +93,3 @@ class ConfigSubject:
             loader.load_state_dict({"samples": (step - 1) * train.batch_size})
         self._loaders[part] = loader, step + 1
         return [next(loader) for _ in range(train.accumulate)]
-
-    def _loss_of(self, model: nn.Module) -> Loss:
-        whole_logits = self._config.train.whole_logits
-        if self._config.data.format != "preference":
-            return CausalLoss(whole_logits)
-        reference = None
-        if self._config.adapter is None:
-            reference = copy.deepcopy(model).requires_grad_(False)
-        preference = self._config.preference
-        return PreferenceLoss(reference, preference.beta, preference.label_smoothing, whole_logits)
