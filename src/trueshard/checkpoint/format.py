@@ -136,7 +136,7 @@ def parse_header(header: bytes, size: int, file: str, where: str) -> dict[str, T
     for key, each in parse_json(header[8:], f"{where} (its header)").items():
         if key == "__metadata__":
             continue
-        known = each if isinstance(each, dict) else {}
+        known: Any = each if isinstance(each, dict) else {}
         shape, offsets, code = (known.get(name) for name in _HEADER)
         if any(_misfits(each, _HEADER, "")) or len(offsets) != 2:
             raise ValueError(f"{where} is damaged: {key!r} has shape {shape!r}, dtype {code!r}, range {offsets!r}")
