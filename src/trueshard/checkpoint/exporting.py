@@ -267,7 +267,7 @@ def _write_adapters(source: ExportSource, directory: Path, dtype: torch.dtype | 
 
 
 def _named(model: Any, adapter: str | None) -> list[str]:
-    return [adapter] if adapter in model.peft_config else list(model.peft_config)[:1]
+    return [name for name in model.peft_config if name == adapter] or list(model.peft_config)[:1]
 
 
 def _config(source: ExportSource, adapter: str) -> bytes:

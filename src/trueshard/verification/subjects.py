@@ -55,7 +55,7 @@ SEQUENCE = 32
 """Tokens of a sample, at most, if the batch is made here."""
 FIRST_SCALE = 1024.0
 """Loss scale for float16 to begin with: with torch's own, 65536, steps are skipped until it has come down."""
-COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+COUNTS: tuple[str, ...] = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 COUNTS += ("encoder_layers", "decoder_layers", "num_decoder_layers")
 """Names of the number of layers in transformers configurations."""
 
