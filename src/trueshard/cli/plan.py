@@ -105,7 +105,7 @@ def _plan(request: Request, out: Path | None, html: Path | None, *, rehearse: bo
     from trueshard.planner.solve import solve
 
     if rehearse:
-        rehearsing.require("cuda")
+        rehearsing.require_gpu()
     for file in (out, html):
         if file is not None:
             check_writable(file)
