@@ -22,6 +22,7 @@ The model follows FSDP2 and NCCL:
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from trueshard.planner import costs
@@ -92,7 +93,7 @@ class _Scheduler:
         self.line = Timeline()
         self.host = 0.0
         self.compute = 0.0
-        self.free: dict[Stream, float] = dict.fromkeys(_OTHERS, 0.0)
+        self.free: dict[Stream, float] = defaultdict(float)
         """By stream other than compute: when it is idle."""
         self.queues: dict[tuple[int, int], float] = {}
         """By group (ranks, stride): when its communicator is idle."""
@@ -136,7 +137,9 @@ class _Scheduler:
             return  # fused into a kernel before it
         self.host += self.launch
         if event.stream == "host":
-            self._on_host(i, event)
+            start = max([self.host, *(self.done.get(position, 0.0) for position in event.after)])
+            self.host = start + costs.moved_bytes(event) / self.hardware.host_memory_bandwidth
+            self._add("host", start, self.host, i)
             return
         phase = event.place.phase
         wait = issued = 0.0
@@ -190,11 +193,6 @@ class _Scheduler:
         self.done[i], self.issued[i] = end, self.host
         return end
 
-    def _on_host(self, i: int, event: Kernel) -> None:
-        start = max([self.host, *(self.done.get(position, 0.0) for position in event.after)])
-        self.host = start + costs.moved_bytes(event) / self.hardware.host_memory_bandwidth
-        self._add("host", start, self.host, i)
-
     def _on_compute(self, wait: float, seconds: float, i: int, waited_for: float = 0.0, issued: float = 0.0) -> float:
         """Add a span to the compute stream, not before ``wait``, and return its end.
 
@@ -230,6 +228,3 @@ class _Scheduler:
             self.may_gather = self.copied_out = max(self.before_forward, self.may_gather)
         self.in_forward = phase == "forward"
         return self.may_gather
-
-
-_OTHERS: tuple[Stream, ...] = ("all_gather", "reduce_scatter", "all_reduce", "transfer")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
 from torch import nn
@@ -55,12 +56,14 @@ def workload_of(
     made = _Made(source, dtype)
     if isinstance(source, Configuration):
         assumptions = source.assumptions
-        feed = source.feed(sequence) if batch is None else _feed_of(batch, model_loss, sequence)
+        feed = (
+            hub_feed(source.cls, source.settings, sequence) if batch is None else _feed_of(batch, model_loss, sequence)
+        )
     else:
         assumptions = []
         feed = _feed_of_factory(made, sequence, batch, has_loss=loss is not None)
     own = made.parts is not None and made.parts.optimizers is not None and optimizer is None
-    by_default = isinstance(source, Configuration) and dtype is None
+    stored = ["Parameters are stored in float32."] if isinstance(source, Configuration) and dtype is None else []
     return Workload(
         name=source.name,
         model=made.model,
@@ -69,11 +72,7 @@ def workload_of(
         loss=_without_value_checks(loss or feed.loss),
         sequence=feed.sequence,
         clip=clip,
-        assumptions=(
-            *assumptions,
-            *feed.assumptions,
-            *(["Parameters are stored in float32."] if by_default else []),
-        ),
+        assumptions=(*assumptions, *feed.assumptions, *stored),
     )
 
 
@@ -155,17 +154,10 @@ def _feed_of(batch: Any, loss: Loss, sequence: int | None) -> Feed:
 
 def _without_value_checks(loss: Loss) -> Loss:
     """Leave out transformers' checks of values, such as that there are as many image tokens as features."""
-    key = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
     def unchecked(model: nn.Module, batch: Any) -> torch.Tensor:
-        before = os.environ.get(key)
-        os.environ[key] = "1"
-        try:
+        with mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"):
             return loss(model, batch)
-        finally:
-            os.environ.pop(key)
-            if before is not None:
-                os.environ[key] = before
 
     return unchecked
 

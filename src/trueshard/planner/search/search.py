@@ -17,10 +17,8 @@ from collections.abc import Iterator
 from trueshard.planner.search import reasons
 from trueshard.planner.search.grid import EXACT, branch_and_bound, count_grid, whole_grids
 from trueshard.planner.search.space import RECOMPUTE, Evaluator, Setting, Space, batches, cost, node_size, slack
-from trueshard.planner.workload import Alternative, NothingFits, Study
+from trueshard.planner.workload import Alternative, Study
 from trueshard.plans import Offload
-
-__all__ = ["NothingFits", "Space", "choose"]
 
 STUDIES = 40
 """Candidates evaluated for each way to offload where blocks are counted; the uniform ones come on top."""

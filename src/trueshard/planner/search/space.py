@@ -269,17 +269,13 @@ def _reshard_word(plan: Plan) -> Any:
     ranks = plan.ranks[-1]
     numbers = [value for value in values if not isinstance(value, bool)]
     for word in (*choices.RESHARD_WORDS, *numbers[:1]):
-        if _same(choices.reshard_values(plan, word, ranks), values):
+        meant = choices.reshard_values(plan, word, ranks)
+        if meant == values and list(map(type, meant)) == list(map(type, values)):  # True is not 1 rank
             return word
     words = ["always" if value is True else "never" if value is False else value for value in values]
     most = max(words, key=words.count)
     exceptions = {glob.escape(unit.name): word for unit, word in zip(plan.units, words, strict=True) if word != most}
     return {"*": most, **exceptions}
-
-
-def _same(one: Sequence[bool | int], other: Sequence[bool | int]) -> bool:
-    """Return whether values are equal; True is not 1 rank."""
-    return [(type(a), a) for a in one] == [(type(b), b) for b in other]
 
 
 def _recompute_word(plan: Plan) -> Any:

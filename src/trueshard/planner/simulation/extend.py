@@ -193,8 +193,8 @@ def _check_middle(base: Labelled, r: int) -> None:
     """Raise unless the two blocks in the middle of run ``r`` have identical traces."""
     one, two = _block_trace(base, (r, COPIED)), _block_trace(base, (r, COPIED + 1))
     if one != two:
-        different = next((f"{a} and {b}" for a, b in zip(one, two, strict=False) if a != b), "")
-        different = different or f"{len(one)} and {len(two)} events"
+        pairs = (f"{a} and {b}" for a, b in zip(one, two, strict=False) if a != b)
+        different = next(pairs, f"{len(one)} and {len(two)} events")
         raise NotPeriodicError(f"two equal blocks behave differently: {different}")
     for item, label in zip(base.items, base.labels, strict=True):
         if label == (r, COPIED) and isinstance(item, Free) and base.labels[base.made[item.storage]] is None:

@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from trueshard import _torch
@@ -29,10 +28,9 @@ from trueshard.model import names
 from trueshard.optim.clip import clip_grad_norm_
 from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.inputs.fake_tensors import plain_attributes
-from trueshard.planner.simulation.environment import fake_tensors_look_real
-from trueshard.planner.simulation.recorder import Recorder
+from trueshard.planner.simulation.recorder import Recorder, watching_forwards
 from trueshard.planner.simulation.repeats import find_runs, shorten
-from trueshard.planner.simulation.simulate import simulated_mesh
+from trueshard.planner.simulation.simulate import fake_tensors_look_real, simulated_mesh
 from trueshard.planner.workload import Workload
 from trueshard.plans import Plan
 from trueshard.runtime import engine
@@ -89,7 +87,15 @@ def preflight(
                 short_plan = _shorten(model, how, tuple(ranks)) if shorter else None
                 if shorter and short_plan is None:
                     continue
-                _run(workload, model, short_plan or how, mesh, microbatch, problems)
+                optimizers: list[torch.optim.Optimizer] = []
+                with _collected("optimizer", problems):
+                    optimizers = list(workload.optimizers(model))
+                sharded: list[torch.optim.Optimizer] = []
+                with _collected("shard", problems):
+                    engine.shard(model, optimizers, short_plan or how, mesh)
+                    sharded = optimizers
+                with _collected("batch", problems):
+                    _step(workload, model, sharded, workload.batch(microbatch, workload.sequence), problems)
             if not problems:
                 break
     return sorted(problems, key=lambda each: each.severity)
@@ -106,25 +112,6 @@ def _shorten(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> P
     if not runs:
         return None
     return shorten(model, resolved, runs, [_BLOCKS] * len(runs))
-
-
-def _run(
-    workload: Workload,
-    model: nn.Module,
-    how: Plan | Choices,
-    mesh: DeviceMesh,
-    microbatch: int,
-    problems: list[Problem],
-) -> None:
-    optimizers: list[torch.optim.Optimizer] = []
-    with _collected("optimizer", problems):
-        optimizers = list(workload.optimizers(model))
-    sharded: list[torch.optim.Optimizer] = []
-    with _collected("shard", problems):
-        engine.shard(model, optimizers, how, mesh)
-        sharded = optimizers
-    with _collected("batch", problems):
-        _step(workload, model, sharded, workload.batch(microbatch, workload.sequence), problems)
 
 
 def _step(
@@ -169,7 +156,7 @@ def _forward(workload: Workload, model: nn.Module, batch: Any, problems: list[Pr
     calls = _RunningModules(name_of, problems)
     watch = _Watch(attributes, calls.where)
     try:
-        with calls.tracked(), watch:
+        with watching_forwards(calls.begin, calls.end, always_call=False), watch:
             loss = workload.loss(model, batch)
     except Exception as error:
         phase = f"forward, after a value was guessed ({watch.first_guess})" if watch.first_guess else "forward"
@@ -207,19 +194,7 @@ class _RunningModules:
         """Return the module's name, ``model`` for the root; "" outside of all forwards."""
         return (self._name_of[self._running[-1]] or "model") if self._running else ""
 
-    @contextlib.contextmanager
-    def tracked(self) -> Iterator[None]:
-        handles = [
-            nn.modules.module.register_module_forward_pre_hook(self._begin),
-            nn.modules.module.register_module_forward_hook(self._end),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def begin(self, module: nn.Module, args: Any) -> None:
         if module in self._name_of:
             self._running.append(module)
             if isinstance(module, nn.Embedding) and args and isinstance(args[0], torch.Tensor):
@@ -232,7 +207,7 @@ class _RunningModules:
             what = f"its table of positions has {rows} rows, and the sequence is {ids.shape[-1]}"
             self._problems.append(Problem(name, what, "ask for a shorter sequence, or a longer table", "error"))
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
         if module in self._running:
             while self._running.pop() is not module:  # a module whose exception was caught
                 pass

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -327,19 +327,24 @@ def track_units(recorder: Recorder, model: nn.Module, plan: Plan) -> Iterator[No
     modules = dict(names.named_modules(names.unwrap(model)))
     unit_of = {modules[name]: unit.name for unit in plan.units for name in unit.modules}
     tracker = _UnitTracker(recorder, unit_of)
-    handles = [
-        nn.modules.module.register_module_forward_pre_hook(tracker.begin_forward),
-        nn.modules.module.register_module_forward_hook(tracker.end_forward, always_call=True),
-    ]
     for module, name in unit_of.items():
         if isinstance(module, _torch.ShardedModule):
             begin = functools.partial(tracker.begin_communication, name)
             _torch.watch_communication(module, begin, tracker.end_communication)
+    with watching_forwards(tracker.begin_forward, tracker.end_forward, always_call=True):
+        yield
+
+
+@contextlib.contextmanager
+def watching_forwards(begin: Callable[..., None], end: Callable[..., None], *, always_call: bool) -> Iterator[None]:
+    """Call ``begin`` before and ``end`` after every module's forward; ``always_call``: ``end`` also after an error."""
+    before = nn.modules.module.register_module_forward_pre_hook(begin)
+    after = nn.modules.module.register_module_forward_hook(end, always_call=always_call)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        before.remove()
+        after.remove()
 
 
 class _UnitTracker:

@@ -16,7 +16,6 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,11 +26,16 @@ from trueshard.checkpoint.materialise import give_memory
 from trueshard.model import names
 from trueshard.planner.forecasting import MICROBATCHES
 from trueshard.planner.hardware import Hardware
-from trueshard.planner.inputs.fake_tensors import mapped, plain_attributes
+from trueshard.planner.inputs.fake_tensors import mapped, replace_plain
 from trueshard.planner.report.report import duration
 from trueshard.planner.reserve import replay
-from trueshard.planner.simulation.environment import without_garbage_collection
-from trueshard.planner.simulation.simulate import Simulation, run_step, simulate, simulated_mesh
+from trueshard.planner.simulation.simulate import (
+    Simulation,
+    run_step,
+    simulate,
+    simulated_mesh,
+    without_garbage_collection,
+)
 from trueshard.planner.timeline import schedule
 from trueshard.planner.trace import Communication, Trace
 from trueshard.planner.workload import Job, Study, Workload
@@ -114,7 +118,7 @@ def rehearse(job: Job, hardware: Hardware) -> Rehearsal:
         allocated, reserved, seconds = _measured(dataclasses.replace(job, plan=made.plan))
     except torch.OutOfMemoryError as error:
         raise ValueError(
-            f"the rehearsal needs more memory than this GPU has; {size(blocks.peak_reserved)} were forecast"
+            f"the rehearsal needs more memory than this GPU has; {size(blocks.reserved)} were forecast"
         ) from error
     return Rehearsal(
         model=job.workload.name,
@@ -123,7 +127,7 @@ def rehearse(job: Job, hardware: Hardware) -> Rehearsal:
         hardware=hardware.name,
         steps=STEPS,
         allocated=Pair(blocks.peak_allocated, allocated),
-        reserved=Pair(blocks.peak_reserved, reserved),
+        reserved=Pair(blocks.reserved, reserved),
         seconds=Pair(seconds_alone(made, hardware), seconds),
     )
 
@@ -220,20 +224,13 @@ def _materialise(root: nn.Module, device: torch.device) -> None:
             if tensor.is_meta:
                 give_memory(tensor, None, device)
                 _fill(_torch.local(tensor), kind)
-    given: dict[int, torch.Tensor] = {}
 
-    def real(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_meta:
-            return value
-        if id(value) not in given:
-            given[id(value)] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-            _fill(given[id(value)], "buffers")
-        return given[id(value)]
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        _fill(made, "buffers")
+        return made
 
-    for module in root.modules():
-        for key, value in plain_attributes(module).items():
-            if any(each.is_meta for each in _torch.tensors_in(value)):
-                vars(module)[key] = mapped(real, value)
+    replace_plain(root, {}, lambda each: each.is_meta, real)
     assert isinstance(root, _torch.ShardedModule)
     _torch.initialise(root)
     _torch.join_shards(root, SMALL)  # as shard() does where there is memory

@@ -136,7 +136,9 @@ class KnownValues(_torch.DispatchMode):
             if self._real_view(tensor) is None:
                 self._real[_torch.storage_identity(tensor)] = _zeroed(tensor)
         with _torch.real_tensors():
-            real_args, real_kwargs = _torch.map_only(torch.Tensor, self._real_or_same, (args, kwargs))
+            real_args, real_kwargs = _torch.map_only(
+                torch.Tensor, lambda each: each if (real := self._real_view(each)) is None else real, (args, kwargs)
+            )
             if real_kwargs.get("device") is not None:
                 real_kwargs = {**real_kwargs, "device": torch.device("cpu")}
             self._remember(outputs, _torch.leaves_of(func(*real_args, **real_kwargs)))
@@ -190,10 +192,6 @@ class KnownValues(_torch.DispatchMode):
             return None
         with _torch.real_tensors():
             return _view_as(fake, memory)
-
-    def _real_or_same(self, tensor: torch.Tensor) -> torch.Tensor:
-        real = self._real_view(tensor)
-        return tensor if real is None else real
 
 
 def _zeroed(fake: torch.Tensor) -> torch.Tensor:
@@ -294,8 +292,7 @@ class _DataDependentSizes:
         given: list[Any] = []
         for each in indices:
             given += self.nonzero(each).unbind(1) if _is_mask(each) else [each]
-        found: torch.Tensor = _ATEN.index.Tensor(source, given)
-        return found
+        return _ATEN.index.Tensor(source, given)
 
     def masked_select(self, source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         times = math.prod(torch.broadcast_shapes(source.shape, mask.shape)) // max(1, mask.numel())
