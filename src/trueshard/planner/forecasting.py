@@ -80,41 +80,11 @@ def study(job: Job, cluster: Cluster, budget: int | None = None) -> Study:
         amounts = _extended(amounts, _amounts(less, shorter), more)
         received = _extended(received, ledger.received(less), more)
     reserved = replay(made.first, made.steady, workspace_bytes=cluster.hardware.workspace_bytes).reserved
-    forecast = _forecast(job, cluster, budget, made, reserved, received, amounts)
-    plan = dataclasses.replace(made.plan, forecast=forecast)
-    return Study(plan, forecast, made.steady, line, assumptions=_assumptions(job, cluster, made))
-
-
-def _amounts(trace: Trace, line: Timeline) -> dict[str, Any]:
-    """Return what adds up over a step, by field of ``Forecast``."""
-    return {
-        "flops_per_step": ledger.flops(trace),
-        "model_flops_per_step": ledger.flops(trace, recomputed=False),
-        "step_seconds": line.seconds,
-        "compute_seconds": line.compute_seconds,
-        "exposed_communication_seconds": line.exposed_seconds,
-    }
-
-
-def _extended(amounts: dict[str, Any], less: dict[str, Any], times: int) -> dict[str, Any]:
-    """Return the amounts with ``times`` microbatches more, each as much as ``amounts`` has more than ``less``."""
-    return {key: value + times * (value - less.get(key, 0)) for key, value in amounts.items()}
-
-
-def _forecast(
-    job: Job,
-    cluster: Cluster,
-    budget: int,
-    made: Simulation,
-    reserved: int,
-    received: dict[str, int],
-    amounts: dict[str, Any],
-) -> Forecast:
     peak = max((ledger.peak(made.first), ledger.peak(made.steady)), key=lambda each: each.bytes)
     seconds = amounts["step_seconds"]
     tokens = job.microbatch * job.accumulation * job.workload.sequence
     rate = cluster.hardware.peak(compute_dtype(made.plan))
-    return Forecast(
+    forecast = Forecast(
         model=job.workload.name,
         hardware=cluster.hardware.name,
         ranks=cluster.ranks,
@@ -137,6 +107,24 @@ def _forecast(
         mfu=amounts["model_flops_per_step"] / seconds / rate if seconds else 0.0,
         **amounts,
     )
+    plan = dataclasses.replace(made.plan, forecast=forecast)
+    return Study(plan, forecast, made.steady, line, assumptions=_assumptions(job, cluster, made))
+
+
+def _amounts(trace: Trace, line: Timeline) -> dict[str, Any]:
+    """Return what adds up over a step, by field of ``Forecast``."""
+    return {
+        "flops_per_step": ledger.flops(trace),
+        "model_flops_per_step": ledger.flops(trace, recomputed=False),
+        "step_seconds": line.seconds,
+        "compute_seconds": line.compute_seconds,
+        "exposed_communication_seconds": line.exposed_seconds,
+    }
+
+
+def _extended(amounts: dict[str, Any], less: dict[str, Any], times: int) -> dict[str, Any]:
+    """Return the amounts with ``times`` microbatches more, each as much as ``amounts`` has more than ``less``."""
+    return {key: value + times * (value - less.get(key, 0)) for key, value in amounts.items()}
 
 
 def compute_dtype(plan: Plan) -> str:

@@ -91,7 +91,7 @@ def diff(one: Plan, other: Plan) -> str:
         list(_changed(_settings(first), _settings(second))),
         _titled("units", [*_membership(first, second, "units"), *_units(first, second)]),
         _titled("replicated", list(_membership(first, second, "replicated"))),
-        _titled("forecast", list(_forecasts(first.get("forecast"), second.get("forecast")))),
+        _titled("forecast", list(_forecasts(first["forecast"], second["forecast"]))),
     ]
     lines = [line for block in blocks for line in block]
     return "\n".join(lines) if lines else "The plans are equal."

@@ -51,7 +51,7 @@ def choose(space: Space) -> Study:
             for each, forecast in evaluator.forecasts.items()
             if each != best
         ]
-        found = evaluator.study(best)
+        found = evaluator.studies[best]
         return dataclasses.replace(found, reasons=reasons.reasons(evaluator), alternatives=others)
 
 

@@ -114,6 +114,7 @@ class Evaluator:
         forecasts: of every candidate so far.
         best: the fastest that fits.
         smallest: the one that takes the least memory.
+        studies: of these two; others are not kept.
 
     Raises:
         ValueError: ``shard()`` refuses every mesh, or the budget is more than any device has.
@@ -124,7 +125,7 @@ class Evaluator:
         self.forecasts: dict[Candidate, Forecast] = {}
         self.best: Candidate | None = None
         self.smallest: Candidate | None = None
-        self._studies: dict[Candidate, Study] = {}
+        self.studies: dict[Candidate, Study] = {}
         self.groupings = functools.cache(self._groupings)
         self.replicas: list[int] = []
         refused: list[ValueError] = []
@@ -208,17 +209,13 @@ class Evaluator:
         )
         made = study(job, cluster, self.budget(setting.replicate))
         forecast = self.forecasts[candidate] = made.forecast
-        self._studies[candidate] = made
+        self.studies[candidate] = made
         if forecast.fits and (self.best is None or self.rank(candidate) < self.rank(self.best)):
             self.best = candidate
         if self.smallest is None or forecast.peak_reserved_bytes < self.forecasts[self.smallest].peak_reserved_bytes:
             self.smallest = candidate
-        self._studies = {each: self._studies[each] for each in (self.best, self.smallest) if each is not None}
+        self.studies = {each: self.studies[each] for each in (self.best, self.smallest) if each is not None}
         return forecast
-
-    def study(self, candidate: Candidate) -> Study:
-        """Return the study of the best candidate, or of the smallest; others are not kept."""
-        return self._studies[candidate]
 
     def rank(self, candidate: Candidate) -> tuple[float, int, int]:
         """Smaller is better: seconds a token, then memory, then choices away from the default."""

@@ -122,11 +122,8 @@ def _traits(block: nn.Module, name: str, policies: Mapping[str, Any], tied: set[
         traits[inner] = type(module), module.training, policies.get(f"{name}.{inner}" if inner else name)
         for tensors in (_torch.own_parameters(module), _torch.own_buffers(module)):
             for key, tensor in tensors.items():
-                traits[inner, key] = (
-                    tensor
-                    if tensor is None
-                    else (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.is_contiguous())
-                )
+                layout = None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous())
+                traits[inner, key] = layout, tensor is not None and tensor.requires_grad
         traits[inner, "hooks"] = _torch.count_forward_hooks(module)
         for key, value in vars(module).items():
             if isinstance(value, _PLAIN):
