@@ -99,7 +99,6 @@ def plan(
 
 
 def _plan(request: Request, out: Path | None, html: Path | None, *, rehearse: bool, as_json: bool) -> None:
-    """Solve a request in this process, write its files, rehearse it, and print it."""
     from trueshard.planner.planning import check_writable
     from trueshard.planner.report import page, report
     from trueshard.planner.simulation import rehearse as rehearsing

@@ -51,8 +51,6 @@ def replay(first: Trace, steady: Trace, *, repeats: int = 2, workspace_bytes: in
 
 
 class _Replay:
-    """Runs steps one after another on one allocator."""
-
     def __init__(self, workspace_bytes: int) -> None:
         self.allocator = CachingAllocator()
         self.live: dict[int, tuple[Allocation, Block | None]] = {}

@@ -93,18 +93,15 @@ class _Scheduler:
         self.line = Timeline()
         self.host = 0.0
         self.compute = 0.0
+        # When each is idle: streams other than compute, and communicators of groups (ranks, stride).
         self.free: dict[Stream, float] = defaultdict(float)
-        """By stream other than compute: when it is idle."""
         self.queues: dict[tuple[int, int], float] = {}
-        """By group (ranks, stride): when its communicator is idle."""
+        # By position: when the result of a communication or transfer is available, and when the host issued it.
         self.done: dict[int, float] = {}
-        """By position: when the result of a communication or transfer is available."""
         self.issued: dict[int, float] = {}
-        """By position: when the host issued it."""
+        # When all all-gather buffers but the last have been copied out, and when the last has.
         self.may_gather = 0.0
-        """When all all-gather buffers but the last have been copied out."""
         self.copied_out = 0.0
-        """When the last all-gather buffer has been copied out."""
         self.in_forward = False
         self.before_forward = 0.0
         """When the compute stream is done with the events before this forward."""
@@ -211,7 +208,6 @@ class _Scheduler:
         return end
 
     def _on_stream(self, stream: Stream, wait: float, seconds: float, i: int) -> float:
-        """Add a span to another stream, not before ``wait``, and return its end."""
         start = max(self.host, self.free[stream], wait)
         end = self.free[stream] = start + seconds
         self._add(stream, start, end, i)

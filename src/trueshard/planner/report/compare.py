@@ -106,7 +106,6 @@ def _settings(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _units(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each group of units that differ in the same way."""
     before = {unit["name"]: unit for unit in first["units"]}
     changes = [
         (unit["name"], "; ".join(_changed(before[unit["name"]] | {"why": ""}, unit | {"why": ""})))

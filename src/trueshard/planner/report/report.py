@@ -258,7 +258,6 @@ def _listed(title: str, sentences: Sequence[str]) -> list[str]:
 
 
 def _indented(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
-    """Return the rows of a table without head."""
     return [f"  {line.rstrip()}" for line in table(("",) * len(rows[0]), rows, right)[2:]]
 
 

@@ -88,7 +88,6 @@ class _Merged:
 
     @property
     def name(self) -> str:
-        """Return the operator that takes the most time in it."""
         return max(self.names, key=self.names.__getitem__)
 
 

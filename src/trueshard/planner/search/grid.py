@@ -199,7 +199,6 @@ class _Search:
             self.fastest = seconds, at
 
     def is_open(self, best: float) -> NDArray[np.bool_]:
-        """Return which candidates may be the fastest that fits."""
         gain = EXACT if self.grid.is_whole else ENOUGH
         return ~self.is_closed & (self.lower_bound < best * (1 - gain))
 

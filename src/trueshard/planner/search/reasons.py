@@ -183,7 +183,6 @@ def _other_devices(space: Space, replicate: int, least: int) -> Iterator[tuple[s
 
 
 def _fits(space: Space) -> bool:
-    """Return whether the most frugal plan of a space fits."""
     try:
         evaluator = Evaluator(space)
         return evaluator.evaluate(_frugal(evaluator, space.offloads[-1])).fits

@@ -74,7 +74,6 @@ def _search(evaluator: Evaluator, offload: Offload) -> None:
     queue: list[tuple[float, list[Setting]]] = []
 
     def push(settings: list[Setting]) -> None:
-        """Queue settings of falling microbatch by the lower bound of the first."""
         if settings:
             bound = cost(evaluator.evaluate(evaluator.uniform(settings[0], "never", "none")))
             heapq.heappush(queue, (bound, settings))

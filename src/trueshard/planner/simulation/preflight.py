@@ -300,7 +300,6 @@ class _Watch(TorchFunctionMode):
             self._add(Problem(self._where() or "loss", what, "cast one of them", "error"))
 
     def _problem_of(self, tensor: torch.Tensor) -> Problem | None:
-        """Return the problem with a tensor that would be on the CPU; None for any other tensor."""
         if id(tensor) in self._attributes:
             return self._attributes[id(tensor)]
         reference, problem = self._on_cpu.get(id(tensor), (None, None))

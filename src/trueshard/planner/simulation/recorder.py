@@ -205,12 +205,10 @@ class Recorder(_torch.DispatchMode):
             self.place = Place(self.place.phase, named.pop() if len(named) == 1 else "")
 
     def _storages(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-        """Return the numbers of the tensors' allocations, without repetition, in order."""
         held = [self.allocation_of(each) for each in tensors]
         return tuple(dict.fromkeys(each.storage for each in held if each is not None))
 
     def _communications_before(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-        """Return the positions of the communications that wrote the tensors last."""
         return tuple(sorted({self._written_by[key] for key in map(_identity, tensors) if key in self._written_by}))
 
     def _kernel(
@@ -348,8 +346,6 @@ def watching_forwards(begin: Callable[..., None], end: Callable[..., None], *, a
 
 
 class _UnitTracker:
-    """Hooks that set a recorder's place, unit and stream."""
-
     def __init__(self, recorder: Recorder, unit_of: Mapping[nn.Module, str]) -> None:
         self.recorder = recorder
         self.unit_of = unit_of

@@ -78,7 +78,6 @@ def find_runs(model: nn.Module, plan: Plan) -> list[Run]:
 
 
 def _runs_in(container: str, classes: Sequence[int]) -> list[Run]:
-    """Return the runs in a container whose modules have these equivalence classes."""
     runs: list[Run] = []
     start = 0
     while start < len(classes):

@@ -180,7 +180,6 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation
 
 
 def _adopt(recorder: Recorder, model: nn.Module, plan: Plan) -> None:
-    """Register parameters and buffers before the first step."""
     name_of = _parameter_names(model)
     for unit, parameters in zip(plan.units, engine.sharded(model).units.values(), strict=True):
         recorder.members[unit.name] = [name_of[id(parameter)] for parameter in parameters]

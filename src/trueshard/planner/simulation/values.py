@@ -84,7 +84,6 @@ class KnownValues(_torch.DispatchMode):
         self._sizes.forget(storage)
 
     def _invalidate(self, storage: int) -> None:
-        """Drop a storage's values, which are unknown from now on."""
         self._real.pop(storage, None)
         self._rarely_true.discard(storage)
 
@@ -163,7 +162,6 @@ class KnownValues(_torch.DispatchMode):
             self._rarely_true.add(_torch.storage_identity(outputs[0]))
 
     def _concerns(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
-        """True if values before or after the operator may be known."""
         if any(tensor.untyped_storage().nbytes() > LARGEST for tensor in outputs):
             return False
         if not inputs:
@@ -172,7 +170,6 @@ class KnownValues(_torch.DispatchMode):
         return name in _OVERWRITING or any(known)
 
     def _is_computable(self, name: str, inputs: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
-        """True if all values that the operator reads are known."""
         if not inputs:
             return name in _FACTORIES
         if any(each.untyped_storage().nbytes() > LARGEST for each in inputs):
@@ -200,7 +197,6 @@ def _zeroed(fake: torch.Tensor) -> torch.Tensor:
 
 
 def _view_as(fake: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """View bytes as ``fake`` views its storage."""
     return memory.view(fake.dtype).as_strided(fake.shape, fake.stride(), int(fake.storage_offset()))
 
 
@@ -229,7 +225,6 @@ class _DataDependentSizes:
         self._shares.pop(storage, None)
 
     def follow(self, name: str, args: Any, outputs: Sequence[torch.Tensor]) -> None:
-        """Derive bounds and shares of an operator's results from those of its arguments."""
         if name not in _FOLLOWED:
             return
         if name in _INDEX_RESULTS and len(outputs) > _INDEX_RESULTS[name]:
