@@ -14,15 +14,13 @@ from trueshard import _torch, choices
 from trueshard.choices import Choices
 from trueshard.planner.forecasting import Cluster, study
 from trueshard.planner.hardware import Hardware
+from trueshard.planner.reserve import LARGE_SEGMENT
 from trueshard.planner.workload import Job, Study, Workload
 from trueshard.plans import Forecast, Offload, Plan, Recompute
 from trueshard.runtime import engine
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 """From the fastest to the one that takes the least memory."""
-
-SEGMENT = 20 << 20
-"""Bytes of the allocator's segments for requests of 1 to 10 MiB (``kLargeBuffer`` in torch's allocator)."""
 
 
 @dataclass(frozen=True)
@@ -218,18 +216,14 @@ class Evaluator:
         return forecast
 
     def rank(self, candidate: Candidate) -> tuple[float, int, int]:
-        """Smaller is better: seconds a token, then memory, then choices away from the default."""
-        forecast = self.forecasts[candidate]
-        return float(f"{cost(forecast):.9g}"), forecast.peak_reserved_bytes, self._distance(candidate)
-
-    def _distance(self, candidate: Candidate) -> int:
-        """Return how many choices differ from ``shard()``'s defaults."""
-        setting = candidate.setting
+        """Smaller is better: seconds a token, then memory, then choices away from ``shard()``'s defaults."""
+        forecast, setting = self.forecasts[candidate], candidate.setting
         plain = self.uniform(setting, "default", "none")
         chosen = zip(candidate.reshard, candidate.recompute, strict=True)
         usual = zip(plain.reshard, plain.recompute, strict=True)
         differing = sum(a != b for a, b in zip(chosen, usual, strict=False))
-        return differing + (candidate.split != plain.split) + (setting.replicate != 1) + (setting.offload != "none")
+        differing += (candidate.split != plain.split) + (setting.replicate != 1) + (setting.offload != "none")
+        return float(f"{cost(forecast):.9g}"), forecast.peak_reserved_bytes, differing
 
     def best_cost(self) -> float:
         """Return the seconds a token of the best candidate; infinity if none fits."""
@@ -247,7 +241,7 @@ def slack(forecast: Forecast) -> int:
     What the caching allocator reserves does not fall at every step with what is live: its segments have 20 MiB (for
     requests of 1 to 10 MiB), or what was asked for in units of 2 MiB, and are put together differently.
     """
-    return 2 * SEGMENT + forecast.peak_reserved_bytes // 50
+    return 2 * LARGE_SEGMENT + forecast.peak_reserved_bytes // 50
 
 
 def _differ(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, ...]:

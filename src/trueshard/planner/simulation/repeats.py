@@ -105,11 +105,7 @@ def _classes(blocks: Sequence[nn.Module], prefix: str, policies: Mapping[str, An
     """Return a number for each block; equal blocks have equal numbers."""
     traits = [_traits(names.unwrap(block), f"{prefix}{i}", policies, tied) for i, block in enumerate(blocks)]
     _equate_positions(traits)
-    distinct: list[dict[Any, Any]] = []
-    for each in traits:
-        if each not in distinct:
-            distinct.append(each)
-    return [distinct.index(each) for each in traits]
+    return [traits.index(each) for each in traits]
 
 
 def _traits(block: nn.Module, name: str, policies: Mapping[str, Any], tied: set[int]) -> dict[Any, Any]:
