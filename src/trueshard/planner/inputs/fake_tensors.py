@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -279,11 +280,7 @@ def _shown(file: Any) -> str:
 @contextlib.contextmanager
 def replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
     """Set attributes, given as (owner, name, value), and restore them afterwards."""
-    before = [(owner, name, vars(owner)[name]) for owner, name, _ in replacements]
-    for owner, name, value in replacements:
-        setattr(owner, name, value)
-    try:
+    with contextlib.ExitStack() as stack:
+        for replacement in replacements:
+            stack.enter_context(mock.patch.object(*replacement))
         yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
