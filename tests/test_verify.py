@@ -345,7 +345,7 @@ def test_distances_see_one_wrong_row_and_not_what_a_dtype_rounds() -> None:
 def test_tolerances_follow_what_rounding_does() -> None:
     noise = {("gradients", 1, "a"): 1e-9, ("gradients", 1, "b"): 1e-3, ("gradients", 1, "c"): 1e-8}
     noise |= {("gradients", 2, name): 0.0 for name in "abc"}
-    tolerances = Tolerances(noise, 1e-5)
+    tolerances = Tolerances(noise, 1e-5, {})
     assert tolerances.of("gradients", 1, "a") == 1e-5
     assert tolerances.of("gradients", 2, "b") == pytest.approx(FACTOR * 1e-3)
     assert tolerances.rounding_alone("gradients", 1) == 0

@@ -45,7 +45,6 @@ class Directory:
         self.where = url.rstrip("/")
 
     def exists(self, name: str) -> bool:
-        """True if there is such a file."""
         return bool(self._fs.exists(self._url(name)))
 
     def _url(self, name: str) -> str:
@@ -60,7 +59,6 @@ class Directory:
             raise FileNotFoundError(f"{self.where} has no file {name!r}; it is incomplete") from None
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
-        """Return bytes ``begin`` to ``end`` of a file."""
         end = self.size(name) if end is None else end
         data = memoryview(self._fs.cat_file(self._url(name), start=begin, end=end) if end > begin else b"")
         if len(data) != end - begin:
@@ -75,13 +73,11 @@ class Directory:
         """Drop these bytes from this process's memory."""
 
     def header(self, file: str) -> bytes:
-        """Return the header of a safetensors file."""
         size = self.size(file)
         length = header_length(bytes(self.read(file, 0, min(8, size))), size, f"{self.where}/{file}")
         return bytes(self.read(file, 0, length))
 
     def tensors(self, file: str) -> dict[str, TensorEntry]:
-        """Return the tensors of a safetensors file, by key."""
         return parse_header(self.header(file), self.size(file), file, f"{self.where}/{file}")
 
 
@@ -160,11 +156,9 @@ class Catalogue:
 
     @property
     def where(self) -> str:
-        """For messages."""
         return self.directory.where
 
     def refuse_dcp(self) -> None:
-        """Raise ``ValueError`` for a directory of torch.distributed.checkpoint."""
         if self.dcp:
             raise ValueError(
                 f"{self.where} is a directory of torch.distributed.checkpoint, whose metadata is a pickle; load it "
@@ -190,7 +184,6 @@ class Catalogue:
                 self.directory.release(piece.file, at, stop)
 
     def checksum(self, key: str, begin: int, end: int) -> int:
-        """Return the checksum of bytes ``begin`` to ``end`` of a tensor."""
         value = 0
         for data, _ in self._blocks(key, begin, end):
             value = crc32(data, value)
@@ -202,7 +195,6 @@ class Catalogue:
         return entry.crc32 is None or self.checksum(key, 0, entry.nbytes) == entry.crc32
 
     def damaged(self, key: str, remedy: str) -> ValueError:
-        """Make the error for a tensor that is not intact."""
         files = ", ".join(self.entries[key].files)
         return ValueError(f"{self.where}/{files} is damaged: {key!r} does not have the bytes that were saved; {remedy}")
 
@@ -269,7 +261,13 @@ def open_catalogue(path: str | os.PathLike[str]) -> Catalogue:
     if any(map(directory.exists, (".metadata", "pytorch_model_fsdp_0/.metadata"))):  # the latter: Accelerate
         return Catalogue(directory, {}, dcp=True)
     for stem in _STEMS:
-        files = _files_of_model(directory, stem)
+        files = [f"{stem}.safetensors"] if directory.exists(f"{stem}.safetensors") else []
+        index = f"{stem}.safetensors.index.json"
+        if directory.exists(index):
+            table = parse_json(directory.read(index), f"{directory.where}/{index}").get("weight_map")
+            if not isinstance(table, dict):
+                raise ValueError(f"{directory.where}/{index} is damaged: it has no weight_map")
+            files = list(dict.fromkeys(map(str, table.values())))
         if files:
             entries = {key: entry for file in files for key, entry in directory.tensors(file).items()}
             return Catalogue(directory, entries, adapter=stem == "adapter_model")
@@ -285,16 +283,6 @@ def _open_directory(path: str | os.PathLike[str], confined: bool = True) -> Dire
     if not Path(path).is_dir():
         raise FileNotFoundError(f"no checkpoint is at {path}")
     return LocalDirectory(Path(path), confined)
-
-
-def _files_of_model(directory: Directory, stem: str) -> list[str]:
-    index = f"{stem}.safetensors.index.json"
-    if directory.exists(index):
-        table = parse_json(directory.read(index), f"{directory.where}/{index}").get("weight_map")
-        if not isinstance(table, dict):
-            raise ValueError(f"{directory.where}/{index} is damaged: it has no weight_map")
-        return list(dict.fromkeys(str(file) for file in table.values()))
-    return [f"{stem}.safetensors"] if directory.exists(f"{stem}.safetensors") else []
 
 
 def resolve_latest(path: str | os.PathLike[str]) -> Any:

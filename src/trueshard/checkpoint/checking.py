@@ -54,7 +54,16 @@ def check(path: str | os.PathLike[str]) -> Checked:
     catalogue.refuse_dcp()
     manifest, directory = catalogue.manifest, catalogue.directory
     files = {file for entry in catalogue.entries.values() for file in entry.files}
-    problems = _problems(catalogue)
+    problems = []
+    for name, record in (manifest.files if manifest is not None else {}).items():
+        own = directory.read(name, 0, record.size if record.header is None else record.header)
+        if crc32(own) != record.crc32:
+            what = "the header of " if record.header is not None else ""
+            problems.append(f"{what}{name} does not have the bytes that were saved")
+    problems += _exchanged(catalogue) if not problems else []
+    for key, entry in catalogue.entries.items():
+        if not catalogue.is_intact(key):
+            problems.append(f"tensor {key!r} in {', '.join(entry.files)} does not have the bytes that were saved")
     if manifest is not None:
         files |= {*manifest.files, MANIFEST}
     elif any(is_marked(directory.header(file)) for file in files):
@@ -64,20 +73,6 @@ def check(path: str | os.PathLike[str]) -> Checked:
     size = sum(directory.size(file) for file in files)
     unchecked = sum(entry.crc32 is None for entry in catalogue.entries.values())
     return Checked(catalogue.where, len(files), len(catalogue.entries), size, unchecked)
-
-
-def _problems(catalogue: Catalogue) -> list[str]:
-    problems = []
-    for name, record in (catalogue.manifest.files if catalogue.manifest is not None else {}).items():
-        own = catalogue.directory.read(name, 0, record.size if record.header is None else record.header)
-        if crc32(own) != record.crc32:
-            what = "the header of " if record.header is not None else ""
-            problems.append(f"{what}{name} does not have the bytes that were saved")
-    problems += _exchanged(catalogue) if not problems else []
-    for key, entry in catalogue.entries.items():
-        if not catalogue.is_intact(key):
-            problems.append(f"tensor {key!r} in {', '.join(entry.files)} does not have the bytes that were saved")
-    return problems
 
 
 def _exchanged(catalogue: Catalogue) -> list[str]:

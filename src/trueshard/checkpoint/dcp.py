@@ -50,9 +50,6 @@ class DcpDirectory:
         # Key → its path in the nested dicts that were saved, or (key,) if not recorded.
         paths = self.metadata.planner_data or {}
         self.paths: dict[str, tuple[Any, ...]] = {key: tuple(paths.get(key, (key,))) for key in self.saved}
-        self._check_files()
-
-    def _check_files(self) -> None:
         sizes: dict[str, int] = {}
         for index, info in self.metadata.storage_data.items():
             name = info.relative_path

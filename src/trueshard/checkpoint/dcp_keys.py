@@ -50,8 +50,6 @@ def open_dcp(
 
 @dataclass(frozen=True, eq=False)
 class _Leaf:
-    """A saved tensor or value."""
-
     source: DcpDirectory
     key: str
     path: tuple[Any, ...]
@@ -217,7 +215,6 @@ class _Interpreter:
         own: list[list[str]],  # names in each of its groups
         partly: bool,  # true if ``saved`` also has parameters of other optimizers
     ) -> dict[str, Any]:
-        """Return the manifest's record of an optimizer."""
         self._unpickle([leaf for trees in saved.values() for tree in trees.values() for leaf in tree.values()])
         groups, name_of = self._groups(prefix, saved["param_groups"], own)
         mine = {name for group in own for name in group}
@@ -305,7 +302,6 @@ class _Interpreter:
         return build(tree.items(), path)
 
     def _unpickle(self, leaves: Iterable[_Leaf]) -> None:
-        """Read the leaves that are not tensors, at once."""
         left = [leaf for leaf in leaves if leaf.tensor is None and leaf not in self._values]
         for source in {leaf.source: None for leaf in left}:
             keys = {leaf.key: leaf for leaf in left if leaf.source is source}

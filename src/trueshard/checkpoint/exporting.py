@@ -40,6 +40,7 @@ from trueshard.model import names
 KINDS = ("hf", "safetensors", "adapter", "merged", "dcp")
 _COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of a Hugging Face directory's files other than weights."""
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # of a model's configuration, and of those of its parts
 _ADAPTER_IN_NAME = re.compile(
     r"\.(?:lora_\w+|modules_to_save|ia3_l|hada_\w+|lokr_\w+|vera_\w+|oft_\w+|boft_\w+)\.(\w+)"
 )
@@ -89,23 +90,19 @@ def export(
             'model, to="adapter" the adapter alone'
         )
     with _appearing(Path(os.path.abspath(out)), str(out)) as partial:
-        _write(source, partial, to, wanted, adapter)
+        if to == "hf":
+            _write_hf(source, partial, wanted)
+        elif to == "safetensors":
+            entries = source.converted(wanted)
+            source.write(partial, entries, {key: source.name(key) for key in entries})
+        elif to == "dcp":
+            from trueshard.checkpoint.dcp import write_dcp
+
+            write_dcp(source, partial, wanted)
+        else:
+            write = _write_adapters if to == "adapter" else _write_merged
+            write(source, partial, wanted, adapter)
     return Path(out)
-
-
-def _write(source: ExportSource, path: Path, to: str, dtype: torch.dtype | None, adapter: str | None) -> None:
-    if to == "hf":
-        _write_hf(source, path, dtype)
-    elif to == "safetensors":
-        entries = source.converted(dtype)
-        source.write(path, entries, {key: source.name(key) for key in entries})
-    elif to == "dcp":
-        from trueshard.checkpoint.dcp import write_dcp
-
-        write_dcp(source, path, dtype)
-    else:
-        write = _write_adapters if to == "adapter" else _write_merged
-        write(source, path, dtype, adapter)
 
 
 @contextlib.contextmanager
@@ -136,11 +133,9 @@ class ExportSource:
 
     @property
     def keys(self) -> list[str]:
-        """Keys of its tensors."""
         return [key for key in self.catalogue.entries if key.startswith(self.prefix)]
 
     def name(self, key: str) -> str:
-        """Return the model's name of a tensor."""
         return key.removeprefix(self.prefix)
 
     @property
@@ -195,13 +190,11 @@ class ExportSource:
                     file.write(as_bytes(block))
 
     def check(self, key: str) -> None:
-        """Raise ``ValueError`` if a tensor is damaged."""
         if not self.catalogue.is_intact(key):
             raise self.catalogue.damaged(key, "export an earlier checkpoint")
 
 
 def _source(path: Any, model: str | None) -> ExportSource:
-    """Open the model at ``path``; ``model``: the key of one of several."""
     catalogue = open_catalogue(path)
     catalogue.refuse_dcp()
     prefixes = ["model"] if catalogue.manifest is None else sorted(catalogue.manifest.models)
@@ -229,21 +222,15 @@ def _write_hf(source: ExportSource, directory: Path, dtype: torch.dtype | None) 
             source.write(directory / name, held, {key: source.name(key) for key in held})
         else:  # the index
             (directory / name).write_bytes(data)
+
+    def in_dtype(table: dict[str, Any]) -> dict[str, Any]:
+        return table | {key: dtype_name(dtype) for key in _DTYPE_KEYS if dtype and isinstance(table.get(key), str)}
+
     for name, data in source.companions().items():
         if name == "config.json" and dtype is not None:
-            data = json.dumps(_with_dtype(json.loads(data), dtype_name(dtype)), indent=2).encode()
+            data = json.dumps(json.loads(data, object_hook=in_dtype), indent=2).encode()
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(data)
-
-
-def _with_dtype(config: Any, dtype: str) -> Any:
-    """Replace the dtypes in a model's configuration and in those of its parts."""
-    if not isinstance(config, dict):
-        return config
-    return {
-        key: dtype if key in ("dtype", "torch_dtype") and isinstance(value, str) else _with_dtype(value, dtype)
-        for key, value in config.items()
-    }
 
 
 # PEFT models are built again from their configurations, on the meta device. Their tensors are maps of the checkpoint's
@@ -273,13 +260,14 @@ def _write_adapters(source: ExportSource, directory: Path, dtype: torch.dtype | 
         for config in model.peft_config.values():
             if not os.path.isfile(os.path.join(config.base_model_name_or_path or "", "config.json")):
                 config.base_model_name_or_path = None  # so that PEFT asks no server for its vocabulary's size
-        model.save_pretrained(str(directory), selected_adapters=None if adapter is None else [_name_in(model, adapter)])
+        selected = None if adapter is None else _named(model, adapter)
+        model.save_pretrained(str(directory), selected_adapters=selected)
     for name, folder in folders.items():
         (folder / "adapter_config.json").write_bytes(_config(source, name))
 
 
-def _name_in(model: Any, adapter: str) -> str:
-    return adapter if adapter in model.peft_config else next(iter(model.peft_config))
+def _named(model: Any, adapter: str | None) -> list[str]:
+    return [adapter] if adapter in model.peft_config else list(model.peft_config)[:1]
 
 
 def _config(source: ExportSource, adapter: str) -> bytes:
@@ -317,7 +305,7 @@ def _write_merged(source: ExportSource, directory: Path, dtype: torch.dtype | No
             'to="adapter" writes the adapter alone'
         )
     model = _rebuilt(source, lambda name: True)
-    chosen = [_name_in(model, adapter)] if adapter is not None else list(model.peft_config)
+    chosen = _named(model, adapter)
     if not hasattr(model, "merge_and_unload") or not hasattr(model.base_model, "merge_and_unload"):
         kind = model.peft_config[chosen[0]].peft_type
         raise ValueError(f'PEFT cannot merge a {kind} adapter into its base; to="adapter" writes it alone')

@@ -15,7 +15,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from zlib_ng import zlib_ng
@@ -35,7 +35,6 @@ _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
 
 def crc32(data: memoryview, value: int = 0) -> int:
-    """Return the checksum of ``data``, continuing from ``value``."""
     for at in range(0, len(data), BLOCK):
         value = zlib_ng.crc32(data[at : at + BLOCK], value)
     return value
@@ -56,9 +55,7 @@ def find_dtype(name: object) -> torch.dtype | None:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that ``dtype_name`` names."""
-    found: torch.dtype = getattr(torch, name)
-    return found
+    return getattr(torch, name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -77,8 +74,6 @@ class Piece:
 
 @dataclass
 class TensorEntry:
-    """A stored tensor."""
-
     names: list[str]  # names in the model or optimizer; a tied tensor has several
     shape: list[int]
     dtype: str
@@ -93,21 +88,17 @@ class TensorEntry:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
         return dtype_of(self.dtype).itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def files(self) -> list[str]:
-        """Names of the files that hold it."""
         return list(dict.fromkeys(piece.file for piece in self.pieces))
 
     def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Make a tensor of this shape and dtype, uninitialised."""
         return torch.empty(self.shape, dtype=dtype_of(self.dtype), device=device)
 
 
@@ -145,9 +136,9 @@ def parse_header(header: bytes, size: int, file: str, where: str) -> dict[str, T
     for key, each in parse_json(header[8:], f"{where} (its header)").items():
         if key == "__metadata__":
             continue
-        known = each if isinstance(each, dict) else {}
-        shape, offsets, code = known.get("shape"), known.get("data_offsets"), known.get("dtype")
-        if not (_is_whole(shape) and _is_whole(offsets) and isinstance(code, str) and len(offsets) == 2):
+        known: Any = each if isinstance(each, dict) else {}
+        shape, offsets, code = (known.get(name) for name in _HEADER)
+        if any(_misfits(each, _HEADER, "")) or len(offsets) != 2:
             raise ValueError(f"{where} is damaged: {key!r} has shape {shape!r}, dtype {code!r}, range {offsets!r}")
         if code not in _NAMES:
             raise ValueError(f"{where}: {key!r} has dtype {code}, which this version does not know")
@@ -164,11 +155,6 @@ def is_marked(header: bytes) -> bool:
     """True if a valid header is that of a checkpoint's file."""
     metadata = json.loads(header[8:]).get("__metadata__")
     return isinstance(metadata, dict) and _MARK.items() <= metadata.items()
-
-
-def _is_whole(value: Any) -> TypeGuard[list[int]]:
-    """True if ``value`` is a list of integers of at least 0."""
-    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 
 def check_ranges(pieces: Mapping[str, Piece], start: int, size: int, where: str) -> None:
@@ -202,15 +188,12 @@ def parse_json(data: bytes | memoryview, where: str) -> dict[str, Any]:
 
 @dataclass
 class FileRecord:
-    """Size and checksum of a file."""
-
     size: int  # bytes
     crc32: int  # checksum of the bytes that belong to no tensor: the header of a safetensors file, all of any other
     header: int | None = None  # bytes of the header of a safetensors file
 
     @classmethod
     def of(cls, data: bytes, size: int, is_header: bool) -> FileRecord:
-        """Describe a file of ``size`` bytes that is ``data``, or begins with it."""
         return cls(size, crc32(memoryview(data)), len(data) if is_header else None)
 
 
@@ -229,7 +212,6 @@ class Manifest:
     format: int = FORMAT
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file."""
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False)[2:].encode()
         return b'{"crc32": "%08x",\n' % crc32(memoryview(text)) + text
 
@@ -400,10 +382,6 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and type(value[0]) in (str, int) and _is_split(value[1])
 
 
-def _is_sized_name(value: Any) -> bool:
-    return isinstance(value, list) and list(map(type, value)) == [str, int] and value[1] >= 0
-
-
 def _is_settings(value: Any) -> bool:
     return isinstance(value, dict) and "__dict__" in value and _is_split(value)
 
@@ -423,6 +401,7 @@ def _is_split(value: Any) -> bool:
 
 
 _TEXT, _COUNT, _COUNT_OR_NONE = (str,), (int,), (int, type(None))
+_HEADER = {"shape": [_COUNT], "data_offsets": [_COUNT], "dtype": _TEXT}
 _TENSOR = {
     "names": [_TEXT],
     "shape": [_COUNT],
@@ -442,7 +421,7 @@ _FORM = {
     "models": {"*": {"class": _TEXT, "extra": {"*": _is_split}}},
     "optimizers": {"*": _OPTIMIZER},
     "more": {"*": _is_split},
-    "rng": [[_is_sized_name]],
+    "rng": [[lambda value: isinstance(value, list) and list(map(type, value)) == [str, int] and value[1] >= 0]],
     "files": {"*": {"size": _COUNT, "crc32": _COUNT, "header": _COUNT_OR_NONE}},
     "about": {},
 }

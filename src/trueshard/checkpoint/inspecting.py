@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,8 +20,6 @@ from trueshard.text import size, table
 
 @dataclass(frozen=True)
 class TensorFound:
-    """One tensor."""
-
     key: str
     """"model/<name>", "optimizer/<parameter>/<state>", "more/<path>", "rng"; in other programs' files, the name."""
     names: list[str]  # a tied tensor has several
@@ -35,8 +33,6 @@ class TensorFound:
 
 @dataclass(frozen=True)
 class GroupFound:
-    """One group of an optimizer."""
-
     settings: dict[str, Any]
     parameters: list[str]
     elements: int  # of all its parameters
@@ -44,8 +40,6 @@ class GroupFound:
 
 @dataclass(frozen=True)
 class OptimizerFound:
-    """One optimizer."""
-
     key: str
     kind: str  # the class
     groups: list[GroupFound]
@@ -101,7 +95,14 @@ class Inspected:
         parts.append(("all", "", f"{len(self.tensors):,}", size(sum(tensor.bytes for tensor in self.tensors))))
         lines += ["", *table(("part", "dtype", "tensors", "size"), parts, right=(2, 3))]
         for optimizer in self.optimizers:
-            lines += ["", *_optimizer_lines(optimizer)]
+            lines += ["", f"{optimizer.key}: {optimizer.kind}, state of {len(optimizer.with_state)} parameters"]
+            if optimizer.without_state:
+                few = ", ".join(optimizer.without_state[:5]) + ("…" if optimizer.without_state[5:] else "")
+                lines.append(f"  no state of {len(optimizer.without_state)}: {few}")
+            for g, group in enumerate(optimizer.groups):
+                settings = ", ".join(f"{key} {_short(value)}" for key, value in group.settings.items())
+                members = f"{len(group.parameters)} parameters, {group.elements:,} elements"
+                lines.append(f"  group {g}: {members}; {settings}")
         if self.more:
             entries = [(key, _short(value)) for key, value in self.more.items()]
             lines += ["", *table(("entry", "value"), entries)]
@@ -183,9 +184,7 @@ def _inspected(catalogue: Catalogue) -> Inspected:
     about = {"format": manifest.format, **manifest.about, **classes}
     more = {key: _readable(value, catalogue) for key, value in manifest.more.items()}
     optimizers = [
-        _optimizer(key, each, catalogue)
-        for prefix, record in manifest.optimizers.items()
-        for key, each in _with_wrapped(prefix, record)
+        each for prefix, record in manifest.optimizers.items() for each in _optimizers(prefix, record, catalogue)
     ]
     return Inspected(catalogue.where, about, _step(more), tensors, optimizers, more)
 
@@ -207,14 +206,8 @@ def _step(value: Any) -> int | None:
     return next((found for each in value.values() if (found := _step(each)) is not None), None)
 
 
-def _with_wrapped(prefix: str, record: Any) -> Iterable[tuple[str, Any]]:
-    """Yield an optimizer's key and record, and those of the optimizers that it wraps."""
-    yield prefix, record
-    for place, each in record.get("wrapped", {}).items():
-        yield from _with_wrapped(f"{prefix}/@{place}", each)
-
-
-def _optimizer(prefix: str, record: Any, catalogue: Catalogue) -> OptimizerFound:
+def _optimizers(prefix: str, record: Any, catalogue: Catalogue) -> Iterator[OptimizerFound]:
+    """Yield an optimizer and those that it wraps."""
     models = {key: entry for key, entry in catalogue.entries.items() if key.startswith("model/")}
     elements = {key.partition("/")[2]: math.prod(entry.shape) for key, entry in models.items()}
     groups = [
@@ -224,7 +217,9 @@ def _optimizer(prefix: str, record: Any, catalogue: Catalogue) -> OptimizerFound
     ]
     members = [name for group in groups for name in group.parameters]
     having, without = ([name for name in members if (name in record["state"]) is has] for has in (True, False))
-    return OptimizerFound(prefix, record["class"], groups, having, without)
+    yield OptimizerFound(prefix, record["class"], groups, having, without)
+    for place, each in record.get("wrapped", {}).items():
+        yield from _optimizers(f"{prefix}/@{place}", each, catalogue)
 
 
 def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspected) -> Compared:
@@ -234,23 +229,20 @@ def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspec
     )
     shared = {key: (first.entries[before[key]], second.entries[after[key]]) for key in before if key in after}
     facts = [_facts(each, shared) if first.manifest and second.manifest else {} for each in (one, other)]
-    same = [key for key, both in shared.items() if _is_alike(*both)]
-    changed = {key: both for key, both in shared.items() if not _is_alike(*both)}
+    kinds = {key: (_dtype_and_shape(a), _dtype_and_shape(b)) for key, (a, b) in shared.items()}
+    changed = {key: (a, b) for key, (a, b) in kinds.items() if a != b}
+    same = [key for key in shared if key not in changed]
     differ = [key for key in same if _checksum(first, before[key]) != _checksum(second, after[key])]
     return Compared(
         one.where,
         other.where,
         [key for key in before if key not in after],
         [key for key in after if key not in before],
-        {key: (_dtype_and_shape(a), _dtype_and_shape(b)) for key, (a, b) in changed.items()},
+        changed,
         differ,
         len(same) - len(differ),
         {key: (a, b) for key in facts[0] | facts[1] if (a := facts[0].get(key)) != (b := facts[1].get(key))},
     )
-
-
-def _is_alike(one: TensorEntry, other: TensorEntry) -> bool:
-    return (one.dtype, one.shape) == (other.dtype, other.shape)
 
 
 def _checksum(catalogue: Catalogue, key: str) -> int:
@@ -287,17 +279,6 @@ def _flatten(value: Any, path: str, into: dict[str, Any]) -> None:
 def _part(key: str) -> str:
     kind = key.partition("/")[0]
     return kind if kind in ("optimizer", "more", "rng") else "model"
-
-
-def _optimizer_lines(optimizer: OptimizerFound) -> list[str]:
-    lines = [f"{optimizer.key}: {optimizer.kind}, state of {len(optimizer.with_state)} parameters"]
-    if optimizer.without_state:
-        shown = ", ".join(optimizer.without_state[:5]) + ("…" if optimizer.without_state[5:] else "")
-        lines.append(f"  no state of {len(optimizer.without_state)}: {shown}")
-    for g, group in enumerate(optimizer.groups):
-        settings = ", ".join(f"{key} {_short(value)}" for key, value in group.settings.items())
-        lines.append(f"  group {g}: {len(group.parameters)} parameters, {group.elements:,} elements; {settings}")
-    return lines
 
 
 def _short(value: Any) -> str:

@@ -26,15 +26,12 @@ LARGEST = 5_000_000_000  # bytes of tensors in one file, unless a single tensor 
 
 @dataclass(frozen=True)
 class FileKey:
-    """The file and key of a tensor."""
-
     folder: str  # "" or "name/"
     stem: str  # of the file's name: "model", "adapter_model", "optimizer" or "extra"
     key: str  # in the file
 
 
 def file_keys(models: Mapping[str, nn.Module], entries: Mapping[str, TensorEntry]) -> dict[str, FileKey]:
-    """Return the file and key of each of ``entries``."""
     found: dict[str, FileKey] = {}
     for prefix, module in models.items():
         folder = f"{prefix.partition('/')[2]}/" if "/" in prefix else ""
@@ -94,7 +91,14 @@ def lay_out(
         groups.setdefault((file_key_of[key].folder, file_key_of[key].stem), []).append(key)
     files: dict[str, bytes] = {}
     for (folder, stem), keys in groups.items():
-        parts = _divided(keys, entries)
+        parts: list[list[str]] = [[]]
+        size = 0
+        for key in keys:
+            size += entries[key].nbytes
+            if parts[-1] and size > LARGEST:
+                parts.append([])
+                size = entries[key].nbytes
+            parts[-1].append(key)
         weight_map = {}
         for number, part in enumerate(parts, start=1):
             name = f"{stem}-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else stem
@@ -108,18 +112,6 @@ def lay_out(
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             files[f"{folder}{stem}.safetensors.index.json"] = json.dumps(index, indent=1).encode()
     return files
-
-
-def _divided(keys: list[str], entries: Mapping[str, TensorEntry]) -> list[list[str]]:
-    parts: list[list[str]] = [[]]
-    size = 0
-    for key in keys:
-        if parts[-1] and size + entries[key].nbytes > LARGEST:
-            parts.append([])
-            size = 0
-        parts[-1].append(key)
-        size += entries[key].nbytes
-    return parts
 
 
 def companions(models: Mapping[str, nn.Module], tokenizer: Any) -> Callable[[], dict[str, bytes]]:

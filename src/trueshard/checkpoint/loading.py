@@ -133,11 +133,10 @@ class LoadJob:
             "optimizers": sorted(self._optimizers),
             "entries": sorted(self._more),
             "path": f"{self._catalogue.where} ({crc32(memoryview(repr(identity).encode())):08x})",
-            **{key: [list(tensor.shape), ranks.placement_word(tensor)] for key, tensor in self._targets},
+            **{key: [list(tensor.shape), str(getattr(tensor, "placements", "plain"))] for key, tensor in self._targets},
         }
 
     def _check(self) -> None:
-        """Collect what is to be loaded; raise ``ValueError`` if something does not fit."""
         for prefix, module in self._models.items():
             self._check_model(prefix, module, naming_of(self._catalogue, prefix, module, self._names))
         name_of, saved = state.parameter_names(self._models), self._manifest.optimizers
@@ -211,8 +210,7 @@ class LoadJob:
             self._targets.append((key, tensor))
 
     def _saved_extra(self, prefix: str) -> dict[str, Any]:
-        extra: dict[str, Any] = self._manifest.models.get(prefix, {}).get("extra", {})
-        return extra
+        return dict(self._manifest.models.get(prefix, {}).get("extra", {}))
 
     def _checksums(self) -> dict[str, tuple[int, int, int]]:
         """Return key → (begin, end, checksum) of this rank's part of the checking."""
@@ -265,7 +263,6 @@ class LoadJob:
                     owner.set_extra_state(self._catalogue.value(saved[name]))
 
     def _apply(self) -> None:
-        """Change models, optimizers and random generators."""
         key_of = {id(tensor): key for key, tensor in self._targets}
         filled: set[int] = set()
         for module in self._models.values():

@@ -24,6 +24,8 @@ from trueshard.distributed import device_of
 from trueshard.model import names
 from trueshard.model.first_values import initialisers, is_unwritten, mark_unwritten
 
+HOST = torch.device("cpu")
+
 
 def uncomputable(model: nn.Module, loaded: set[int]) -> list[str]:
     """Return the names of meta tensors, not among ``loaded`` (ids), that nothing computes."""
@@ -33,11 +35,13 @@ def uncomputable(model: nn.Module, loaded: set[int]) -> list[str]:
 
 def materialise(model: nn.Module, catalogue: Catalogue, key_of: Mapping[int, str]) -> set[int]:
     """Give memory to meta tensors; return the ``id`` of each one that has its values now."""
-    owners, device_for = initialisers(names.unwrap(model)), _devices(model)
+    owners, offloaded = initialisers(names.unwrap(model)), _torch.offloaded(names.unwrap(model))
+    sharded = next((tensor for tensor in model.parameters() if isinstance(tensor, DTensor)), None)
+    computing = HOST if sharded is None else device_of(sharded.device_mesh)
     left = list(_meta_tensors(model, set(key_of)))
     filled = {id(tensor) for _, _, tensor in left}
     for tensor in {id(tensor): tensor for _, _, tensor in left}.values():
-        give_memory(tensor, None, device_for(tensor))
+        give_memory(tensor, None, HOST if id(tensor) in offloaded else computing)
     # While all else is on the meta device, what is written to it costs nothing and leaves nothing behind.
     for module in {id(module): module for _, module, _ in left}.values():
         _initialise(module, _functions(owners, module), {id(tensor): name for name, _, tensor in left})
@@ -45,7 +49,7 @@ def materialise(model: nn.Module, catalogue: Catalogue, key_of: Mapping[int, str
         if tensor.is_meta:  # not replaced under another name
             key = key_of.get(id(tensor))
             mapped = None if key is None else _mapped(catalogue, key, tensor)
-            give_memory(tensor, mapped, device_for(tensor))
+            give_memory(tensor, mapped, HOST if id(tensor) in offloaded else computing)
             if mapped is not None:
                 filled.add(id(tensor))
     return filled
@@ -56,14 +60,6 @@ def _meta_tensors(model: nn.Module, loaded: set[int]) -> Iterator[tuple[str, nn.
         for name, module, _, tensor in names.named_tensors(model, kind):
             if tensor.is_meta and id(tensor) not in loaded:
                 yield name, module, tensor
-
-
-def _devices(model: nn.Module) -> Callable[[torch.Tensor], torch.device]:
-    """Return a function from tensor to device: offloaded shards on the CPU, all else where the model computes."""
-    offloaded, host = _torch.offloaded(names.unwrap(model)), torch.device("cpu")
-    sharded = next((tensor for tensor in model.parameters() if isinstance(tensor, DTensor)), None)
-    computing = host if sharded is None else device_of(sharded.device_mesh)
-    return lambda tensor: host if id(tensor) in offloaded else computing
 
 
 def give_memory(tensor: torch.Tensor, local: torch.Tensor | None, device: torch.device) -> None:
@@ -84,8 +80,7 @@ def give_memory(tensor: torch.Tensor, local: torch.Tensor | None, device: torch.
 
 def _mapped(catalogue: Catalogue, key: str, tensor: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's rows as they lie in the file; None where they have to be copied."""
-    on_cpu = not isinstance(tensor, DTensor) or device_of(tensor.device_mesh).type == "cpu"
-    if not on_cpu or (isinstance(tensor, DTensor) and not ranks.is_unpadded(tensor)):
+    if isinstance(tensor, DTensor) and (tensor.device_mesh.device_type != "cpu" or not ranks.is_unpadded(tensor)):
         return None
     local = _torch.local(tensor)
     if dtype_of(catalogue.entries[key].dtype) != tensor.dtype or not local.is_contiguous() or not local.numel():
@@ -93,8 +88,7 @@ def _mapped(catalogue: Catalogue, key: str, tensor: torch.Tensor) -> torch.Tenso
     pieces = [piece for piece, _ in catalogue.ranges(key, *ranks.bytes_here(tensor))]
     if len(pieces) != 1 or pieces[0].begin % tensor.dtype.itemsize:
         return None
-    buffer = catalogue.directory.mapped(pieces[0].file, mmap.ACCESS_COPY)
-    if buffer is None:
+    if (buffer := catalogue.directory.mapped(pieces[0].file, mmap.ACCESS_COPY)) is None:
         return None
     flat = torch.frombuffer(buffer, dtype=tensor.dtype, count=local.numel(), offset=pieces[0].begin)
     return flat.view(local.shape)

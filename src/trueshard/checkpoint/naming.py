@@ -8,12 +8,12 @@ inside rows (a transposition) is refused.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,14 +40,12 @@ class Naming:
     _name_of: dict[str, str] = field(default_factory=dict)
 
     def key(self, name: str) -> str:
-        """Return the key of the tensor that the model calls ``name``."""
         own = self.given(name) if self.given is not None else None
         key = self.prefix + (own or self.table.get(name, name))
         self._name_of[key] = name
         return key
 
     def name(self, key: str) -> str:
-        """Return the model's name of ``key``."""
         return self._name_of.get(key, key.removeprefix(self.prefix))
 
 
@@ -101,8 +99,15 @@ def _translate(module: Any, wanted: Mapping[str, torch.Tensor], catalogue: Catal
         return
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    with _own_classes(module):
+    # Its tables go by the names of the classes that modules had before they were sharded.
+    changed = [(each, type(each)) for each in module.modules() if _torch.own_class(each) is not type(each)]
+    try:
+        for each, _ in changed:
+            each.__class__ = _torch.own_class(each)
         table = list(get_model_conversion_mapping(module))
+    finally:
+        for each, kind in changed:
+            each.__class__ = kind
     renamings = [each for each in table if isinstance(each, WeightRenaming)]
     converters = [each for each in table if isinstance(each, WeightConverter)]
     of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -130,29 +135,6 @@ def _translate(module: Any, wanted: Mapping[str, torch.Tensor], catalogue: Catal
     catalogue.entries.update(found)
 
 
-@contextlib.contextmanager
-def _own_classes(module: nn.Module) -> Iterator[None]:
-    """Give modules the classes they had before they were sharded: transformers' tables go by class names."""
-    changed = [(each, type(each)) for each in module.modules() if _torch.own_class(each) is not type(each)]
-    try:
-        for each, _ in changed:
-            each.__class__ = _torch.own_class(each)
-        yield
-    finally:
-        for each, kind in changed:
-            each.__class__ = kind
-
-
-@dataclass
-class _Shapes:
-    """Stands for the model to transformers' operations, which ask it for shapes."""
-
-    tensors: Mapping[str, torch.Tensor]
-
-    def get_parameter(self, name: str) -> torch.Tensor:
-        return torch.empty(_halved(self.tensors[name].shape), device="meta")
-
-
 def _halved(shape: Sequence[int]) -> list[int]:
     """Replace the last of several dimensions by 2."""
     return [*shape[:-1], 2] if len(shape) > 1 else list(shape)
@@ -176,6 +158,9 @@ def _converted(
         shape = _halved(catalogue.entries[key].shape)
         values.setdefault(pattern, []).append(torch.arange(starts[-1], starts[-1] + math.prod(shape)).view(shape))
         starts.append(starts[-1] + math.prod(shape) + 1)  # a gap, so that no run spans two sources
+    asked_for_shapes = SimpleNamespace(
+        get_parameter=lambda name: torch.empty(_halved(wanted[name].shape), device="meta")
+    )
     every = torch.cat([each.flatten() for several in values.values() for each in several])
     for operation in converter.operations:
         values = operation.convert(
@@ -183,7 +168,7 @@ def _converted(
             source_patterns=list(converter.source_patterns),
             target_patterns=list(converter.target_patterns),
             full_layer_name=name,
-            model=_Shapes(wanted),
+            model=asked_for_shapes,
             config=config,
             missing_keys=None,
         )

@@ -33,18 +33,17 @@ class OptimizerLoad:
         """Change the optimizer; its state dict remains the same object."""
         for group, value in self.settings:
             group.update(copy.deepcopy(self.catalogue.value(value)))
-        found = {key: self._state(key, value) for key, value in self.parts}
+        found = {}
+        for key, value in self.parts:
+            tensors = {}
+            for path, where in located(value):
+                entry = self.catalogue.entries[where]
+                is_own = isinstance(key, torch.Tensor)
+                tensors[where] = _like(entry, path, key, self.roles.get(id(key))) if is_own else entry.empty()
+                self.catalogue.fill(where, tensors[where])
+            found[key] = join(value, tensors)
         self.optimizer.state.clear()
         self.optimizer.state.update(found)
-
-    def _state(self, key: Any, value: Any) -> Any:
-        if not isinstance(key, torch.Tensor):
-            return self.catalogue.value(value)
-        tensors = {}
-        for path, where in located(value):
-            tensors[where] = _like(self.catalogue.entries[where], path, key, self.roles.get(id(key)))
-            self.catalogue.fill(where, tensors[where])
-        return join(value, tensors)
 
     def match(self, prefix: str, saved: Any, name_of: Mapping[int, str]) -> Iterator[tuple[str, str, str]]:
         """Match groups and state with the record ``saved``; yield misfits: what is wrong, name, text."""
@@ -98,14 +97,12 @@ class OptimizerLoad:
 def optimizer_loads(optimizer: Any, saved: Any, catalogue: Catalogue) -> list[tuple[OptimizerLoad, Any]]:
     """Return the load of ``optimizer`` and of each one it wraps, with its saved record."""
     roles = roles_of(optimizer)
-    records = [
-        saved if not place else saved.get("wrapped", {}).get(str(place)) for place in range(len(family(optimizer)))
-    ]
-    return [
-        (OptimizerLoad(member, catalogue, roles), record)
-        for member, record in zip(family(optimizer), records, strict=True)
-        if record is not None
-    ]
+    found = []
+    for place, member in enumerate(family(optimizer)):
+        record = saved.get("wrapped", {}).get(str(place)) if place else saved
+        if record is not None:
+            found.append((OptimizerLoad(member, catalogue, roles), record))
+    return found
 
 
 def _like(

@@ -115,11 +115,6 @@ def bytes_here(tensor: torch.Tensor, nbytes: int | None = None) -> tuple[int, in
     return start * width, (start + rows) * width
 
 
-def placement_word(tensor: torch.Tensor) -> str:
-    """Return a tensor's placements as text."""
-    return str(tensor.placements) if isinstance(tensor, DTensor) else "plain"
-
-
 def own_part(tensor: DTensor, number: int, nbytes: int | None = None) -> tuple[int, int]:
     """Return ``bytes_here``, or (0, 0) if another rank that holds the same is to handle them; they take turns."""
     mesh = tensor.device_mesh

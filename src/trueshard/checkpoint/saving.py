@@ -89,13 +89,11 @@ class SaveJob:
     verify: bool
 
     def stage(self) -> None:
-        """Copy this rank's part to host memory."""
         for key, (begin, tensor) in self.mine.items():
             local = _torch.local(tensor).detach()
             self.mine[key] = begin, torch.empty(local.shape, dtype=local.dtype).copy_(local)
 
     def run(self) -> None:
-        """Write and publish. Collective."""
         rank, where = self.group.rank, self.writer.where
         attempt = functools.partial(self.group.attempt, f"{where} was not saved")
         try:
@@ -165,7 +163,7 @@ def _prepare(
             if key.startswith("optimizer") and not isinstance(tensor, DTensor):
                 plain[key] = entries[key]
             else:
-                same[key] = [ranks.placement_word(tensor), list(tensor.shape), str(tensor.dtype)]
+                same[key] = [str(getattr(tensor, "placements", "plain")), list(tensor.shape), str(tensor.dtype)]
         states = {prefix: record["state"] for prefix, record in manifest.optimizers.items()}
         return token, same | state.groups_of(manifest.optimizers), plain, states
 

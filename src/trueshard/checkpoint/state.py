@@ -29,8 +29,6 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class ModelTensor:
-    """A parameter or buffer."""
-
     tensor: torch.Tensor
     names: list[str]  # the first is the one it is stored under
     trainable: bool | None  # None for a buffer
@@ -60,28 +58,25 @@ def collect(
     return tensors, manifest
 
 
-def by_prefix(model: Any, optimizer: Any) -> tuple[dict[str, nn.Module], dict[str, Any]]:
-    """Return ``save``'s ``model`` and ``optimizer`` as dicts: key prefix → module, or optimizer."""
-    return _by_prefix("model", model, nn.Module), _by_prefix("optimizer", optimizer, torch.optim.Optimizer)
-
-
 def parameters_of(model: Any) -> list[torch.Tensor]:
     """Return the parameters of ``save``'s ``model``, whatever else is in it."""
     models = model.values() if isinstance(model, Mapping) else [model]
     return [p for each in models if isinstance(each, nn.Module) for p in each.parameters()]
 
 
-def _by_prefix(kind: str, given: Any, expected: type) -> dict[str, Any]:
-    if given is None:
-        return {}
-    many = isinstance(given, Mapping)
-    found = {f"{kind}/{key}": value for key, value in given.items()} if many else {kind: given}
-    for prefix, each in found.items():
-        if not isinstance(each, expected):
-            raise TypeError(f"{prefix.replace('/', '=')} is a {type(each).__name__}, not a {expected.__name__}")
-        key = prefix.partition("/")[2]
-        if many and re.fullmatch(r"[\w.-]*\w[\w.-]*", key) is None:
-            raise ValueError(f"{kind}={{{key!r}: …}}: name it by letters, digits, '-', '_' and '.'")
+def by_prefix(model: Any, optimizer: Any) -> list[dict[str, Any]]:
+    """Return ``save``'s ``model`` and ``optimizer`` as dicts: key prefix → module, or optimizer."""
+    found: list[dict[str, Any]] = []
+    for kind, given, expected in (("model", model, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
+        many = isinstance(given, Mapping)
+        held = {f"{kind}/{key}": value for key, value in given.items()} if many else {kind: given}
+        found.append({} if given is None else held)
+        for prefix, each in found[-1].items():
+            if not isinstance(each, expected):
+                raise TypeError(f"{prefix.replace('/', '=')} is a {type(each).__name__}, not a {expected.__name__}")
+            key = prefix.partition("/")[2]
+            if many and re.fullmatch(r"[\w.-]*\w[\w.-]*", key) is None:
+                raise ValueError(f"{kind}={{{key!r}: …}}: name it by letters, digits, '-', '_' and '.'")
     return found
 
 

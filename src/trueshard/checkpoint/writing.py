@@ -50,7 +50,6 @@ class LocalWriter:
         self._lock = contextlib.ExitStack()
 
     def check_free(self) -> None:
-        """Raise ``FileExistsError`` if something is there already. Rank 0."""
         if os.path.lexists(self._final):
             raise FileExistsError(f"{self.where} exists already; save under another name, or remove it first")
 
@@ -62,9 +61,12 @@ class LocalWriter:
         except (FileExistsError, NotADirectoryError) as error:
             text = f"cannot make {parent}: it, or a part of its path, is a file; choose another place"
             raise NotADirectoryError(text) from error
-        _clear(parent)
+        for match in filter(None, map(_PARTIAL.fullmatch, os.listdir(parent))):  # left behind by dead processes
+            left = parent / match[1]
+            with contextlib.suppress(OSError, NotImplementedError), locked(Path(f"{left}.lock"), patience=0):
+                shutil.rmtree(left, ignore_errors=True)
         with contextlib.suppress(OSError, NotImplementedError):  # a file system without locks
-            self._lock.enter_context(locked(_lock_of(self._partial), _PATIENCE))
+            self._lock.enter_context(locked(Path(f"{self._partial}.lock"), _PATIENCE))
         self._partial.mkdir()
         for name, data in files.items():
             path = self._partial / name
@@ -98,13 +100,11 @@ class LocalWriter:
         return written
 
     def publish(self, manifest: bytes) -> None:
-        """Make it a checkpoint. Rank 0."""
         _write_file(self._partial / MANIFEST, manifest)
         move_into_place(self._partial, self._final, self.where)
         self._lock.close()
 
     def abandon(self) -> None:
-        """Remove everything. Rank 0."""
         shutil.rmtree(self._partial, ignore_errors=True)
         self._lock.close()
 
@@ -123,7 +123,6 @@ def _write_file(path: Path, data: bytes, size: int = 0) -> None:
 
 
 def _write_at(descriptor: int, at: int, data: memoryview) -> int:
-    """Write ``data`` at byte ``at``; return its checksum."""
     checksum = 0
     for begin in range(0, len(data), BLOCK):
         block = data[begin : begin + BLOCK]
@@ -168,7 +167,6 @@ def move_into_place(made: Path, final: Path, shown: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file or directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -184,18 +182,6 @@ def discard(path: Path) -> None:
     except FileNotFoundError:
         return
     shutil.rmtree(left, ignore_errors=True)
-
-
-def _lock_of(partial: Path) -> Path:
-    return partial.with_name(f"{partial.name}.lock")
-
-
-def _clear(parent: Path) -> None:
-    """Remove what the saves of processes that died have left behind."""
-    for match in filter(None, map(_PARTIAL.fullmatch, os.listdir(parent))):
-        left = parent / match[1]
-        with contextlib.suppress(OSError, NotImplementedError), locked(_lock_of(left), patience=0):
-            shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager

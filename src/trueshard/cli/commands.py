@@ -57,7 +57,7 @@ def doctor(
     found = report(nproc, timeout, aloud=not as_json)
     if as_json:
         print(json.dumps(found.as_json(), indent=2))
-    if found.problems:
+    if found.count("problem"):
         raise typer.Exit(1)
 
 

@@ -87,7 +87,6 @@ def _steps(draft: Draft, value: Any) -> int | None:
 
 
 def duration(draft: Draft, key: str, value: Any) -> None:
-    """Read `max_duration` as steps or epochs."""
     number, unit = _time(value)
     steps = _steps(draft, value)
     if unit == "ep":
@@ -107,9 +106,6 @@ def interval(draft: Draft, key: str, value: Any) -> None:
     else:
         draft.tell(key, value, "none", f"told in steps here; set {ours}")
         draft.ask(ours, "100", f"in steps; there {value}")
-
-
-# Precision, sharding, compilation.
 
 
 def mixed_precision(draft: Draft, key: str, value: Any) -> None:
@@ -147,9 +143,6 @@ def compiled(draft: Draft, key: str, value: Any) -> None:
     draft.put("shard.compile", True, key, value, "near" if note else "set", note)
 
 
-# Optimizer, schedule, model: tables with a name.
-
-
 def _named(key: str, value: Any) -> dict[str, Any]:
     """Return the settings of `{NAME: {...}}` with the name among them, as in `{name: NAME, ...}`."""
     if not isinstance(value, dict):
@@ -176,9 +169,6 @@ def model(draft: Draft, key: str, value: Any) -> None:
         return
     ours = "model.path" if value.get("pretrained", True) else "model.config"
     draft.put(ours, text(path), key, path, "set", "a directory on this machine")
-
-
-# The batch.
 
 
 def finish(draft: Draft) -> None:

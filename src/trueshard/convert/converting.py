@@ -13,11 +13,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from trueshard.convert.engine import Draft, Entry, Rule, Wrong, nearest, our_fields, shown
-from trueshard.convert.tables import ENVIRONMENT, FILES, FRAMEWORKS, Framework, tomllib
+from trueshard.convert.tables import ENVIRONMENT, FILES, FRAMEWORKS, Framework
 from trueshard.errors import UserError, one_line
 from trueshard.files import replace_text
 from trueshard.train.config import Config
-from trueshard.train.parse import toml_key, toml_value
+from trueshard.train.parse import toml_key, toml_value, tomllib
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".env", ".sh")
 ASSIGNED = re.compile(r"\s*(?:(?:export|env)\s+)?[A-Za-z_][A-Za-z0-9_]*=")
@@ -36,17 +36,14 @@ class Converted:
     """A configuration, and how it came about."""
 
     source: str
-    """The framework's name, as `--from` takes it."""
     title: str
-    """The same in prose, and whether it was guessed."""
+    """The framework in prose, and whether it was guessed."""
     toml: str
-    """The text of the configuration."""
     entries: tuple[Entry, ...]
     """What became of each key that was given, in order."""
     missing: tuple[str, ...]
     """Our keys that only the user can know; each stands in the text as a comment."""
     command: str
-    """The command that starts the run."""
 
     def report(self) -> str:
         """Return a line for each key: what it became, how it differs, or why it has no equivalent."""
@@ -62,10 +59,7 @@ class Converted:
         return "\n".join([*lines, f"Start it: {self.command}"])
 
     def write(self, out: Path) -> None:
-        """Write the text to a new file, whole or not at all.
-
-        Raises `UserError` where it exists or cannot be written.
-        """
+        """Write the text to a new file, whole or not at all; raises `UserError`."""
         if out.exists():
             raise UserError(f"--out {out}: it exists already; remove it, or give another name")
         try:
@@ -100,18 +94,14 @@ def convert(
     draft = Draft(rules, given, kind.defaults(given), ranks, name)
     _apply(kind, draft, where)
     command = _command(draft, str(out) if out is not None else f"{name}.toml")
-    text = _toml(draft, _head(draft, f"From {where}, of {title}", command))
+    text = _toml(draft, f"From {where}, of {title}, by `trueshard convert`. Start it with: {command}")
     _check(text, draft, where)
     return Converted(kind.name, title, text, draft.in_order(), tuple(_in_order(draft.asked)), command)
-
-
-# What is given: a tree, and the framework whose it is.
 
 
 def _find(
     path: Path | None, source: str | None, environment: Mapping[str, str] | None
 ) -> tuple[dict[str, Any], Framework, str]:
-    """Return (tree, framework, the framework in prose)."""
     known = {each.name: each for each in FRAMEWORKS}
     if source is not None and source not in known:
         raise UserError(f"--from {source}: unknown; use one of {', '.join(known)}")
@@ -122,16 +112,13 @@ def _find(
     tree: dict[str, Any] = dict(environment or {}) if path is None else _read(path)
     if path is None and not ENVIRONMENT.prepare(tree):
         raise UserError("no variable FSDP_*, ACCELERATE_* or PARALLELISM_CONFIG_* is set; give the path of a file")
-    kind = known[source] if source else ENVIRONMENT if path is None or shell else _guess(tree, path, FILES)
+    kind = known[source] if source else ENVIRONMENT if path is None or shell else _guess(tree, path)
     guessed = "" if source or path is None else f" (guessed by its {'ending' if shell else 'keys'})"
     return tree, kind, f"{kind.title}{guessed}"
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a YAML, JSON or TOML file, or the variables that a shell file sets.
-
-    Raises `UserError` for a file that is missing, malformed, or of another kind.
-    """
+    """Read a YAML, JSON or TOML file, or the variables that a shell file sets; raises `UserError`."""
     try:
         content = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -182,18 +169,18 @@ def _variables(content: str) -> dict[str, str]:
     return found
 
 
-def _guess(tree: Mapping[str, Any], path: Path, sources: Sequence[Framework]) -> Framework:
+def _guess(tree: Mapping[str, Any], path: Path) -> Framework:
     """Return the framework whose keys these are; raises `UserError` where that is not plain."""
     if path.suffix.lower() == ".toml" and set(OURS) & set(tree):
         raise UserError(f"{path}: this is a configuration of TrueShard; start it with `trueshard train {path}`")
-    candidates = [source for source in sources if set(source.marks) & set(tree)]
+    candidates = [source for source in FILES if set(source.marks) & set(tree)]
     if len(candidates) != 1:
-        hits = {source.name: _hits(source, tree) for source in candidates or sources}
+        hits = {source.name: _hits(source, tree) for source in candidates or FILES}
         best = max(hits.values())
-        candidates = [source for source in candidates or sources if hits[source.name] == best > 0]
+        candidates = [source for source in candidates or FILES if hits[source.name] == best > 0]
     if len(candidates) != 1:
         which = " or ".join(source.title for source in candidates) or "none of the frameworks"
-        names = ", ".join(source.name for source in sources)
+        names = ", ".join(source.name for source in FILES)
         raise UserError(f"{path}: its keys are those of {which}; say which with --from ({names})")
     return candidates[0]
 
@@ -219,10 +206,7 @@ def _flat(tree: Mapping[str, Any], known: set[str], prefix: str = "") -> Iterato
 
 
 def _rules_of(given: Mapping[str, Any], source: Framework, where: str) -> dict[str, Rule]:
-    """Return the rule of each key that is known or given, of which `section.*` is that of any other key of a section.
-
-    Raises `UserError` for the first key that the framework does not know, with the nearest one that it does.
-    """
+    """Return the rule of each known or given key, `section.*` that of any other in a section; raises `UserError`."""
     known, rules = list(source.index), dict(source.index)
     for key in given:
         section, inside, _ = key.partition(".")
@@ -236,9 +220,6 @@ def _rules_of(given: Mapping[str, Any], source: Framework, where: str) -> dict[s
     return rules
 
 
-# What it becomes.
-
-
 def _apply(kind: Framework, draft: Draft, where: str) -> None:
     """Apply all rules: of keys that are given, of those with a default, then what depends on several."""
     seen = {draft.rules[key].keys for key in draft.given}
@@ -249,16 +230,11 @@ def _apply(kind: Framework, draft: Draft, where: str) -> None:
             draft.apply(key)
         key = ""
         kind.finish(draft)
-        _ask_for_the_rest(draft)
     except Wrong as error:
         place = "" if not key or str(error).startswith(key) else f"{key}: "
         raise UserError(f"{where}: {place}{error}; correct it") from None
     untold = set(draft.given) - {entry.key for entry in draft.entries}
     assert not untold, f"no rule told what became of {sorted(untold)}"
-
-
-def _ask_for_the_rest(draft: Draft) -> None:
-    """Ask for what a run needs and the source does not hold."""
     if "run.dir" not in draft.tree:
         draft.tree["run.dir"] = f"runs/{draft.name}"
         draft.origins["run.dir"] = "chosen by its name"
@@ -270,49 +246,35 @@ def _ask_for_the_rest(draft: Draft) -> None:
 
 
 def _command(draft: Draft, out: str) -> str:
-    """Return the command that starts the run."""
     if draft.machines is not None and draft.machines > 1:
         each = draft.ranks // draft.machines if draft.ranks else "RANKS"
         return f"torchrun --nnodes {draft.machines} --nproc-per-node {each} -m trueshard train {out}"
     return f"trueshard train {out}" + (f" --nproc {draft.ranks}" if draft.ranks else "")
 
 
-# What is written and reported.
-
-
-def _head(draft: Draft, origin: str, command: str) -> list[str]:
-    """Return the lines above the configuration: its origin, what is asked, what differs, what has no equivalent."""
-    lines = [f"{origin}, by `trueshard convert`. Start it with: {command}"]
+def _toml(draft: Draft, origin: str) -> str:
+    """Return the configuration; above it as comments its origin, what is asked, what differs, what is lost."""
+    head = [origin]
     if draft.asked:
-        lines += [f"Yours to set, where a line ends in it: {', '.join(_in_order(draft.asked))}"]
+        head += [f"Yours to set, where a line ends in it: {', '.join(_in_order(draft.asked))}"]
     for what, status in (("Differs:", "near"), ("No equivalent:", "none")):
         entries = [each for each in draft.in_order() if each.status == status]
         if entries:
-            lines += ["", what, *(f"- {each.key} = {shown(each.value)}: {each.note}" for each in entries)]
-    return lines
-
-
-def _toml(draft: Draft, head: Sequence[str]) -> str:
-    """Return `head` as comments, then each key with its origin as a comment, and each asked key as a comment."""
+            head += ["", what, *(f"- {each.key} = {shown(each.value)}: {each.note}" for each in entries)]
     lines = [f"# {line}".rstrip() for line in head]
-    keys = _in_order([*draft.tree, *draft.asked])
-    for section in Config.model_fields:
-        own = [key for key in keys if key.startswith(f"{section}.")]
-        if own:
-            lines += ["", f"[{section}]", *(_line(draft, key) for key in own)]
+    section = ""
+    for key in _in_order([*draft.tree, *draft.asked]):
+        own, *parts = key.split(".")
+        lines += ["", f"[{own}]"] if own != section else []
+        section, name = own, ".".join(map(toml_key, parts))
+        if key in draft.tree:
+            lines.append(f"{name} = {toml_value(draft.tree[key])}  # {draft.origins[key]}")
+        else:
+            lines.append("# {} = {}  # yours: {}".format(name, *draft.asked[key]))
     return "\n".join(lines) + "\n"
 
 
-def _line(draft: Draft, key: str) -> str:
-    name = ".".join(toml_key(part) for part in key.split(".")[1:])
-    if key in draft.tree:
-        return f"{name} = {toml_value(draft.tree[key])}  # {draft.origins[key]}"
-    example, what = draft.asked[key]
-    return f"# {name} = {example}  # yours: {what}"
-
-
 def _in_order(keys: Sequence[str] | Mapping[str, Any]) -> list[str]:
-    """Sort keys of ours as a file has them."""
     order = list(our_fields())
     return sorted(keys, key=lambda key: order.index(".".join(key.split(".")[:2])))
 

@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic.fields import FieldInfo
 
@@ -24,9 +24,8 @@ Status = Literal["set", "near", "always", "command", "none"]
 """set: the same here. near: set, and something differs. always: nothing to set. command: said when the run is started.
 none: no equivalent."""
 Kind = Literal["set", "always", "none", "command", "part", "later", "function"]
-"""set: the value goes to our key. always: it is so here anyway. none: no equivalent. command: said when the run is
-started. part: takes effect through another key, whose rule reads it. later: reported with the keys it goes with, by
-one of their rules or at the end. function: by a function."""
+"""As `tables` describes them; set: the value goes to our key."""
+Found = TypeVar("Found")
 
 
 class Wrong(ValueError):
@@ -51,28 +50,19 @@ class Word:
 
 @dataclass(frozen=True)
 class Rule:
-    """What any of `keys` becomes."""
-
     keys: tuple[str, ...]
-    """Dotted names in the source."""
     kind: Kind
     becomes: str
     """Our key, an option of the command line, "always so" or "no equivalent"."""
     why: str
-    """One sentence: how, what differs, or what to do instead."""
     shown: tuple[str, ...]
-    """The keys as documented."""
     default: Any = None
-    """The source's value where the key is absent, if that decides something here."""
     last: bool = False
     """True: applied after all others, since it depends on them."""
     read: Callable[[Any], Any] | None = None
-    """Turns the source's value, if it is none of `words`, into ours; raises `Wrong`."""
     words: Mapping[str, Word] = field(default_factory=dict)
     unset: frozenset[Any] = frozenset()
-    """Plain values that mean "not given"."""
     unless: Mapping[Any, str] = field(default_factory=dict)
-    """Plain values of an "always" key that have no equivalent, and why."""
     needs: tuple[str, ...] = ()
     """Other keys; where none of them has a value other than "no", this one has no effect."""
     yields: tuple[str, ...] = ()
@@ -88,8 +78,6 @@ class Rule:
 
 @dataclass(frozen=True)
 class Entry:
-    """What became of one key."""
-
     key: str
     value: Any
     status: Status
@@ -110,11 +98,9 @@ class Draft:
     defaults: Mapping[str, Any]
     """The source's values for keys that are absent."""
     ranks: int | None
-    """Processes of the run; None: unknown."""
     name: str
     machines: int | None = None
     tree: dict[str, Any] = field(default_factory=dict)
-    """Our dotted keys and their values."""
     origins: dict[str, str] = field(default_factory=dict)
     """The comment beside each of our keys: where its value comes from."""
     asked: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -141,11 +127,9 @@ class Draft:
             self.put_word(key, value)
         elif rule.kind == "set":
             self.put(rule.becomes, rule.read(value) if rule.read else value, key, value)
-        elif rule.kind == "always":
-            lost = rule.unless.get(plain(value))
+        elif rule.kind in ("always", "none"):
+            lost = rule.why if rule.kind == "none" else rule.unless.get(plain(value))
             self.tell(key, value, "none" if lost else "always", lost or rule.why)
-        elif rule.kind == "none":
-            self.tell(key, value, "none", rule.why)
         elif rule.kind == "command":
             self.tell(key, value, "command", rule.becomes)
         elif rule.kind == "part":
@@ -154,7 +138,6 @@ class Draft:
             self.tell(key, value, "set", rule.why, rule.becomes)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of one of their keys, given or by default."""
         return self.given.get(key, self.defaults.get(key, default))
 
     def _has(self, key: str) -> bool:
@@ -185,7 +168,6 @@ class Draft:
         self.tell(key, given, status, note, f"{ours} = {toml_value(value)}")
 
     def put_word(self, key: str, value: Any) -> None:
-        """Do what the rule of `key` lists for a value."""
         words = self.rules[key].words
         if value is None and "none" not in words:
             self.tell(key, value, "always", "not asked for")
@@ -205,10 +187,7 @@ class Draft:
             self.ask(word.ask[0], word.ask[1], word.ask[2].format(str(value).lower()))
 
     def word(self, key: str, value: Any) -> Word:
-        """Return what the rule of `key` lists for a value, whose case does not count; "*" is any other.
-
-        Raises `Wrong` for a value that is not listed.
-        """
+        """Return what the rule of `key` lists for a value, whatever its case; "*" is any other. Raises `Wrong`."""
         words = self.rules[key].words
         found = "none" if value is None else str(value).strip()
         known = {word.lower(): word for word in words}
@@ -230,7 +209,6 @@ class Draft:
             self.asked.setdefault(ours, (example, what))
 
     def in_order(self) -> tuple[Entry, ...]:
-        """Return what became of each key, in the order in which they were given."""
         order = list(self.given)
         return tuple(sorted(self.entries, key=lambda entry: order.index(entry.key)))
 
@@ -252,10 +230,10 @@ def our_default(ours: str) -> Any:
 
 
 def section_of(name: str) -> type[Section]:
-    """Return the class of a section of ours."""
     annotation = Config.model_fields[name].annotation
-    kinds = [annotation, *get_args(annotation)]
-    return next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
+    return next(
+        kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, Section)
+    )
 
 
 def shown(value: Any) -> str:
@@ -271,7 +249,6 @@ def either(words: Iterable[Any]) -> str:
 
 
 def nearest(word: str, known: Iterable[Any]) -> str:
-    """Return "; nearest: b", or nothing."""
     lower = {str(each).lower(): str(each) for each in known}
     near = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)
     return f"; nearest: {lower[near[0]]}" if near else ""
@@ -285,19 +262,16 @@ TRUE, FALSE = ("true", "yes", "y", "t", "on", "1"), ("false", "no", "n", "f", "o
 def boolean(value: Any) -> bool:
     """Read true or false, also as a word; raises `Wrong`, as every reader does."""
     text = str(value).strip().lower()
-    if text in TRUE or text in FALSE:
-        return text in TRUE
-    raise Wrong(f"found {value!r}, wanted true or false")
+    return _checked(text, text in TRUE + FALSE, value, "true or false") in TRUE
 
 
 def number(value: Any) -> float:
     """Read a finite number; YAML gives "5e-5" as a word."""
     try:
-        if not isinstance(value, bool) and math.isfinite(found := float(value)):
-            return found
+        found = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        pass
-    raise Wrong(f"found {value!r}, wanted a number")
+        found = math.nan
+    return _checked(found, math.isfinite(found), value, "a number")
 
 
 def number_or_inf(value: Any) -> float:
@@ -306,58 +280,44 @@ def number_or_inf(value: Any) -> float:
 
 
 def integer(value: Any) -> int:
-    """Read a whole number."""
     found = number(value)
-    if found != int(found):
-        raise Wrong(f"found {value!r}, wanted a whole number")
-    return int(found)
+    return int(_checked(found, found.is_integer(), value, "a whole number"))
 
 
 def positive(value: Any) -> int:
-    """Read a whole number from 1 on."""
     found = integer(value)
-    if found < 1:
-        raise Wrong(f"found {value!r}, wanted a whole number from 1 on")
-    return found
+    return _checked(found, found > 0, value, "a whole number from 1 on")
 
 
 def rounded_up(value: Any) -> int:
-    """Read a number above 0 and round it up."""
     found = number(value)
-    if found <= 0:
-        raise Wrong(f"found {value!r}, wanted a number above 0")
-    return math.ceil(found)
+    return math.ceil(_checked(found, found > 0, value, "a number above 0"))
 
 
 def numbers(value: Any) -> list[float]:
-    """Read an array of numbers."""
-    if not isinstance(value, (list, tuple)):
-        raise Wrong(f"found {value!r}, wanted an array of numbers")
-    return [number(each) for each in value]
+    return [number(each) for each in _checked(value, isinstance(value, (list, tuple)), value, "an array of numbers")]
 
 
 def names(value: Any) -> list[str]:
     """Read words with commas between them, or an array of words; empty ones are dropped."""
     listed = value.split(",") if isinstance(value, str) else value
-    if not isinstance(listed, (list, tuple)) or not all(isinstance(each, str) for each in listed):
-        raise Wrong(f"found {value!r}, wanted names with commas between them")
-    return [each.strip() for each in listed if each.strip()]
+    good = isinstance(listed, (list, tuple)) and all(isinstance(each, str) for each in listed)
+    return [each.strip() for each in _checked(listed, good, value, "names with commas between them") if each.strip()]
 
 
 def text(value: Any) -> str:
-    """Read a word that is not empty."""
-    if not isinstance(value, str) or not value.strip():
-        raise Wrong(f"found {value!r}, wanted a word")
-    return value.strip()
+    return str(_checked(value, isinstance(value, str) and value.strip(), value, "a word")).strip()
 
 
 def table(value: Any) -> dict[str, Any]:
     """Read keys and values; None is an empty table."""
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise Wrong(f"found {value!r}, wanted a table")
-    return dict(value)
+    return dict(_checked(value or {}, value is None or isinstance(value, dict), value, "a table"))
+
+
+def _checked(found: Found, good: object, value: Any, wanted: str) -> Found:
+    if not good:
+        raise Wrong(f"found {value!r}, wanted {wanted}")
+    return found
 
 
 def plain(value: Any) -> Any:

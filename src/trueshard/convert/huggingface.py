@@ -76,7 +76,6 @@ def _steps(draft: Draft, ours: str, key: str, value: Any, steps: float) -> None:
 
 
 def schedule(draft: Draft, key: str, value: Any) -> None:
-    """Read `lr_scheduler_type` with `lr_scheduler_kwargs`."""
     kind, kwargs = str(value).lower(), "lr_scheduler_kwargs"
     word, more = draft.word(key, value), table(draft.get(kwargs))
     if "schedule.decay" not in word.sets:
@@ -125,7 +124,6 @@ def recompute(draft: Draft, key: str, value: Any) -> None:
 
 
 def finish(draft: Draft) -> None:
-    """Set the batch, and ask for the sequence length."""
     if draft.defaults:
         batch(draft, "per_device_train_batch_size", "gradient_accumulation_steps")
     else:

@@ -11,10 +11,7 @@ from trueshard.convert.engine import Draft, Wrong, integer, names, number, posit
 
 
 def strategy(draft: Draft, key: str, value: Any) -> None:
-    """Read `sharding_strategy` or `reshard_after_forward`, of which version 1 of FSDP uses the first, 2 the other.
-
-    Accelerate's launcher sets both, one of them by default.
-    """
+    """Read `sharding_strategy` (of FSDP 1) or `reshard_after_forward` (of FSDP 2); Accelerate's launcher sets both."""
     rule = draft.rules[key]
     counts = rule.keys[str(draft.given.get(rule.beside[0], 1)) == "2"]
     if key != counts and counts in draft.given:
@@ -137,7 +134,6 @@ def processes(draft: Draft, key: str, value: Any) -> None:
 
 
 def machines(draft: Draft, key: str, value: Any) -> None:
-    """Read the number of machines."""
     draft.machines = positive(value)
     draft.tell(key, value, "command", "torchrun --nnodes" if draft.machines > 1 else "one machine")
 

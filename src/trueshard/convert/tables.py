@@ -18,7 +18,6 @@ A table has what concerns the framework as a whole, then a `[[rule]]` for each k
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +25,7 @@ from typing import Any, get_args
 
 from trueshard.convert import composer, engine, huggingface, shared, torchtitan
 from trueshard.convert.engine import Draft, Kind, Rule, Word
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from trueshard.train.parse import tomllib
 
 FOLDER = Path(__file__).with_name("frameworks")
 MODULES = {"composer": composer, "huggingface": huggingface, "shared": shared, "torchtitan": torchtitan}
@@ -43,9 +38,7 @@ class Framework:
     """A kind of configuration that can be converted."""
 
     name: str
-    """As `--from` takes it."""
     title: str
-    """The framework's name in prose."""
     rules: tuple[Rule, ...]
     finish: Callable[[Draft], None]
     """Sets what several keys decide, such as batch sizes, and asks for what is missing."""
@@ -58,7 +51,6 @@ class Framework:
 
     @functools.cached_property
     def index(self) -> dict[str, Rule]:
-        """The rule of each known key."""
         return {key: rule for rule in self.rules for key in rule.keys}
 
     def prepare(self, tree: dict[str, Any]) -> dict[str, Any]:
@@ -74,12 +66,10 @@ class Framework:
 
 @functools.cache
 def table(name: str) -> dict[str, Any]:
-    """Return a file of `frameworks/` as it stands."""
     return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def framework(file: str) -> Framework:
-    """Return a framework from its file."""
     tree = table(file)
     return Framework(
         name=tree["name"],

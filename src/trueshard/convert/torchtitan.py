@@ -31,7 +31,6 @@ def decay_type(draft: Draft, key: str, value: Any) -> None:
 
 
 def share(value: Any) -> float:
-    """Read a share of the steps."""
     if not 0 <= number(value) <= 1:
         raise Wrong(f"found {value!r}, wanted a share from 0 to 1")
     return number(value)

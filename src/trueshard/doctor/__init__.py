@@ -11,8 +11,6 @@ Level = Literal["ok", "note", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
-
     name: str
     says: str
     level: Level = "ok"
@@ -31,23 +29,17 @@ class Report:
 
     sections: dict[str, list[Finding]]
 
-    @property
-    def problems(self) -> int:
-        """Return how many findings stop training."""
-        return self.count("problem")
-
     def count(self, level: Level) -> int:
-        """Return how many findings there are of a level."""
         return sum(finding.level == level for findings in self.sections.values() for finding in findings)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data: `problems`, `warnings`, and the findings of each section."""
         sections = {title: [asdict(finding) for finding in findings] for title, findings in self.sections.items()}
-        return {"problems": self.problems, "warnings": self.count("warning"), "sections": sections}
+        return {"problems": self.count("problem"), "warnings": self.count("warning"), "sections": sections}
 
     def conclusion(self) -> tuple[Level, str]:
         """Return (level, sentence): whether training works here."""
-        problems, warnings = self.problems, self.count("warning")
+        problems, warnings = self.count("problem"), self.count("warning")
         if problems:
             return "problem", f"Training does not work here: {problems} problem{'s' if problems > 1 else ''}."
         if warnings:

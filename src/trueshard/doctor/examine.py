@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trueshard.doctor import Finding, Report, processes, system
+from trueshard.launching import python_command
 
 SECTIONS = ("versions", "devices", "host", "environment", "extras", "processes")
 STYLES = {"ok": "green", "note": "blue", "warning": "yellow", "problem": "bold red"}
@@ -18,7 +19,9 @@ STYLES = {"ok": "green", "note": "blue", "warning": "yellow", "problem": "bold r
 
 def examine(nproc: int | None, limit: float) -> Iterator[tuple[str, Finding]]:
     """Yield (section, finding) as each is made; `nproc` and `limit` (seconds of a trial) as in `processes`."""
-    said, failed = processes.answer(processes.command("torch"), limit)
+    said, failed = processes.answer(
+        python_command(f"import {processes.__name__} as looked; looked.print_torch()"), limit
+    )
     torch: dict[str, Any] | str = failed or json.loads(processes.last_line(said))
     looks: tuple[Callable[[], Iterator[Finding]], ...] = (
         lambda: system.versions(torch),
@@ -29,15 +32,12 @@ def examine(nproc: int | None, limit: float) -> Iterator[tuple[str, Finding]]:
         lambda: processes.processes(torch, nproc, limit),
     )
     for title, look in zip(SECTIONS, looks, strict=True):
-        yield from ((title, finding) for finding in _guarded(title, look))
-
-
-def _guarded(title: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Yield a section's findings; an unexpected failure is one too, so that the rest is still told."""
-    try:
-        yield from look()
-    except Exception as error:
-        yield Finding(title, f"could not be examined: {type(error).__name__}: {error}", "problem", "report this line")
+        try:
+            for finding in look():
+                yield title, finding
+        except Exception as error:  # the rest is still told
+            says = f"could not be examined: {type(error).__name__}: {error}"
+            yield title, Finding(title, says, "problem", "report this line")
 
 
 def report(nproc: int | None, limit: float, aloud: bool) -> Report:

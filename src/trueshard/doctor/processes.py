@@ -30,7 +30,6 @@ from trueshard.machine import cpu_cores
 from trueshard.text import size
 
 TASKS = ("start", "join", "all-gather", "reduce-scatter", "shard() and a step", "leave")
-"""What each rank does, in this order."""
 ELEMENTS = {"gloo": 2**20, "nccl": 2**24}
 """Elements of float32 that each rank gives to a collective."""
 REPEATS = 5
@@ -38,11 +37,6 @@ TOLERANCE = 1e-4
 """Largest difference of a parameter after a sharded and an unsharded step: the order of sums, and no more."""
 
 Line = dict[str, Any]
-
-
-def command(*arguments: str) -> list[str]:
-    """Return the command line that calls `main(*arguments)` of this file, found where this process finds it."""
-    return python_command(f"from {__name__} import main; main(*sys.argv[1:])", *arguments)
 
 
 def answer(line: list[str], limit: float) -> tuple[str, str]:
@@ -68,7 +62,7 @@ def last_line(text: str) -> str:
 def processes(torch: dict[str, Any] | str, nproc: int | None, limit: float) -> Iterator[Finding]:
     """Try gloo, and NCCL where there are GPUs, for at most `limit` seconds each.
 
-    `torch` is as `torch_facts`, or why torch cannot be imported. nproc=None: two processes, and one for each GPU.
+    `torch` is as `print_torch` tells, or why torch cannot be imported. nproc=None: two processes, and one for each GPU.
     """
     yield _localhost()
     yield _host_name()
@@ -87,7 +81,7 @@ def tried(backend: str, ranks: int, limit: float) -> Iterator[Finding]:
     """Start `ranks` processes and yield a finding for each task of a backend, up to the first that fails."""
     with tempfile.TemporaryDirectory(prefix="trueshard-doctor-") as name:
         folder, logs = Path(name), Path(name) / "logs"
-        line = command("rank", name, backend, str(limit / 2))
+        line = python_command(f"from {__name__} import be_rank; be_rank(*sys.argv[1:])", name, backend, str(limit / 2))
         environment = {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {})
         ended = run_ranks(line, ranks, environment=environment, logs=logs, limit=limit)
         ended.raise_for_signal()
@@ -177,16 +171,8 @@ def _host_name() -> Finding:
 # In a process of its own.
 
 
-def main(task: str, *arguments: str) -> None:
-    """Print `torch_facts()` as the last line of output (`task="torch"`), or be a rank ("rank", as `_rank` takes it)."""
-    if task == "torch":
-        print(json.dumps(torch_facts()))
-    else:
-        _rank(*arguments)
-
-
-def torch_facts() -> dict[str, Any]:
-    """Return torch's versions, backends, devices (memory in bytes) and what it warned of."""
+def print_torch() -> None:
+    """Print as a line of JSON torch's versions, backends, devices (memory in bytes) and what it warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         import torch
@@ -196,7 +182,7 @@ def torch_facts() -> dict[str, Any]:
         gpus = [{"name": each.name, "memory": each.total_memory, "bf16": each.major >= 8} for each in found]
         here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         nccl = dist.is_available() and dist.is_nccl_available()
-        return {
+        facts = {
             "version": torch.__version__,
             "cuda": torch.version.cuda,
             "hip": torch.version.hip,
@@ -206,9 +192,10 @@ def torch_facts() -> dict[str, Any]:
             "gpus": gpus,
             "said": [str(each.message) for each in caught if issubclass(each.category, (UserWarning, RuntimeWarning))],
         }
+        print(json.dumps(facts))
 
 
-def _rank(folder: str, backend: str, patience: str) -> None:
+def be_rank(folder: str, backend: str, patience: str) -> None:
     """Do all tasks, and write a line for each to `folder/RANK.jsonl`; a collective may take `patience` seconds."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     began = time.perf_counter()

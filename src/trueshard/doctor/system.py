@@ -32,8 +32,6 @@ from trueshard.doctor.processes import answer
 from trueshard.machine import TESTED_TORCH, cpu_cores, cpu_quota, memory_bytes
 from trueshard.text import size
 
-# Versions.
-
 OURS = "trueshard"
 DEVELOPMENT = ("bench", "docs", "test")
 """Extras that nobody needs for training."""
@@ -41,13 +39,10 @@ DEVELOPMENT = ("bench", "docs", "test")
 
 @dataclass(frozen=True)
 class Need:
-    """A package that is asked for."""
-
     name: str
     wants: str
     """Versions, such as ">=2.11"; empty for any."""
     found: str | None
-    """The version that is installed, or None."""
     fits: bool
 
     def __str__(self) -> str:
@@ -58,15 +53,11 @@ class Need:
 
 
 def needs(extra: str = "") -> list[Need]:
-    """Return what TrueShard itself asks for (`extra=""`), or what an extra asks for beyond that.
+    """Return what TrueShard itself asks for (`extra=""`), or what an extra and those that it names ask for beyond that.
 
-    An extra that names other extras of TrueShard has their packages too. Raises `PackageNotFoundError` if TrueShard was
-    not installed, but is found as a folder.
+    Raises `PackageNotFoundError` if TrueShard was not installed, but is found as a folder.
     """
-    return list({need.name: need for need in _needs(extra)}.values())
-
-
-def _needs(extra: str) -> Iterator[Need]:
+    asked: dict[str, Need] = {}
     for requirement in map(Requirement, metadata.requires(OURS) or []):
         marker = requirement.marker
         always = marker is None or marker.evaluate({"extra": ""})
@@ -74,14 +65,15 @@ def _needs(extra: str) -> Iterator[Need]:
             continue
         if canonicalize_name(requirement.name) == OURS:
             for other in requirement.extras:
-                yield from _needs(other)
+                asked |= {need.name: need for need in needs(other)}
             continue
         try:
             found = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
             found = None
         fits = found is not None and requirement.specifier.contains(found, prereleases=True)
-        yield Need(requirement.name, str(requirement.specifier), found, fits)
+        asked[requirement.name] = Need(requirement.name, str(requirement.specifier), found, fits)
+    return list(asked.values())
 
 
 def versions(torch: dict[str, Any] | str) -> Iterator[Finding]:
@@ -124,7 +116,6 @@ def _torch(torch: dict[str, Any] | str) -> Finding:
 
 
 def by_extra() -> Iterator[Finding]:
-    """Yield for each extra whether all of it is there."""
     for extra in metadata.metadata(OURS).get_all("Provides-Extra") or []:
         found = needs(extra)
         install = f"pip install '{OURS}[{extra}]'"
@@ -138,8 +129,6 @@ def by_extra() -> Iterator[Finding]:
         elif found:
             yield Finding(extra, ", ".join(map(str, found)))
 
-
-# Devices.
 
 LIMIT = 30
 """Seconds that nvidia-smi may take; with a broken driver it hangs."""
@@ -155,7 +144,10 @@ LINKS = {
 
 def devices(torch: dict[str, Any] | str) -> Iterator[Finding]:
     """Yield cores, memory, GPUs and their links; `torch` as `processes` takes it."""
-    yield _cpu()
+    cores, quota = cpu_cores(), cpu_quota() or math.inf
+    says = f"{cores} {'core' if cores == 1 else 'cores'}" + (f", time of {quota:g} of them" if quota < cores else "")
+    remedy = f"start at most {max(1, int(min(quota, cores)))} processes on it"
+    yield judged("cpu", says, quota < cores, remedy, "note")
     yield Finding("memory", size(memory_bytes()))
     driver = _driver() if shutil.which("nvidia-smi") else None
     if isinstance(torch, str):
@@ -169,13 +161,12 @@ def devices(torch: dict[str, Any] | str) -> Iterator[Finding]:
     if not torch["gpus"]:
         yield _without_gpu(torch, driver)
     elif len(torch["gpus"]) > 1 and driver is not None:
-        yield _links()
-
-
-def _cpu() -> Finding:
-    cores, quota = cpu_cores(), cpu_quota() or math.inf
-    says = f"{cores} {'core' if cores == 1 else 'cores'}" + (f", time of {quota:g} of them" if quota < cores else "")
-    return judged("cpu", says, quota < cores, f"start at most {max(1, int(min(quota, cores)))} processes on it", "note")
+        said, failed = answer(["nvidia-smi", "topo", "-m"], LIMIT)
+        if found := {} if failed else links(said):
+            says = ", ".join(f"{count} by {kind}" for kind, count in found.items())
+            yield Finding("links", f"of {sum(found.values())} pairs of GPUs, {says}")
+        else:
+            yield Finding("links", f"nvidia-smi topo -m: {failed or 'no pair of GPUs'}", "note")
 
 
 def _driver() -> Finding:
@@ -185,7 +176,6 @@ def _driver() -> Finding:
 
 
 def _without_gpu(torch: dict[str, Any], driver: Finding | None) -> Finding:
-    """Say why torch sees no GPU, where there might be one."""
     if driver is not None and driver.level == "ok" and torch["cuda"] is None:
         return Finding("gpu", "there is one, but this torch is built without CUDA", "warning", "install a CUDA build")
     if torch["cuda"] or torch["hip"]:
@@ -194,15 +184,6 @@ def _without_gpu(torch: dict[str, Any], driver: Finding | None) -> Finding:
     if torch["accelerator"]:
         return Finding("accelerator", f"{torch['accelerator']}; not examined further", "note")
     return Finding("gpu", "none; training runs on the CPU", "note")
-
-
-def _links() -> Finding:
-    said, failed = answer(["nvidia-smi", "topo", "-m"], LIMIT)
-    found = links(said)
-    if failed or not found:
-        return Finding("links", f"nvidia-smi topo -m: {failed or 'no pair of GPUs'}", "note")
-    says = ", ".join(f"{count} by {kind}" for kind, count in found.items())
-    return Finding("links", f"of {sum(found.values())} pairs of GPUs, {says}")
 
 
 def links(topology: str) -> dict[str, int]:
@@ -214,8 +195,6 @@ def links(topology: str) -> dict[str, int]:
     pairs.sort(key=lambda word: list(LINKS).index(word) if word in LINKS else -1)
     return dict(Counter(f"NVLink ({word})" if word.startswith("NV") else LINKS.get(word, word) for word in pairs))
 
-
-# The host and the environment.
 
 GIB = 2**30
 SHARED = Path("/dev/shm")
@@ -232,7 +211,6 @@ SHOWN = re.compile(
 )
 """Environment variables that change how training runs."""
 SECRET = re.compile(r"TOKEN$|KEY|SECRET|PASSWORD")
-"""Variables whose value is not shown."""
 SLOW = {
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
     "NCCL_P2P_DISABLE": "GPUs do not use NVLink or peer-to-peer PCIe",
@@ -253,20 +231,15 @@ def host() -> Iterator[Finding]:
     soft, hard = (math.inf if each == unlimited else each for each in resource.getrlimit(resource.RLIMIT_NOFILE))
     says = "no limit" if soft == math.inf else f"{soft:,} a process"
     yield judged("open files", says, soft < FILES_ENOUGH, f"ulimit -n {min(hard, 65536)}")
-    yield _compiler()
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]  # of torch.compile's CPU kernels
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    lacking = "neither g++ nor clang++" if len(names) > 1 else f"CXX={names[0]} is not there"
+    says = compiler or f"{lacking}; compile = true fails on the CPU"
+    yield judged("compiler", says, compiler is None, "install g++", "note")
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     remedy = "free some, or set TMPDIR to another folder"
     yield judged("temporary files", f"{size(free)} free in {folder}", free < TEMPORARY_ENOUGH, remedy)
-
-
-def _compiler() -> Finding:
-    """Look for the compiler of torch.compile's CPU kernels."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
-    if found := next(filter(None, map(shutil.which, names)), None):
-        return Finding("compiler", found)
-    says = "neither g++ nor clang++" if len(names) > 1 else f"CXX={names[0]} is not there"
-    return Finding("compiler", f"{says}; compile = true fails on the CPU", "note", "install g++")
 
 
 def environment(variables: Mapping[str, str]) -> Iterator[Finding]:

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trueshard import _torch
 from trueshard.checkpoint import Inspected
 from trueshard.model import intent
 from trueshard.model.names import unwrap
@@ -44,9 +43,6 @@ ROUNDING_ALONE = 0.7
 
 Named = dict[str, Any]
 """Tensors by name; of optimizer state also values that are not tensors."""
-
-
-# ---- values
 
 
 @dataclass(frozen=True)
@@ -68,12 +64,10 @@ class Comparison:
 
     @classmethod
     def fault(cls, kind: str, step: int, name: str, words: str) -> Comparison:
-        """Return the comparison of what cannot be compared."""
         return cls(kind, step, name, math.inf, math.inf, 0.0, words)
 
     @property
     def held(self) -> bool:
-        """True if it is within the tolerance."""
         return not self.words and self.relative <= self.tolerance
 
     @property
@@ -115,16 +109,13 @@ def _size(tensor: torch.Tensor) -> float:
 
 
 class Tolerances:
-    """Allowed distances of tensors.
+    """Allowed distances: they follow from that between the reference's two runs (``noise``, by kind, step and name).
 
-    They follow from the distance between the two runs of the reference (``noise``, by kind, step and name), and are at
-    least ``floor`` or, for parameters whose optimizer computes in a 16-bit dtype, ``floors`` by name.
+    At least ``floor`` or, for parameters whose optimizer computes in a 16-bit dtype, ``floors`` by name.
     """
 
-    def __init__(
-        self, noise: Mapping[tuple[str, int, str], float], floor: float, floors: Mapping[str, float] | None = None
-    ) -> None:
-        self._noise, self._floor, self._floors = noise, floor, floors or {}
+    def __init__(self, noise: Mapping[tuple[str, int, str], float], floor: float, floors: Mapping[str, float]) -> None:
+        self._noise, self._floor, self._floors = noise, floor, floors
         self._typical: dict[tuple[str, int], float] = {}
         for kind, step in {key[:2] for key in noise}:
             sizes = sorted(size for key, size in noise.items() if key[:2] == (kind, step))
@@ -143,14 +134,6 @@ class Tolerances:
     def rounding_alone(self, kind: str, step: int) -> int:
         """Return the number of tensors that cannot be compared."""
         return sum(key[:2] == (kind, step) and size > ROUNDING_ALONE for key, size in self._noise.items())
-
-
-# ---- tensors of a run
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, in its own memory."""
-    return _torch.local(tensor.detach())
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -188,8 +171,8 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _leaves(f"{name}: {key}", each)
 
 
-def gathered(mine: Named) -> Iterator[tuple[str, Any]]:
-    """Yield every entry that some rank has, whole, on every rank. Collective.
+def gathered_tensors(mine: Named) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor that some rank has, whole, on every rank; numbers as tensors. Collective.
 
     A tensor that lies on some ranks only (of an owner) comes from the first of them; a sharded one must be on all.
     """
@@ -209,16 +192,10 @@ def gathered(mine: Named) -> Iterator[tuple[str, Any]]:
         box = [value.detach().cpu() if isinstance(value, torch.Tensor) else value]
         if holders[0] != 0:
             dist.broadcast_object_list(box, src=holders[0])
-        yield name, box[0]
-
-
-def gathered_tensors(mine: Named) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what ``gathered`` does, numbers as tensors, without all else. Collective."""
-    for name, value in gathered(mine):
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        elif isinstance(value, (bool, int, float)):
-            yield name, torch.tensor(value, dtype=torch.float64)
+        if isinstance(box[0], torch.Tensor):
+            yield name, box[0]
+        elif isinstance(box[0], (bool, int, float)):
+            yield name, torch.tensor(box[0], dtype=torch.float64)
 
 
 class TensorStore:
@@ -228,7 +205,6 @@ class TensorStore:
         self._folder = folder
 
     def write(self, kind: str, step: int, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor."""
         folder = self._folder / kind / str(step)
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(tensor.detach().cpu().clone(), self._file(kind, step, name))
@@ -236,20 +212,14 @@ class TensorStore:
             names.write(json.dumps(name) + "\n")
 
     def read(self, kind: str, step: int, name: str) -> torch.Tensor:
-        """Return a tensor, on the CPU."""
-        tensor: torch.Tensor = torch.load(self._file(kind, step, name))
-        return tensor
+        return torch.load(self._file(kind, step, name))
 
     def names(self, kind: str, step: int) -> list[str]:
-        """Return the names of the tensors, in order."""
         file = self._folder / kind / str(step) / "names"
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
     def _file(self, kind: str, step: int, name: str) -> Path:
         return self._folder / kind / str(step) / (hashlib.sha256(name.encode()).hexdigest()[:32] + ".pt")
-
-
-# ---- structure
 
 
 @dataclass(frozen=True)
@@ -262,13 +232,11 @@ class Structure:
     """Storage dtype and shape of each parameter and buffer."""
     trainability: Mapping[str, bool]
     ties: tuple[tuple[str, ...], ...]
-    """The names of each object that has several."""
     membership: Mapping[str, Any]
     """By optimizer and group: the parameters' names in order, and every other key."""
 
 
 def structure_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Structure:
-    """Return the structure of ``model`` and ``optimizers`` as they are now."""
     found, _ = intent.capture(model, optimizers)
     records = (*found.parameters, *found.buffers)
     listed = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]

@@ -10,7 +10,6 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
 
 from trueshard.errors import UserError
 from trueshard.model.names import unwrap
@@ -49,12 +48,21 @@ class ConfigSubject:
         shard_by(ShardSection(), filled)
         fill(config, filled)
         model = with_values(config, settings)
-        _copy(filled, model)
+        with torch.no_grad():
+            for kind in ("named_parameters", "named_buffers"):
+                values = dict(getattr(unwrap(filled), kind)())
+                for name, tensor in getattr(unwrap(model), kind)():
+                    tensor.copy_(whole(values[name]))
         del filled
         if torch.cuda.is_available():
             model.cuda()
         optimizer = build_optimizer(config.optimizer, model.named_parameters())
-        return TrainingSetup(model.train(), [optimizer], self._loss_of(model), loss_scaler(self._case))
+        loss: Loss = CausalLoss(config.train.whole_logits)
+        if config.data.format == "preference":
+            reference = copy.deepcopy(model).requires_grad_(False) if config.adapter is None else None
+            preference = config.preference
+            loss = PreferenceLoss(reference, preference.beta, preference.label_smoothing, config.train.whole_logits)
+        return TrainingSetup(model.train(), [optimizer], loss, loss_scaler(self._case))
 
     def sharded(self) -> TrainingSetup:
         config, settings = self._config, self._settings
@@ -70,15 +78,7 @@ class ConfigSubject:
 
     def microbatches(self, step: int, part: int) -> list[Any]:
         train = self._config.train
-        loader, following = self._loaders.get(part, (self._loader(part), 1))
-        if following != step:
-            loader.load_state_dict({"samples": (step - 1) * train.batch_size})
-        self._loaders[part] = loader, step + 1
-        return [next(loader) for _ in range(train.accumulate)]
-
-    def _loader(self, part: int) -> Loader:
-        train = self._config.train
-        return Loader(
+        made = Loader(
             self._data.train,
             self._data.collate,
             batch_size=train.batch_size,
@@ -88,23 +88,8 @@ class ConfigSubject:
             ranks=self._case.parts,
             prefetch=0,
         )
-
-    def _loss_of(self, model: nn.Module) -> Loss:
-        """Return the run's loss for a model that is not sharded."""
-        whole_logits = self._config.train.whole_logits
-        if self._config.data.format != "preference":
-            return CausalLoss(whole_logits)
-        reference = None
-        if self._config.adapter is None:
-            reference = copy.deepcopy(model).requires_grad_(False)
-        preference = self._config.preference
-        return PreferenceLoss(reference, preference.beta, preference.label_smoothing, whole_logits)
-
-
-@torch.no_grad()
-def _copy(source: nn.Module, target: nn.Module) -> None:
-    """Copy the values of ``source`` into ``target``, by name."""
-    for kind in ("named_parameters", "named_buffers"):
-        values = dict(getattr(unwrap(source), kind)())
-        for name, tensor in getattr(unwrap(target), kind)():
-            tensor.copy_(whole(values[name]))
+        loader, following = self._loaders.get(part, (made, 1))
+        if following != step:
+            loader.load_state_dict({"samples": (step - 1) * train.batch_size})
+        self._loaders[part] = loader, step + 1
+        return [next(loader) for _ in range(train.accumulate)]

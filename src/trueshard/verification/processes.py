@@ -109,7 +109,6 @@ def _leave_with_parent(parent: int, folder: str) -> None:
 
 
 def _described(error: BaseException, run: str, stage: str, source: Any) -> tuple[str, str]:
-    """Return the kind of a failure, and the failure in one line."""
     words = one_line(error)
     if isinstance(error, ShardRefused):
         return "refused", words
@@ -117,21 +116,17 @@ def _described(error: BaseException, run: str, stage: str, source: Any) -> tuple
         return "input", words
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "input", f"{words}; free some, or let TMPDIR name another folder"
-    words = f"{type(error).__name__}: {words}{_place(error, source)}"
+    words = f"{type(error).__name__}: {words}"
+    file = Path(source.rpartition(":")[0]).expanduser().resolve() if isinstance(source, str) else None
+    lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(file)]
+    if file is not None and lines:  # in the user's own file
+        words += f" ({file.name}, line {lines[-1]})"
     if run == "reference":  # the user's: the model fails without any sharding, too
         return "input", f"one process, without sharding, fails at {stage}: {words}"
     return "failed", words
 
 
-def _place(error: BaseException, source: Any) -> str:
-    """Return the last line of the user's own file that the error came through."""
-    file = Path(source.rpartition(":")[0]).expanduser().resolve() if isinstance(source, str) else None
-    lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(file)]
-    return f" ({file.name}, line {lines[-1]})" if file is not None and lines else ""
-
-
 def _leave(code: int) -> None:
-    """End the process at once: threads of a lost collective would keep it."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(code)  # at once: threads of a lost collective would keep it

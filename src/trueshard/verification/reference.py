@@ -25,9 +25,7 @@ from trueshard.verification.compare import (
     TensorStore,
     Tolerances,
     distance,
-    gathered,
     gathered_tensors,
-    local,
     structure_of,
     values_of,
     whole,
@@ -94,7 +92,7 @@ class RoundingNoise(Comparer):
     """Change a run by rounding errors of ``compute`` or of its own dtypes, and measure how far that takes it."""
 
     def __init__(self, case: Case, compute: torch.dtype | None) -> None:
-        super().__init__(case.tensors("reference"), Tolerances({}, 0.0), (), case.steps)
+        super().__init__(case.tensors("reference"), Tolerances({}, 0.0, {}), (), case.steps)
         self._compute = compute
         self._random = torch.Generator().manual_seed(0)
 
@@ -111,11 +109,8 @@ class RoundingNoise(Comparer):
 
     @torch.no_grad()
     def _shake(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        """Change elements that are not zero by rounding errors of ``dtype``, relative to their own and the usual size.
-
-        The usual size counts because sums cancel.
-        """
-        part = local(tensor)
+        """Change nonzero elements by rounding errors of ``dtype``, of their own and, as sums cancel, the usual size."""
+        part = _torch.local(tensor.detach())
         if not part.is_floating_point():
             return
         wide, some = part.double(), part != 0
@@ -129,8 +124,9 @@ def run(case: Case, progress: Progress) -> Reference:
     """Take both runs; leave the first one's tensors in ``case.tensors("reference")``."""
     subject, record, store = subject_of(case), RunRecord(), case.tensors("reference")
     recorder = StepRecorder(store)
+    build = subject.sharded if case.changes_arithmetic else subject.plain
     progress.stage = "building the model"
-    setup = _built(case, subject)
+    setup = build()
     structure = structure_of(setup.model, setup.optimizers)
     losses = train(case, subject, setup, record, recorder, progress)
     _check_trains(subject.name, losses, store, case.steps)
@@ -143,11 +139,16 @@ def run(case: Case, progress: Progress) -> Reference:
     compute = None if precision is None or precision.compute is None else getattr(torch, precision.compute)
     floor, floors = _floors(setup, recorder.short, compute)
     progress.stage = "building the model again"
-    again = _built(case, subject)
+    again = build()
     if again.model is setup.model:
         raise ValueError(f"{subject.name} gives the same model each time it is called; make a new one there")
     del setup
-    _check_same(subject.name, again, store)
+    for key, value in gathered_tensors(values_of("parameters", again.model)):
+        if distance(value, store.read("parameters", 0, key))[0]:
+            raise ValueError(
+                f"{subject.name} gives {key!r} other values each time it is called, although the random generators of "
+                "Python, numpy and torch are seeded before: make it repeatable"
+            )
     noise = RoundingNoise(case, compute)
     train(case, subject, again, record, noise, progress)
     measured = {(each.kind, each.step, each.name): each.relative for each in noise.found if not each.words}
@@ -183,12 +184,7 @@ def _floors(
     }
 
 
-def _built(case: Case, subject: Subject) -> TrainingSetup:
-    return subject.sharded() if case.changes_arithmetic else subject.plain()
-
-
 def _plain_distance(case: Case, subject: Subject, losses: Sequence[float], progress: Progress) -> tuple[float, float]:
-    """Train the plain model too, without mixed precision and compiling, and compare."""
     progress.stage = "building the plain model"
     setup = subject.plain()
     setup.scaler = None
@@ -216,12 +212,3 @@ def _check_trains(name: str, losses: Sequence[float], store: TensorStore, steps:
         f"{name}: no parameter moves in {steps} steps on one process: there is nothing to compare; give the optimizer "
         "the parameters, and a learning rate"
     )
-
-
-def _check_same(name: str, setup: TrainingSetup, store: TensorStore) -> None:
-    for key, value in gathered(values_of("parameters", setup.model)):
-        if distance(value, store.read("parameters", 0, key))[0]:
-            raise ValueError(
-                f"{name} gives {key!r} other values each time it is called, although the random generators of Python, "
-                "numpy and torch are seeded before: make it repeatable"
-            )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,13 +17,11 @@ if TYPE_CHECKING:
 
 Status = Literal["held", "broken", "not reached"]
 
-VALUES = {kind: kind for kind in ("losses", "gradients", "gradient norm", "parameters", "buffers")} | {
-    "state": "optimizer state"
-}
+VALUES = {kind: kind for kind in ("losses", "gradients", "gradient norm", "parameters", "buffers")}
+VALUES["state"] = "optimizer state"
 """By kind of values, the name of its point."""
-ASPECTS = {aspect: aspect for aspect in ("names", "dtypes", "trainability", "ties")} | {
-    "membership": "optimizer membership"
-}
+ASPECTS = {aspect: aspect for aspect in ("names", "dtypes", "trainability", "ties")}
+ASPECTS["membership"] = "optimizer membership"
 """By aspect of the structure, the name of its point."""
 ROUND_TRIP, CONTINUED, NO_SIDE_EFFECT = "checkpoint round trip", "training from it", "save without side effect"
 PLAIN = "mixed precision, compiling"
@@ -33,7 +29,6 @@ NEAR_LOSSES, NEAR_MOVED = 0.05, 0.8
 """Allowed distance of losses and updates from plain training. Single updates of Adam turn with the sign of a small
 gradient; one that is left out, or twice as large, is 1 away."""
 CLOSEST = 20
-"""Comparisons that a report keeps."""
 PACKAGE = "trueshard.verification"
 
 
@@ -104,8 +99,9 @@ class Verified:
 
         Infinite differences (a tensor that is missing, or NaN on one side) are None.
         """
-        data: dict[str, Any] = _finite({"held": self.held, **dataclasses.asdict(self)})
-        return data
+        from pydantic_core import to_jsonable_python
+
+        return dict(to_jsonable_python({"held": self.held, **vars(self)}, inf_nan_mode="null"))
 
     def to_json(self) -> str:
         """Return ``as_dict`` as text."""
@@ -113,7 +109,6 @@ class Verified:
 
 
 def headline(setting: Mapping[str, Any]) -> str:
-    """Describe in two lines what was run."""
     trainable = setting["trainable"]
     trained = "" if trainable == setting["parameters"] else f" ({trainable:,} trained)"
     return (
@@ -128,7 +123,6 @@ def _ranks(count: int, device: str = "") -> str:
 
 
 def verdict(report: Verified) -> str:
-    """Return the outcome in a line."""
     if report.held:
         return "Sharding changes where the tensors live, and nothing else."
     broken = [point.name for point in report.points if point.status == "broken"]
@@ -136,10 +130,7 @@ def verdict(report: Verified) -> str:
 
 
 def point_of(name: str, found: Sequence[Comparison], nothing: str, rounding_alone: int = 0) -> ContractPoint:
-    """Return the point for some comparisons; ``nothing`` is its detail without any.
-
-    ``rounding_alone``: number of tensors that are nothing but rounding, and so say nothing.
-    """
+    """Return the point for some comparisons; ``nothing``: its detail without any; ``rounding_alone``: of how many."""
     if not found:
         return ContractPoint(name, "held", nothing)
     wrong = [each for each in found if not each.held]
@@ -186,6 +177,12 @@ def contract(
         rest = [*VALUES.values(), *ASPECTS.values(), ROUND_TRIP, CONTINUED, NO_SIDE_EFFECT]
         points = (broken, *(ContractPoint(name, "not reached", "") for name in rest))
         return Verified(points, setting, tuple(notes), trace=sharded.trace)
+    plain = []
+    if known.plain is not None:  # whether mixed precision or compiling still trains what plain training does
+        losses, moved = known.plain
+        detail = f"losses {losses:.1g} and updates {moved:.1g} of their size from training without it"
+        is_near = losses <= NEAR_LOSSES and moved <= NEAR_MOVED
+        plain = [ContractPoint(PLAIN, "held" if is_near else "broken", detail)]
     steps: Sequence[Comparison] = sharded["steps"]
     points = (
         ContractPoint("runs", "held", f"forward, backward and step on {ranks} rank{'s' if ranks > 1 else ''}"),
@@ -198,21 +195,17 @@ def contract(
             )
             for kind, name in VALUES.items()
         ),
-        *([] if known.plain is None else [_plain(*known.plain)]),
+        *plain,
         *_aspects(known, sharded),
         *_checkpoint(sharded, restored, setting),
         _point(NO_SIDE_EFFECT, sharded["disturbed"], "before the first step and between steps, no bit differs"),
     )
-    told = [*steps, *([] if isinstance(restored, Failure) else restored["steps"])]
-    trace = restored.trace if isinstance(restored, Failure) else ""
-    return Verified(points, setting, tuple(notes), tuple(_closest(told)), str(sharded["plan"]), trace)
-
-
-def _plain(losses: float, moved: float) -> ContractPoint:
-    """Return the point that says whether mixed precision or compiling still trains what plain training does."""
-    detail = f"losses {losses:.1g} and updates {moved:.1g} of their size from training without it"
-    is_near = losses <= NEAR_LOSSES and moved <= NEAR_MOVED
-    return ContractPoint(PLAIN, "held" if is_near else "broken", detail)
+    failed = isinstance(restored, Failure)
+    told = sorted([*steps, *([] if failed else restored["steps"])], key=lambda each: each.excess)
+    worst = {(each.kind, each.name): each for each in told}
+    closest = sorted(worst.values(), key=lambda each: each.excess, reverse=True)[:CLOSEST]
+    trace = restored.trace if failed else ""
+    return Verified(points, setting, tuple(notes), tuple(closest), str(sharded["plan"]), trace)
 
 
 def _aspects(known: Reference, sharded: Mapping[str, Any]) -> list[ContractPoint]:
@@ -263,16 +256,10 @@ def _checkpoint(sharded: Mapping[str, Any], restored: Any, setting: Mapping[str,
 def _loaded(
     found: Sequence[Comparison], structure: Mapping[str, str], disk: Sequence[str], where: str
 ) -> ContractPoint:
-    """Return the point for one load of the checkpoint."""
     point = point_of(ROUND_TRIP, found, "there is nothing to load")
     if point.status == "held" and (wrong := [*disk, *(f"{where}: {words}" for words in structure.values())]):
         return ContractPoint(ROUND_TRIP, "broken", wrong[0])
     return replace(point, detail=f"{where}: {point.detail}")
-
-
-def _closest(found: Iterable[Comparison]) -> list[Comparison]:
-    worst = {(each.kind, each.name): each for each in sorted(found, key=lambda each: each.excess)}
-    return sorted(worst.values(), key=lambda each: each.excess, reverse=True)[:CLOSEST]
 
 
 def _told(failure: Failure) -> str:
@@ -282,14 +269,6 @@ def _told(failure: Failure) -> str:
 def _step(failure: Failure) -> int | None:
     word = failure.stage.removeprefix("step ").partition(":")[0]
     return int(word) if word.isdecimal() else None
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def write_page(report: Verified, path: Path) -> None:

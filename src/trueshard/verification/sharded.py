@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import trueshard
+from trueshard import _torch
 from trueshard.errors import one_line
 from trueshard.model.names import unwrap
 from trueshard.verification.compare import (
@@ -23,7 +24,6 @@ from trueshard.verification.compare import (
     differences_on_disk,
     distance,
     gathered_tensors,
-    local,
     structure_of,
     values_of,
 )
@@ -32,13 +32,9 @@ from trueshard.verification.subjects import Case, TrainingSetup
 from trueshard.verification.training import Comparer, Progress, subject_of, train, wrong_dtypes
 
 CHECKPOINT = "checkpoint"
-SAVED = ("parameters", "buffers", "state")
-"""Kinds of values that a checkpoint holds."""
+SAVED = ("parameters", "buffers", "state")  # kinds of values that a checkpoint holds
 WORDS = {"parameters": "parameter", "gradients": "the gradient of", "buffers": "buffer", "state": "optimizer state"}
-"""What a single value of a kind is called."""
-
-RankState = dict[str, Any]
-"""This rank's values, by a description of each."""
+RankState = dict[str, Any]  # this rank's values, by a description of each
 
 
 def run(case: Case, progress: Progress) -> dict[str, Any]:
@@ -134,14 +130,10 @@ def _structure_differences(setup: TrainingSetup, known: Reference) -> dict[str, 
 
 
 def _saved(setup: TrainingSetup) -> dict[str, Any]:
-    """Return the content of the checkpoint as arguments of ``trueshard.save`` and ``load``."""
     several = {f"optimizer{number}": each for number, each in enumerate(setup.optimizers)} or None
     optimizer = setup.optimizers[0] if len(setup.optimizers) == 1 else several
     scaler = {} if setup.scaler is None else {"scaler": setup.scaler}
     return {"model": setup.model, "optimizer": optimizer, **scaler}
-
-
-# ---- side effects
 
 
 @torch.no_grad()
@@ -150,7 +142,7 @@ def overwrite(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> 
     values = [*unwrap(model).state_dict(keep_vars=True).values(), *values_of("state", model, optimizers).values()]
     for value in values:
         if isinstance(value, torch.Tensor):
-            part = local(value)
+            part = _torch.local(value.detach())
             part.logical_not_() if part.dtype == torch.bool else part.add_(1)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -166,12 +158,10 @@ def _other(value: Any) -> Any:
 
 
 def rank_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> RankState:
-    """Copy this rank's parameters, buffers, gradients, optimizer state, groups, modes and random state."""
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in _walk(model, optimizers)}
 
 
 def changes(before: RankState, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
-    """Return what differs from ``before``, in words."""
     after = dict(_walk(model, optimizers))
     words = [f"removed {key}" for key in before if key not in after]
     words += [f"made {key}" for key in after if key not in before]
@@ -188,7 +178,7 @@ def changes(before: RankState, model: nn.Module, optimizers: Sequence[torch.opti
 def _walk(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, Any]]:
     for kind, words in WORDS.items():
         for name, value in values_of(kind, model, optimizers).items():
-            yield f"{words} {name!r}", local(value) if isinstance(value, torch.Tensor) else value
+            yield f"{words} {name!r}", _torch.local(value.detach()) if isinstance(value, torch.Tensor) else value
     for name, parameter in model.named_parameters():
         yield f"requires_grad of {name!r}", parameter.requires_grad
     for number, optimizer in enumerate(optimizers):

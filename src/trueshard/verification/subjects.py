@@ -55,10 +55,8 @@ SEQUENCE = 32
 """Tokens of a sample, at most, if the batch is made here."""
 FIRST_SCALE = 1024.0
 """Loss scale for float16 to begin with: with torch's own, 65536, steps are skipped until it has come down."""
-COUNTS = (
-    *("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
-    *("encoder_layers", "decoder_layers", "num_decoder_layers"),
-)
+COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+COUNTS += ("encoder_layers", "decoder_layers", "num_decoder_layers")
 """Names of the number of layers in transformers configurations."""
 
 
@@ -71,9 +69,7 @@ class Case:
     source: Any
     """``"file.py:factory"``, a function, a module as an ``Original``, or a training configuration."""
     plan: Plan | None
-    """The plan to apply; None: ``choices``."""
     choices: Choices
-    """Options of ``trueshard.shard``."""
     replicate: int
     """Copies of the model: a 2-D mesh (replicate, shard) if more than one."""
     ranks: int
@@ -89,24 +85,18 @@ class Case:
     threads: int
     """Threads of each process: with another number, sums are taken in another order."""
     timeout: float
-    """Seconds that a collective may take."""
 
     def put(self, name: str, value: Any) -> None:
-        """Leave ``value`` for the other processes."""
         (self.folder / f"{name}.pickle").write_bytes(pickle.dumps(value))
 
     def get(self, name: str) -> Any:
-        """Return what was left under ``name``, or None."""
-        file = self.folder / f"{name}.pickle"
-        return pickle.loads(file.read_bytes()) if file.exists() else None
+        return pickle.loads((self.folder / f"{name}.pickle").read_bytes())
 
     def tensors(self, name: str) -> TensorStore:
-        """Return the store of tensors called ``name``."""
         return TensorStore(self.folder / name)
 
     @property
     def parts(self) -> int:
-        """Number of parts of each step's global batch."""
         return max(self.ranks, self.other_ranks)
 
     def on_other_ranks(self) -> Case:
@@ -122,13 +112,11 @@ class Case:
 
 
 class ShardRefused(Exception):
-    """``trueshard.shard`` refused the model or a choice; its own words."""
+    """``trueshard.shard`` refused; its own words."""
 
 
 @dataclass
 class TrainingSetup:
-    """A model with all that a training step needs."""
-
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
     loss: Loss
@@ -138,8 +126,6 @@ class TrainingSetup:
 
 
 class Subject(Protocol):
-    """A training that can be built again and again."""
-
     name: str
     max_norm: float
     """Norm to which gradients are clipped; infinity: it is only measured."""
@@ -157,7 +143,6 @@ class Subject(Protocol):
 
 
 def seed_all(seed: int) -> None:
-    """Seed every random generator that a model or a batch may be drawn from."""
     import numpy
 
     random.seed(seed)
@@ -180,7 +165,15 @@ def keep_layers(model: nn.Module, layers: int, optimizers: Iterable[torch.optim.
         settings = getattr(root, "config", None)
         if settings is not None:
             shorten(settings, layers)
-        _forget(optimizers, {id(parameter) for parameter in root.parameters()})
+        kept = {id(parameter) for parameter in root.parameters()}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                staying = [i for i, parameter in enumerate(group["params"]) if id(parameter) in kept]
+                for key in group.keys() & {"params", "param_names"}:
+                    group[key] = [group[key][i] for i in staying]
+            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+            for parameter in [each for each in optimizer.state if id(each) not in kept]:
+                del optimizer.state[parameter]
     return removed
 
 
@@ -209,20 +202,7 @@ def _lists(module: nn.Module, least: int) -> Iterator[Any]:
             yield from _lists(child, least)
 
 
-def _forget(optimizers: Iterable[torch.optim.Optimizer], kept: set[int]) -> None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            staying = [i for i, parameter in enumerate(group["params"]) if id(parameter) in kept]
-            group["params"] = [group["params"][i] for i in staying]
-            if "param_names" in group:
-                group["param_names"] = [group["param_names"][i] for i in staying]
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-        for parameter in [each for each in optimizer.state if id(each) not in kept]:
-            del optimizer.state[parameter]
-
-
 def loss_scaler(case: Case) -> torch.amp.GradScaler | None:
-    """Return the gradient scaler that training in float16 needs."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.amp.GradScaler(kind, init_scale=FIRST_SCALE) if case.choices.mixed_precision == "fp16" else None
 
@@ -250,7 +230,13 @@ class FactorySubject:
     def plain(self) -> TrainingSetup:
         parts = self._build()
         model = parts.model.train()
-        optimizers = self._optimizers(parts)
+        given = parts.optimizers if self._case.optimizer is None else optimizers_of(self._case.optimizer)
+        if given is None:
+            self._note("The optimizer is AdamW with a learning rate of 1e-3: the factory brings none.")
+            given = optimizers_of("adamw")
+        if callable(given) and not isinstance(given, torch.optim.Optimizer):
+            given = given(parts.model)
+        optimizers = checked(given, f"optimizers of {self.name}")
         if self._case.layers is not None and (removed := keep_layers(model, self._case.layers, optimizers)):
             self._note(f"The model has {removed} blocks less: of each list, the first {self._case.layers} are kept.")
         if torch.cuda.is_available():
@@ -289,15 +275,6 @@ class FactorySubject:
         with explained(factory.name, factory.file, factory.folder):
             result = function()
         return factory.parts_of(result)
-
-    def _optimizers(self, parts: Parts) -> list[torch.optim.Optimizer]:
-        given = parts.optimizers if self._case.optimizer is None else optimizers_of(self._case.optimizer)
-        if given is None:
-            self._note("The optimizer is AdamW with a learning rate of 1e-3: the factory brings none.")
-            given = optimizers_of("adamw")
-        if callable(given) and not isinstance(given, torch.optim.Optimizer):
-            given = given(parts.model)
-        return checked(given, f"optimizers of {self.name}")
 
     def _fed(self, given: Any, model: nn.Module) -> Callable[[int], Any]:
         """Return (step) → global batch for what the factory gives; if it gives none, one that fits, and its loss."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import zlib
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,6 +20,8 @@ from torch import nn
 
 import trueshard
 from trueshard import _torch
+from trueshard.checkpoint.format import crc32
+from trueshard.checkpoint.ranks import as_bytes
 from trueshard.errors import UserError
 from trueshard.model.names import named_modules
 from trueshard.planner.inputs.factories import Original
@@ -39,9 +40,8 @@ from trueshard.verification.subjects import Case, FactorySubject, Subject, Train
 
 @dataclass
 class Progress:
-    """The current stage of this process, for the report of a failure."""
-
     stage: str = "beginning"
+    """What this process does, for the report of a failure."""
 
 
 @dataclass
@@ -57,8 +57,7 @@ class RunRecord:
         """Keep the checksum of a microbatch, or raise ``UserError`` if another one is known."""
         checksum = 0
         for each in tensors_of(batch):
-            content = each.detach().cpu().contiguous().flatten().view(torch.uint8)
-            checksum = zlib.crc32(content.numpy().tobytes(), checksum)
+            checksum = crc32(as_bytes(each), checksum)
         if self.checksums.setdefault(place, checksum) != checksum:
             raise UserError(
                 f"{name} gives another batch in each process or at each call, although the random generators of "
@@ -67,26 +66,24 @@ class RunRecord:
 
 
 class Watcher:
-    """Base class of what sees the values of a run."""
+    """Base class of what sees the values of a run; all its methods are collective."""
 
     def see(self, kind: str, step: int, values: Named) -> None:
-        """Take the values of a kind after a step; 0: before training. Collective."""
+        """Take the values of a kind after a step; 0: before training."""
 
     def begin(self, setup: TrainingSetup) -> None:
-        """Called before the first step. Collective."""
         for kind in ("parameters", "buffers"):
             self.see(kind, 0, values_of(kind, setup.model))
 
     def gradients(self, step: int, setup: TrainingSetup) -> None:
-        """Called when all gradients of the step are there, not clipped. Collective."""
+        """Called before gradients are clipped."""
         self.see("gradients", step, values_of("gradients", setup.model))
 
     def stepping(self, number: int) -> AbstractContextManager[None]:
-        """Return a context around the step of an optimizer."""
         return contextlib.nullcontext()
 
     def stepped(self, step: int, setup: TrainingSetup, loss: float, norm: float) -> None:
-        """Called when the optimizers have stepped; gradients are still there. Collective."""
+        """Called when the optimizers have stepped; gradients are still there."""
         self.see("losses", step, {"": loss})
         self.see("gradient norm", step, {"": norm})
         for kind in ("parameters", "buffers", "state"):
@@ -142,7 +139,6 @@ class Comparer(Watcher):
 
 
 def subject_of(case: Case) -> Subject:
-    """Return the subject that the case's source describes."""
     if callable(case.source) or isinstance(case.source, (str, Original)):
         return FactorySubject(case)
     from trueshard.verification.config_subject import ConfigSubject  # which needs the trainer's libraries
@@ -166,7 +162,7 @@ def train(
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     each = case.parts // ranks
-    parts, losses = range(rank * each, (rank + 1) * each), []
+    parts, losses, scaler = range(rank * each, (rank + 1) * each), [], setup.scaler
     if first == 1:
         watcher.begin(setup)
     for step in range(first, case.steps + 1):
@@ -177,24 +173,21 @@ def train(
         for part, number, batch in microbatches:
             record.check_batch(subject.name, (step, part, number), batch)
         losses.append(_accumulate(setup, microbatches, step, case.seed))
-        if setup.scaler is not None:
+        if scaler is not None:
             for optimizer in setup.optimizers:
-                setup.scaler.unscale_(optimizer)
+                scaler.unscale_(optimizer)
         progress.stage = f"step {step}: gradients"
         watcher.gradients(step, setup)
         if step not in record.limits:
             clips = math.isinf(subject.max_norm) and step % 2 == 0
-            record.limits[step] = float(_clip(setup, math.inf)) / 2 if clips else subject.max_norm
-        norm = float(_clip(setup, record.limits[step]))
+            record.limits[step] = _clip(setup, math.inf) / 2 if clips else subject.max_norm
+        norm = _clip(setup, record.limits[step])
         progress.stage = f"step {step}: optimizer"
         for number, optimizer in enumerate(setup.optimizers):
             with watcher.stepping(number):
-                if setup.scaler is None:
-                    optimizer.step()
-                else:
-                    setup.scaler.step(optimizer)
-        if setup.scaler is not None:
-            setup.scaler.update()
+                optimizer.step() if scaler is None else scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
         progress.stage = f"step {step}: after it"
         watcher.stepped(step, setup, losses[-1], norm)
         for optimizer in setup.optimizers:
@@ -223,24 +216,18 @@ def _accumulate(setup: TrainingSetup, microbatches: list[tuple[int, int, Any]], 
     return float(total) / count if mean is None else mean.value(total)
 
 
-def _clip(setup: TrainingSetup, limit: float) -> torch.Tensor:
-    if setup.plan is None:
-        return _clip_plain(setup.model, limit)
-    return trueshard.clip_grad_norm_(setup.model.parameters(), limit)
-
-
 @torch.no_grad()
-def _clip_plain(model: nn.Module, limit: float) -> torch.Tensor:
-    """Clip like ``torch.nn.utils.clip_grad_norm_``, with the sum in float64; return the norm.
+def _clip(setup: TrainingSetup, limit: float) -> float:
+    """Clip the gradients of a step to ``limit``; return their norm before.
 
-    On a CPU torch's own sum over a long float32 tensor has lost five of seven digits.
+    Of a plain model summed in float64: on a CPU torch's sum over a long float32 tensor has lost five of seven digits.
     """
-    gradients = [each.grad for each in model.parameters() if each.grad is not None]
-    norm = (
-        torch.stack([each.double().square().sum() for each in gradients]).sum().sqrt() if gradients else torch.zeros(())
-    )
+    if setup.plan is not None:
+        return float(trueshard.clip_grad_norm_(setup.model.parameters(), limit))
+    gradients = [each.grad for each in setup.model.parameters() if each.grad is not None]
+    norm = math.sqrt(sum(float(each.double().square().sum()) for each in gradients))
     for each in gradients:
-        each.mul_(torch.clamp(limit / (norm + 1e-6), max=1.0).to(each.device, each.dtype))
+        each.mul_(torch.tensor(min(limit / (norm + 1e-6), 1.0), dtype=each.dtype))
     return norm
 
 

@@ -74,14 +74,8 @@ def verify(
         overrides: with a configuration, settings such as ``"train.batch_size=8"``.
         replicate: copies of the model (HSDP): a mesh (replicate, shard).
         timeout: seconds for each of the three runs; then every process's stack is reported.
-        plan: as for ``shard()``, and so are its other options below. A configuration brings its own.
-        units: as for ``shard()``.
-        reshard_after_forward: as for ``shard()``.
-        mixed_precision: as for ``shard()``.
-        activation_checkpointing: as for ``shard()``.
-        compile: as for ``shard()``.
-        offload: as for ``shard()``.
-        memory: as for ``shard()``.
+        plan: as for ``shard()``, and so are ``units``, ``reshard_after_forward``, ``mixed_precision``,
+            ``activation_checkpointing``, ``compile``, ``offload`` and ``memory``. A configuration brings its own.
 
     Returns:
         The report. ``report.held`` says whether all of the contract holds; ``print`` shows a line for each point.
@@ -172,11 +166,7 @@ def _unless_refused(found: Any) -> Any:
 def _configuration(
     path: Path, overrides: Sequence[str], folder: Path, parts: int, said: Sequence[str]
 ) -> tuple[Config, list[str]]:
-    """Return a configuration whose run lives in ``folder``, with small batches, and notes of the changes.
-
-    Raises:
-        ValueError: options were given (``said``) that it has itself.
-    """
+    """Return a configuration whose run lives in ``folder``, with small batches, and notes of the changes."""
     if said:
         raise ValueError(f"{path} says how it is trained and sharded: leave out {', '.join(said)}, or override a key")
     from trueshard.train.parse import load_config
