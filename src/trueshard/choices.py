@@ -44,11 +44,7 @@ class Choices:
     memory: str | int | None = None
 
     def check(self) -> None:
-        """Raise for a value that no model and no number of ranks could make valid.
-
-        Raises:
-            ValueError: names the option and the words that it takes.
-        """
+        """Raise ValueError for a value that no model and no number of ranks could make valid."""
         if self.offload not in OFFLOAD_WORDS:
             known = " or ".join(f'"{word}"' for word in OFFLOAD_WORDS)
             raise ValueError(f"offload={self.offload!r} is not known; use {known}")
@@ -97,11 +93,7 @@ def is_free(word: Any) -> bool:
 
 
 def precision_of(given: MixedPrecisionPolicy | str | None) -> MixedPrecision | None:
-    """Return a plan's mixed precision for ``shard()``'s option.
-
-    Raises:
-        ValueError: an unknown word.
-    """
+    """Return a plan's mixed precision for ``shard()``'s option; raise ValueError for an unknown word."""
     if given is None:
         return None
     if isinstance(given, str):
@@ -125,12 +117,8 @@ def reshard_word(text: str) -> str | int:
 def apply_words(plan: Plan, shard_ranks: int) -> Plan:
     """Turn a plan's reshard and activation-checkpointing words into one value for each unit.
 
-    Args:
-        plan: a plan that has its units.
-        shard_ranks: the number of ranks a parameter is sharded over; an integer policy must divide it.
-
-    Raises:
-        ValueError: an unknown word, an integer that does not divide ``shard_ranks``, or a glob that matches no unit.
+    Raises ValueError for an unknown word, an integer that does not divide the ranks that shard a parameter, or a glob
+    that matches no unit.
     """
     reshard = reshard_values(plan, plan.reshard_after_forward, shard_ranks)
     recompute = recompute_values(plan.units, plan.activation_checkpointing)

@@ -25,14 +25,8 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def choose_units(model: nn.Module, words: Any) -> dict[str, str]:
     """Return the chosen modules: name → why. The root is not among them; it always is a unit.
 
-    Args:
-        model: any module.
-        words: ``"auto"`` | class name(s) | class(es) | glob(s) over names | ``callable(name, module) -> bool``.
-            None, ``""``, ``[""]`` and blanks mean ``"auto"``.
-
-    Raises:
-        ValueError: a word that matches nothing, or a match that has no forward of its own.
-        TypeError: a word of another type.
+    ``words``: as ``units`` of ``shard()``; None, ``""``, ``[""]`` and blanks mean ``"auto"``. Raises ValueError for one
+    that matches nothing, or a module that has no forward; TypeError for one of another type.
     """
     modules = dict(names.named_modules(model))
     if callable(words) and not isinstance(words, type):

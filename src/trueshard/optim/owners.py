@@ -216,10 +216,7 @@ class Owners:
     ) -> Iterator[tuple[list[tuple[Owned, nn.Parameter]], bool]]:
         """Send gradients to the owners, give out each batch to be updated, and send back what was updated.
 
-        Args:
-            members: all owned parameters, with a gradient or without.
-            groups: the optimizer's.
-            decoupled: by group, whether the parameter enters as a factor alone.
+        ``members``: with a gradient or without. ``decoupled``: by group, True if parameters enter as a factor alone.
 
         Yields:
             This rank's (record, leaf with the whole gradient) of a batch, and whether it is the last. When asked for
@@ -238,7 +235,7 @@ class Owners:
         for k, batch in enumerate(batches):
             coming += [following.to_owners(_gradient) for following in batches[k + 1 : k + 2]]
             grads = batch.wholes(coming.pop(0))
-            leaves = [_zeros(each) if decoupled[each.place[0]] else _whole(each) for each in batch.mine]
+            leaves = [_whole(each, zeros=decoupled[each.place[0]]) for each in batch.mine]
             for leaf, grad in zip(leaves, grads, strict=True):
                 leaf.grad = grad
             del grads
@@ -257,12 +254,9 @@ def _gradient(each: Owned) -> torch.Tensor:
     return local_gradient(each.parameter)
 
 
-def _zeros(each: Owned) -> nn.Parameter:
-    zeros = torch.zeros(each.parameter.shape, dtype=each.parameter.dtype, device=each.local.device)
-    return leaf_over(zeros, each.parameter)
-
-
-def _whole(each: Owned) -> nn.Parameter:
+def _whole(each: Owned, zeros: bool = False) -> nn.Parameter:
+    if zeros:
+        return leaf_over(each.local.new_zeros(each.parameter.shape), each.parameter)
     assert each.whole is not None
     return each.whole
 

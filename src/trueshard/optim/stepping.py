@@ -92,10 +92,7 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def bind(optimizer: torch.optim.Optimizer, verdicts: list[Verdict] | None = None) -> None:
-    """From now on, let ``optimizer`` step without DTensor dispatch, exactly. Once is enough.
-
-    ``verdicts``: what ``classify`` said before its parameters were sharded. Raises its ValueError.
-    """
+    """From now on, let ``optimizer`` step without DTensor dispatch, exactly. Raises the ValueError of ``classify``."""
     if optimizer not in _bound:
         _bound[optimizer] = Stepping(optimizer, classify(optimizer) if verdicts is None else verdicts)
 
@@ -275,7 +272,8 @@ class Stepping:
         """
         self._settle_state(optimizer, owned)
         groups = optimizer.param_groups
-        step = _unhooked(optimizer)
+        step: Any = type(optimizer).step
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without torch's, which calls hooks
         settings = _Settings(optimizer)
         nothing_local = all(isinstance(each, Placeholder) for members in local for each in members)
         walk = self._owners.walk(owned, groups, [verdict.decoupled for verdict in self._verdicts])
@@ -373,12 +371,6 @@ def _gather(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value.full_tensor()
     return each_in(value, lambda each, _: _gather(each))
-
-
-def _unhooked(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Return the class's ``step`` without the wrapper that torch puts around it to call hooks."""
-    step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 class _Settings:

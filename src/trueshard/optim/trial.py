@@ -109,20 +109,11 @@ def run(
     rank: int = 0,
     cut: int | None = None,
 ) -> Result:
-    """Run steps of a copy of ``optimizer`` on stand-ins of ``shapes``.
+    """Run steps of a copy of ``optimizer`` on stand-ins of ``shapes``, by group.
 
-    Args:
-        optimizer: the user's.
-        shapes: of the stand-ins, by group.
-        steps: how many.
-        extreme: let the last gradients be very large, and very small.
-        fresh: forget what the optimizer has counted.
-        remade: construct it anew.
-        seed: of the random number generators.
-        dtype: of the stand-ins.
-        only: the one stand-in, as (group, position), that has gradients; None: all.
-        rank: the piece of those that are cut.
-        cut: the group whose stand-ins are cut; None: none.
+    ``extreme``: the last gradients are very large, and very small. ``fresh``: forget what the optimizer has counted.
+    ``remade``: construct it anew. ``only``: the one stand-in, as (group, position), that has gradients; None: all.
+    ``cut``: the group of whose stand-ins there is the piece of ``rank`` alone; None: none.
     """
     trial = _copy(optimizer, fresh)
     numbers = itertools.count(1)
@@ -233,8 +224,9 @@ def _copy(optimizer: torch.optim.Optimizer, fresh: bool) -> torch.optim.Optimize
     if fresh:
         given = {"lr", "initial_lr"}.union(*(each.defaults for each in members if hasattr(each, "defaults")))
         for group in (group for new in copies for group in new.param_groups):
-            for key in [key for key, value in group.items() if key not in given and _is_number(value)]:
-                del group[key]
+            for key, value in list(group.items()):
+                if key not in given and isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool):
+                    del group[key]
     return copies[0]
 
 
@@ -250,7 +242,3 @@ def _remake(optimizer: torch.optim.Optimizer, trial: torch.optim.Optimizer) -> t
         wrapped[0] if wrapped else groups, **{name: known[name] for name in names if name in known}
     )
     return remade
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)

@@ -100,10 +100,17 @@ def set_chat_template(section: TokenizerSection, tokenizer: Any, processor: Any 
     # Some have several by name; the one for tools is for calls, which data brings in its own form.
     own = own.get("default") if isinstance(own, dict) else own
     image = getattr(processor, "image_token", IMAGE)
-    template = _template_file(section.chat_template) or own or CHATML.replace(IMAGE, image)
-    tokenizer.chat_template = template
-    if processor is not None:
-        processor.chat_template = template
+    template = own or CHATML.replace(IMAGE, image)
+    if (name := section.chat_template) is not None:
+        try:
+            template = Path(name).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"tokenizer.chat_template: {name} cannot be read ({error}); give a Jinja file") from None
+        if not template.strip():
+            raise UserError(f"tokenizer.chat_template: {name} is empty; give a Jinja file")
+    for each in (tokenizer, processor):
+        if each is not None:
+            each.chat_template = template
 
 
 def fingerprint(section: TokenizerSection, model: ModelSection) -> list[list[Any]]:
@@ -124,18 +131,6 @@ def _place(section: TokenizerSection, model: ModelSection) -> tuple[str, Path]:
         return "tokenizer.path", Path(section.path).expanduser()
     path = model.place()
     return "model.path" if model.path else "model.config", path.parent if path.is_file() else path
-
-
-def _template_file(name: str | None) -> str | None:
-    if name is None:
-        return None
-    try:
-        template = Path(name).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"tokenizer.chat_template: {name} cannot be read ({error}); give a Jinja file") from None
-    if not template.strip():
-        raise UserError(f"tokenizer.chat_template: {name} is empty; give a Jinja file")
-    return template
 
 
 def _end_token(file: Path) -> str | None:

@@ -69,19 +69,17 @@ def _located(part: Message, where: str, folder: Path) -> Message:
             )
     elif not isinstance(image, bytes):
         raise UserError(f"{where}: wanted the path of an image, found a {type(image).__name__}; correct it")
-    open_image(image, where, verify=True).close()
+    read_image(image, where, verify=True)
     return {"type": "image", "image": image}
 
 
-def open_image(image: str | bytes, where: str, verify: bool = False) -> Any:
-    """Open an image, a path or bytes, without decoding it. After ``verify`` it cannot be decoded."""
+def read_image(image: str | bytes, where: str, verify: bool = False) -> Any:
+    """Return an image, a path or bytes, in RGB; with ``verify``, only check it, without decoding."""
     from PIL import Image
 
     try:
-        opened = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image)
-        if verify:
-            opened.verify()
-        return opened
+        with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
+            return opened.verify() if verify else opened.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         name = "an image in the data" if isinstance(image, bytes) else f"the image {image}"
         detail = one_line(error, 200)
@@ -176,14 +174,4 @@ class VisionCollate:
     @staticmethod
     def _load(sample: Sample) -> list[Any]:
         parts = [part for message in sample["messages"] for part in message["content"] if part["type"] == "image"]
-        loaded = []
-        for part in parts:
-            with open_image(part["image"], sample["where"]) as image:
-                try:
-                    loaded.append(image.convert("RGB"))
-                except (OSError, SyntaxError, ValueError) as error:  # how PIL reports damage
-                    raise UserError(
-                        f"{sample['where']}: the image {part['image']!s:.200} cannot be read ({error}); "
-                        "replace it, or leave it out"
-                    ) from None
-        return loaded
+        return [read_image(part["image"], sample["where"]) for part in parts]
