@@ -141,7 +141,14 @@ def reshard_values(plan: Plan, policy: Any, shard_ranks: int) -> list[bool | int
     if isinstance(policy, bool):
         return [policy] * len(plan.units)
     if isinstance(policy, int):
-        return [_group_size(policy, shard_ranks)] * len(plan.units)
+        if policy < 1 or shard_ranks % policy:
+            divisors = [str(d) for d in range(1, shard_ranks + 1) if shard_ranks % d == 0]
+            raise ValueError(
+                f"reshard_after_forward={policy} must divide the {shard_ranks} ranks that share a parameter; "
+                f"use one of {', '.join(divisors)}"
+            )
+        # One rank means no resharding, all ranks mean plain resharding.
+        return [policy == shard_ranks if policy in (1, shard_ranks) else policy] * len(plan.units)
     if policy == "always":
         return [True] * len(plan.units)
     if policy == "never" or (policy == "default" and plan.pipeline):
@@ -151,19 +158,6 @@ def reshard_values(plan: Plan, policy: Any, shard_ranks: int) -> list[bool | int
         kept = {last} if policy == "last_layer" else {last, ""}
         return [unit.name not in kept and unit.kind != "head" for unit in plan.units]
     raise ValueError(_unknown("reshard_after_forward", policy, (*RESHARD_WORDS, "an integer", "{glob: word}")))
-
-
-def _group_size(size: int, shard_ranks: int) -> bool | int:
-    """Return FSDP2's integer; one rank means no resharding, all ranks mean plain resharding."""
-    if size < 1 or shard_ranks % size:
-        divisors = [d for d in range(1, shard_ranks + 1) if shard_ranks % d == 0]
-        raise ValueError(
-            f"reshard_after_forward={size} must divide the {shard_ranks} ranks that share a parameter; "
-            f"use one of {', '.join(map(str, divisors))}"
-        )
-    if size in (1, shard_ranks):
-        return size == shard_ranks
-    return size
 
 
 def recompute_values(units: Sequence[Unit], words: Any) -> list[Recompute]:

@@ -311,8 +311,7 @@ class JoinedShards(StandIn):
         """Copy the members' ``values``, from a checkpoint or before sharding, into one; None: they cannot be joined."""
         first = values[0]
         if not isinstance(first, torch.Tensor):
-            equal = all(type(value) is type(first) and value == first for value in values)
-            return (first,) if equal else None
+            return (first,) if all(type(value) is type(first) and value == first for value in values) else None
         if any(not isinstance(value, torch.Tensor) or value.dtype != first.dtype for value in values):
             return None
         if all(value.ndim == 0 for value in values):

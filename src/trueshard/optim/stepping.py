@@ -310,10 +310,7 @@ class Stepping:
     # Closures
 
     def _wrap(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *, first: bool) -> Callable[[], Any]:
-        """Wrap the user's closure, which meets DTensors whenever the optimizer calls it, and makes other gradients.
-
-        ``first``: gradients must be there before they travel, so it is called now, and what it returned is given out.
-        """
+        """Wrap the user's closure, which meets DTensors; ``first``: call it now, before its gradients travel."""
         if any(verdict.rows is not None for verdict in self._verdicts):
             closure = self._average_loss(optimizer, closure)
         if first:
@@ -374,10 +371,7 @@ def _gather(value: Any) -> Any:
 
 
 class _Settings:
-    """What an optimizer has besides parameters and state: its groups' other keys, its own attributes.
-
-    All batches of a step begin with the same: all but the last get a copy.
-    """
+    """What an optimizer has besides parameters and state; all batches of a step but the last get a copy."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         tables = [table for member in family(optimizer) for table in (*member.param_groups, vars(member))]

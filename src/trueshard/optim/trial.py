@@ -64,10 +64,7 @@ def shapes_of(group: dict[str, Any], small: bool) -> list[tuple[int, ...]]:
 
 
 class _StandIn:
-    """A parameter in the place of one of the user's, whole, or the piece of it that a rank has.
-
-    Values and gradients follow from its ``number``.
-    """
+    """A parameter in place of one of the user's, whole or a rank's piece; its values follow from its ``number``."""
 
     def __init__(self, shape: tuple[int, ...], number: int, dtype: torch.dtype, rank: int | None) -> None:
         self._shape, self._number, self._rank = shape, number, rank
@@ -140,7 +137,8 @@ def run(
         if step >= steps - 1:
             later.append([p.detach().clone() for p in parameters])
     settings = [_numbers(group) for group in trial.param_groups]
-    state = [_flat_state(trial, p) for p in parameters]
+    members = [each.state for each in family(trial)]
+    state = [dict(each for held in members if p in held for each in leaves(held[p])) for p in parameters]
     return Result(before, later, state, [*settings, _numbers(vars(trial))], drew=_drawn() != drawn)
 
 
@@ -167,14 +165,6 @@ def _make_visible(group: dict[str, Any]) -> None:
         group["lr"] = rate.detach().clone() if float(rate) > 0 else torch.full_like(rate, 1e-2)
     elif isinstance(rate, (int, float)) and rate <= 0:
         group["lr"] = 1e-2
-
-
-def _flat_state(trial: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[tuple[Any, ...], Any]:
-    found: dict[tuple[Any, ...], Any] = {}
-    for member in family(trial):
-        if parameter in member.state:
-            found |= dict(leaves(member.state[parameter]))
-    return found
 
 
 def _numbers(table: dict[str, Any]) -> dict[tuple[Any, ...], Any]:

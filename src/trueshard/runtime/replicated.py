@@ -112,10 +112,7 @@ class ReplicatedGradients:
 
     @torch.no_grad()
     def reduce(self, *, only_hooked: bool = False) -> None:
-        """Average at the end of a backward. Collective over the mesh.
-
-        ``only_hooked``: average parameters with a gradient hook, which means the global gradient; others accumulate.
-        """
+        """Average at the end of a backward; ``only_hooked``: those with a hook, which means the global gradient."""
         by_device: dict[torch.device, list[WholeParameter]] = {}
         for whole in self.parameters:
             whole.refresh()

@@ -180,9 +180,8 @@ def pair(fields: Fields, where: str) -> tuple[Any, Any, Any]:
     for key, value in zip(PAIR[1:], found[1:], strict=True):
         if value is None:
             near = names.nearest(key, fields, 1)
-            raise UserError(
-                f"{where}: has no {key!r}, found keys {sorted(fields)}; correct it.{near}".removesuffix(".")
-            )
+            said = f"{where}: has no {key!r}, found keys {sorted(fields)}; correct it.{near}"
+            raise UserError(said.removesuffix("."))
     if chosen == rejected:
         raise UserError(
             f"{where}: chosen and rejected are the same, so nothing is preferred; correct it, or leave it out"

@@ -35,15 +35,14 @@ def load_tokenizer(section: TokenizerSection, model: ModelSection, data_format: 
     remedy = "set tokenizer.path, or tokenizer.vocab_size to train one on the text"
     if not path.exists():
         raise UserError(f"{key}: {path} does not exist; correct the path")
+    files = [path / name for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")]
+    if not path.is_file() and not any(file.exists() for file in files):
+        raise UserError(f"{key}: {path} holds no tokenizer; {remedy}")
     try:
         if path.is_file():
             tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=_end_token(path))
-        elif any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         else:
-            raise UserError(f"{key}: {path} holds no tokenizer; {remedy}")
-    except UserError:
-        raise
+            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # transformers and tokenizers raise whatever the damage leads to
         raise UserError(f"{key}: the tokenizer in {path} cannot be read ({one_line(error, 200)}); {remedy}") from None
     if tokenizer.eos_token_id is None:

@@ -48,10 +48,9 @@ def vision_messages(record: Record) -> list[Message]:
     if not any(part["type"] == "image" for message in found for part in message["content"]):
         # A rank with such a batch would not gather the weights that read images, while the others wait for it.
         raise UserError(f'{where}: has no image, which every record needs with data.format = "vision"; leave it out')
-    return [
-        {**message, "content": [_located(part, where, record.folder) for part in message["content"]]}
-        for message in found
-    ]
+    for message in found:
+        message["content"] = [_located(part, where, record.folder) for part in message["content"]]
+    return found
 
 
 def _located(part: Message, where: str, folder: Path) -> Message:
@@ -82,8 +81,8 @@ def read_image(image: str | bytes, where: str, verify: bool = False) -> Any:
             return opened.verify() if verify else opened.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         name = "an image in the data" if isinstance(image, bytes) else f"the image {image}"
-        detail = one_line(error, 200)
-        raise UserError(f"{where}: {name} cannot be read ({detail}); replace it, or leave it out") from None
+        said = f"{where}: {name} cannot be read ({one_line(error, 200)}); replace it, or leave it out"
+        raise UserError(said) from None
 
 
 class VisionCollate:
@@ -139,14 +138,16 @@ class VisionCollate:
         if len(places) == 1:
             grown = np.array([len(ids) - len(plain.ids)])
         else:
-            grown = np.array([self._grown(image, mark) for image in images], dtype=np.int64)
+            text = self._tokenizer.convert_ids_to_tokens(mark)
+            sizes = [self._process([text], [[image]])["input_ids"].shape[1] for image in images]
+            grown = np.array(sizes, dtype=np.int64) - 1
         if len(places) == len(images) == len(grown):
             numbers = np.arange(len(plain.ids))
             moved = numbers + np.concatenate([[0], np.cumsum(grown)])[np.searchsorted(places, numbers, side="left")]
-            text = plain.ids != mark
-            if moved[-1] == len(ids) - 1 and (ids[moved[text]] == plain.ids[text]).all():
+            words = plain.ids != mark
+            if moved[-1] == len(ids) - 1 and (ids[moved[words]] == plain.ids[words]).all():
                 result = np.zeros(len(ids), dtype=np.bool_)
-                result[moved[text]] = plain.counted[text]
+                result[moved[words]] = plain.counted[words]
                 return result
         raise UserError(
             f"{where}: the processor's tokens are not those of the text with its {len(images)} images; correct the "
@@ -155,11 +156,6 @@ class VisionCollate:
 
     def _id(self, token: Any) -> int:
         return int(self._tokenizer.convert_tokens_to_ids(str(token)))
-
-    def _grown(self, image: Any, mark: int) -> int:
-        """Return the number of tokens that the processor adds to an image's mark."""
-        text = self._tokenizer.convert_ids_to_tokens(mark)
-        return int(self._process([text], [[image]])["input_ids"].shape[1]) - 1
 
     def _process(self, written: list[str], images: list[list[Any]]) -> Any:
         return self._processor(

@@ -33,9 +33,9 @@ from trueshard.train.models.quantized import QuantizedLinear, quantise
 
 
 def fill(config: Config, model: nn.Module) -> None:
-    """Give memory and values to a sharded model on the meta device; one that has values stays as it is.
+    """Give memory and values to a sharded model on the meta device; one that has values stays as it is. Collective.
 
-    Raises `UserError`, on every rank, if the files lack tensors of the model. Collective.
+    Raises `UserError`, on every rank, if the files lack tensors of the model.
     """
     root = names.unwrap(model)
     if not any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers())):

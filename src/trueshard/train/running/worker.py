@@ -74,10 +74,7 @@ def launcher_of(environment: Mapping[str, str]) -> str | None:
 
 
 def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torch's variables of a worker, from those that srun sets for each task.
-
-    Raises `UserError` if the list of nodes cannot be read.
-    """
+    """Return torch's variables of a worker, from srun's; raise `UserError` if the list of nodes cannot be read."""
     tasks, nodes = _slurm_tasks(environment), int(environment.get("SLURM_NNODES", "1"))
     node_list = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
     address = "127.0.0.1"
@@ -257,10 +254,7 @@ def _run(worker: _Worker, locks: contextlib.ExitStack) -> _End:
 
 
 def _check_together(worker: _Worker, world: World, locks: contextlib.ExitStack) -> Ready:
-    """Check on rank 0, which makes what is missing and settles the configuration, then on the others.
-
-    An error is raised on all ranks.
-    """
+    """Check on rank 0, which makes what is missing, then on the others. An error is raised on all ranks."""
     ready: Ready | None = None
     told: list[Any] = ["", None]
     patient = dist.new_group(backend="gloo", timeout=DATA_LIMIT)
