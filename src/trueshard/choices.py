@@ -175,9 +175,8 @@ def _by_glob(option: str, units: Sequence[Unit], table: Mapping[str, Any]) -> li
     """Return the value of the last glob that matches each unit's name, or None; a glob that matches none raises."""
     chosen: list[Any] = [None] * len(units)
     for glob, word in table.items():
-        hits = [
-            i for i, unit in enumerate(units) if any(fnmatch.fnmatchcase(m, glob) for m in (unit.name, *unit.modules))
-        ]
+        called = [(unit.name, *unit.modules) for unit in units]
+        hits = [i for i, each in enumerate(called) if any(fnmatch.fnmatchcase(name, glob) for name in each)]
         if not hits:
             near = nearest(glob, [unit.name for unit in units])
             shown = ", ".join(repr(unit.name) for unit in units[:8])

@@ -124,10 +124,9 @@ class Grouping:
 
     def _replicate_unshardable(self) -> None:
         for parameter in self.parameters:
-            if parameter.tensor.ndim == 0:
-                self.replicated[parameter.name] = "0-dim: nothing to shard"
-            elif parameter.tensor.numel() == 0:
-                self.replicated[parameter.name] = "empty: nothing to shard"
+            if parameter.tensor.ndim == 0 or parameter.tensor.numel() == 0:
+                kind = "empty" if parameter.tensor.ndim else "0-dim"
+                self.replicated[parameter.name] = f"{kind}: nothing to shard"
 
     def _join_ties(self) -> None:
         ties = [p for p in self.parameters if len(p.owners) > 1 and p.name not in self.replicated]

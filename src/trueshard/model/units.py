@@ -59,16 +59,11 @@ def _spoken(words: Any) -> list[str | type]:
         words = [words]
     if not isinstance(words, Iterable):
         raise TypeError(f"units must be words, classes or a callable, not {type(words).__name__}")
-    said: list[str | type] = []
-    for word in words:
-        if isinstance(word, str):
-            if word.strip():
-                said.append(word.strip())
-        elif isinstance(word, type) and issubclass(word, nn.Module):
-            said.append(word)
-        else:
+    said = [word.strip() if isinstance(word, str) else word for word in words]
+    for word in said:
+        if not isinstance(word, str) and not (isinstance(word, type) and issubclass(word, nn.Module)):
             raise TypeError(f"units: {word!r} is neither a name, a glob, nor a module class")
-    return said
+    return [word for word in said if word != ""]
 
 
 def _matching(model: nn.Module, word: str | type) -> dict[str, str]:

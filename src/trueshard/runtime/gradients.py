@@ -41,10 +41,7 @@ def add_gradient(parameter: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 class GradientHooks:
-    """The hooks that the user set on one parameter, in torch's own dictionaries.
-
-    ``gathers``: gather the whole gradient for them; the same on every rank.
-    """
+    """The user's hooks on one parameter, in torch's own dictionaries; ``gathers``: gather the gradient for them."""
 
     def __init__(self, original: torch.Tensor, gathers: bool = False) -> None:
         self.before, self.after = _torch.gradient_hooks(original)

@@ -211,7 +211,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            text, marked = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[found],
                 tools=tools,
                 chat_template=self.tokenizer.chat_template,
@@ -222,6 +222,7 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             said = f"{where}: the chat template refuses it ({with_kind(error)})"
             raise UserError(f"{said}; correct it, or set tokenizer.chat_template") from None
+        text, marked = rendered
         return str(text[0]), list(marked[0]) if marked else []
 
 

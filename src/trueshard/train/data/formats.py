@@ -183,9 +183,8 @@ def pair(fields: Fields, where: str) -> tuple[Any, Any, Any]:
             said = f"{where}: has no {key!r}, found keys {sorted(fields)}; correct it.{near}"
             raise UserError(said.removesuffix("."))
     if chosen == rejected:
-        raise UserError(
-            f"{where}: chosen and rejected are the same, so nothing is preferred; correct it, or leave it out"
-        )
+        said = f"{where}: chosen and rejected are the same, so nothing is preferred"
+        raise UserError(f"{said}; correct it, or leave it out")
     strings = [isinstance(each, str) for each in found]
     if all(strings):
         return prompt, chosen, rejected

@@ -152,7 +152,8 @@ def _stored(config: Config, form: Format, folder: Path, summary: Summary) -> Mix
 def _held_out(config: Config, section: EvaluationSection, form: Format, folder: Path, summary: Summary) -> Mixture:
     if section.path is None:
         found = _parts(config, form, folder, summary, "evaluation")
-        problem = f"fraction: {section.fraction} of the data is less than a sequence; raise it, or set evaluation.path"
+        said = f"{section.fraction} of the data is less than one sequence"
+        problem = f"fraction: {said}; raise it, or set evaluation.path"
     else:
         own = read_summary(folder / "evaluation")
         assert own is not None

@@ -294,9 +294,8 @@ def _array(file: Path) -> Iterator[tuple[Fields, int]]:
     with _open(file) as stream:
         entries = _json(stream.read(), file)
     if isinstance(entries, dict):
-        arrays = [
-            each for each in entries.values() if isinstance(each, list) and all(isinstance(e, dict) for e in each)
-        ]
+        lists = [each for each in entries.values() if isinstance(each, list)]
+        arrays = [each for each in lists if all(isinstance(entry, dict) for entry in each)]
         entries = arrays[0] if len(arrays) == 1 else entries
     if not isinstance(entries, list):
         raise UserError(
@@ -327,9 +326,8 @@ def _rows(file: Path) -> Iterator[tuple[Fields, int]]:
                 if not row:
                     continue
                 if len(row) != len(head):
-                    raise UserError(
-                        f"{file}, line {rows.line_num}: {len(row)} fields under a head of {len(head)}; correct it"
-                    )
+                    said = f"{len(row)} fields under a head of {len(head)}"
+                    raise UserError(f"{file}, line {rows.line_num}: {said}; correct it")
                 yield dict(zip(head, row, strict=True)), rows.line_num
         except csv.Error as error:
             raise UserError(f"{file}, line {rows.line_num}: not valid CSV ({error}); correct that line") from None

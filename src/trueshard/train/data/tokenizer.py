@@ -61,10 +61,8 @@ def load_processor(section: TokenizerSection, model: ModelSection) -> Any:
 
     key, path = _place(section, model)
     if section.vocab_size is not None:
-        raise UserError(
-            "tokenizer.vocab_size: images need a processor that knows their tokens, which cannot be trained; set "
-            "tokenizer.path to a directory with a processor instead"
-        )
+        said = "tokenizer.vocab_size: images need a processor that knows their tokens, which cannot be trained"
+        raise UserError(f"{said}; set tokenizer.path to a directory with a processor instead")
     remedy = "give a directory of a vision-language model"
     try:
         processor = AutoProcessor.from_pretrained(str(path), local_files_only=True)

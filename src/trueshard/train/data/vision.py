@@ -105,7 +105,10 @@ class VisionCollate:
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         rendered = [self._template.render(sample["messages"], sample["where"]) for sample in samples]
-        images = [self._load(sample) for sample in samples]
+        images = []
+        for sample in samples:
+            parts = (part for message in sample["messages"] for part in message["content"] if part["type"] == "image")
+            images.append([read_image(part["image"], sample["where"]) for part in parts])
         processed = self._process([each.text for each in rendered], images)
         plain = self._template.documents(rendered)
         rows = []
@@ -166,8 +169,3 @@ class VisionCollate:
             add_special_tokens=False,
             return_tensors="pt",
         )
-
-    @staticmethod
-    def _load(sample: Sample) -> list[Any]:
-        parts = [part for message in sample["messages"] for part in message["content"] if part["type"] == "image"]
-        return [read_image(part["image"], sample["where"]) for part in parts]

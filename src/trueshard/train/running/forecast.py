@@ -119,10 +119,8 @@ def dry_run(config: Config, nproc: int | None = None, *, hardware: str | None = 
     ranks = default_nproc(1) if nproc is None else nproc
     if hardware is None:
         check_nproc(ranks)
-        named = None
-    else:
-        with refused():
-            named = catalogue.hardware(hardware)
+    with refused():
+        named = None if hardware is None else catalogue.hardware(hardware)
     config = resuming.tightened(config, ranks)
     settings = check_settings(config, ranks)
     try:

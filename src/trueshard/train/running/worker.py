@@ -108,10 +108,7 @@ def _slurm_tasks_here(environment: Mapping[str, str], tasks: int) -> str:
 
 
 def join(environment: MutableMapping[str, str], timeout: float) -> World:
-    """Take this worker's rank from the environment and join the process group of the run.
-
-    ``timeout`` is in seconds. On the CPU, the cores of the machine are divided among its workers.
-    """
+    """Join the run's process group as the environment says, within ``timeout`` seconds; on a CPU, divide its cores."""
     if "RANK" not in environment:
         environment.update(torch_variables(environment))
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
