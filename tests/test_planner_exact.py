@@ -102,15 +102,11 @@ TWO: dict[str, Setting] = {
     "no clipping, sgd": Setting("gpt2", "sgd", clip=None),
 }
 SHORT = (
-    "llama",
     "llama, tied",
     "lora",
     "frozen",
-    "vit",
-    "never",
     "full, bf16",
     "selective, bf16, always",
-    "adamw fused",
     "muon, bf16",
     "offload, bf16, full",
     "accumulation",

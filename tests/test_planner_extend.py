@@ -200,6 +200,7 @@ def test_an_extended_trace_is_the_whole_trace(name: str) -> None:
     assert_equal(extended, whole)
 
 
+@pytest.mark.rest
 def test_the_number_of_blocks_does_not_matter() -> None:
     few, many = simulate(job(lambda: llama(9))), simulate(job(lambda: llama(24)))
     assert sum(isinstance(event, Communication) for event in many.steady) > sum(
@@ -224,6 +225,7 @@ class Growing(nn.Module):
         return nn.functional.cross_entropy(self.last(hidden[:, : labels.size(1)]).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.rest
 def test_blocks_that_behave_differently_are_all_run() -> None:
     found = simulate(job(Growing))
     assert "behave differently" in found.whole_because
@@ -256,6 +258,7 @@ def test_blocks_that_share_a_parameter_are_no_run() -> None:
     assert find_runs(model, plan_of(model)) == []
 
 
+@pytest.mark.rest
 def test_blocks_whose_parameters_the_root_gathers_are_no_run() -> None:
     assert find_runs(model := Alternating(9), Plan(units=(Unit("", ("",), "root", 1, 4, 1, "float32"),))) == []
     found = simulate(job(lambda: llama(10), words={"units": "LlamaMLP"}))

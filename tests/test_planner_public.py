@@ -47,6 +47,7 @@ def planned(**words: Any) -> trueshard.Plan:
 # In one process
 
 
+@pytest.mark.rest
 def test_the_planner_is_loaded_when_it_is_asked_for() -> None:
     code = """
 import sys, trueshard

@@ -8,7 +8,6 @@ import importlib
 import inspect
 import os
 import pkgutil
-import subprocess
 import sys
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import forks
 from models.handmade import Stack
 from parity import Ranks
 from trueshard import _torch
@@ -130,7 +130,7 @@ def probed(change: str) -> str:
     """What a process says that shards with another torch than this one."""
     code = PROBED.format(change=change)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    done = forks.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

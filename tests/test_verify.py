@@ -257,6 +257,7 @@ def test_what_is_wrong_without_sharding_is_one_line_and_no_report(bugs: str) -> 
         assert found.stderr.count("\n") == 1, found.stderr
 
 
+@pytest.mark.rest
 def test_ctrl_c_ends_every_process_in_a_line_and_leaves_no_folder(bugs: str, tmp_path: Path) -> None:
     process = forks.Popen(
         [sys.executable, "-m", "trueshard", "verify", f"{bugs}:waiting"],
