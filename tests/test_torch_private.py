@@ -156,6 +156,12 @@ def test_what_torch_lacks_only_for_speed_is_done_without() -> None:
     assert "torch._foreach_norm" in said
 
 
+def test_nothing_is_lacking_after_a_compiled_model_has_run() -> None:
+    said = probed("torch.compile(torch.nn.Linear(4, 4), backend='eager')(torch.ones(2, 4)).sum().backward()")
+    assert "error: " not in said
+    assert "sum: 40" in said
+
+
 def test_wrappers_and_compilation() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

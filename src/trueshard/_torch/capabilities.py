@@ -83,6 +83,7 @@ def _names(owner: Any) -> set[str]:
     """Return the attributes of a class or module; of a class also those that its methods set on instances."""
     found = set(dir(owner))
     for cls in inspect.getmro(owner) if inspect.isclass(owner) else ():
+        found |= set(vars(cls).get("__annotations__", ()))  # once dynamo ran, it has replaced methods of nn.Module
         for value in vars(cls).values():
             function = inspect.unwrap(getattr(value, "fget", None) or value) if callable(value) else None
             stack = [code] if isinstance(code := getattr(function, "__code__", None), types.CodeType) else []
