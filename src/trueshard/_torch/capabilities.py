@@ -48,11 +48,7 @@ FOR_SPEED = {
 
 @functools.cache
 def check_torch() -> None:
-    """Probe torch, once a process.
-
-    Raises:
-        RuntimeError: torch lacks something that is needed; the message names it, and the versions that have it.
-    """
+    """Probe torch, once a process; raise RuntimeError that names what it lacks, and the versions that have it."""
     oldest, newest = TESTED_TORCH
     if missing := _missing(NEEDED):
         raise RuntimeError(
