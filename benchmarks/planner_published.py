@@ -199,7 +199,7 @@ def forecast(row: Row) -> dict[str, Any]:
         "host_seconds": line.host_seconds,
     }
     if row.reserved is not None:
-        reserved = replay(made.first, made.steady, workspace_bytes=device.workspace_bytes).peak_reserved / 2**30
+        reserved = replay(made.first, made.steady, workspace_bytes=device.workspace_bytes).reserved / 2**30
         found |= {"reserved_expected": reserved, "reserved_error": reserved / row.reserved - 1}
     return found
 

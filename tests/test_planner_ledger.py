@@ -97,8 +97,8 @@ def test_traffic_and_operations() -> None:
 
 def test_by_unit_has_memory_traffic_and_operations() -> None:
     assert ledger.by_unit(small()) == {
-        "a": ledger.UnitUse(at_peak=130, maximum=180, received=21, flops=7),
-        "b": ledger.UnitUse(at_peak=60, maximum=60, received=0, flops=5),
+        "a": ledger.UnitUse(bytes_at_peak=130, bytes_maximum=180, bytes_received=21, flops=7),
+        "b": ledger.UnitUse(bytes_at_peak=60, bytes_maximum=60, bytes_received=0, flops=5),
     }
 
 

@@ -213,7 +213,7 @@ def simulated(words: str, offload: str, ranks: int = 4, whole: bool = True) -> S
 
 
 def moved(trace: Trace, direction: str) -> int:
-    return sum(each.bytes for each in trace if isinstance(each, Transfer) and each.direction == direction)
+    return sum(each.bytes for each in trace.events if isinstance(each, Transfer) and each.direction == direction)
 
 
 PARAMETERS = sum(parameter.numel() for parameter in Net().parameters())
@@ -227,7 +227,7 @@ def test_every_shard_comes_before_each_gather_and_every_gradient_goes_once(words
         for phase in ("forward", "backward"):
             shards: dict[str, int] = {}
             gathered: dict[str, int] = {}
-            for event in trace:
+            for event in trace.events:
                 if event.place.phase != phase:
                     continue
                 if isinstance(event, Transfer) and event.direction == "to_device":
@@ -269,7 +269,7 @@ def test_blocks_that_repeat_are_extended_to_the_whole(words: str) -> None:
 def test_one_rank_copies_its_parameters_for_each_use() -> None:
     trace = simulated("plain", "cpu", ranks=1).steady
     assert moved(trace, "to_host") == PARAMETERS * 4
-    forward = Trace([each for each in trace if each.place.phase == "forward"])
+    forward = Trace([each for each in trace.events if each.place.phase == "forward"])
     assert moved(forward, "to_device") == PARAMETERS * 4
 
 
@@ -277,7 +277,7 @@ def test_the_host_holds_up_the_next_forward() -> None:
     slow, fast = hardware("h100", host_memory_bandwidth=1e6), hardware("h100", host_memory_bandwidth=1e15)
     trace = simulated("cast", "cpu").steady
     lines = [schedule(trace, device, 8) for device in (slow, fast)]
-    on_host = [event for event in trace if isinstance(event, Kernel) and event.stream == "host"]
+    on_host = [event for event in trace.events if isinstance(event, Kernel) and event.stream == "host"]
     assert {event.place.phase for event in on_host} == {"clip", "optimizer"}
     spent = sum(span.end - span.start for span in lines[0].spans if span.stream == "host")
     assert spent > sum(event.written for event in on_host) / 1e6
@@ -294,7 +294,7 @@ def test_the_host_holds_up_the_next_forward() -> None:
 def test_a_trace_of_a_cpu_stays_as_it_is() -> None:
     job = Job(WORKLOAD, (4,), microbatch=2, choices=Choices(units="Block", offload="cpu"), on_cpu=True)
     trace = simulate(job, whole=True).steady
-    assert not [event for event in trace if isinstance(event, Transfer)]
+    assert not [event for event in trace.events if isinstance(event, Transfer)]
     assert sum(each.bytes for each in trace.resident if each.kind == "parameters") == PARAMETERS * 4 // 4
 
 

@@ -197,7 +197,7 @@ AUTO = {"reshard_after_forward": "auto", "activation_checkpointing": "auto", "me
 
 def test_auto_words_train_as_one_process(ranks2: Ranks, alone: Ranks) -> None:
     (expected,) = alone.run(train)
-    found = ranks2.run(train, "", AUTO)
+    found = ranks2.run(train, "", AUTO, timeout=150)
     assert found[0]["plan"] == found[1]["plan"]
     for each in found:
         assert_same(each["values"], expected["values"], rtol=1e-4, atol=1e-6)
@@ -226,7 +226,7 @@ def refused(rank: int, world_size: int, text: str, words: dict[str, Any]) -> dic
 
 
 def test_where_nothing_fits_every_rank_says_so_and_nothing_changed(ranks2: Ranks) -> None:
-    first, second = ranks2.run(refused, "", AUTO | {"memory": "64KiB"})
+    first, second = ranks2.run(refused, "", AUTO | {"memory": "64KiB"}, timeout=150)
     assert first == second
     assert first["kind"] == "NothingFits"
     assert first["same"]

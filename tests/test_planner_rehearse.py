@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import cpu_rehearsal
 from cpu_recorder import CpuRecorder
+from cpu_rehearsal import rehearsed
 from parity import Ranks
 from planning import Setting
 from trueshard.choices import Choices
@@ -66,10 +68,9 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_measured_on_a_cpu_is_what_was_simulated_to_the_byte(name: str) -> None:
-    found = rehearse(job_for(SETTINGS[name]), hardware("cpu"), device="cpu")
-    assert found.allocated.measured == found.allocated.forecast
-    assert found.reserved is None
-    assert min(found.seconds.measured, found.seconds.forecast) > 0
+    allocated, seconds = rehearsed(job_for(SETTINGS[name]), hardware("cpu"))
+    assert allocated.measured == allocated.forecast
+    assert min(seconds.measured, seconds.forecast) > 0
 
 
 class Greedy(nn.Module):
@@ -94,16 +95,14 @@ def greedy() -> Workload:
 
 
 def test_measured_is_not_copied_from_the_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trueshard.planner.simulation import rehearse as module
-
     job = Job(greedy(), (2,), on_cpu=True, recorder=CpuRecorder)
-    real = module.simulate
-    monkeypatch.setattr(module, "simulate", lambda job: _then(real(job), lambda: setattr(Greedy, "extra", 4095)))
+    real = cpu_rehearsal.simulate
+    monkeypatch.setattr(cpu_rehearsal, "simulate", lambda job: _then(real(job), lambda: setattr(Greedy, "extra", 4095)))
     try:
-        found = rehearse(job, hardware("cpu"), device="cpu")
+        allocated, _ = rehearsed(job, hardware("cpu"))
     finally:
         Greedy.extra = 0
-    assert found.allocated.measured - found.allocated.forecast == 4 * 4095
+    assert allocated.measured - allocated.forecast == 4 * 4095
 
 
 def _then(value: Any, act: Any) -> Any:
@@ -114,14 +113,13 @@ def _then(value: Any, act: Any) -> Any:
 def test_the_time_of_a_step_leaves_communication_out() -> None:
     slow = hardware("cpu", link_bandwidth=1e3, network_bandwidth=1e3)
     job = Job(greedy(), (2,), on_cpu=True)
-    assert (
-        rehearse(job, slow, device="cpu").seconds.forecast < study(job, Cluster(slow, 2, 2)).forecast.step_seconds / 2
-    )
+    _, seconds = rehearsed(job, slow)
+    assert seconds.forecast < study(job, Cluster(slow, 2, 2)).forecast.step_seconds / 2
 
 
 def beside_a_group(rank: int, world_size: int) -> None:
     group, state = dist.group.WORLD, torch.get_rng_state()
-    rehearse(Job(greedy(), (2, 2), on_cpu=True), hardware("cpu"), device="cpu")
+    rehearsed(Job(greedy(), (2, 2), on_cpu=True), hardware("cpu"))
     assert dist.group.WORLD is group
     assert dist.get_world_size() == 1
     dist.all_reduce(torch.ones(1))
@@ -138,8 +136,8 @@ def test_the_plan_of_a_study_is_rehearsed() -> None:
     found = study(job, Cluster(hardware("cpu"), 4, 4))
     again = job_of(found, job.workload)
     assert (again.ranks, again.microbatch, again.accumulation, again.plan) == ((4,), 3, 2, found.plan)
-    rehearsal = rehearse(dataclasses.replace(again, recorder=CpuRecorder), hardware("cpu"), device="cpu")
-    assert rehearsal.allocated.forecast == rehearsal.allocated.measured == found.forecast.peak_live_bytes
+    allocated, _ = rehearsed(dataclasses.replace(again, recorder=CpuRecorder), hardware("cpu"))
+    assert allocated.forecast == allocated.measured == found.forecast.peak_live_bytes
 
 
 def test_the_table() -> None:
@@ -149,13 +147,12 @@ def test_the_table() -> None:
     assert [line.split()[-1] for line in lines[3:]] == ["+25.0%", "-1.0%", "-50.0%"]
     for line, word in ((1, "forecast (h100)"), (4, "100.0 GiB"), (5, "500 ms")):
         assert word in lines[line]
-    assert "reserved" not in str(dataclasses.replace(found, reserved=None))
 
 
-@pytest.mark.parametrize(("device", "steps", "word"), [("tpu", 3, '"cuda" or "cpu"'), ("cpu", 1, "steps=1")])
-def test_wrong_input(device: str, steps: int, word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        rehearse(Job(greedy(), (2,)), hardware("cpu"), device=device, steps=steps)
+@NO_GPU
+def test_without_a_gpu_nothing_is_rehearsed() -> None:
+    with pytest.raises(ValueError, match="CUDA GPU"):
+        rehearse(Job(greedy(), (2,)), hardware("cpu"))
 
 
 @NO_GPU

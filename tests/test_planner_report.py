@@ -67,7 +67,7 @@ def test_the_text_has_the_figures_of_the_forecast() -> None:
     (blocks,) = [row for row in words if row[:2] == ["model.layers.0–6", "×7"]]
     assert blocks[2:8] == ["201,326,592", "768.0", "MiB", "float32", "yes", "none"]
     use = ledger.by_unit(study.trace)
-    together = sum(use[f"model.layers.{i}"].received for i in range(7))
+    together = sum(use[f"model.layers.{i}"].bytes_received for i in range(7))
     assert blocks[-2:] == [f"{together / 2**30:.1f}", "GiB"]
     (last,) = [row for row in words if row[:2] == ["model.layers.7", "201,326,592"]]
     assert last[5] == "no"

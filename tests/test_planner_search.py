@@ -21,9 +21,9 @@ from trueshard.choices import Choices
 from trueshard.planner.forecasting import Cluster, study
 from trueshard.planner.hardware import hardware
 from trueshard.planner.search.grid import Grid, branch_and_bound
-from trueshard.planner.search.search import STUDIES, NothingFits, Space, choose
-from trueshard.planner.search.space import RECOMPUTE, Evaluator, Offload, Setting, batches, meshes
-from trueshard.planner.workload import Job, Study, Workload
+from trueshard.planner.search.search import STUDIES, choose
+from trueshard.planner.search.space import RECOMPUTE, Evaluator, Offload, Setting, Space, batches, meshes
+from trueshard.planner.workload import Job, NothingFits, Study, Workload
 from trueshard.plans import Forecast, MixedPrecision, Plan
 from trueshard.runtime import engine
 from trueshard.text import size

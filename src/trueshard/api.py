@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -76,15 +76,10 @@ def shard(
     with timed("shard"):
         if plan is None and choices.needs_planner():
             mesh = distributed.ensure_mesh(mesh)
-            plan = _planned(model, optimizers, mesh, choices)
+            with with_extra():
+                from trueshard.planner.planning import plan_for  # only here: a plain shard() does without it
+
+            with agreement.together(mesh):
+                engine.check_arguments(model, optimizers, choices)
+            plan = plan_for(model, optimizers, mesh, choices)
         return engine.shard(model, optimizers, choices if plan is None else plan, mesh)
-
-
-def _planned(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh, choices: Choices) -> Plan:
-    """Return the planner's choice. The planner is imported here alone: a plain ``shard()`` does without it."""
-    with with_extra():
-        from trueshard.planner.planning import plan_for
-
-    with agreement.together(mesh):
-        engine.check_arguments(model, optimizers, choices)
-    return plan_for(model, optimizers, mesh, choices)

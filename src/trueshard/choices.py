@@ -44,11 +44,7 @@ class Choices:
     memory: str | int | None = None
 
     def check(self) -> None:
-        """Raise for a value that no model and no number of ranks could make valid.
-
-        Raises:
-            ValueError: names the option and the words that it takes.
-        """
+        """Raise ValueError for a value that no model and no number of ranks could make valid."""
         if self.offload not in OFFLOAD_WORDS:
             known = " or ".join(f'"{word}"' for word in OFFLOAD_WORDS)
             raise ValueError(f"offload={self.offload!r} is not known; use {known}")
@@ -97,11 +93,7 @@ def is_free(word: Any) -> bool:
 
 
 def precision_of(given: MixedPrecisionPolicy | str | None) -> MixedPrecision | None:
-    """Return a plan's mixed precision for ``shard()``'s option.
-
-    Raises:
-        ValueError: an unknown word.
-    """
+    """Return a plan's mixed precision for ``shard()``'s option; raise ValueError for an unknown word."""
     if given is None:
         return None
     if isinstance(given, str):
@@ -125,12 +117,8 @@ def reshard_word(text: str) -> str | int:
 def apply_words(plan: Plan, shard_ranks: int) -> Plan:
     """Turn a plan's reshard and activation-checkpointing words into one value for each unit.
 
-    Args:
-        plan: a plan that has its units.
-        shard_ranks: the number of ranks a parameter is sharded over; an integer policy must divide it.
-
-    Raises:
-        ValueError: an unknown word, an integer that does not divide ``shard_ranks``, or a glob that matches no unit.
+    Raises ValueError for an unknown word, an integer that does not divide the ranks that shard a parameter, or a glob
+    that matches no unit.
     """
     reshard = reshard_values(plan, plan.reshard_after_forward, shard_ranks)
     recompute = recompute_values(plan.units, plan.activation_checkpointing)
@@ -153,7 +141,14 @@ def reshard_values(plan: Plan, policy: Any, shard_ranks: int) -> list[bool | int
     if isinstance(policy, bool):
         return [policy] * len(plan.units)
     if isinstance(policy, int):
-        return [_group_size(policy, shard_ranks)] * len(plan.units)
+        if policy < 1 or shard_ranks % policy:
+            divisors = [str(d) for d in range(1, shard_ranks + 1) if shard_ranks % d == 0]
+            raise ValueError(
+                f"reshard_after_forward={policy} must divide the {shard_ranks} ranks that share a parameter; "
+                f"use one of {', '.join(divisors)}"
+            )
+        # One rank means no resharding, all ranks mean plain resharding.
+        return [policy == shard_ranks if policy in (1, shard_ranks) else policy] * len(plan.units)
     if policy == "always":
         return [True] * len(plan.units)
     if policy == "never" or (policy == "default" and plan.pipeline):
@@ -163,19 +158,6 @@ def reshard_values(plan: Plan, policy: Any, shard_ranks: int) -> list[bool | int
         kept = {last} if policy == "last_layer" else {last, ""}
         return [unit.name not in kept and unit.kind != "head" for unit in plan.units]
     raise ValueError(_unknown("reshard_after_forward", policy, (*RESHARD_WORDS, "an integer", "{glob: word}")))
-
-
-def _group_size(size: int, shard_ranks: int) -> bool | int:
-    """Return FSDP2's integer; one rank means no resharding, all ranks mean plain resharding."""
-    if size < 1 or shard_ranks % size:
-        divisors = [d for d in range(1, shard_ranks + 1) if shard_ranks % d == 0]
-        raise ValueError(
-            f"reshard_after_forward={size} must divide the {shard_ranks} ranks that share a parameter; "
-            f"use one of {', '.join(map(str, divisors))}"
-        )
-    if size in (1, shard_ranks):
-        return size == shard_ranks
-    return size
 
 
 def recompute_values(units: Sequence[Unit], words: Any) -> list[Recompute]:
@@ -193,9 +175,8 @@ def _by_glob(option: str, units: Sequence[Unit], table: Mapping[str, Any]) -> li
     """Return the value of the last glob that matches each unit's name, or None; a glob that matches none raises."""
     chosen: list[Any] = [None] * len(units)
     for glob, word in table.items():
-        hits = [
-            i for i, unit in enumerate(units) if any(fnmatch.fnmatchcase(m, glob) for m in (unit.name, *unit.modules))
-        ]
+        called = [(unit.name, *unit.modules) for unit in units]
+        hits = [i for i, each in enumerate(called) if any(fnmatch.fnmatchcase(name, glob) for name in each)]
         if not hits:
             near = nearest(glob, [unit.name for unit in units])
             shown = ", ".join(repr(unit.name) for unit in units[:8])

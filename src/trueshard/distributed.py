@@ -22,14 +22,9 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def ensure_process_group(timeout: datetime.timedelta | None = None, store: dist.Store | None = None) -> None:
-    """Initialise the default process group if the user has not.
+    """Initialise the default process group if the user has not; ``store``: where launched ranks meet.
 
-    Args:
-        timeout: how long a collective may take; None: torch's own.
-        store: where launched ranks meet; None: the launcher's.
-
-    Raises:
-        RuntimeError: the environment describes a launcher only in part; the message names the missing variables.
+    Raises RuntimeError if the environment describes a launcher only in part.
     """
     if dist.is_initialized():
         return
@@ -73,12 +68,7 @@ def _settle_at_exit() -> None:
 
 
 def ensure_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return ``mesh`` itself after a check, or a 1-D mesh over all ranks.
-
-    Raises:
-        TypeError: not a DeviceMesh.
-        ValueError: not 1-D or 2-D, or a 2-D mesh without dimension names.
-    """
+    """Return ``mesh`` itself after a check of its type, dimensions and their names, or a 1-D mesh over all ranks."""
     _settle_at_exit()
     if mesh is None:
         ensure_process_group()

@@ -33,16 +33,10 @@ def replace_text(file: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def locked(file: Path, patience: float) -> Iterator[None]:
-    """Hold a lock on ``file``, which is made, names the holder, and is removed at the end.
+    """Hold a lock on ``file``, which is made in a folder that exists, names the holder, and is removed at the end.
 
-    The lock dies with its process, and a file left behind by one is taken over.
-
-    Args:
-        file: in a folder that exists.
-        patience: seconds to wait for another holder.
-
-    Raises:
-        TimeoutError: the lock is still held; the message is its holder.
+    The lock dies with its process, and a file left behind by one is taken over. Raises TimeoutError, whose message is
+    the holder, if it is still held after ``patience`` seconds.
     """
     import filelock
 

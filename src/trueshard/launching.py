@@ -77,27 +77,18 @@ def python_command(statement: str, *arguments: str) -> list[str]:
     """Return a command line that runs ``statement`` in a new Python with this one's import path.
 
     The process prints its stacks on SIGUSR1, and exits with ``STOPPED`` on a Ctrl-C until it installs its own handler.
-
-    Args:
-        statement: Python source.
-        arguments: ``sys.argv[1:]`` of the process.
     """
     code = _PRELUDE.format(path=sys.path, stopped=STOPPED, statement=statement)
     return [sys.executable, "-c", code, *arguments]
 
 
 def start_helper(statement: str, *arguments: str, descriptors: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """Start a Python process that works for this one; it shares stdout and stderr and has no stdin.
+    """Start a Python process that works for this one; it shares stdout, stderr and ``descriptors``, and has no stdin.
 
     It is a session of its own: a Ctrl-C in a terminal reaches this process alone.
-
-    Args:
-        statement, arguments: see ``python_command``.
-        descriptors: file descriptors that it inherits.
     """
-    return Popen(
-        python_command(statement, *arguments), stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True
-    )
+    command = python_command(statement, *arguments)
+    return Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True)
 
 
 def run_ranks(
@@ -111,22 +102,15 @@ def run_ranks(
 ) -> Ended:
     """Run ``command`` once a rank, with ``RANK``, ``WORLD_SIZE`` and their local forms set, until all have ended.
 
-    Args:
-        command: the program and its arguments, the same for every rank.
-        ranks: number of processes.
-        environment: variables set on top of this process's own, such as ``MASTER_ADDR`` and ``MASTER_PORT``.
-        logs: folder for each rank's stdout and stderr, see ``last_lines``; None: the processes share this terminal.
-        limit: seconds after which processes that still run print their stacks and are killed; None: no limit.
-        grace: seconds that the processes have to end after a signal was passed on.
+    ``environment``: variables set on top of this process's own. ``logs``: folder for each rank's stdout and stderr, see
+    ``last_lines``; None: the processes share this terminal. ``limit``: seconds after which processes that still run
+    print their stacks and are killed. ``grace``: seconds that they have to end after a signal was passed on.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-    specs = (
-        DefaultLogsSpecs(log_dir=os.devnull)  # no folder that could be left over
-        if logs is None
-        else DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL)
-    )
+    # Without logs, no folder that could be left over.
+    specs = DefaultLogsSpecs(log_dir=str(logs or os.devnull), redirects=Std.NONE if logs is None else Std.ALL)
     context = SubprocessContext(
         name="trueshard",
         entrypoint=command[0],
@@ -164,7 +148,10 @@ def _wait(context: Any, received: list[int], limit: float | None, grace: float) 
     while not received:
         result = context.wait(timeout=0)
         if result is not None:
-            return Ended(_own_failures(result.failures), received[0] if received else None)
+            # Elastic sends SIGTERM to those that are left when one fails.
+            codes = {rank: each.exitcode for rank, each in result.failures.items()}
+            own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
+            return Ended(own or codes, received[0] if received else None)
         if time.monotonic() > deadline:
             _signal(context, signal.SIGUSR1)
             time.sleep(1)  # in which they print their stacks
@@ -175,13 +162,6 @@ def _wait(context: Any, received: list[int], limit: float | None, grace: float) 
     while _running(context) and len(received) == 1 and time.monotonic() < deadline:
         time.sleep(_POLL)
     return Ended({}, received[0])
-
-
-def _own_failures(failures: Mapping[int, Any]) -> dict[int, int]:
-    """Return exit codes by rank, without SIGTERM if any failed otherwise: elastic sends it to those that are left."""
-    codes = {rank: each.exitcode for rank, each in failures.items()}
-    own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
-    return own or codes
 
 
 def _running(context: Any) -> list[int]:

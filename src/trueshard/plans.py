@@ -69,11 +69,7 @@ SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16"
 
 
 def dtype_name(option: str, word: str) -> str:
-    """Return ``"bfloat16"`` for ``"bf16"`` or ``"bfloat16"``, and so on.
-
-    Raises:
-        ValueError: no floating-point dtype; names ``option``.
-    """
+    """Return ``"bfloat16"`` for ``"bf16"`` or ``"bfloat16"``, and so on; raise ValueError, naming ``option``."""
     name = SHORT_DTYPES.get(word, word)
     if name not in DTYPES:
         known = [*SHORT_DTYPES, *DTYPES]

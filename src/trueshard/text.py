@@ -20,11 +20,7 @@ def size(count: float) -> str:
 
 
 def parse_size(option: str, given: str | int) -> int:
-    """Return ``"70GiB"``, ``"70 GB"`` or a number in bytes, as ``pydantic.ByteSize`` reads it.
-
-    Raises:
-        ValueError: not a positive size; names ``option``.
-    """
+    """Return ``"70GiB"``, ``"70 GB"`` or a number in bytes, as pydantic's ByteSize does; else raise ValueError."""
     with with_extra():
         from pydantic import ByteSize, TypeAdapter
 

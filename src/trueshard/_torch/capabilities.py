@@ -48,11 +48,7 @@ FOR_SPEED = {
 
 @functools.cache
 def check_torch() -> None:
-    """Probe torch, once a process.
-
-    Raises:
-        RuntimeError: torch lacks something that is needed; the message names it, and the versions that have it.
-    """
+    """Probe torch, once a process; raise RuntimeError that names what it lacks, and the versions that have it."""
     oldest, newest = TESTED_TORCH
     if missing := _missing(NEEDED):
         raise RuntimeError(
@@ -87,6 +83,7 @@ def _names(owner: Any) -> set[str]:
     """Return the attributes of a class or module; of a class also those that its methods set on instances."""
     found = set(dir(owner))
     for cls in inspect.getmro(owner) if inspect.isclass(owner) else ():
+        found |= set(vars(cls).get("__annotations__", ()))  # once dynamo ran, it has replaced methods of nn.Module
         for value in vars(cls).values():
             function = inspect.unwrap(getattr(value, "fget", None) or value) if callable(value) else None
             stack = [code] if isinstance(code := getattr(function, "__code__", None), types.CodeType) else []

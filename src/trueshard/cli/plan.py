@@ -12,6 +12,7 @@ import typer
 from trueshard.choices import Choices, reshard_word
 from trueshard.cli import options
 from trueshard.errors import UserError, refused
+from trueshard.files import replace_text
 from trueshard.plans import dtype_name
 
 if TYPE_CHECKING:
@@ -98,34 +99,25 @@ def plan(
 
 
 def _plan(request: Request, out: Path | None, html: Path | None, *, rehearse: bool, as_json: bool) -> None:
-    """Solve a request in this process, write its files, rehearse it, and print it."""
-    from trueshard.planner.planning import check_writable, write_plan
+    from trueshard.planner.planning import check_writable
     from trueshard.planner.report import page, report
     from trueshard.planner.simulation import rehearse as rehearsing
-    from trueshard.planner.solve import solve
+    from trueshard.planner.solve import solve, space_of
 
     if rehearse:
-        rehearsing.require("cuda")
+        rehearsing.require_gpu()
     for file in (out, html):
         if file is not None:
             check_writable(file)
     found = solve(request)
     if out is not None:
-        write_plan(found.plan, out)
+        replace_text(out, found.plan.to_json() + "\n")
     if html is not None:
         page.write_page(found, html)
     rehearsal = None
     if rehearse:
-        from trueshard.planner.hardware import hardware
-        from trueshard.planner.inputs.workloads import workload_of
-
-        workload = workload_of(
-            request.model,
-            sequence=request.sequence,
-            optimizer=request.optimizer,
-            storage_dtype=request.storage_dtype,
-        )
-        rehearsal = rehearsing.rehearse(rehearsing.job_of(found, workload), hardware(str(request.hardware)))
+        space, _ = space_of(request)
+        rehearsal = rehearsing.rehearse(rehearsing.job_of(found, space.workload), space.hardware)
     if as_json:
         more = {} if rehearsal is None else {"rehearsal": dataclasses.asdict(rehearsal)}
         print(json.dumps(report.as_json(found) | more, indent=2))
@@ -135,16 +127,9 @@ def _plan(request: Request, out: Path | None, html: Path | None, *, rehearse: bo
 
 def _precision(param: str | None, reduce: str | None) -> Any:
     """Return torch's policy for two words such as ``"bf16"`` or ``"float32"``; None where neither is given."""
-    if param is None and reduce is None:
-        return None
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    given = {"param_dtype": param, "reduce_dtype": reduce}
-    return MixedPrecisionPolicy(
-        **{
-            key: getattr(torch, dtype_name(key.replace("_", "-"), word))
-            for key, word in given.items()
-            if word is not None
-        }
-    )
+    given = [("param_dtype", param), ("reduce_dtype", reduce)]
+    words = {key: dtype_name(key.replace("_", "-"), word) for key, word in given if word is not None}
+    return MixedPrecisionPolicy(**{key: getattr(torch, word) for key, word in words.items()}) if words else None

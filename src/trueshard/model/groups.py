@@ -50,6 +50,7 @@ class Grouping:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(names.named_modules(model))
+        self._order = {name: i for i, name in enumerate(self.modules)}
         name_of = {id(module): name for name, module in self.modules.items()}
         self.parameters = [
             _Parameter(held.name, held.tensor, list(dict.fromkeys(self._host(name_of[id(m)]) for m, _ in held.places)))
@@ -123,10 +124,9 @@ class Grouping:
 
     def _replicate_unshardable(self) -> None:
         for parameter in self.parameters:
-            if parameter.tensor.ndim == 0:
-                self.replicated[parameter.name] = "0-dim: nothing to shard"
-            elif parameter.tensor.numel() == 0:
-                self.replicated[parameter.name] = "empty: nothing to shard"
+            if parameter.tensor.ndim == 0 or parameter.tensor.numel() == 0:
+                kind = "empty" if parameter.tensor.ndim else "0-dim"
+                self.replicated[parameter.name] = f"{kind}: nothing to shard"
 
     def _join_ties(self) -> None:
         ties = [p for p in self.parameters if len(p.owners) > 1 and p.name not in self.replicated]
@@ -148,9 +148,8 @@ class Grouping:
             # An owner that is itself a unit, or a member of an earlier tie, brings its group along.
             if key and set(self.groups[key].modules) & set(owners):
                 members += [module for module in self.groups.pop(key).modules if module not in members]
-        order = list(self.modules)
         members = [m for m in members if not any(m != other and m.startswith(f"{other}.") for other in members)]
-        members.sort(key=order.index)
+        members.sort(key=self._order.__getitem__)
         self.groups[" + ".join(members)] = _Group(tuple(members), "tied", "tied across units")
 
     def _split_embeddings(self) -> None:
@@ -166,7 +165,6 @@ class Grouping:
 
     def _split_head(self) -> None:
         blocks = [name for group in self.groups.values() if group.kind == "block" for name in group.modules]
-        order = list(self.modules)
         if not blocks:
             return
         sizes: dict[str, int] = {}
@@ -175,10 +173,10 @@ class Grouping:
                 alone = len(parameter.owners) == 1 and not _torch.own_modules(self.modules[owner])
                 size = parameter.tensor.nbytes if alone else -(1 << 62)
                 sizes[owner] = sizes.get(owner, 0) + size
-        behind = order.index(max(blocks, key=order.index))
-        heads = [name for name, size in sizes.items() if size >= HEAD and order.index(name) > behind]
+        behind = max(map(self._order.__getitem__, blocks))
+        heads = [name for name, size in sizes.items() if size >= HEAD and self._order[name] > behind]
         if heads:
-            name = max(heads, key=order.index)
+            name = max(heads, key=self._order.__getitem__)
             self.groups[name] = _Group((name,), "head", "output projection: not kept to the end of backward")
 
     def _split_dtypes(self) -> None:
@@ -209,8 +207,7 @@ class Grouping:
                 self.replicated[parameter.name] = f"trainable {word} beside another dtype in one module"
         hosts = [h for h in hosts if not any(module.startswith(f"{h}.") for module in self._members())]
         if hosts:
-            order = list(self.modules)
-            hosts.sort(key=order.index)
+            hosts.sort(key=self._order.__getitem__)
             inside = f" of {key}" if key else ""
             self.groups[" + ".join(hosts)] = _Group(tuple(hosts), "dtype", f"trainable {word}{inside}")
 
@@ -218,10 +215,9 @@ class Grouping:
 
     def units(self) -> tuple[Unit, ...]:
         """Return the units in the order of the model's modules, the root first."""
-        order = {name: i for i, name in enumerate(self.modules)}
         gathered = self._by_home()
         found = [self._unit(key, group, [p.tensor for p in gathered[key]]) for key, group in self.groups.items()]
-        return tuple(sorted(found, key=lambda unit: order[unit.modules[0]]))
+        return tuple(sorted(found, key=lambda unit: self._order[unit.modules[0]]))
 
     def _unit(self, key: str, group: _Group, mine: list[torch.Tensor]) -> Unit:
         dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in mine})

@@ -116,11 +116,7 @@ class Originals:
 
 
 def capture(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Intent, Originals]:
-    """Record ``model`` and ``optimizers``.
-
-    Raises:
-        ValueError: a parameter is not initialised yet, or an optimizer holds a parameter that the model does not own.
-    """
+    """Record both; raise ValueError for a parameter that is not initialised, or that the model does not own."""
     originals = Originals(names.held_tensors(model, "parameters"), names.held_tensors(model, "buffers"))
     parameters, buffers = (tuple(map(_record, held)) for held in (originals.parameters, originals.buffers))
     name_of = {id(held.tensor): held.name for held in originals.parameters}

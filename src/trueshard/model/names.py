@@ -33,31 +33,24 @@ def unwrap(module: nn.Module) -> nn.Module:
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, module) in the order of ``nn.Module.named_modules``, each module once, without wrappers."""
     seen: set[nn.Module] = set()
-    for name, module, _ in _walk(unwrap(root), "", None):
+    for name, module in _walk(unwrap(root), ""):
         if module not in seen:
             seen.add(module)
             yield name, module
 
 
-def all_named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
-    """Yield (name, module, parent) for every place in the tree: a shared module once for each of its names."""
-    return _walk(unwrap(root), "", None)
-
-
-def _walk(module: nn.Module, name: str, parent: nn.Module | None) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
-    yield name, module, parent
+def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) for every place in the tree: a shared module once for each of its names."""
+    yield name, module
     for child_name, child in _torch.own_modules(module).items():
         if child is not None:
-            yield from _walk(unwrap(child), f"{name}.{child_name}" if name else child_name, module)
+            yield from _walk(unwrap(child), f"{name}.{child_name}" if name else child_name)
 
 
 def named_tensors(root: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """Yield (name, module, attribute, tensor) for every place: a tied tensor once for each of its names.
-
-    ``kind``: ``"parameters"`` or ``"buffers"``.
-    """
+    """Yield (name, module, attribute, tensor) of ``"parameters"`` or ``"buffers"``: a tie for each of its names."""
     tables: dict[str, Any] = {"parameters": _torch.own_parameters, "buffers": _torch.own_buffers}
-    for prefix, module, _ in all_named_modules(root):
+    for prefix, module in _walk(unwrap(root), ""):
         for attribute, tensor in tables[kind](module).items():
             if tensor is not None:
                 yield (f"{prefix}.{attribute}" if prefix else attribute), module, attribute, tensor

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +20,10 @@ from trueshard import _torch
 _CONTAINERS = tuple(key for key, value in nn.Module().__dict__.items() if isinstance(value, (dict, set)))
 
 
-@dataclass
 class _ModuleState:
-    module: nn.Module
-    cls: type
-    attributes: dict[str, Any]
-    contents: dict[str, Any]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _ModuleState:
-        held = module.__dict__
-        contents = {key: held[key].copy() for key in _CONTAINERS if key in held}
-        return cls(module, type(module), dict(held), contents)
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.cls, self.attributes = module, type(module), dict(module.__dict__)
+        self.contents = {key: self.attributes[key].copy() for key in _CONTAINERS if key in self.attributes}
 
     def restore(self) -> None:
         object.__setattr__(self.module, "__class__", self.cls)
@@ -44,18 +35,11 @@ class _ModuleState:
             held.update(content)
 
 
-@dataclass
 class _TensorState:
-    tensor: torch.Tensor
-    data: torch.Tensor
-    attributes: dict[str, Any]
-    hooks: tuple[Any, Any]
-    grad: torch.Tensor | None
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _TensorState:
-        grad = tensor.grad if tensor.is_leaf else None
-        return cls(tensor, tensor.data, dict(tensor.__dict__), _torch.gradient_hooks(tensor), grad)
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.data, self.attributes = tensor, tensor.data, dict(tensor.__dict__)
+        self.hooks = _torch.gradient_hooks(tensor)
+        self.grad = tensor.grad if tensor.is_leaf else None
 
     def restore(self) -> None:
         self.tensor.data = self.data
@@ -70,7 +54,7 @@ class Snapshot:
     """The state of ``model`` and ``optimizers`` when it is made."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
-        self.modules = [_ModuleState.of(module) for module in _every_module(model)]
+        self.modules = [_ModuleState(module) for module in _every_module(model)]
         modules = [state.module for state in self.modules]
         held = [t for m in modules for t in (*_torch.own_parameters(m).values(), *_torch.own_buffers(m).values())]
         tensors = {id(tensor): tensor for tensor in held if tensor is not None}
@@ -80,7 +64,7 @@ class Snapshot:
                 tensors |= {id(value): value for value in values if isinstance(value, torch.Tensor)}
         grads = [tensor.grad for tensor in tensors.values() if tensor.is_leaf and tensor.grad is not None]
         tensors |= {id(grad): grad for grad in grads}
-        self.tensors = [_TensorState.of(tensor) for tensor in tensors.values()]
+        self.tensors = [_TensorState(tensor) for tensor in tensors.values()]
         self.groups = [(group, list(group["params"])) for o in optimizers for group in o.param_groups]
         self.states = [(optimizer.state, list(optimizer.state.items())) for optimizer in optimizers]
 
@@ -133,7 +117,7 @@ class Trace:
     @contextlib.contextmanager
     def undone(self, model: nn.Module) -> Iterator[None]:
         """Inside, undo the changes to the modules of ``model``, which keep the tensors that they have now."""
-        now = [_ModuleState.of(module) for module in _every_module(model)]
+        now = [_ModuleState(module) for module in _every_module(model)]
         try:
             for module, cls, added, changed, hooks in self._modules:
                 object.__setattr__(module, "__class__", cls)

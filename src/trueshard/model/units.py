@@ -25,14 +25,8 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def choose_units(model: nn.Module, words: Any) -> dict[str, str]:
     """Return the chosen modules: name → why. The root is not among them; it always is a unit.
 
-    Args:
-        model: any module.
-        words: ``"auto"`` | class name(s) | class(es) | glob(s) over names | ``callable(name, module) -> bool``.
-            None, ``""``, ``[""]`` and blanks mean ``"auto"``.
-
-    Raises:
-        ValueError: a word that matches nothing, or a match that has no forward of its own.
-        TypeError: a word of another type.
+    ``words``: as ``units`` of ``shard()``; None, ``""``, ``[""]`` and blanks mean ``"auto"``. Raises ValueError for one
+    that matches nothing, or a module that has no forward; TypeError for one of another type.
     """
     modules = dict(names.named_modules(model))
     if callable(words) and not isinstance(words, type):
@@ -65,16 +59,11 @@ def _spoken(words: Any) -> list[str | type]:
         words = [words]
     if not isinstance(words, Iterable):
         raise TypeError(f"units must be words, classes or a callable, not {type(words).__name__}")
-    said: list[str | type] = []
-    for word in words:
-        if isinstance(word, str):
-            if word.strip():
-                said.append(word.strip())
-        elif isinstance(word, type) and issubclass(word, nn.Module):
-            said.append(word)
-        else:
+    said = [word.strip() if isinstance(word, str) else word for word in words]
+    for word in said:
+        if not isinstance(word, str) and not (isinstance(word, type) and issubclass(word, nn.Module)):
             raise TypeError(f"units: {word!r} is neither a name, a glob, nor a module class")
-    return said
+    return [word for word in said if word != ""]
 
 
 def _matching(model: nn.Module, word: str | type) -> dict[str, str]:

@@ -26,7 +26,7 @@ import numpy
 import torch
 from torch import nn
 
-from trueshard.optim import trial
+from trueshard.errors import with_kind
 from trueshard.optim.rebind import by_shape, family
 from trueshard.optim.trial import LARGE_STEPS, RANKS, STEPS, Refused, Result, leaves, run, shapes_of
 
@@ -76,11 +76,7 @@ _QUANTIZED = "torchao.optim."
 
 
 def classify(optimizer: torch.optim.Optimizer) -> list[Verdict]:
-    """Return a verdict for each of the optimizer's groups. The same on every rank; no communication.
-
-    Raises:
-        ValueError: it cannot step on sharded parameters as it would on one device; names the class and the reason.
-    """
+    """Return a verdict for each group, the same on every rank; raise ValueError, with the reason, if it cannot step."""
     cls = type(optimizer)
     groups = optimizer.param_groups
     if any(group.get("differentiable") for group in groups):
@@ -114,7 +110,7 @@ def classify(optimizer: torch.optim.Optimizer) -> list[Verdict]:
         return [Verdict() for _ in groups]
     try:
         return _tried(optimizer)
-    except trial.Refused as refused:
+    except Refused as refused:
         raise refusal(optimizer, str(refused)) from refused.__cause__
 
 
@@ -182,7 +178,7 @@ def _try(optimizer: torch.optim.Optimizer, verdicts: list[Verdict], *, small: bo
         try:
             alone = attempt(only=place)
         except Exception as error:
-            raise Refused(f"it needs gradients of all parameters at once ({_first_line(error)})") from error
+            raise Refused(f"it needs gradients of all parameters at once ({with_kind(error)})") from error
         if _differs(together, alone, [k]) or not _same_settings(together, alone, (place[0], -1)):
             raise Refused("its update of one parameter depends on others, which other ranks hold")
         if small and not any(bool((values[k] != together.before[k]).any()) for values in together.later):
@@ -211,12 +207,7 @@ def _first(
         except Exception as error:
             reason = reason or error
     assert reason is not None
-    raise Refused(f"it cannot be tried on stand-ins for the parameters ({_first_line(reason)})") from reason
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
+    raise Refused(f"it cannot be tried on stand-ins for the parameters ({with_kind(reason)})") from reason
 
 
 def _refuse_random(optimizer: torch.optim.Optimizer, attempt: Callable[..., Result], together: Result) -> None:

@@ -92,10 +92,7 @@ def _not_finite(grads: Sequence[torch.Tensor], norms: torch.Tensor, total: torch
 
 
 def _norms(groups: Sequence[ShardGroup], order: float, foreach: bool | None, *, each: bool) -> torch.Tensor:
-    """Return the norm of all that is sharded over the same ranks, or of ``each`` tensor in the order given: 1-D.
-
-    Collective over the meshes; the same on every rank.
-    """
+    """Return the norm of all that is sharded over the same ranks, or of ``each`` tensor as given: 1-D. Collective."""
     device = groups[0].device
     by_ranks: dict[Ranks | None, list[ShardGroup]] = {}
     for group in groups:

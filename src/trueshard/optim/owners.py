@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,9 +141,10 @@ class Batch:
         ]
         """Elements of the same."""
 
-    def to_owners(self, rows_of: Callable[[Owned], torch.Tensor]) -> Arrival:
-        """Send ``rows_of`` each member to its owner; ``wholes`` reads what arrives."""
-        return Arrival(self, [rows_of(each) for each in self.members], self._here, list(map(sum, self._counts)))
+    def to_owners(self, *, gradients: bool) -> Arrival:
+        """Send this rank's rows of each member, or of its gradient, to its owner; ``wholes`` reads what arrives."""
+        rows = [local_gradient(each.parameter) if gradients else each.local for each in self.members]
+        return Arrival(self, rows, self._here, list(map(sum, self._counts)))
 
     def wholes(self, arrival: Arrival) -> list[torch.Tensor]:
         """Return the whole tensors of ``mine``, each in memory of its own."""
@@ -216,10 +217,7 @@ class Owners:
     ) -> Iterator[tuple[list[tuple[Owned, nn.Parameter]], bool]]:
         """Send gradients to the owners, give out each batch to be updated, and send back what was updated.
 
-        Args:
-            members: all owned parameters, with a gradient or without.
-            groups: the optimizer's.
-            decoupled: by group, whether the parameter enters as a factor alone.
+        ``members``: with a gradient or without. ``decoupled``: by group, True if parameters enter as a factor alone.
 
         Yields:
             This rank's (record, leaf with the whole gradient) of a batch, and whether it is the last. When asked for
@@ -233,12 +231,12 @@ class Owners:
         batches = list(_batches(taking))
         if not batches and resting:
             yield resting, True
-        coming = [batch.to_owners(_gradient) for batch in batches[:1]]
+        coming = [batch.to_owners(gradients=True) for batch in batches[:1]]
         going: list[tuple[Batch, Arrival]] = []
         for k, batch in enumerate(batches):
-            coming += [following.to_owners(_gradient) for following in batches[k + 1 : k + 2]]
+            coming += [following.to_owners(gradients=True) for following in batches[k + 1 : k + 2]]
             grads = batch.wholes(coming.pop(0))
-            leaves = [_zeros(each) if decoupled[each.place[0]] else _whole(each) for each in batch.mine]
+            leaves = [_whole(each, zeros=decoupled[each.place[0]]) for each in batch.mine]
             for leaf, grad in zip(leaves, grads, strict=True):
                 leaf.grad = grad
             del grads
@@ -253,16 +251,9 @@ class Owners:
             _land(*each, groups, decoupled)
 
 
-def _gradient(each: Owned) -> torch.Tensor:
-    return local_gradient(each.parameter)
-
-
-def _zeros(each: Owned) -> nn.Parameter:
-    zeros = torch.zeros(each.parameter.shape, dtype=each.parameter.dtype, device=each.local.device)
-    return leaf_over(zeros, each.parameter)
-
-
-def _whole(each: Owned) -> nn.Parameter:
+def _whole(each: Owned, zeros: bool = False) -> nn.Parameter:
+    if zeros:
+        return leaf_over(each.local.new_zeros(each.parameter.shape), each.parameter)
     assert each.whole is not None
     return each.whole
 
@@ -304,7 +295,7 @@ def _agree(members: Sequence[Owned], keeping: Sequence[Owned]) -> bool:
 def _fetch(members: Sequence[Owned]) -> None:
     """Give every owner the whole values of its parameters."""
     for batch in _batches(members):
-        values = batch.wholes(batch.to_owners(lambda each: each.local))
+        values = batch.wholes(batch.to_owners(gradients=False))
         for each, value in zip(batch.mine, values, strict=True):
             if each.whole is None:
                 each.whole = leaf_over(value, each.parameter)

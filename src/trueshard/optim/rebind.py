@@ -43,10 +43,8 @@ def rebind(
 ) -> None:
     """Point ``optimizer``, and those that it wraps, at the sharded parameters.
 
-    Args:
-        optimizer: made on the parameters before sharding.
-        new_of: ``id`` of each original parameter → its sharded parameter (itself, where it was not sharded).
-        is_rows: for each group, which state is cut like its parameter; by shape when left out.
+    ``new_of``: ``id`` of each original parameter → its sharded parameter (itself, where it was not sharded).
+    ``is_rows``: for each group, which state is cut like its parameter; by shape when left out.
     """
     rule_of: dict[int, IsRows] = {}
     seen: set[int] = set()

@@ -166,12 +166,9 @@ def _put(state: State, key: torch.Tensor, entries: Any) -> None:
 
 
 class JoinedShards(StandIn):
-    """Shards of one dtype that follow one another in memory, as one flat tensor.
+    """Shards of one dtype that follow one another in memory, and are given in that order, as one flat tensor.
 
     State that was made for the flat tensor is shown as a DTensor for each parameter, a view of it.
-
-    Args:
-        members: contiguous, in the order of their memory.
     """
 
     def __init__(self, members: Sequence[DTensor]) -> None:
@@ -311,14 +308,10 @@ class JoinedShards(StandIn):
         return _torch.local(value)
 
     def _join(self, values: list[Any]) -> tuple[Any] | None:
-        """Copy the members' ``values`` into one: they came from a checkpoint, or from before sharding.
-
-        None: they cannot be joined.
-        """
+        """Copy the members' ``values``, from a checkpoint or before sharding, into one; None: they cannot be joined."""
         first = values[0]
         if not isinstance(first, torch.Tensor):
-            equal = all(type(value) is type(first) and value == first for value in values)
-            return (first,) if equal else None
+            return (first,) if all(type(value) is type(first) and value == first for value in values) else None
         if any(not isinstance(value, torch.Tensor) or value.dtype != first.dtype for value in values):
             return None
         if all(value.ndim == 0 for value in values):
@@ -395,12 +388,7 @@ def _follows(before: DTensor, after: DTensor) -> bool:
 
 @contextlib.contextmanager
 def swapped(optimizer: torch.optim.Optimizer, stand_ins: Sequence[Sequence[StandIn]]) -> Iterator[None]:
-    """Inside, show the optimizer, and those that it wraps, leaves; then again DTensors, with what it changed.
-
-    Args:
-        optimizer: the user's.
-        stand_ins: for each of its groups.
-    """
+    """Inside, show the optimizer, and those that it wraps, leaves; then again DTensors, with what it changed."""
     # No optimizer expects an empty group, but each knows parameters without a gradient.
     lists = [given or [Placeholder(None)] for given in stand_ins]
     every = [each for given in lists for each in given]

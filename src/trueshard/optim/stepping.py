@@ -92,10 +92,7 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def bind(optimizer: torch.optim.Optimizer, verdicts: list[Verdict] | None = None) -> None:
-    """From now on, let ``optimizer`` step without DTensor dispatch, exactly. Once is enough.
-
-    ``verdicts``: what ``classify`` said before its parameters were sharded. Raises its ValueError.
-    """
+    """From now on, let ``optimizer`` step without DTensor dispatch, exactly. Raises the ValueError of ``classify``."""
     if optimizer not in _bound:
         _bound[optimizer] = Stepping(optimizer, classify(optimizer) if verdicts is None else verdicts)
 
@@ -275,7 +272,8 @@ class Stepping:
         """
         self._settle_state(optimizer, owned)
         groups = optimizer.param_groups
-        step = _unhooked(optimizer)
+        step: Any = type(optimizer).step
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without torch's, which calls hooks
         settings = _Settings(optimizer)
         nothing_local = all(isinstance(each, Placeholder) for members in local for each in members)
         walk = self._owners.walk(owned, groups, [verdict.decoupled for verdict in self._verdicts])
@@ -312,10 +310,7 @@ class Stepping:
     # Closures
 
     def _wrap(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *, first: bool) -> Callable[[], Any]:
-        """Wrap the user's closure, which meets DTensors whenever the optimizer calls it, and makes other gradients.
-
-        ``first``: gradients must be there before they travel, so it is called now, and what it returned is given out.
-        """
+        """Wrap the user's closure, which meets DTensors; ``first``: call it now, before its gradients travel."""
         if any(verdict.rows is not None for verdict in self._verdicts):
             closure = self._average_loss(optimizer, closure)
         if first:
@@ -375,17 +370,8 @@ def _gather(value: Any) -> Any:
     return each_in(value, lambda each, _: _gather(each))
 
 
-def _unhooked(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Return the class's ``step`` without the wrapper that torch puts around it to call hooks."""
-    step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
-
-
 class _Settings:
-    """What an optimizer has besides parameters and state: its groups' other keys, its own attributes.
-
-    All batches of a step begin with the same: all but the last get a copy.
-    """
+    """What an optimizer has besides parameters and state; all batches of a step but the last get a copy."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         tables = [table for member in family(optimizer) for table in (*member.param_groups, vars(member))]

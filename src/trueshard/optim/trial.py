@@ -64,10 +64,7 @@ def shapes_of(group: dict[str, Any], small: bool) -> list[tuple[int, ...]]:
 
 
 class _StandIn:
-    """A parameter in the place of one of the user's, whole, or the piece of it that a rank has.
-
-    Values and gradients follow from its ``number``.
-    """
+    """A parameter in place of one of the user's, whole or a rank's piece; its values follow from its ``number``."""
 
     def __init__(self, shape: tuple[int, ...], number: int, dtype: torch.dtype, rank: int | None) -> None:
         self._shape, self._number, self._rank = shape, number, rank
@@ -109,20 +106,11 @@ def run(
     rank: int = 0,
     cut: int | None = None,
 ) -> Result:
-    """Run steps of a copy of ``optimizer`` on stand-ins of ``shapes``.
+    """Run steps of a copy of ``optimizer`` on stand-ins of ``shapes``, by group.
 
-    Args:
-        optimizer: the user's.
-        shapes: of the stand-ins, by group.
-        steps: how many.
-        extreme: let the last gradients be very large, and very small.
-        fresh: forget what the optimizer has counted.
-        remade: construct it anew.
-        seed: of the random number generators.
-        dtype: of the stand-ins.
-        only: the one stand-in, as (group, position), that has gradients; None: all.
-        rank: the piece of those that are cut.
-        cut: the group whose stand-ins are cut; None: none.
+    ``extreme``: the last gradients are very large, and very small. ``fresh``: forget what the optimizer has counted.
+    ``remade``: construct it anew. ``only``: the one stand-in, as (group, position), that has gradients; None: all.
+    ``cut``: the group of whose stand-ins there is the piece of ``rank`` alone; None: none.
     """
     trial = _copy(optimizer, fresh)
     numbers = itertools.count(1)
@@ -149,7 +137,8 @@ def run(
         if step >= steps - 1:
             later.append([p.detach().clone() for p in parameters])
     settings = [_numbers(group) for group in trial.param_groups]
-    state = [_flat_state(trial, p) for p in parameters]
+    members = [each.state for each in family(trial)]
+    state = [dict(each for held in members if p in held for each in leaves(held[p])) for p in parameters]
     return Result(before, later, state, [*settings, _numbers(vars(trial))], drew=_drawn() != drawn)
 
 
@@ -176,14 +165,6 @@ def _make_visible(group: dict[str, Any]) -> None:
         group["lr"] = rate.detach().clone() if float(rate) > 0 else torch.full_like(rate, 1e-2)
     elif isinstance(rate, (int, float)) and rate <= 0:
         group["lr"] = 1e-2
-
-
-def _flat_state(trial: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[tuple[Any, ...], Any]:
-    found: dict[tuple[Any, ...], Any] = {}
-    for member in family(trial):
-        if parameter in member.state:
-            found |= dict(leaves(member.state[parameter]))
-    return found
 
 
 def _numbers(table: dict[str, Any]) -> dict[tuple[Any, ...], Any]:
@@ -233,8 +214,9 @@ def _copy(optimizer: torch.optim.Optimizer, fresh: bool) -> torch.optim.Optimize
     if fresh:
         given = {"lr", "initial_lr"}.union(*(each.defaults for each in members if hasattr(each, "defaults")))
         for group in (group for new in copies for group in new.param_groups):
-            for key in [key for key, value in group.items() if key not in given and _is_number(value)]:
-                del group[key]
+            for key, value in list(group.items()):
+                if key not in given and isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool):
+                    del group[key]
     return copies[0]
 
 
@@ -250,7 +232,3 @@ def _remake(optimizer: torch.optim.Optimizer, trial: torch.optim.Optimizer) -> t
         wrapped[0] if wrapped else groups, **{name: known[name] for name in names if name in known}
     )
     return remade
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)

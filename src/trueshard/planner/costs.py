@@ -79,29 +79,23 @@ def bus_bandwidth(inside: int, nodes: int, hardware: Hardware) -> float:
     return network if inside == 1 else min(link, network)
 
 
-_OVERWRITING = frozenset(
-    {
-        *("aten.copy_", "aten._foreach_copy_", "aten._foreach_zero_", "aten.fill_", "aten.zero_"),
-        *("fsdp.all_gather_copy_in", "fsdp.split_with_sizes_copy", "fsdp.chunk_cat"),
-    }
-)
+_OVERWRITING = {
+    *("aten.copy_", "aten._foreach_copy_", "aten._foreach_zero_", "aten.fill_", "aten.zero_"),
+    *("fsdp.all_gather_copy_in", "fsdp.split_with_sizes_copy", "fsdp.chunk_cat"),
+}
 """Operators that do not read the arguments they write: these are among the inputs, and move once."""
 
-_GATHERING = frozenset(
-    {
-        *("aten.embedding", "aten.embedding_dense_backward", "aten.index", "aten.index_select", "aten.gather"),
-        *("aten.nll_loss_forward", "aten.nll_loss_backward"),
-    }
-)
+_GATHERING = {
+    *("aten.embedding", "aten.embedding_dense_backward", "aten.index", "aten.index_select", "aten.gather"),
+    *("aten.nll_loss_forward", "aten.nll_loss_backward"),
+}
 """Operators that read a few rows of a large tensor: as many bytes as they write."""
 
-_UNFUSABLE = frozenset(
-    {
-        *("aten.embedding", "aten.embedding_dense_backward", "aten.nll_loss_forward", "aten.nll_loss_backward"),
-        *("aten.index_put_", "aten._index_put_impl_", "aten.scatter_", "aten.scatter_add_", "aten.index_add_"),
-        *("aten.sort", "aten.topk", "aten.cumsum", "aten.native_dropout", "aten.multinomial"),
-    }
-)
+_UNFUSABLE = {
+    *("aten.embedding", "aten.embedding_dense_backward", "aten.nll_loss_forward", "aten.nll_loss_backward"),
+    *("aten.index_put_", "aten._index_put_impl_", "aten.scatter_", "aten.scatter_add_", "aten.index_add_"),
+    *("aten.sort", "aten.topk", "aten.cumsum", "aten.native_dropout", "aten.multinomial"),
+}
 """Memory-bound operators that a compiler does not fuse with their neighbours."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from trueshard.planner import ledger
 from trueshard.planner.hardware import Hardware, Mode
 from trueshard.planner.inputs.batches import quietly
-from trueshard.planner.reserve import Reserved, replay
+from trueshard.planner.reserve import replay
 from trueshard.planner.simulation.simulate import Simulation, simulate
 from trueshard.planner.timeline import Timeline, schedule
 from trueshard.planner.trace import KINDS, Trace
@@ -31,11 +31,6 @@ class Cluster:
     """Replicas; each is sharded over ``ranks / replicate`` neighbouring ranks."""
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or self.ranks_per_node < 1 or self.replicate < 1:
-            raise ValueError(
-                f"ranks={self.ranks}, ranks_per_node={self.ranks_per_node}, replicate={self.replicate}: "
-                "each must be 1 or more"
-            )
         if self.ranks > self.ranks_per_node and self.ranks % self.ranks_per_node:
             raise ValueError(f"ranks={self.ranks} is not a whole number of nodes of {self.ranks_per_node} ranks")
         if self.ranks % self.replicate:
@@ -58,6 +53,7 @@ class Cluster:
         return self.hardware.memory_bytes - self.overhead_bytes
 
 
+@quietly()
 def study(job: Job, cluster: Cluster, budget: int | None = None) -> Study:
     """Return what a job costs on a cluster, whose mesh is the job's.
 
@@ -74,19 +70,43 @@ def study(job: Job, cluster: Cluster, budget: int | None = None) -> Study:
         )
     budget = cluster.available_bytes if budget is None else budget
     job = dataclasses.replace(job, on_cpu=not cluster.hardware.streams)
-    with quietly():
-        made = simulate(dataclasses.replace(job, accumulation=min(job.accumulation, MICROBATCHES)))
+    made = simulate(dataclasses.replace(job, accumulation=min(job.accumulation, MICROBATCHES)))
     mode: Mode = "compile" if made.plan.compile else "eager"
     line = schedule(made.steady, cluster.hardware, cluster.ranks_per_node, mode)
     amounts, received = _amounts(made.steady, line), ledger.received(made.steady)
     if (more := job.accumulation - MICROBATCHES) > 0:
-        with quietly():
-            less = simulate(dataclasses.replace(job, accumulation=MICROBATCHES - 1)).steady
+        less = simulate(dataclasses.replace(job, accumulation=MICROBATCHES - 1)).steady
         shorter = schedule(less, cluster.hardware, cluster.ranks_per_node, mode)
         amounts = _extended(amounts, _amounts(less, shorter), more)
         received = _extended(received, ledger.received(less), more)
-    reserved = replay(made.first, made.steady, workspace_bytes=cluster.hardware.workspace_bytes)
-    forecast = _forecast(job, cluster, budget, made, reserved, received, amounts)
+    reserved = replay(made.first, made.steady, workspace_bytes=cluster.hardware.workspace_bytes).reserved
+    peak = max((ledger.peak(made.first), ledger.peak(made.steady)), key=lambda each: each.bytes)
+    seconds = amounts["step_seconds"]
+    tokens = job.microbatch * job.accumulation * job.workload.sequence
+    rate = cluster.hardware.peak(compute_dtype(made.plan))
+    forecast = Forecast(
+        model=job.workload.name,
+        hardware=cluster.hardware.name,
+        ranks=cluster.ranks,
+        ranks_per_node=cluster.ranks_per_node,
+        sequence=job.workload.sequence,
+        microbatch=job.microbatch,
+        accumulation=job.accumulation,
+        optimizer=job.optimizer,
+        fits=reserved <= budget,
+        budget_bytes=budget,
+        peak_live_bytes=peak.bytes,
+        peak_reserved_bytes=reserved,
+        overhead_bytes=cluster.overhead_bytes,
+        peak_phase=peak.phase,
+        peak_unit=peak.unit,
+        peak_by_kind={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
+        bytes_received_per_step=sum(received.values()),
+        received_by_collective=received,
+        tokens_per_second_per_rank=tokens / seconds if seconds else 0.0,
+        mfu=amounts["model_flops_per_step"] / seconds / rate if seconds else 0.0,
+        **amounts,
+    )
     plan = dataclasses.replace(made.plan, forecast=forecast)
     return Study(plan, forecast, made.steady, line, assumptions=_assumptions(job, cluster, made))
 
@@ -105,44 +125,6 @@ def _amounts(trace: Trace, line: Timeline) -> dict[str, Any]:
 def _extended(amounts: dict[str, Any], less: dict[str, Any], times: int) -> dict[str, Any]:
     """Return the amounts with ``times`` microbatches more, each as much as ``amounts`` has more than ``less``."""
     return {key: value + times * (value - less.get(key, 0)) for key, value in amounts.items()}
-
-
-def _forecast(
-    job: Job,
-    cluster: Cluster,
-    budget: int,
-    made: Simulation,
-    reserved: Reserved,
-    received: dict[str, int],
-    amounts: dict[str, Any],
-) -> Forecast:
-    peak = max((ledger.peak(made.first), ledger.peak(made.steady)), key=lambda each: each.bytes)
-    seconds = amounts["step_seconds"]
-    tokens = job.microbatch * job.accumulation * job.workload.sequence
-    rate = cluster.hardware.peak(compute_dtype(made.plan))
-    return Forecast(
-        model=job.workload.name,
-        hardware=cluster.hardware.name,
-        ranks=cluster.ranks,
-        ranks_per_node=cluster.ranks_per_node,
-        sequence=job.workload.sequence,
-        microbatch=job.microbatch,
-        accumulation=job.accumulation,
-        optimizer=job.optimizer,
-        fits=reserved.peak_reserved <= budget,
-        budget_bytes=budget,
-        peak_live_bytes=peak.bytes,
-        peak_reserved_bytes=reserved.peak_reserved,
-        overhead_bytes=cluster.overhead_bytes,
-        peak_phase=peak.phase,
-        peak_unit=peak.unit,
-        peak_by_kind={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
-        bytes_received_per_step=sum(received.values()),
-        received_by_collective=received,
-        tokens_per_second_per_rank=tokens / seconds if seconds else 0.0,
-        mfu=amounts["model_flops_per_step"] / seconds / rate if seconds else 0.0,
-        **amounts,
-    )
 
 
 def compute_dtype(plan: Plan) -> str:

@@ -26,7 +26,6 @@ Mode = Literal["eager", "compile"]
 
 
 def _number(value: Any) -> Any:
-    """Refuse what pydantic would convert to a number."""
     if isinstance(value, bool | str):
         raise ValueError("must be a number")
     return value

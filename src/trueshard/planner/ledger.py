@@ -83,12 +83,12 @@ class Peak:
 class UnitUse:
     """Memory, traffic and FLOPs of one unit."""
 
-    at_peak: int
+    bytes_at_peak: int
     """Live bytes at the step's peak."""
-    maximum: int
+    bytes_maximum: int
     """Largest live bytes at any position."""
-    received: int
-    """Bytes received from other ranks."""
+    bytes_received: int
+    """From other ranks."""
     flops: int
     """FLOPs while the unit's forward or backward runs, recomputation included."""
 

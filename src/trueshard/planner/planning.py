@@ -19,7 +19,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trueshard import distributed
 from trueshard.choices import Choices
-from trueshard.files import replace_text
 from trueshard.log import timed
 from trueshard.model.names import nearest
 from trueshard.planner import process
@@ -77,15 +76,8 @@ class Request:
 
     def choices(self) -> Choices:
         """Return the options of ``shard()``."""
-        return Choices(
-            units=self.units,
-            reshard_after_forward=self.reshard_after_forward,
-            activation_checkpointing=self.activation_checkpointing,
-            mixed_precision=self.mixed_precision,
-            compile=self.compile,
-            offload=self.offload or "none",
-            memory=self.memory,
-        )
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Choices)}
+        return Choices(**given | {"offload": self.offload or "none"})
 
 
 @timed("plan")
@@ -125,8 +117,7 @@ def plan(
     if isinstance(model, nn.Module):
         refuse_sharded(model)
     request = Request(model=model, hardware=hardware, ranks=ranks, memory=memory, batch=batch, **choices)
-    found: Plan = process.call("trueshard.planner.solve:best_plan", request)
-    return found
+    return process.call("trueshard.planner.solve:best_plan", request)
 
 
 def plan_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh, choices: Choices) -> Plan:
@@ -198,8 +189,3 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"{path} cannot be written: there is no folder {target.parent}")
     if not os.access(target.parent, os.W_OK):
         raise ValueError(f"{path} cannot be written: {target.parent} takes no new files")
-
-
-def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan as JSON; a file that is there is replaced when the new one is complete."""
-    replace_text(Path(path), plan.to_json() + "\n")

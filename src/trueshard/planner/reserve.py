@@ -1,13 +1,25 @@
-"""Forecast ``torch.cuda.max_memory_reserved``: replay a job's steps through the model of the caching allocator."""
+"""Forecast ``torch.cuda.max_memory_reserved``: replay a job's steps through a model of PyTorch's caching allocator.
+
+It decides as ``c10/cuda/CUDACachingAllocator.cpp`` does with default settings on a device that has enough memory.
+Constants are from ``c10/core/AllocatorConfig.h`` of torch 2.13.
+
+- A request is rounded up to 512 bytes. Up to 1 MiB it comes from the small pool, above from the large one. Each stream
+  has its own pools; memory never moves from one to another.
+- Best fit: the smallest free block that is large enough is taken, the one at the lowest address among equals. It is
+  split if 512 bytes remain in the small pool, more than 1 MiB in the large one.
+- If no block fits, a segment is reserved: 2 MiB for the small pool, 20 MiB for requests under 10 MiB, the request
+  rounded up to 2 MiB above. A freed block is coalesced with free neighbours of its segment and stays reserved.
+
+The model differs in one point: addresses of segments only ever rise. The driver's may not, which changes ties alone.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 
-from trueshard.planner.allocator import Block, CachingAllocator
-from trueshard.planner.trace import Allocation, Free, Kernel, Trace
+from trueshard.planner.trace import Allocation, Free, Kernel, Stream, Trace
 
 MATMULS = frozenset(
     f"aten.{name}"
@@ -16,18 +28,8 @@ MATMULS = frozenset(
 """Operations that go to cuBLAS."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """Memory of a job on one device, in bytes."""
-
-    peak_reserved: int
-    """As ``torch.cuda.max_memory_reserved``; nothing that is reserved goes back to the device."""
-    peak_allocated: int
-    """As ``torch.cuda.max_memory_allocated``: in blocks, which are rounded up."""
-
-
-def replay(first: Trace, steady: Trace, *, repeats: int = 2, workspace_bytes: int = 0) -> Reserved:
-    """Replay resident storages, a first step, and then ``repeats`` steady ones through the allocator.
+def replay(first: Trace, steady: Trace, *, repeats: int = 2, workspace_bytes: int = 0) -> CachingAllocator:
+    """Replay resident storages, a first step, and then ``repeats`` steady ones through an allocator, and return it.
 
     A storage is matched from one step to the next by its number. If a step frees a resident storage and leaves a new
     one in its place (gradients that wait for the next ``zero_grad``), the next step finds that under the resident's
@@ -45,12 +47,10 @@ def replay(first: Trace, steady: Trace, *, repeats: int = 2, workspace_bytes: in
     run = _Replay(workspace_bytes)
     for trace in [first] + [steady] * repeats:
         run.step(trace)
-    return Reserved(run.allocator.reserved, run.allocator.peak_allocated)
+    return run.allocator
 
 
 class _Replay:
-    """Runs steps one after another on one allocator."""
-
     def __init__(self, workspace_bytes: int) -> None:
         self.allocator = CachingAllocator()
         self.live: dict[int, tuple[Allocation, Block | None]] = {}
@@ -110,3 +110,128 @@ _KEYS: tuple[Callable[[Allocation], Hashable], ...] = (
     lambda each: each.bytes,
 )
 """Ways to tell that a resident is a storage of the last step, the surest first."""
+
+
+# The allocator
+
+MINIMUM = 512
+"""Requests are rounded up to a multiple of it (kMinBlockSize)."""
+SMALL = 1 << 20
+"""Largest request of the small pool (kSmallSize)."""
+SMALL_SEGMENT = 2 << 20
+"""Segment of the small pool (kSmallBuffer)."""
+LARGE_SEGMENT = 20 << 20
+"""Segment for requests of the large pool under ``MIN_LARGE`` (large_segment_size)."""
+MIN_LARGE = 10 << 20
+"""Requests from this size on get a segment of their own (kMinLargeAlloc)."""
+ROUND_LARGE = 2 << 20
+"""Such a segment's size is a multiple of it (kRoundLarge)."""
+
+
+class Block:
+    """A part of a segment, in use or free."""
+
+    __slots__ = ("address", "free", "next", "pool", "prev", "size")
+
+    def __init__(self, pool: Pool, address: int, size: int) -> None:
+        self.pool = pool
+        self.address = address
+        self.size = size
+        self.free = False
+        self.prev: Block | None = None
+        """Neighbour at lower addresses in the same segment."""
+        self.next: Block | None = None
+
+    def split(self, size: int) -> Block:
+        """Shorten the block to its first ``size`` bytes; return the remainder, which is not in the free list."""
+        remainder = Block(self.pool, self.address + size, self.size - size)
+        remainder.prev, remainder.next = self, self.next
+        if self.next is not None:
+            self.next.prev = remainder
+        self.next = remainder
+        self.size = size
+        return remainder
+
+    def absorb(self, after: Block) -> None:
+        """Extend the block by the next one of its segment."""
+        self.size += after.size
+        self.next = after.next
+        if after.next is not None:
+            after.next.prev = self
+
+
+class Pool:
+    """Free blocks of one stream, for small or for large requests."""
+
+    __slots__ = ("free", "remainder", "segment")
+
+    def __init__(self, small: bool) -> None:
+        self.segment = SMALL_SEGMENT if small else LARGE_SEGMENT
+        self.remainder = MINIMUM if small else SMALL + MINIMUM
+        """Smallest remainder that is split off."""
+        self.free: list[tuple[int, int, Block]] = []
+        """(size, address, block), sorted; addresses are unique."""
+
+    def add(self, block: Block) -> None:
+        block.free = True
+        insort(self.free, (block.size, block.address, block))
+
+    def remove(self, block: Block) -> None:
+        block.free = False
+        del self.free[bisect_left(self.free, (block.size, block.address))]
+
+    def take(self, size: int) -> Block | None:
+        """Remove and return the best fit for ``size`` bytes; None if no free block is large enough."""
+        index = bisect_left(self.free, (size,))
+        if index == len(self.free):
+            return None
+        block = self.free.pop(index)[2]
+        block.free = False
+        return block
+
+
+class CachingAllocator:
+    """The allocator of one device; all sizes in bytes."""
+
+    def __init__(self) -> None:
+        self.allocated = 0
+        """In blocks in use, as ``torch.cuda.memory_allocated``."""
+        self.reserved = 0
+        """In segments, as ``torch.cuda.max_memory_reserved``: nothing that is reserved goes back to the device."""
+        self.peak_allocated = 0
+        """In blocks, which are rounded up, as ``torch.cuda.max_memory_allocated``."""
+        self.pools: dict[tuple[Stream, bool], Pool] = {}
+
+    def allocate(self, bytes: int, stream: Stream = "compute") -> Block:
+        """Return a block of at least ``bytes`` (which must be positive), to be used on ``stream``."""
+        size = _round_up(bytes, MINIMUM)
+        pool = self.pools.setdefault((stream, size <= SMALL), Pool(size <= SMALL))
+        block = pool.take(size) or self._new_segment(pool, size)
+        if block.size - size >= pool.remainder:
+            pool.add(block.split(size))
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Return a block to its pool, coalesced with adjacent free ones; it must not be used afterwards."""
+        self.allocated -= block.size
+        pool = block.pool
+        if block.next is not None and block.next.free:
+            pool.remove(block.next)
+            block.absorb(block.next)
+        if block.prev is not None and block.prev.free:
+            pool.remove(block.prev)
+            block.prev.absorb(block)
+            block = block.prev
+        pool.add(block)
+
+    def _new_segment(self, pool: Pool, size: int) -> Block:
+        total = pool.segment if size < MIN_LARGE else _round_up(size, ROUND_LARGE)
+        block = Block(pool, self.reserved, total)
+        self.reserved += total
+        return block
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return (size + multiple - 1) // multiple * multiple

@@ -18,7 +18,8 @@ from trueshard.planner.forecasting import Cluster, study
 from trueshard.planner.hardware import Hardware, hardware
 from trueshard.planner.inputs.workloads import is_size, workload_of
 from trueshard.planner.planning import Request
-from trueshard.planner.search.search import Space, choose
+from trueshard.planner.search.search import choose
+from trueshard.planner.search.space import Space
 from trueshard.planner.simulation.preflight import preflight
 from trueshard.planner.workload import Job, Study
 from trueshard.plans import Plan
@@ -32,7 +33,7 @@ _GROUP = "_planned_group"
 def solve(request: Request) -> Study:
     """Return the study of the best plan; raises as ``trueshard.plan``."""
     request.choices().replace(memory=None).check_alone(request.plan, defaults=FREE)
-    space, is_open = _space(request)
+    space, is_open = space_of(request)
     warnings = _preflight(space, request.plan)
     found = choose(space) if is_open and request.plan is None else _of_one_plan(space, request.plan)
     return dataclasses.replace(found, assumptions=(*found.assumptions, *warnings))
@@ -65,7 +66,7 @@ def best_plan_for(
         optimizer=lambda made: [_over(made, each, i) for i, each in enumerate(optimizers)],
         **vars(choices),
     )
-    space, _ = _space(request)
+    space, _ = space_of(request)
     return choose(space).plan
 
 
@@ -82,7 +83,7 @@ def _over(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> to
     return made
 
 
-def _space(request: Request) -> tuple[Space, bool]:
+def space_of(request: Request) -> tuple[Space, bool]:
     """Return the plans that are asked for, and whether there is anything to choose."""
     given, choices, own = request.hardware, request.choices(), request.optimizer
     device = given if isinstance(given, Hardware) else hardware(os.fspath(given))

@@ -22,6 +22,7 @@ The model follows FSDP2 and NCCL:
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from trueshard.planner import costs
@@ -92,18 +93,15 @@ class _Scheduler:
         self.line = Timeline()
         self.host = 0.0
         self.compute = 0.0
-        self.free: dict[Stream, float] = dict.fromkeys(_OTHERS, 0.0)
-        """By stream other than compute: when it is idle."""
+        # When each is idle: streams other than compute, and communicators of groups (ranks, stride).
+        self.free: dict[Stream, float] = defaultdict(float)
         self.queues: dict[tuple[int, int], float] = {}
-        """By group (ranks, stride): when its communicator is idle."""
+        # By position: when the result of a communication or transfer is available, and when the host issued it.
         self.done: dict[int, float] = {}
-        """By position: when the result of a communication or transfer is available."""
         self.issued: dict[int, float] = {}
-        """By position: when the host issued it."""
+        # When all all-gather buffers but the last have been copied out, and when the last has.
         self.may_gather = 0.0
-        """When all all-gather buffers but the last have been copied out."""
         self.copied_out = 0.0
-        """When the last all-gather buffer has been copied out."""
         self.in_forward = False
         self.before_forward = 0.0
         """When the compute stream is done with the events before this forward."""
@@ -136,7 +134,9 @@ class _Scheduler:
             return  # fused into a kernel before it
         self.host += self.launch
         if event.stream == "host":
-            self._on_host(i, event)
+            start = max([self.host, *(self.done.get(position, 0.0) for position in event.after)])
+            self.host = start + costs.moved_bytes(event) / self.hardware.host_memory_bandwidth
+            self._add("host", start, self.host, i)
             return
         phase = event.place.phase
         wait = issued = 0.0
@@ -190,11 +190,6 @@ class _Scheduler:
         self.done[i], self.issued[i] = end, self.host
         return end
 
-    def _on_host(self, i: int, event: Kernel) -> None:
-        start = max([self.host, *(self.done.get(position, 0.0) for position in event.after)])
-        self.host = start + costs.moved_bytes(event) / self.hardware.host_memory_bandwidth
-        self._add("host", start, self.host, i)
-
     def _on_compute(self, wait: float, seconds: float, i: int, waited_for: float = 0.0, issued: float = 0.0) -> float:
         """Add a span to the compute stream, not before ``wait``, and return its end.
 
@@ -213,7 +208,6 @@ class _Scheduler:
         return end
 
     def _on_stream(self, stream: Stream, wait: float, seconds: float, i: int) -> float:
-        """Add a span to another stream, not before ``wait``, and return its end."""
         start = max(self.host, self.free[stream], wait)
         end = self.free[stream] = start + seconds
         self._add(stream, start, end, i)
@@ -230,6 +224,3 @@ class _Scheduler:
             self.may_gather = self.copied_out = max(self.before_forward, self.may_gather)
         self.in_forward = phase == "forward"
         return self.may_gather
-
-
-_OTHERS: tuple[Stream, ...] = ("all_gather", "reduce_scatter", "all_reduce", "transfer")

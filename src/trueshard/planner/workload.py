@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +13,6 @@ from trueshard.choices import DEFAULTS, Choices
 from trueshard.planner.timeline import Timeline
 from trueshard.planner.trace import Trace
 from trueshard.plans import Forecast, Plan
-
-if TYPE_CHECKING:
-    from trueshard.planner.simulation.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Job:
     """Options of ``shard()``."""
     on_cpu: bool = False
     """Train on CPUs: attention by the CPU's kernels, and offloaded shards in the one memory there is."""
-    recorder: Callable[[], Recorder] | None = None
+    recorder: Callable[[], Any] | None = None
     """Build the recorder of events; None: one that models no memory inside operators."""
 
 

@@ -103,17 +103,10 @@ def apply(
     hooked: Collection[str] = (),
     sources: dict[str, torch.Tensor] | None = None,
 ) -> dict[int, nn.Parameter]:
-    """Shard ``model`` in place by a plan that has its units.
+    """Shard ``model`` in place by a plan that has its units; return ``id`` of each original parameter → the new one.
 
-    Args:
-        model: the user's module, or a wrapper of it.
-        plan: with ``units``, whose names are this model's.
-        mesh: 1-D (shard) or 2-D (replicate, shard).
-        hooked: parameters on which some rank has a gradient hook.
-        sources: for a model on the meta device, shards of the same plan to take the values from, by name.
-
-    Returns:
-        ``id`` of each original parameter → the parameter that took its place.
+    ``hooked``: parameters on which some rank has a gradient hook. ``sources``: for a model on the meta device, shards
+    of the same plan to take the values from, by name.
     """
     before = Snapshot(model)
     names.hide_wrappers(model)
@@ -125,7 +118,7 @@ def apply(
     _prepare_tensors(originals, whole, device_of(mesh))
     for unit in plan.units:
         _prepare_modules(unit, [modules[name] for name in unit.modules], plan.compile)
-    for unit in sorted(plan.units, key=lambda unit: -_depth(unit)):
+    for unit in sorted(plan.units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules)):
         _shard_unit(unit, modules, plan, mesh, whole)
     _torch.join_shards(root, SMALL)
     if sources is not None:
@@ -157,10 +150,6 @@ def _prepare_modules(unit: Unit, modules: list[nn.Module], compile_blocks: bool)
             module.compile()
         if unit.kind != "root" and _torch.own_parameters(module) and not _torch.is_compiled_in_place(module):
             names.mix_in(module, GatheredOnAccess)
-
-
-def _depth(unit: Unit) -> int:
-    return max(name.count(".") + 1 if name else 0 for name in unit.modules)
 
 
 def _shard_unit(

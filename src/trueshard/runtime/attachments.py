@@ -21,15 +21,8 @@ from trueshard.model.intent import attributes_of
 from trueshard.model.names import Held
 from trueshard.optim.rebind import shard_like
 from trueshard.plans import Plan, Unit
+from trueshard.runtime import methods
 from trueshard.runtime.gradients import GradientHooks
-from trueshard.runtime.methods import (
-    after_gathering,
-    carry_attributes,
-    gather_in_methods,
-    gather_in_submodules,
-    keep_gathered_in,
-    methods_that_compute,
-)
 from trueshard.runtime.passes import Runtime, State
 from trueshard.runtime.replicated import ReplicatedGradients, WholeParameter
 
@@ -122,22 +115,22 @@ class Attachments:
         if found := attributes_of(original.tensor):
             module, attribute = original.places[0]
             for name in unit.modules:
-                carry_attributes(self.modules[name], module, attribute, found)
+                methods.carry_attributes(self.modules[name], module, attribute, found)
 
     def _gather_beside_forward(self) -> None:
         runtime = self.runtime
-        gather_in_submodules(runtime)
+        methods.gather_in_submodules(runtime)
         compiled_root = _torch.is_compiled_in_place(self.root)
         for unit in self.plan.units:
             module = self._module(unit)
             if unit.kind in ("root", "block") and len(unit.modules) == 1 and not compiled_root:
-                gather_in_methods(runtime, module, methods_that_compute(module))
+                methods.gather_in_methods(runtime, module, methods.methods_that_compute(module))
             if unit.kind == "root" and callable(getattr(module, "generate", None)):
-                keep_gathered_in(runtime, "generate")
+                runtime.share_passes_in("generate")
             for name in unit.modules:
                 self.modules[name].__dict__["_trueshard_root"] = runtime
             if unit.kind in ("tied", "dtype"):
-                after_gathering(self._around(unit), module.unshard)
+                methods.after_gathering(self._around(unit), module.unshard)
 
     def _around(self, unit: Unit) -> nn.Module:
         """Return the innermost other unit around all of ``unit``, whose forward may read them without calling them."""

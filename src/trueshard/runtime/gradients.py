@@ -41,10 +41,7 @@ def add_gradient(parameter: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 class GradientHooks:
-    """The hooks that the user set on one parameter, in torch's own dictionaries.
-
-    ``gathers``: gather the whole gradient for them; the same on every rank.
-    """
+    """The user's hooks on one parameter, in torch's own dictionaries; ``gathers``: gather the gradient for them."""
 
     def __init__(self, original: torch.Tensor, gathers: bool = False) -> None:
         self.before, self.after = _torch.gradient_hooks(original)
@@ -119,7 +116,8 @@ class Usage:
                 if gathered.requires_grad and id(gathered) not in self._marked:
                     self._marked.add(id(gathered))
                     # Python frees no circle through such a hook: it holds the set, not the model.
-                    gathered.register_post_accumulate_grad_hook(functools.partial(_mark, self._used, id(sharded)))
+                    mark = functools.partial(lambda used, key, _: used.add(key), self._used, id(sharded))
+                    gathered.register_post_accumulate_grad_hook(mark)
 
     def end(self) -> None:
         """End a backward that reduced gradients; raise if ranks reached different parameters. May be collective."""
@@ -138,9 +136,8 @@ class Usage:
         parameters = [p for _, parameters in self._lists for p in parameters if p.requires_grad]
         if empty is None or not parameters:
             return
-        reached = torch.tensor(
-            [id(p) in self._used for p in parameters], dtype=torch.uint8, device=device_of(self.mesh)
-        )
+        used = [id(p) in self._used for p in parameters]
+        reached = torch.tensor(used, dtype=torch.uint8, device=device_of(self.mesh))
         for group in groups_of(self.mesh):
             dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=group)
         for parameter, flag in zip(parameters, reached.tolist(), strict=True):
@@ -162,7 +159,3 @@ class Usage:
             f"{name!r} got a gradient on some ranks but not on ranks {without}, so this step's gradients are mixed up: "
             "let every rank use the same parameters (add 0 * module(x).sum() where one is skipped)"
         )
-
-
-def _mark(used: set[int], key: int, _: torch.Tensor) -> None:
-    used.add(key)

@@ -120,17 +120,6 @@ def gather_in_submodules(runtime: Runtime) -> None:
         module.__dict__["forward"] = in_a_pass(runtime, root, forward, gathered)
 
 
-def keep_gathered_in(runtime: Runtime, method: str) -> None:
-    """Make passes inside ``method`` of the root (a ``generate``) keep what the plan keeps, to the method's end."""
-    function = getattr(runtime.root, method)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return runtime.share_passes(functools.partial(function, *args, **kwargs))
-
-    runtime.root.__dict__[method] = call
-
-
 class GatheredOnAccess(nn.Module):
     """Mixin for the class of a unit that holds parameters itself: reading one of them in a pass gathers it.
 

@@ -19,6 +19,7 @@ replicated parameters are averaged.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -181,16 +182,22 @@ class Runtime:
                 for _, _, parameter in _torch.gathered_parameters(module, recurse=False):
                     self._gathered_versions[parameter] = _torch.version(parameter)
 
-    def share_passes(self, call: Callable[[], Any]) -> Any:
-        """Return ``call()``; its passes keep what the plan keeps until it ends."""
-        before = set(self.gathered())
-        self.states.append(State.SHARED)
-        try:
-            return call()
-        finally:
-            self._leave_state(State.SHARED)
-            if not self.is_in(State.SHARED, State.PASS):
-                self.free(before)
+    def share_passes_in(self, method: str) -> None:
+        """Make passes inside ``method`` of the root (a ``generate``) keep what the plan keeps, to the method's end."""
+        function = getattr(self.root, method)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = set(self.gathered())
+            self.states.append(State.SHARED)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._leave_state(State.SHARED)
+                if not self.is_in(State.SHARED, State.PASS):
+                    self.free(before)
+
+        self.root.__dict__[method] = call
 
     def _write_back(self, modules: list[ShardedModule]) -> None:
         """Copy to the shards what was written to gathered parameters since the last pass, ``requires_grad`` too."""

@@ -42,7 +42,8 @@ class WholeParameter:
         for module, attribute in self.places:
             _torch.own_parameters(module)[attribute] = parameter
             module.__dict__.setdefault(_KEY, {})[attribute] = self
-        self._make_leaf()
+        self._memory: torch.Tensor | None = None
+        self.refresh()
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -52,26 +53,19 @@ class WholeParameter:
         assert parameter is not None
         return parameter
 
-    def _make_leaf(self) -> None:
-        self._memory = _torch.local(self.parameter)
-        self.leaf = nn.Parameter(self._memory.detach(), requires_grad=False)
-        self.leaf.__dict__.update(self._attributes)
-        self._follow()
-
-    def _follow(self) -> None:
-        """Give the leaf the user's ``requires_grad``; torch takes gradient hooks on trainable tensors only."""
+    def refresh(self) -> None:
+        """Follow changes of the parameter: ``requires_grad_()``, ``to_empty()``, an assigned state dict."""
+        if (memory := _torch.local(self.parameter)) is not self._memory:
+            self._memory = memory
+            self.leaf = nn.Parameter(memory.detach(), requires_grad=False)
+            self.leaf.__dict__.update(self._attributes)
+        # torch takes gradient hooks on trainable tensors only.
         if (trainable := self.parameter.requires_grad) != self.leaf.requires_grad:
             self.leaf.requires_grad_(trainable)
             if trainable and not _torch.gradient_hooks(self.leaf)[1]:
                 # Python frees no circle through such a hook, so it must not reach the model.
                 weak = weakref.ref(self)
                 self.leaf.register_post_accumulate_grad_hook(lambda _: (whole := weak()) and whole.used())
-
-    def refresh(self) -> None:
-        """Follow changes of the parameter: ``requires_grad_()``, ``to_empty()``, an assigned state dict."""
-        if _torch.local(self.parameter) is not self._memory:
-            self._make_leaf()
-        self._follow()
 
     def gathered(self) -> torch.Tensor:
         """Return the plain leaf, in the compute dtype, for the forward."""
@@ -112,10 +106,7 @@ class ReplicatedGradients:
 
     @torch.no_grad()
     def reduce(self, *, only_hooked: bool = False) -> None:
-        """Average at the end of a backward. Collective over the mesh.
-
-        ``only_hooked``: average parameters with a gradient hook, which means the global gradient; others accumulate.
-        """
+        """Average at the end of a backward; ``only_hooked``: those with a hook, which means the global gradient."""
         by_device: dict[torch.device, list[WholeParameter]] = {}
         for whole in self.parameters:
             whole.refresh()

@@ -116,13 +116,11 @@ class StepSchedule:
     def __init__(self, section: ScheduleSection, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self._section, self._optimizer, self._steps = section, optimizer, steps
         self._peaks = [group["lr"] for group in optimizer.param_groups]
-        self._taken = 0
-        self._set()
+        self.load_state_dict({"taken": 0})
 
     def step(self) -> None:
         """Set the learning rate of the next step; to be called after an optimizer step."""
-        self._taken += 1
-        self._set()
+        self.load_state_dict({"taken": self._taken + 1})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps taken."""
@@ -131,9 +129,6 @@ class StepSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the steps taken, with this section and these peaks."""
         self._taken = int(state["taken"])
-        self._set()
-
-    def _set(self) -> None:
         part = factor(self._section, self._taken + 1, self._steps)
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             if isinstance(group["lr"], torch.Tensor):

@@ -93,20 +93,15 @@ def _describe(error: ValidationError) -> str:
     for item in error.errors():
         problems.setdefault(_dotted(item["loc"]), []).append(item)
     key, items = next(iter(problems.items()))
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return _problem(key, items) + more
-
-
-def _problem(key: str, items: list[Any]) -> str:
-    first = items[0]
+    more, first = f" (and {len(problems) - 1} more)" if len(problems) > 1 else "", items[0]
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key}; {_nearest(key)}"
+        return f"unknown key {key}; {_nearest(key)}{more}"
     if first["type"] == "missing":
-        return f"{key} is missing; set it"
+        return f"{key} is missing; set it{more}"
     if first["type"] == "value_error":
-        return str(first["ctx"]["error"])
+        return f"{first['ctx']['error']}{more}"
     wanted = dict.fromkeys(item["msg"][0].lower() + item["msg"][1:] for item in items)
-    return f"{key}: found {json.dumps(first['input'], default=str)}; {' or '.join(wanted)}"
+    return f"{key}: found {json.dumps(first['input'], default=str)}; {' or '.join(wanted)}{more}"
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:

@@ -14,7 +14,7 @@ from trueshard import _torch
 from trueshard.distributed import device_of, replicated_mesh
 from trueshard.errors import UserError, one_line
 from trueshard.model import names
-from trueshard.runtime.passes import runtime_of
+from trueshard.runtime.engine import sharded
 from trueshard.train.config import Config, ShardSection
 from trueshard.train.data.loader import EvaluationLoader, Loader
 from trueshard.train.data.prepared import Prepared
@@ -89,8 +89,7 @@ def shard(section: ShardSection, model: nn.Module, *optimizers: torch.optim.Opti
 
 def choose_loss(config: Config, settings: Any, model: nn.Module) -> Loss:
     """Return the loss of a run, for a sharded model with its values. A reference is sharded alike. Collective."""
-    runtime = runtime_of(names.unwrap(model))
-    assert runtime is not None, "the loss is chosen after shard()"
+    runtime = sharded(model)
     whole_logits = config.train.whole_logits
     if config.data.format == "preference":
         other = reference(config, settings)
@@ -133,10 +132,7 @@ def check_apart(model: nn.Module, device: torch.device) -> None:
 
 
 def _influences(model: nn.Module, device: torch.device) -> tuple[float, float]:
-    """Return the influence of a first document on the logits of the second, and of the second on the first.
-
-    The latter is noise: a causal model cannot look ahead. Both are relative to the largest logit.
-    """
+    """Return a first document's influence on the logits of the second, and the reverse (noise), of the largest one."""
     vocabulary = int(names.unwrap(model).get_input_embeddings().num_embeddings)  # type: ignore[operator]
     positions = torch.arange(DOCUMENT, device=device).repeat(2).unsqueeze(0)
 

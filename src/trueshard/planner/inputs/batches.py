@@ -157,7 +157,6 @@ def _shapes(first: nn.Module, sequence: int | None) -> list[tuple[int, ...]]:
 
 
 def _fitting(model: nn.Module, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the first shape with which the forward runs."""
     with quietly():
         for shape in shapes:
             try:

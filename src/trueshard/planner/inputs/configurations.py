@@ -60,9 +60,6 @@ class Configuration:
         del originals
         return Parts(model)
 
-    def feed(self, sequence: int | None) -> Feed:
-        return hub_feed(self.cls, self.settings, sequence)
-
 
 def hub_feed(cls: type, settings: Any, sequence: int | None) -> Feed:
     """Return a feed for a class of transformers: text, images or sounds, with labels if it takes them."""

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -81,7 +82,7 @@ def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[nn.Mo
         raise ValueError(
             f"the {type(model).__name__} cannot be copied ({with_kind(error)}); give a function that makes it instead"
         ) from error
-    _replace_plain(copied, {})
+    replace_plain(copied, {}, _is_real, _stand_in)
     return copied, stand_ins
 
 
@@ -94,7 +95,7 @@ def make_fake(model: nn.Module, dtype: torch.dtype | None = None) -> dict[int, t
     for kind, registry in (("parameters", _torch.own_parameters), ("buffers", _torch.own_buffers)):
         for _, module, attribute, tensor in list(names.named_tensors(model, kind)):
             registry(module)[attribute] = stand_ins[id(tensor)]
-    _replace_plain(model, stand_ins)
+    replace_plain(model, stand_ins, _is_real, _stand_in)
     return stand_ins
 
 
@@ -112,7 +113,7 @@ def _stand_ins(model: nn.Module, dtype: torch.dtype | None) -> dict[int, Any]:
     return made
 
 
-def _stand_in(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def _stand_in(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     if dtype is None or not tensor.is_floating_point():
         dtype = tensor.dtype
     fake = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype)
@@ -130,18 +131,29 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
 
 
-def _replace_plain(model: nn.Module, stand_ins: dict[int, Any]) -> None:
+def replace_plain(
+    model: nn.Module,
+    made: dict[int, Any],
+    is_old: Callable[[torch.Tensor], bool],
+    make: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Replace the tensors of plain attributes that are old; ``made``: what stands for each, by its ``id``."""
+
     def replaced(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or _torch.is_fake(value):
+        if not isinstance(value, torch.Tensor) or not is_old(value):
             return value
-        if id(value) not in stand_ins:
-            stand_ins[id(value)] = _stand_in(value, None)
-        return stand_ins[id(value)]
+        if id(value) not in made:
+            made[id(value)] = make(value)
+        return made[id(value)]
 
     for module in model.modules():
         for key, value in plain_attributes(module).items():
-            if any(not _torch.is_fake(each) for each in _torch.tensors_in(value)):
+            if any(map(is_old, _torch.tensors_in(value))):
                 vars(module)[key] = mapped(replaced, value)
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return not _torch.is_fake(tensor)
 
 
 # Building on the meta device
@@ -155,14 +167,14 @@ class Unavailable(Exception):
 def on_meta() -> Iterator[None]:
     """Make tensors on the meta device; raise ``Unavailable`` for a GPU, a file of tensors, or a tensor's value."""
     files = [(owner, "open", _guarded(owner.open)) for owner in (builtins, io)]
-    with _replaced(files), without_gpu(), _torch.real_tensors(), torch.device("meta"), _OnMeta():
+    with replaced(files), without_gpu(), _torch.real_tensors(), torch.device("meta"), _OnMeta():
         yield
 
 
 @contextlib.contextmanager
 def without_gpu() -> Iterator[None]:
     """Show no GPU, and raise ``Unavailable`` if weights are loaded. Tensors are real."""
-    with _replaced(_replacements()):
+    with replaced(_replacements()):
         yield
 
 
@@ -223,26 +235,19 @@ def _gpu(what: str) -> Unavailable:
 def _replacements() -> list[tuple[Any, str, Any]]:
     """Return (owner, name, replacement) of functions that reach outside without making a tensor."""
 
-    def cuda(module: nn.Module, device: Any = None) -> None:
-        raise _gpu(".cuda()")
+    def refusing(error: Callable[..., Unavailable]) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise error(*args, *kwargs.values())
 
-    def set_device(device: Any) -> None:
-        raise _gpu(f"torch.cuda.set_device({device!r})")
+        return refuse
 
-    def load(file: Any, *args: Any, **kwargs: Any) -> Any:
-        raise _reads(f"torch.load({_shown(file)})")
-
-    def safe_open(file: Any, *args: Any, **kwargs: Any) -> Any:
-        raise _reads(f"safetensors, {_shown(file)}")
-
-    def from_pretrained(cls: type, name: Any = "", *args: Any, **kwargs: Any) -> Any:
-        raise _reads(f"{cls.__name__}.from_pretrained({_shown(name)})")
-
+    safe_open = refusing(lambda file="", *_: _reads(f"safetensors, {_shown(file)}"))
+    from_pretrained = refusing(lambda cls, name="", *_: _reads(f"{cls.__name__}.from_pretrained({_shown(name)})"))
     found: list[tuple[Any, str, Any]] = [
         (torch.cuda, "is_available", lambda: False),
-        (torch.cuda, "set_device", set_device),
-        (nn.Module, "cuda", cuda),
-        (torch, "load", load),
+        (torch.cuda, "set_device", refusing(lambda device: _gpu(f"torch.cuda.set_device({device!r})"))),
+        (nn.Module, "cuda", refusing(lambda *_: _gpu(".cuda()"))),
+        (torch, "load", refusing(lambda file="", *_: _reads(f"torch.load({_shown(file)})"))),
     ]
     readers = [sys.modules.get(name, object) for name in ("safetensors", "safetensors.torch")]
     found += [(module, "safe_open", safe_open) for module in readers if "safe_open" in vars(module)]
@@ -273,12 +278,9 @@ def _shown(file: Any) -> str:
 
 
 @contextlib.contextmanager
-def _replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    before = [(owner, name, vars(owner)[name]) for owner, name, _ in replacements]
-    for owner, name, value in replacements:
-        setattr(owner, name, value)
-    try:
+def replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes, given as (owner, name, value), and restore them afterwards."""
+    with contextlib.ExitStack() as stack:
+        for replacement in replacements:
+            stack.enter_context(mock.patch.object(*replacement))
         yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
 from torch import nn
@@ -54,13 +55,15 @@ def workload_of(
     dtype = None if storage_dtype is None else getattr(torch, dtype_name("storage_dtype", storage_dtype))
     made = _Made(source, dtype)
     if isinstance(source, Configuration):
-        assumptions = source.assumptions
-        feed = source.feed(sequence) if batch is None else _feed_of(batch, model_loss, sequence)
+        assumptions, own = source.assumptions, False
+        feed = (
+            hub_feed(source.cls, source.settings, sequence) if batch is None else _feed_of(batch, model_loss, sequence)
+        )
     else:
         assumptions = []
         feed = _feed_of_factory(made, sequence, batch, has_loss=loss is not None)
-    own = made.parts is not None and made.parts.optimizers is not None and optimizer is None
-    by_default = isinstance(source, Configuration) and dtype is None
+        own = made.parts.optimizers is not None and optimizer is None
+    stored = ["Parameters are stored in float32."] if isinstance(source, Configuration) and dtype is None else []
     return Workload(
         name=source.name,
         model=made.model,
@@ -69,11 +72,7 @@ def workload_of(
         loss=_without_value_checks(loss or feed.loss),
         sequence=feed.sequence,
         clip=clip,
-        assumptions=(
-            *assumptions,
-            *feed.assumptions,
-            *(["Parameters are stored in float32."] if by_default else []),
-        ),
+        assumptions=(*assumptions, *feed.assumptions, *stored),
     )
 
 
@@ -99,7 +98,8 @@ def _source_of(model: str | os.PathLike[str] | Callable[[], Any] | nn.Module) ->
 class _Made:
     """The latest model of a source, with what came with it: a loss may belong to the model it was made with."""
 
-    parts: Parts | None = None
+    parts: Parts
+    """Set by ``model``."""
 
     def __init__(self, source: Source, dtype: torch.dtype | None) -> None:
         self.source = source
@@ -113,11 +113,9 @@ class _Made:
         return model
 
     def batch(self, microbatch: int, sequence: int) -> Any:
-        assert self.parts is not None
         return mapped(_off_meta, self.parts.batch(microbatch, sequence))
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        assert self.parts is not None
         assert self.parts.loss is not None
         value = self.parts.loss(model, batch)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
@@ -126,7 +124,6 @@ class _Made:
         return value
 
     def optimizers(self, model: nn.Module) -> Sequence[torch.optim.Optimizer]:
-        assert self.parts is not None
         given = self.parts.optimizers
         is_function = callable(given) and not isinstance(given, torch.optim.Optimizer)
         return checked(given(model) if is_function else given, f"optimizers of {self.source.name}")
@@ -136,7 +133,6 @@ def _feed_of_factory(made: _Made, sequence: int | None, batch: Any, has_loss: bo
     """Return batches and loss as given, else the factory's own, else by the model."""
     with _torch.fake_tensors(), torch.compiler.set_stance("force_eager"):  # a look: only what is no tensor is kept
         model = made.model()
-        assert made.parts is not None
         own: Loss = made.loss if made.parts.loss is not None else model_loss
         if batch is None and (batch := made.parts.batch) is not None and callable(batch):
             batch = made.batch
@@ -155,17 +151,10 @@ def _feed_of(batch: Any, loss: Loss, sequence: int | None) -> Feed:
 
 def _without_value_checks(loss: Loss) -> Loss:
     """Leave out transformers' checks of values, such as that there are as many image tokens as features."""
-    key = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
     def unchecked(model: nn.Module, batch: Any) -> torch.Tensor:
-        before = os.environ.get(key)
-        os.environ[key] = "1"
-        try:
+        with mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"):
             return loss(model, batch)
-        finally:
-            os.environ.pop(key)
-            if before is not None:
-                os.environ[key] = before
 
     return unchecked
 

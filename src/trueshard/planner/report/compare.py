@@ -91,7 +91,7 @@ def diff(one: Plan, other: Plan) -> str:
         list(_changed(_settings(first), _settings(second))),
         _titled("units", [*_membership(first, second, "units"), *_units(first, second)]),
         _titled("replicated", list(_membership(first, second, "replicated"))),
-        _titled("forecast", list(_forecasts(first.get("forecast"), second.get("forecast")))),
+        _titled("forecast", list(_forecasts(first["forecast"], second["forecast"]))),
     ]
     lines = [line for block in blocks for line in block]
     return "\n".join(lines) if lines else "The plans are equal."
@@ -106,7 +106,6 @@ def _settings(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _units(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each group of units that differ in the same way."""
     before = {unit["name"]: unit for unit in first["units"]}
     changes = [
         (unit["name"], "; ".join(_changed(before[unit["name"]] | {"why": ""}, unit | {"why": ""})))

@@ -11,7 +11,7 @@ import numpy as np
 
 from trueshard.files import replace_text
 from trueshard.planner import ledger
-from trueshard.planner.ledger import Curve, Numbers, Peak
+from trueshard.planner.ledger import Curve, Peak
 from trueshard.planner.report import report, thinning
 from trueshard.planner.report.compare import Collapsed, collapse
 from trueshard.planner.report.frame import SCRIPT, SHOWING, STYLE, framed
@@ -114,7 +114,10 @@ def _memory(study: Study, live: Curve, peak: Peak) -> dict[str, Any]:
             if live.by_kind[kind].maximum
         ],
         "units": [
-            {"name": band.name or "(root)", "bytes": thinning.runs(_together(live, band, positions))}
+            {
+                "name": band.name or "(root)",
+                "bytes": thinning.runs(np.sum([live.by_unit[name].at(positions) for name in band.items], axis=0)),
+            }
             for band in _bands(study, live)
         ],
         "peak": int(np.searchsorted(positions, peak.position)),
@@ -133,10 +136,6 @@ def _bands(study: Study, live: Curve) -> list[Collapsed[str]]:
         label = rows[0].name if len(rows) == 1 else ", ".join(row.name or "(root)" for row in rows)
         found.append(Collapsed(label, tuple(band)))
     return found
-
-
-def _together(live: Curve, band: Collapsed[str], positions: Numbers) -> Numbers:
-    return np.sum([live.by_unit[name].at(positions) for name in band.items], axis=0, dtype=np.int64)
 
 
 def _alternatives(study: Study) -> list[dict[str, Any]]:

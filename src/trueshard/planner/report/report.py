@@ -48,15 +48,8 @@ def as_json(study: Study) -> dict[str, Any]:
         **dataclasses.asdict(study.forecast),
         "on_front": on_front,
         "units": [
-            {
-                **dataclasses.asdict(unit),
-                "bytes_at_peak": use.at_peak,
-                "bytes_maximum": use.maximum,
-                "bytes_received": use.received,
-                "flops": use.flops,
-            }
+            {**dataclasses.asdict(unit), **dataclasses.asdict(uses.get(unit.name, _NOTHING))}
             for unit in study.plan.units
-            for use in [uses.get(unit.name, _NOTHING)]
         ],
         "plan": json.loads(study.plan.to_json()),
         "reasons": list(study.reasons),
@@ -158,8 +151,8 @@ def unit_rows(study: Study) -> list[dict[str, Any]]:
                 "dtype": unit.dtype,
                 "reshard": ("yes" if policy else "no") if isinstance(policy, bool) else f"to {policy} ranks",
                 "recompute": unit.activation_checkpointing,
-                "at_peak": sum(use.at_peak for use in mine),
-                "received": sum(use.received for use in mine),
+                "at_peak": sum(use.bytes_at_peak for use in mine),
+                "received": sum(use.bytes_received for use in mine),
                 "why": unit.why,
             }
         )
@@ -265,7 +258,6 @@ def _listed(title: str, sentences: Sequence[str]) -> list[str]:
 
 
 def _indented(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
-    """Return the rows of a table without head."""
     return [f"  {line.rstrip()}" for line in table(("",) * len(rows[0]), rows, right)[2:]]
 
 

@@ -31,8 +31,7 @@ def positions(curve: Series, buckets: int) -> Numbers:
 def runs(values: Numbers) -> list[int]:
     """Return ``[index, value, index, value, ...]`` where a sequence changes, its first value included."""
     changed = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
-    found: list[int] = np.stack([changed, values[changed]], axis=1).reshape(-1).tolist()
-    return found
+    return np.stack([changed, values[changed]], axis=1).reshape(-1).tolist()
 
 
 def seconds_at(timeline: Timeline, at: Numbers) -> NDArray[np.float64]:
@@ -89,7 +88,6 @@ class _Merged:
 
     @property
     def name(self) -> str:
-        """Return the operator that takes the most time in it."""
         return max(self.names, key=self.names.__getitem__)
 
 

@@ -199,10 +199,8 @@ class _Search:
             self.fastest = seconds, at
 
     def is_open(self, best: float) -> NDArray[np.bool_]:
-        """Return which candidates may be the fastest that fits."""
         gain = EXACT if self.grid.is_whole else ENOUGH
-        is_open: NDArray[np.bool_] = ~self.is_closed & (self.lower_bound < best * (1 - gain))
-        return is_open
+        return ~self.is_closed & (self.lower_bound < best * (1 - gain))
 
     def next(self, best: float) -> int | None:
         """Return the row to evaluate next; None if none is worth it."""
@@ -225,8 +223,7 @@ class _Search:
         residuals = values - mean - known @ weights
         wanted = self.features[rows]
         distances = np.abs(wanted[:, None, :] - known[None, :, :]).sum(axis=2)
-        guesses: NDArray[np.float64] = wanted @ weights + mean + residuals[distances.argmin(axis=1)]
-        return guesses
+        return wanted @ weights + mean + residuals[distances.argmin(axis=1)]
 
 
 def _features(positions: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -103,7 +103,8 @@ def check_largest_unit(evaluator: Evaluator) -> None:
     unit = max(plan.units, key=needs)
     if needs(unit) <= budget:
         return
-    study = evaluator.study(_frugal(evaluator, space.offloads[0]))
+    frugal = _frugal(evaluator, space.offloads[0])
+    study = evaluator.studies[frugal]
     name = repr(unit.name) if unit.name else "the root"
     raise NothingFits(
         f"{size(budget)} is less than one unit of {space.workload.name} takes: {name} is "
@@ -125,7 +126,7 @@ def nothing_fits(evaluator: Evaluator) -> NothingFits:
     """Return the error after a search that found nothing."""
     space, smallest = evaluator.space, evaluator.smallest
     assert smallest is not None
-    study = evaluator.study(smallest)
+    study = evaluator.studies[smallest]
     forecast = study.forecast
     least, replicate = forecast.peak_reserved_bytes, evaluator.replicas[0]
     is_in_device = space.budget is not None and least <= space.cluster(replicate).available_bytes
@@ -182,7 +183,6 @@ def _other_devices(space: Space, replicate: int, least: int) -> Iterator[tuple[s
 
 
 def _fits(space: Space) -> bool:
-    """Return whether the most frugal plan of a space fits."""
     try:
         evaluator = Evaluator(space)
         return evaluator.evaluate(_frugal(evaluator, space.offloads[-1])).fits

@@ -17,10 +17,8 @@ from collections.abc import Iterator
 from trueshard.planner.search import reasons
 from trueshard.planner.search.grid import EXACT, branch_and_bound, count_grid, whole_grids
 from trueshard.planner.search.space import RECOMPUTE, Evaluator, Setting, Space, batches, cost, node_size, slack
-from trueshard.planner.workload import Alternative, NothingFits, Study
+from trueshard.planner.workload import Alternative, Study
 from trueshard.plans import Offload
-
-__all__ = ["NothingFits", "Space", "choose"]
 
 STUDIES = 40
 """Candidates evaluated for each way to offload where blocks are counted; the uniform ones come on top."""
@@ -53,7 +51,7 @@ def choose(space: Space) -> Study:
             for each, forecast in evaluator.forecasts.items()
             if each != best
         ]
-        found = evaluator.study(best)
+        found = evaluator.studies[best]
         return dataclasses.replace(found, reasons=reasons.reasons(evaluator), alternatives=others)
 
 
@@ -76,7 +74,6 @@ def _search(evaluator: Evaluator, offload: Offload) -> None:
     queue: list[tuple[float, list[Setting]]] = []
 
     def push(settings: list[Setting]) -> None:
-        """Queue settings of falling microbatch by the lower bound of the first."""
         if settings:
             bound = cost(evaluator.evaluate(evaluator.uniform(settings[0], "never", "none")))
             heapq.heappush(queue, (bound, settings))

@@ -14,15 +14,13 @@ from trueshard import _torch, choices
 from trueshard.choices import Choices
 from trueshard.planner.forecasting import Cluster, study
 from trueshard.planner.hardware import Hardware
+from trueshard.planner.reserve import LARGE_SEGMENT
 from trueshard.planner.workload import Job, Study, Workload
 from trueshard.plans import Forecast, Offload, Plan, Recompute
 from trueshard.runtime import engine
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 """From the fastest to the one that takes the least memory."""
-
-SEGMENT = 20 << 20
-"""Bytes of the allocator's segments for requests of 1 to 10 MiB (``kLargeBuffer`` in torch's allocator)."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +112,7 @@ class Evaluator:
         forecasts: of every candidate so far.
         best: the fastest that fits.
         smallest: the one that takes the least memory.
+        studies: of these two; others are not kept.
 
     Raises:
         ValueError: ``shard()`` refuses every mesh, or the budget is more than any device has.
@@ -124,7 +123,7 @@ class Evaluator:
         self.forecasts: dict[Candidate, Forecast] = {}
         self.best: Candidate | None = None
         self.smallest: Candidate | None = None
-        self._studies: dict[Candidate, Study] = {}
+        self.studies: dict[Candidate, Study] = {}
         self.groupings = functools.cache(self._groupings)
         self.replicas: list[int] = []
         refused: list[ValueError] = []
@@ -208,31 +207,23 @@ class Evaluator:
         )
         made = study(job, cluster, self.budget(setting.replicate))
         forecast = self.forecasts[candidate] = made.forecast
-        self._studies[candidate] = made
+        self.studies[candidate] = made
         if forecast.fits and (self.best is None or self.rank(candidate) < self.rank(self.best)):
             self.best = candidate
         if self.smallest is None or forecast.peak_reserved_bytes < self.forecasts[self.smallest].peak_reserved_bytes:
             self.smallest = candidate
-        self._studies = {each: self._studies[each] for each in (self.best, self.smallest) if each is not None}
+        self.studies = {each: self.studies[each] for each in (self.best, self.smallest) if each is not None}
         return forecast
 
-    def study(self, candidate: Candidate) -> Study:
-        """Return the study of the best candidate, or of the smallest; others are not kept."""
-        return self._studies[candidate]
-
     def rank(self, candidate: Candidate) -> tuple[float, int, int]:
-        """Smaller is better: seconds a token, then memory, then choices away from the default."""
-        forecast = self.forecasts[candidate]
-        return float(f"{cost(forecast):.9g}"), forecast.peak_reserved_bytes, self._distance(candidate)
-
-    def _distance(self, candidate: Candidate) -> int:
-        """Return how many choices differ from ``shard()``'s defaults."""
-        setting = candidate.setting
+        """Smaller is better: seconds a token, then memory, then choices away from ``shard()``'s defaults."""
+        forecast, setting = self.forecasts[candidate], candidate.setting
         plain = self.uniform(setting, "default", "none")
         chosen = zip(candidate.reshard, candidate.recompute, strict=True)
         usual = zip(plain.reshard, plain.recompute, strict=True)
         differing = sum(a != b for a, b in zip(chosen, usual, strict=False))
-        return differing + (candidate.split != plain.split) + (setting.replicate != 1) + (setting.offload != "none")
+        differing += (candidate.split != plain.split) + (setting.replicate != 1) + (setting.offload != "none")
+        return float(f"{cost(forecast):.9g}"), forecast.peak_reserved_bytes, differing
 
     def best_cost(self) -> float:
         """Return the seconds a token of the best candidate; infinity if none fits."""
@@ -250,7 +241,7 @@ def slack(forecast: Forecast) -> int:
     What the caching allocator reserves does not fall at every step with what is live: its segments have 20 MiB (for
     requests of 1 to 10 MiB), or what was asked for in units of 2 MiB, and are put together differently.
     """
-    return 2 * SEGMENT + forecast.peak_reserved_bytes // 50
+    return 2 * LARGE_SEGMENT + forecast.peak_reserved_bytes // 50
 
 
 def _differ(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, ...]:
@@ -269,17 +260,13 @@ def _reshard_word(plan: Plan) -> Any:
     ranks = plan.ranks[-1]
     numbers = [value for value in values if not isinstance(value, bool)]
     for word in (*choices.RESHARD_WORDS, *numbers[:1]):
-        if _same(choices.reshard_values(plan, word, ranks), values):
+        meant = choices.reshard_values(plan, word, ranks)
+        if meant == values and list(map(type, meant)) == list(map(type, values)):  # True is not 1 rank
             return word
     words = ["always" if value is True else "never" if value is False else value for value in values]
     most = max(words, key=words.count)
     exceptions = {glob.escape(unit.name): word for unit, word in zip(plan.units, words, strict=True) if word != most}
     return {"*": most, **exceptions}
-
-
-def _same(one: Sequence[bool | int], other: Sequence[bool | int]) -> bool:
-    """Return whether values are equal; True is not 1 rank."""
-    return [(type(a), a) for a in one] == [(type(b), b) for b in other]
 
 
 def _recompute_word(plan: Plan) -> Any:

@@ -124,7 +124,6 @@ class _DataFlow:
         return self.graph(storage) is not None and all(i in self.run_of for i in storage.makers)
 
     def sources(self, storage: _Storage) -> list[_Storage]:
-        """Return the storages from which one is computed."""
         numbers = dict.fromkeys(number for i in storage.makers for number in self.kernel(i).reads)
         return [self.storages[number] for number in numbers if number != storage.number]
 
@@ -137,7 +136,6 @@ class _DataFlow:
         ]
 
     def rewritten(self) -> Trace:
-        """Return the trace with the storages' lifetimes as they are now."""
         moved: dict[int, list[_Storage]] = defaultdict(list)
         for each in self.storages.values():
             if each.freed < len(self.events) and each.exists:
@@ -202,7 +200,6 @@ def _free_unread(flow: _DataFlow, forward: _Graph, first: int) -> None:
 
 
 def _storages_of(flow: _DataFlow, forward: _Graph) -> dict[int, _Storage]:
-    """Return the storages that a block's forward reads and writes, in order."""
     numbers: dict[int, None] = {}
     for i in flow.kernels[forward]:
         numbers |= dict.fromkeys((*flow.kernel(i).reads, *flow.kernel(i).writes))
@@ -293,7 +290,6 @@ def _fuse(flow: _DataFlow, storage: _Storage) -> None:
 
 
 def _is_available(flow: _DataFlow, storage: _Storage, position: int) -> bool:
-    """True if a storage can be read, or computed, at a position."""
     if storage.exists:
         return storage.freed > position
     return all(_is_available(flow, source, position) for source in flow.sources(storage))

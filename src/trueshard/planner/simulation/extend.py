@@ -52,15 +52,12 @@ class NotPeriodicError(Exception):
 
 @dataclass
 class Labelled:
-    """A trace with the block of each item: resident allocations, then events."""
+    """A trace with the block of each item: ``residents`` resident allocations, then events."""
 
     items: list[Event]
     residents: int
-    """Number of resident allocations."""
     labels: list[Label]
-    """By item."""
     ordinals: list[Ordinal]
-    """By item."""
     made: dict[int, int]
     """Storage → index of the item that allocates it."""
 
@@ -177,7 +174,6 @@ def _block_trace(base: Labelled, label: Label) -> list[tuple[Any, ...]]:
 
 
 def _references(base: Labelled, item: Event) -> list[int]:
-    """Return the indices of the items to which one refers."""
     if isinstance(item, Free):
         return [base.made[item.storage]]
     return [base.residents + each for each in item.after] if isinstance(item, (Kernel, Communication)) else []
@@ -190,11 +186,10 @@ def _relative(label: Label, ordinal: Ordinal, origin: Label) -> tuple[Any, ...]:
 
 
 def _check_middle(base: Labelled, r: int) -> None:
-    """Raise unless the two blocks in the middle of run ``r`` have identical traces."""
     one, two = _block_trace(base, (r, COPIED)), _block_trace(base, (r, COPIED + 1))
     if one != two:
-        different = next((f"{a} and {b}" for a, b in zip(one, two, strict=False) if a != b), "")
-        different = different or f"{len(one)} and {len(two)} events"
+        pairs = (f"{a} and {b}" for a, b in zip(one, two, strict=False) if a != b)
+        different = next(pairs, f"{len(one)} and {len(two)} events")
         raise NotPeriodicError(f"two equal blocks behave differently: {different}")
     for item, label in zip(base.items, base.labels, strict=True):
         if label == (r, COPIED) and isinstance(item, Free) and base.labels[base.made[item.storage]] is None:
@@ -311,7 +306,6 @@ class _Extension:
         return [self.index[(label[0], block), ordinal] for block in self._blocks(*label)]
 
     def _name(self, name: str, old: Label, new: Label) -> str:
-        """Return the name in the whole model of a unit or parameter of the shortened one."""
         for container in {run.container for run in self.runs}:
             if (found := split_name(name, container)) is not None:
                 return joined_name(container, self._index(container, found[0], old, new), found[1])

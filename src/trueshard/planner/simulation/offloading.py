@@ -37,18 +37,14 @@ def offloaded(trace: Trace, sharded: Collection[str]) -> Trace:
 
 
 class _Offloading:
-    """Writes the device's trace."""
-
     def __init__(self, trace: Trace, sharded: Collection[str]) -> None:
         self.old = trace
         self.sharded = sharded
         self.host: dict[int, Allocation] = {}
-        """Storages in host memory, by number."""
         self.events: list[Event] = []
+        # Old position → new one, and for a reduction → that of the copy of its result to the host.
         self.at: dict[int, int] = {}
-        """Position in the old trace → position in the new one."""
         self.sent: dict[int, int] = {}
-        """Old position of a reduction → new position of the copy of its result to the host."""
         self.copies: list[Allocation] = []
         """Copies of shards on the device, until the gather has read them."""
         self.kept: list[Allocation] = []

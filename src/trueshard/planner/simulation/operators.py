@@ -21,12 +21,10 @@ COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
 """Namespaces of collective operators."""
 
 _WITHOUT_TRAFFIC = ("wait_tensor", "barrier", "monitored_barrier_")
-_WITHOUT_KERNEL = frozenset(
-    {
-        *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"),
-        *("lift", "_to_dlpack", "set_", "resize_", "_unsafe_view", "_reshape_alias", "record_stream"),
-    }
-)
+_WITHOUT_KERNEL = {
+    *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"),
+    *("lift", "_to_dlpack", "set_", "resize_", "_unsafe_view", "_reshape_alias", "record_stream"),
+}
 """Operators besides views that launch no kernel."""
 _LOSSES = ("mse_loss", "smooth_l1_loss")
 """Losses whose reduced value lies in memory allocated for the unreduced one."""

@@ -12,14 +12,13 @@ import math
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from trueshard import _torch
@@ -29,10 +28,9 @@ from trueshard.model import names
 from trueshard.optim.clip import clip_grad_norm_
 from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.inputs.fake_tensors import plain_attributes
-from trueshard.planner.simulation.environment import fake_tensors_look_real
-from trueshard.planner.simulation.recorder import Recorder
+from trueshard.planner.simulation.recorder import Recorder, watching_forwards
 from trueshard.planner.simulation.repeats import find_runs, shorten
-from trueshard.planner.simulation.simulate import simulated_mesh
+from trueshard.planner.simulation.simulate import fake_tensors_look_real, simulated_mesh
 from trueshard.planner.workload import Workload
 from trueshard.plans import Plan
 from trueshard.runtime import engine
@@ -89,7 +87,14 @@ def preflight(
                 short_plan = _shorten(model, how, tuple(ranks)) if shorter else None
                 if shorter and short_plan is None:
                     continue
-                _run(workload, model, short_plan or how, mesh, microbatch, problems)
+                optimizers: list[torch.optim.Optimizer] = []
+                with _collected("optimizer", problems):
+                    optimizers = list(workload.optimizers(model))
+                with _collected("shard", problems):
+                    engine.shard(model, optimizers, short_plan or how, mesh)
+                with _collected("batch", problems):
+                    batch = workload.batch(microbatch, workload.sequence)
+                    _step(workload, model, [] if problems else optimizers, batch, problems)
             if not problems:
                 break
     return sorted(problems, key=lambda each: each.severity)
@@ -103,28 +108,7 @@ def _shorten(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> P
     except (ValueError, TypeError):  # shard() will raise it
         return None
     runs = find_runs(model, resolved)
-    if not runs:
-        return None
-    return shorten(model, resolved, runs, [_BLOCKS] * len(runs))
-
-
-def _run(
-    workload: Workload,
-    model: nn.Module,
-    how: Plan | Choices,
-    mesh: DeviceMesh,
-    microbatch: int,
-    problems: list[Problem],
-) -> None:
-    optimizers: list[torch.optim.Optimizer] = []
-    with _collected("optimizer", problems):
-        optimizers = list(workload.optimizers(model))
-    sharded: list[torch.optim.Optimizer] = []
-    with _collected("shard", problems):
-        engine.shard(model, optimizers, how, mesh)
-        sharded = optimizers
-    with _collected("batch", problems):
-        _step(workload, model, sharded, workload.batch(microbatch, workload.sequence), problems)
+    return shorten(model, resolved, runs, [_BLOCKS] * len(runs)) if runs else None
 
 
 def _step(
@@ -166,14 +150,13 @@ def _forward(workload: Workload, model: nn.Module, batch: Any, problems: list[Pr
         for tensor in _torch.tensors_in(value)
         if id(tensor) not in registered
     }
-    calls = _RunningModules(name_of, problems)
-    watch = _Watch(attributes, calls.where)
+    watch = _Watch(attributes, name_of)
     try:
-        with calls.tracked(), watch:
+        with watching_forwards(watch.begin, watch.end, always_call=False), watch:
             loss = workload.loss(model, batch)
     except Exception as error:
         phase = f"forward, after a value was guessed ({watch.first_guess})" if watch.first_guess else "forward"
-        problems.append(_failure(error, calls.where() or "loss", phase))
+        problems.append(_failure(error, watch.where() or "loss", phase))
         return None
     finally:
         problems += watch.found.values()
@@ -193,49 +176,6 @@ def _unused(model: nn.Module, problems: list[Problem]) -> None:
         what = f"{len(found)} parameter{'s get' if len(found) > 1 else ' gets'} no gradient from this batch"
         remedy = "freeze what is not used (requires_grad_(False)), or use it"
         problems.append(Problem(", ".join(found[:3]) + more, what, remedy, "warning"))
-
-
-class _RunningModules:
-    """Track which module's forward runs; after an exception, the innermost that was running."""
-
-    def __init__(self, name_of: Mapping[nn.Module, str], problems: list[Problem]) -> None:
-        self._name_of = name_of
-        self._problems = problems
-        self._running: list[nn.Module] = []
-
-    def where(self) -> str:
-        """Return the module's name, ``model`` for the root; "" outside of all forwards."""
-        return (self._name_of[self._running[-1]] or "model") if self._running else ""
-
-    @contextlib.contextmanager
-    def tracked(self) -> Iterator[None]:
-        handles = [
-            nn.modules.module.register_module_forward_pre_hook(self._begin),
-            nn.modules.module.register_module_forward_hook(self._end),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        if module in self._name_of:
-            self._running.append(module)
-            if isinstance(module, nn.Embedding) and args and isinstance(args[0], torch.Tensor):
-                self._check_positions(self._name_of[module], module.num_embeddings, args[0])
-
-    def _check_positions(self, name: str, rows: int, ids: torch.Tensor) -> None:
-        """Add a problem if a sequence has more positions than the table has rows: no fake index is out of range."""
-        told = name.rpartition(".")[2]
-        if (told in ("wpe", "pos_emb") or "position" in told) and ids.ndim and ids.shape[-1] > rows:
-            what = f"its table of positions has {rows} rows, and the sequence is {ids.shape[-1]}"
-            self._problems.append(Problem(name, what, "ask for a shorter sequence, or a longer table", "error"))
-
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module in self._running:
-            while self._running.pop() is not module:  # a module whose exception was caught
-                pass
 
 
 @contextlib.contextmanager
@@ -277,19 +217,42 @@ _STAYS = "is a tensor attribute, which stays on the CPU when the model goes to a
 class _Watch(TorchFunctionMode):
     """Find tensors that would be on the CPU beside others on a GPU, mixed dtypes, and values that are read.
 
-    ``attributes``: problem with each tensor that is an ordinary attribute, by its ``id``; ``where``: return the name of
-    the module that runs, "" outside of all.
+    ``attributes``: problem with each tensor that is an ordinary attribute, by its ``id``; ``name_of``: all modules.
     """
 
-    def __init__(self, attributes: Mapping[int, Problem], where: Callable[[], str]) -> None:
+    def __init__(self, attributes: Mapping[int, Problem], name_of: Mapping[nn.Module, str]) -> None:
         super().__init__()
         self.found: dict[str, Problem] = {}
-        """One for each line of code, whichever modules run it; one for each attribute."""
+        """One for each line of code, whichever modules run it; one for each attribute and table."""
         self.first_guess = ""
         """``file:line`` that first read a value that depends on data; "" if none did."""
-        self._where = where
         self._attributes = attributes
+        self._name_of = name_of
+        self._running: list[nn.Module] = []
         self._on_cpu: dict[int, tuple[weakref.ref[torch.Tensor], Problem]] = {}
+
+    def where(self) -> str:
+        """Return the module's name, ``model`` for the root; "" outside of all forwards."""
+        return (self._name_of[self._running[-1]] or "model") if self._running else ""
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        if module in self._name_of:
+            self._running.append(module)
+            if isinstance(module, nn.Embedding) and args and isinstance(args[0], torch.Tensor):
+                self._check_positions(self._name_of[module], module.num_embeddings, args[0])
+
+    def _check_positions(self, name: str, rows: int, ids: torch.Tensor) -> None:
+        """Add a problem if a sequence has more positions than the table has rows: no fake index is out of range."""
+        told = name.rpartition(".")[2]
+        if (told in ("wpe", "pos_emb") or "position" in told) and ids.ndim and ids.shape[-1] > rows:
+            what = f"its table of positions has {rows} rows, and the sequence is {ids.shape[-1]}"
+            problem = Problem(name, what, "ask for a shorter sequence, or a longer table", "error")
+            self.found.setdefault(name, problem)
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module in self._running:
+            while self._running.pop() is not module:  # a module whose exception was caught
+                pass
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -301,7 +264,7 @@ class _Watch(TorchFunctionMode):
         if func in _MAKERS:
             if kwargs.get("device") is None and not tensors:
                 what = f"torch.{name} makes a tensor on the CPU{_line()}, which meets others that would be on a GPU"
-                self._mark(out, Problem(self._where() or "loss", what, "give it device= of the input", "error"))
+                self._mark(out, Problem(self.where() or "loss", what, "give it device= of the input", "error"))
             return out
         if name in _PRODUCTS:
             self._check_dtypes(name, tensors)
@@ -322,10 +285,9 @@ class _Watch(TorchFunctionMode):
         dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in tensors if each.is_floating_point()})
         if len(dtypes) > 1 and not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
             what = f"{name.strip('_')} of {' and '.join(dtypes)}{_line()}: its operands must have one dtype"
-            self._add(Problem(self._where() or "loss", what, "cast one of them", "error"))
+            self._add(Problem(self.where() or "loss", what, "cast one of them", "error"))
 
     def _problem_of(self, tensor: torch.Tensor) -> Problem | None:
-        """Return the problem with a tensor that would be on the CPU; None for any other tensor."""
         if id(tensor) in self._attributes:
             return self._attributes[id(tensor)]
         reference, problem = self._on_cpu.get(id(tensor), (None, None))
@@ -347,7 +309,7 @@ class _Watch(TorchFunctionMode):
         if "site-packages" not in _innermost_frame().filename:  # users cannot change what a library reads
             what = f".{getattr(func, '__name__', func)}() reads a value{_line()}: a GPU waits for it, and the planner "
             remedy = "keep what depends on data in tensors"
-            self._add(Problem(self._where() or "loss", f"{what}goes on with a guess", remedy, "warning"))
+            self._add(Problem(self.where() or "loss", f"{what}goes on with a guess", remedy, "warning"))
         return out
 
     def _add(self, problem: Problem) -> None:

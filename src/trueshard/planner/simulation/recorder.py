@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -205,12 +205,10 @@ class Recorder(_torch.DispatchMode):
             self.place = Place(self.place.phase, named.pop() if len(named) == 1 else "")
 
     def _storages(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-        """Return the numbers of the tensors' allocations, without repetition, in order."""
         held = [self.allocation_of(each) for each in tensors]
         return tuple(dict.fromkeys(each.storage for each in held if each is not None))
 
     def _communications_before(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-        """Return the positions of the communications that wrote the tensors last."""
         return tuple(sorted({self._written_by[key] for key in map(_identity, tensors) if key in self._written_by}))
 
     def _kernel(
@@ -327,24 +325,27 @@ def track_units(recorder: Recorder, model: nn.Module, plan: Plan) -> Iterator[No
     modules = dict(names.named_modules(names.unwrap(model)))
     unit_of = {modules[name]: unit.name for unit in plan.units for name in unit.modules}
     tracker = _UnitTracker(recorder, unit_of)
-    handles = [
-        nn.modules.module.register_module_forward_pre_hook(tracker.begin_forward),
-        nn.modules.module.register_module_forward_hook(tracker.end_forward, always_call=True),
-    ]
     for module, name in unit_of.items():
         if isinstance(module, _torch.ShardedModule):
             begin = functools.partial(tracker.begin_communication, name)
             _torch.watch_communication(module, begin, tracker.end_communication)
+    with watching_forwards(tracker.begin_forward, tracker.end_forward, always_call=True):
+        yield
+
+
+@contextlib.contextmanager
+def watching_forwards(begin: Callable[..., None], end: Callable[..., None], *, always_call: bool) -> Iterator[None]:
+    """Call ``begin`` before and ``end`` after every module's forward; ``always_call``: ``end`` also after an error."""
+    before = nn.modules.module.register_module_forward_pre_hook(begin)
+    after = nn.modules.module.register_module_forward_hook(end, always_call=always_call)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        before.remove()
+        after.remove()
 
 
 class _UnitTracker:
-    """Hooks that set a recorder's place, unit and stream."""
-
     def __init__(self, recorder: Recorder, unit_of: Mapping[nn.Module, str]) -> None:
         self.recorder = recorder
         self.unit_of = unit_of

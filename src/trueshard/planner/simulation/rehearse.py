@@ -11,39 +11,40 @@ import contextlib
 import dataclasses
 import gc
 import itertools
-import json
 import math
 import statistics
-import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from trueshard import _torch
 from trueshard.checkpoint.materialise import give_memory
 from trueshard.model import names
-from trueshard.planner import ledger
 from trueshard.planner.forecasting import MICROBATCHES
-from trueshard.planner.hardware import Hardware, Mode
-from trueshard.planner.inputs.fake_tensors import mapped, plain_attributes
+from trueshard.planner.hardware import Hardware
+from trueshard.planner.inputs.fake_tensors import mapped, replace_plain
 from trueshard.planner.report.report import duration
 from trueshard.planner.reserve import replay
-from trueshard.planner.simulation.environment import without_garbage_collection
-from trueshard.planner.simulation.simulate import run_step, simulate, simulated_mesh
+from trueshard.planner.simulation.simulate import (
+    Simulation,
+    run_step,
+    simulate,
+    simulated_mesh,
+    without_garbage_collection,
+)
 from trueshard.planner.timeline import schedule
 from trueshard.planner.trace import Communication, Trace
 from trueshard.planner.workload import Job, Study, Workload
 from trueshard.runtime import engine
 from trueshard.runtime.apply import SMALL
 from trueshard.text import size, table
+
+STEPS = 3
+"""Steps that are run; the first one is unlike the others."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ class Rehearsal:
     """Device of the forecast."""
     steps: int
     allocated: Pair
-    """Peak bytes of tensors: in the allocator's blocks on a GPU, as requested on a CPU."""
-    reserved: Pair | None
-    """Peak bytes reserved by the allocator; None on a CPU."""
+    """Peak bytes of tensors, in the allocator's blocks."""
+    reserved: Pair
+    """Peak bytes reserved by the allocator."""
     seconds: Pair
     """Median step after the first, without communication."""
 
@@ -85,61 +86,49 @@ class Rehearsal:
                 ("peak reserved", self.reserved, size),
                 ("step without communication", self.seconds, duration),
             )
-            if pair is not None
         ]
         where = f"{self.model}: rank 0 of {self.ranks:,}, {self.steps} steps on {self.device}"
         lines = table(("", f"forecast ({self.hardware})", "measured", "error"), rows, right=(1, 2, 3))
         return "\n".join([where, *lines])
 
 
-def require(device: str) -> None:
-    """Raise ValueError if ``device`` is neither ``"cuda"`` nor ``"cpu"``, or there is no CUDA GPU."""
-    if device not in ("cuda", "cpu"):
-        raise ValueError(f'a rehearsal runs on "cuda" or "cpu", not on {device!r}')
-    if device == "cuda" and not torch.cuda.is_available():
+def require_gpu() -> None:
+    """Raise ValueError if there is no CUDA GPU."""
+    if not torch.cuda.is_available():
         raise ValueError(
             "a rehearsal needs a CUDA GPU, and this machine has none; leave it out, or run it where one is"
         )
 
 
-def rehearse(job: Job, hardware: Hardware, *, device: str = "cuda", steps: int = 3) -> Rehearsal:
-    """Forecast one rank of a job, run it, and return both.
+def rehearse(job: Job, hardware: Hardware) -> Rehearsal:
+    """Forecast one rank of a job, run it on the current GPU, which should hold nothing else, and return both.
 
     Args:
         job: with the rank; of more than three microbatches a step, three are simulated and run.
         hardware: device of the forecast; it is not compared with the device at hand.
-        device: ``"cuda"``: the current GPU, which should hold nothing else; or ``"cpu"``.
-        steps: at least 2.
 
     Raises:
-        ValueError: there is no such device, it has too little memory, or ``shard()`` refuses the job.
+        ValueError: there is no GPU, it has too little memory, or ``shard()`` refuses the job.
     """
-    require(device)
-    if steps < 2:
-        raise ValueError(f"steps={steps} must be at least 2: the first one is unlike the others")
-    on_cpu = device == "cpu"
-    job = dataclasses.replace(job, accumulation=min(job.accumulation, MICROBATCHES), on_cpu=on_cpu)
+    require_gpu()
+    job = dataclasses.replace(job, accumulation=min(job.accumulation, MICROBATCHES), on_cpu=False)
     made = simulate(job)
-    mode: Mode = "compile" if made.plan.compile else "eager"
-    seconds = schedule(_without_communication(made.steady), hardware, 1, mode).seconds
-    blocks = replay(made.first, made.steady, repeats=steps - 1, workspace_bytes=hardware.workspace_bytes)
-    job = dataclasses.replace(job, plan=made.plan)
+    blocks = replay(made.first, made.steady, repeats=STEPS - 1, workspace_bytes=hardware.workspace_bytes)
     try:
-        allocated, reserved, step_seconds = _on_cpu(job, steps) if on_cpu else _on_gpu(job, steps)
+        allocated, reserved, seconds = _measured(dataclasses.replace(job, plan=made.plan))
     except torch.OutOfMemoryError as error:
         raise ValueError(
-            f"the rehearsal needs more memory than this GPU has; {size(blocks.peak_reserved)} were forecast"
+            f"the rehearsal needs more memory than this GPU has; {size(blocks.reserved)} were forecast"
         ) from error
-    live = max(ledger.peak(made.first).bytes, ledger.peak(made.steady).bytes)
     return Rehearsal(
         model=job.workload.name,
         ranks=math.prod(job.ranks),
-        device="CPU" if on_cpu else torch.cuda.get_device_name(),
+        device=torch.cuda.get_device_name(),
         hardware=hardware.name,
-        steps=steps,
-        allocated=Pair(live if on_cpu else blocks.peak_allocated, allocated),
-        reserved=None if reserved is None else Pair(blocks.peak_reserved, reserved),
-        seconds=Pair(seconds, step_seconds),
+        steps=STEPS,
+        allocated=Pair(blocks.peak_allocated, allocated),
+        reserved=Pair(blocks.reserved, reserved),
+        seconds=Pair(seconds_alone(made, hardware), seconds),
     )
 
 
@@ -156,29 +145,28 @@ def job_of(study: Study, workload: Workload) -> Job:
     )
 
 
-def _without_communication(trace: Trace) -> Trace:
-    """Return the trace of a single rank; positions stay the same."""
+def seconds_alone(made: Simulation, hardware: Hardware) -> float:
+    """Return the forecast seconds of a step in which collectives take no time."""
     alone = [
         dataclasses.replace(event, ranks=1, received=0) if isinstance(event, Communication) else event
-        for event in trace.events
+        for event in made.steady.events
     ]
-    return Trace(alone, trace.resident)
+    trace = Trace(alone, made.steady.resident)
+    return schedule(trace, hardware, 1, "compile" if made.plan.compile else "eager").seconds
 
 
 # Measurement
 
-_Measured = tuple[int, int | None, float]
-"""(peak bytes allocated, peak bytes reserved, median seconds of a step after the first)."""
 
-
-def _on_gpu(job: Job, steps: int) -> _Measured:
-    with _world(job, "cuda") as mesh:
-        step = _ready(job, mesh, torch.device("cuda"))
+def _measured(job: Job) -> tuple[int, int, float]:
+    """Return peak bytes allocated, peak bytes reserved, and median seconds of a step after the first."""
+    with world(job, "cuda") as mesh:
+        step = ready(job, mesh, torch.device("cuda"))
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # memory that building the model needed
         torch.cuda.reset_peak_memory_stats()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
         with without_garbage_collection():
             marks[0].record()
             for mark in marks[1:]:
@@ -193,23 +181,8 @@ def _on_gpu(job: Job, steps: int) -> _Measured:
     return *found, statistics.median(later)
 
 
-def _on_cpu(job: Job, steps: int) -> _Measured:
-    with _world(job, "cpu") as mesh:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            step = _ready(job, mesh, torch.device("cpu"))
-            with without_garbage_collection(), record_function(_STEPS):
-                for _ in range(steps):
-                    step()
-        later = []
-        for _ in range(steps - 1):  # without the profiler, which takes time itself
-            start = time.perf_counter()
-            step()
-            later.append(time.perf_counter() - start)
-    return _peak_allocated(profiler), None, statistics.median(later)
-
-
 @contextlib.contextmanager
-def _world(job: Job, kind: str) -> Iterator[DeviceMesh]:
+def world(job: Job, kind: str) -> Iterator[DeviceMesh]:
     """Simulate the job's mesh in this process; random states and warning filters are restored afterwards."""
     gpus = [torch.cuda.current_device()] if kind == "cuda" else []
     with (
@@ -222,7 +195,7 @@ def _world(job: Job, kind: str) -> Iterator[DeviceMesh]:
         yield simulated_mesh(kind, job.ranks)
 
 
-def _ready(job: Job, mesh: DeviceMesh, device: torch.device) -> Callable[[], None]:
+def ready(job: Job, mesh: DeviceMesh, device: torch.device) -> Callable[[], None]:
     """Shard model and optimizers on the meta device, then allocate; return a function that runs a step."""
     workload = job.workload
     with torch.device("meta"):
@@ -251,20 +224,13 @@ def _materialise(root: nn.Module, device: torch.device) -> None:
             if tensor.is_meta:
                 give_memory(tensor, None, device)
                 _fill(_torch.local(tensor), kind)
-    given: dict[int, torch.Tensor] = {}
 
-    def real(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_meta:
-            return value
-        if id(value) not in given:
-            given[id(value)] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-            _fill(given[id(value)], "buffers")
-        return given[id(value)]
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        _fill(made, "buffers")
+        return made
 
-    for module in root.modules():
-        for key, value in plain_attributes(module).items():
-            if any(each.is_meta for each in _torch.tensors_in(value)):
-                vars(module)[key] = mapped(real, value)
+    replace_plain(root, {}, lambda each: each.is_meta, real)
     assert isinstance(root, _torch.ShardedModule)
     _torch.initialise(root)
     _torch.join_shards(root, SMALL)  # as shard() does where there is memory
@@ -277,28 +243,3 @@ def _fill(tensor: torch.Tensor, kind: str) -> None:
         numbers.normal_(0.0, 0.02) if kind == "parameters" else numbers.uniform_(0.01, 1.0)
     else:
         tensor.fill_(tensor.dtype == torch.bool)
-
-
-_STEPS = "rehearsed steps"
-
-
-def _peak_allocated(profiler: profile) -> int:
-    """Return the highest sum, during the steps, of bytes allocated since the profiler started."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(file))
-        events: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    start = min(event["ts"] for event in events if event.get("name") == _STEPS)
-    live_addresses: set[int] = set()
-    live = peak = 0
-    for event in sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"]):
-        count, address = event["args"]["Bytes"], event["args"]["Addr"]
-        if count > 0:
-            live_addresses.add(address)
-        elif address not in live_addresses:  # allocated before the profiler started
-            continue
-        else:
-            live_addresses.remove(address)
-        live += count
-        peak = max(peak, live) if event["ts"] >= start else live
-    return peak

@@ -78,7 +78,6 @@ def find_runs(model: nn.Module, plan: Plan) -> list[Run]:
 
 
 def _runs_in(container: str, classes: Sequence[int]) -> list[Run]:
-    """Return the runs in a container whose modules have these equivalence classes."""
     runs: list[Run] = []
     start = 0
     while start < len(classes):
@@ -106,11 +105,7 @@ def _classes(blocks: Sequence[nn.Module], prefix: str, policies: Mapping[str, An
     """Return a number for each block; equal blocks have equal numbers."""
     traits = [_traits(names.unwrap(block), f"{prefix}{i}", policies, tied) for i, block in enumerate(blocks)]
     _equate_positions(traits)
-    distinct: list[dict[Any, Any]] = []
-    for each in traits:
-        if each not in distinct:
-            distinct.append(each)
-    return [distinct.index(each) for each in traits]
+    return [traits.index(each) for each in traits]
 
 
 def _traits(block: nn.Module, name: str, policies: Mapping[str, Any], tied: set[int]) -> dict[Any, Any]:
@@ -122,11 +117,8 @@ def _traits(block: nn.Module, name: str, policies: Mapping[str, Any], tied: set[
         traits[inner] = type(module), module.training, policies.get(f"{name}.{inner}" if inner else name)
         for tensors in (_torch.own_parameters(module), _torch.own_buffers(module)):
             for key, tensor in tensors.items():
-                traits[inner, key] = (
-                    tensor
-                    if tensor is None
-                    else (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.is_contiguous())
-                )
+                layout = None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous())
+                traits[inner, key] = layout, tensor is not None and tensor.requires_grad
         traits[inner, "hooks"] = _torch.count_forward_hooks(module)
         for key, value in vars(module).items():
             if isinstance(value, _PLAIN):

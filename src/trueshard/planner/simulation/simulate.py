@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,18 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional
 
 from trueshard import _torch
 from trueshard.model import names
 from trueshard.optim.clip import clip_grad_norm_
 from trueshard.planner import ledger
-from trueshard.planner.inputs.fake_tensors import fake_copy
+from trueshard.planner.inputs.fake_tensors import fake_copy, replaced
 from trueshard.planner.simulation.compiling import compiled
-from trueshard.planner.simulation.environment import (
-    attention_as_on_a_device,
-    fake_tensors_look_real,
-    without_garbage_collection,
-)
 from trueshard.planner.simulation.extend import KEPT, NotPeriodicError, extend, labelled
 from trueshard.planner.simulation.offloading import offloaded
 from trueshard.planner.simulation.recorder import Recorder, track_units
@@ -77,8 +75,6 @@ class Simulation:
     """First step, in which optimizer state and FSDP2's buffers are made."""
     steady: Trace
     """Any later step."""
-    models: int = 1
-    """Models that were run; more than one if repeated blocks were extended."""
     whole_because: str = ""
     """Reason why repeated blocks were all run; "" if they were not, or if there are none."""
     warnings: list[str] = field(default_factory=list)
@@ -148,7 +144,7 @@ def _run_shortened(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, run
         )
         for step in ("first", "steady")
     )
-    return Simulation(plan, first, steady, models=1 + len(variants))
+    return Simulation(plan, first, steady)
 
 
 def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation:
@@ -184,7 +180,6 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation
 
 
 def _adopt(recorder: Recorder, model: nn.Module, plan: Plan) -> None:
-    """Register parameters and buffers before the first step."""
     name_of = _parameter_names(model)
     for unit, parameters in zip(plan.units, engine.sharded(model).units.values(), strict=True):
         recorder.members[unit.name] = [name_of[id(parameter)] for parameter in parameters]
@@ -230,3 +225,82 @@ def _as_planned(trace: Trace, job: Job, plan: Plan, members: Mapping[str, Sequen
         if isinstance(event, Kernel):
             event.reads = event.writes = ()
     return trace
+
+
+# The environment of a simulation. torch chooses the kernel of attention by fake CPU tensors, and the fused one of a CPU
+# accepts neither dropout nor values of another width than queries, nor a trained mask: the scores would lie in memory,
+# as they never do on an accelerator.
+
+_ALIGNED = 16
+"""A mask's rows are a multiple of so many elements. Source: ``pad_bias`` of ATen/native/transformers/attention.cpp."""
+_WIDEST = 256
+"""Largest head of flash attention. Source: ``check_head_dim_size_flash`` of cuda/sdp_utils.cpp."""
+
+
+@contextlib.contextmanager
+def attention_as_on_a_device() -> Iterator[None]:
+    """Let ``scaled_dot_product_attention`` use CUDA's fused kernels on fake tensors for which the CPU has none."""
+    original = functional.scaled_dot_product_attention
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        trained = attn_mask is not None and attn_mask.requires_grad
+        fused = dropout_p == 0 and query.shape[-1] == value.shape[-1] and not trained
+        if fused or query.dim() != 4 or query.dtype == torch.float64:
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= _WIDEST:
+            return torch.ops.aten._scaled_dot_product_flash_attention(  # accepts fewer key heads than query heads
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )[0]
+        if (groups := query.shape[-3] // key.shape[-3]) > 1:
+            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        bias = None if attn_mask is None else _bias(attn_mask, query, key)
+        needs_grad = any(each is not None and each.requires_grad for each in (query, key, value, bias))
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
+        )[0]
+
+    with replaced([(functional, "scaled_dot_product_attention", attention)]):
+        yield
+
+
+def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return a mask as numbers to add, with aligned rows, expanded to (batch, heads, queries, keys)."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    if (missing := -mask.shape[-1] % _ALIGNED) and mask.shape[-1] == key.shape[-2]:
+        mask = functional.pad(mask, (0, missing))[..., : key.shape[-2]]
+    return mask.expand(*query.shape[:-1], key.shape[-2])
+
+
+@contextlib.contextmanager
+def fake_tensors_look_real() -> Iterator[None]:
+    """Let transformers take fake tensors for real ones.
+
+    It materialises attention masks while it is traced; in training it reads their values, and leaves them out where
+    attention is causal and nothing is padded.
+    """
+    imported = sys.modules.get("transformers.utils.import_utils")
+    with replaced([(imported, "is_fake_tensor", lambda tensor: False)] if hasattr(imported, "is_fake_tensor") else []):
+        yield
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Collect garbage now and not inside, where it would free cycles at arbitrary times."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

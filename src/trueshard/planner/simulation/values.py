@@ -84,7 +84,6 @@ class KnownValues(_torch.DispatchMode):
         self._sizes.forget(storage)
 
     def _invalidate(self, storage: int) -> None:
-        """Drop a storage's values, which are unknown from now on."""
         self._real.pop(storage, None)
         self._rarely_true.discard(storage)
 
@@ -136,7 +135,9 @@ class KnownValues(_torch.DispatchMode):
             if self._real_view(tensor) is None:
                 self._real[_torch.storage_identity(tensor)] = _zeroed(tensor)
         with _torch.real_tensors():
-            real_args, real_kwargs = _torch.map_only(torch.Tensor, self._real_or_same, (args, kwargs))
+            real_args, real_kwargs = _torch.map_only(
+                torch.Tensor, lambda each: each if (real := self._real_view(each)) is None else real, (args, kwargs)
+            )
             if real_kwargs.get("device") is not None:
                 real_kwargs = {**real_kwargs, "device": torch.device("cpu")}
             self._remember(outputs, _torch.leaves_of(func(*real_args, **real_kwargs)))
@@ -161,7 +162,6 @@ class KnownValues(_torch.DispatchMode):
             self._rarely_true.add(_torch.storage_identity(outputs[0]))
 
     def _concerns(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
-        """True if values before or after the operator may be known."""
         if any(tensor.untyped_storage().nbytes() > LARGEST for tensor in outputs):
             return False
         if not inputs:
@@ -170,7 +170,6 @@ class KnownValues(_torch.DispatchMode):
         return name in _OVERWRITING or any(known)
 
     def _is_computable(self, name: str, inputs: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
-        """True if all values that the operator reads are known."""
         if not inputs:
             return name in _FACTORIES
         if any(each.untyped_storage().nbytes() > LARGEST for each in inputs):
@@ -191,10 +190,6 @@ class KnownValues(_torch.DispatchMode):
         with _torch.real_tensors():
             return _view_as(fake, memory)
 
-    def _real_or_same(self, tensor: torch.Tensor) -> torch.Tensor:
-        real = self._real_view(tensor)
-        return tensor if real is None else real
-
 
 def _zeroed(fake: torch.Tensor) -> torch.Tensor:
     with _torch.real_tensors():
@@ -202,7 +197,6 @@ def _zeroed(fake: torch.Tensor) -> torch.Tensor:
 
 
 def _view_as(fake: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """View bytes as ``fake`` views its storage."""
     return memory.view(fake.dtype).as_strided(fake.shape, fake.stride(), int(fake.storage_offset()))
 
 
@@ -231,7 +225,6 @@ class _DataDependentSizes:
         self._shares.pop(storage, None)
 
     def follow(self, name: str, args: Any, outputs: Sequence[torch.Tensor]) -> None:
-        """Derive bounds and shares of an operator's results from those of its arguments."""
         if name not in _FOLLOWED:
             return
         if name in _INDEX_RESULTS and len(outputs) > _INDEX_RESULTS[name]:
@@ -294,8 +287,7 @@ class _DataDependentSizes:
         given: list[Any] = []
         for each in indices:
             given += self.nonzero(each).unbind(1) if _is_mask(each) else [each]
-        found: torch.Tensor = _ATEN.index.Tensor(source, given)
-        return found
+        return _ATEN.index.Tensor(source, given)
 
     def masked_select(self, source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         times = math.prod(torch.broadcast_shapes(source.shape, mask.shape)) // max(1, mask.numel())

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trueshard.errors import UserError, one_line
+from trueshard.errors import UserError, with_kind
 from trueshard.model import names
 from trueshard.train.data.samples import Document
 from trueshard.train.data.sources import Fields, Record
@@ -220,11 +220,8 @@ class ChatTemplate:
                 **self.tokenizer.special_tokens_map,
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
-            detail = one_line(error, 200)
-            raise UserError(
-                f"{where}: the chat template refuses it ({type(error).__name__}: {detail}); correct it, or set "
-                "tokenizer.chat_template"
-            ) from None
+            said = f"{where}: the chat template refuses it ({with_kind(error)})"
+            raise UserError(f"{said}; correct it, or set tokenizer.chat_template") from None
         text, marked = rendered
         return str(text[0]), list(marked[0]) if marked else []
 

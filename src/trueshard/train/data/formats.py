@@ -180,13 +180,11 @@ def pair(fields: Fields, where: str) -> tuple[Any, Any, Any]:
     for key, value in zip(PAIR[1:], found[1:], strict=True):
         if value is None:
             near = names.nearest(key, fields, 1)
-            raise UserError(
-                f"{where}: has no {key!r}, found keys {sorted(fields)}; correct it.{near}".removesuffix(".")
-            )
+            said = f"{where}: has no {key!r}, found keys {sorted(fields)}; correct it.{near}"
+            raise UserError(said.removesuffix("."))
     if chosen == rejected:
-        raise UserError(
-            f"{where}: chosen and rejected are the same, so nothing is preferred; correct it, or leave it out"
-        )
+        said = f"{where}: chosen and rejected are the same, so nothing is preferred"
+        raise UserError(f"{said}; correct it, or leave it out")
     strings = [isinstance(each, str) for each in found]
     if all(strings):
         return prompt, chosen, rejected

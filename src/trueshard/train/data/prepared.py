@@ -9,8 +9,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import shutil
 import tempfile
 import zlib
@@ -25,7 +23,7 @@ from trueshard.train.data import tokenizer as tokenizers
 from trueshard.train.data.formats import Format, SourceStream, format_of, texts_of
 from trueshard.train.data.order import Mixture, StreamMixture
 from trueshard.train.data.samples import Collate, Samples, Stream
-from trueshard.train.data.sources import DataSource, find
+from trueshard.train.data.sources import DataSource, find, hash_of
 from trueshard.train.data.store import StoredSamples, Summary, build, read_summary
 
 NOUNS = {
@@ -51,21 +49,20 @@ class Prepared:
     """Makes batches of either."""
 
     def __len__(self) -> int:
-        """Return the number of training samples. Raises `TypeError` for a stream."""
-        if isinstance(self.train, Samples):
-            return len(self.train)
-        raise TypeError("how many samples a stream has is not known")
+        """Return the number of training samples; for data that are not streamed."""
+        assert isinstance(self.train, Samples)
+        return len(self.train)
 
     def tokenizer(self) -> Any:
         """Load the tokenizer of the data, with its chat template."""
         return _tokenizer(self.folder)
 
 
-def prepare(config: Config, *, frozen: bool, make: bool, processor: Any = None) -> Prepared:
+def prepare(config: Config, *, frozen: bool, make: bool) -> Prepared:
     """Return the data of a run, made now unless the run's folder has them. Raises `UserError`, and leaves nothing.
 
     ``frozen``: the run has a checkpoint, so existing data are right whatever the files are now. ``make``: this process
-    may make them. ``processor``: of images and text; None: read from beside the tokenizer.
+    may make them.
     """
     folder, streaming, own = config.run.folder / "data", config.data.streaming, config.evaluation
     summary = read_summary(folder)
@@ -76,8 +73,8 @@ def prepare(config: Config, *, frozen: bool, make: bool, processor: Any = None) 
         held = [] if own is None or own.path is None else find(config.data, own.path)
         read = _fingerprint(config, sources + held)
         kept = kept or (summary is not None and (summary.identity, summary.fingerprint) == (_identity(config), read))
-    if config.data.format == "vision" and processor is None:
-        processor = tokenizers.load_processor(config.tokenizer, config.model)
+    is_vision = config.data.format == "vision"
+    processor = tokenizers.load_processor(config.tokenizer, config.model) if is_vision else None
     if not kept:
         if not make:
             raise UserError(f"run.dir: {folder} is not seen by every rank; choose a folder that all machines share")
@@ -95,10 +92,8 @@ def prepare(config: Config, *, frozen: bool, make: bool, processor: Any = None) 
 
 def _make(config: Config, sources: list[DataSource], held: list[DataSource], processor: Any, folder: Path) -> None:
     """Write tokenizer, evaluation data and, unless streamed, training data."""
-    if processor is not None:
-        tokenizer = processor.tokenizer
-    else:
-        tokenizer = tokenizers.load_tokenizer(config.tokenizer, config.model, config.data.format)
+    given = (config.tokenizer, config.model, config.data.format)
+    tokenizer = processor.tokenizer if processor is not None else tokenizers.load_tokenizer(*given)
     _announce(config, sources, tokenizer is None)
     if tokenizer is None:
         assert config.tokenizer.vocab_size is not None
@@ -157,9 +152,8 @@ def _stored(config: Config, form: Format, folder: Path, summary: Summary) -> Mix
 def _held_out(config: Config, section: EvaluationSection, form: Format, folder: Path, summary: Summary) -> Mixture:
     if section.path is None:
         found = _parts(config, form, folder, summary, "evaluation")
-        problem = (
-            f"fraction: {section.fraction} of the data is less than one sequence; raise it, or set evaluation.path"
-        )
+        said = f"{section.fraction} of the data is less than one sequence"
+        problem = f"fraction: {said}; raise it, or set evaluation.path"
     else:
         own = read_summary(folder / "evaluation")
         assert own is not None
@@ -189,7 +183,7 @@ def _identity(config: Config) -> dict[str, Any]:
 def _fingerprint(config: Config, sources: list[DataSource]) -> str:
     """Hash the state of all files to read: data and tokenizer."""
     tokenizer = tokenizers.fingerprint(config.tokenizer, config.model)
-    return hashlib.sha256(json.dumps([tokenizer, [each.fingerprint() for each in sources]]).encode()).hexdigest()
+    return hash_of([tokenizer, [each.fingerprint() for each in sources]])
 
 
 def _announce(config: Config, sources: list[DataSource], trains: bool) -> None:

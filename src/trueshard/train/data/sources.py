@@ -76,7 +76,7 @@ class DataSource:
 
     def fingerprint(self) -> str:
         """Hash names, sizes and modification times: equal means that nothing has to be read again."""
-        return _hash(states(map(Path, self.files)))
+        return hash_of(states(map(Path, self.files)))
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class HubSource(DataSource):
         return None
 
     def fingerprint(self) -> str:
-        return _hash([self.name, self.subset, self.split, self.revision])
+        return hash_of([self.name, self.subset, self.split, self.revision])
 
     def _load(self) -> Any:
         import datasets
@@ -120,7 +120,7 @@ class SavedSource(HubSource):
     """A folder written by `Dataset.save_to_disk`, or one split of a saved `DatasetDict`."""
 
     def fingerprint(self) -> str:
-        return _hash(states(sorted(file for file in Path(self.files[0]).iterdir() if file.is_file())))
+        return hash_of(states(sorted(file for file in Path(self.files[0]).iterdir() if file.is_file())))
 
     def _load(self) -> Any:
         import datasets
@@ -129,10 +129,7 @@ class SavedSource(HubSource):
 
 
 def find(section: DataSection, path: str | None = None) -> list[DataSource]:
-    """Return the sources of `[data]`, or with ``path`` that of `evaluation.path`.
-
-    Raises `UserError` if one is empty.
-    """
+    """Return the sources of `[data]`, or with ``path`` that of `evaluation.path`; `UserError` if one is empty."""
     if path is not None:
         return [_find(section, path, "evaluation.path", 1.0)]
     if section.path is not None:
@@ -151,10 +148,8 @@ def _find(section: DataSection, name: str, key: str, weight: float) -> DataSourc
         return DataSource(key, name, weight, _folder(section, path, key), section.field)
     if not path.exists():
         if HUB_NAME.fullmatch(name) and kind(path) not in READERS:
-            revision = _revision(name, key)
-            return HubSource(
-                key, name, weight, (name,), section.field, section.subset, section.split, revision, section.streaming
-            )
+            hub = (section.subset, section.split, _revision(name, key), section.streaming)
+            return HubSource(key, name, weight, (name,), section.field, *hub)
         raise UserError(
             f"{key}: {path} does not exist; give a folder or a file of text, JSONL, JSON, CSV or Parquet, "
             'owner/name of a data set on the hub, or "stdlib"'
@@ -253,7 +248,8 @@ def states(files: Iterable[Path]) -> list[list[Any]]:
     return [[str(file), status.st_size, status.st_mtime_ns] for file in files for status in [file.stat()]]
 
 
-def _hash(value: Any) -> str:
+def hash_of(value: Any) -> str:
+    """Return the SHA-256 of JSON values."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
@@ -298,9 +294,8 @@ def _array(file: Path) -> Iterator[tuple[Fields, int]]:
     with _open(file) as stream:
         entries = _json(stream.read(), file)
     if isinstance(entries, dict):
-        arrays = [
-            each for each in entries.values() if isinstance(each, list) and all(isinstance(e, dict) for e in each)
-        ]
+        lists = [each for each in entries.values() if isinstance(each, list)]
+        arrays = [each for each in lists if all(isinstance(entry, dict) for entry in each)]
         entries = arrays[0] if len(arrays) == 1 else entries
     if not isinstance(entries, list):
         raise UserError(
@@ -331,9 +326,8 @@ def _rows(file: Path) -> Iterator[tuple[Fields, int]]:
                 if not row:
                     continue
                 if len(row) != len(head):
-                    raise UserError(
-                        f"{file}, line {rows.line_num}: {len(row)} fields under a head of {len(head)}; correct it"
-                    )
+                    said = f"{len(row)} fields under a head of {len(head)}"
+                    raise UserError(f"{file}, line {rows.line_num}: {said}; correct it")
                 yield dict(zip(head, row, strict=True)), rows.line_num
         except csv.Error as error:
             raise UserError(f"{file}, line {rows.line_num}: not valid CSV ({error}); correct that line") from None

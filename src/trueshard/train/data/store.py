@@ -224,11 +224,9 @@ class DocumentWriter:
 
 
 class StoredSamples:
-    """Samples of a folder that a ``DocumentWriter`` has filled.
+    """Samples of ``length`` inputs in a folder that a ``DocumentWriter`` has filled.
 
-    Args:
-        first, last: the half-open range of stored sequences or, if documents are joined, of tokens.
-        length: inputs of a sequence.
+    ``first``, ``last``: the half-open range of stored sequences or, if documents are joined, of tokens.
     """
 
     def __init__(self, folder: Path, summary: Summary, form: Format, first: int, last: int, length: int) -> None:

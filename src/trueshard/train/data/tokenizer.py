@@ -35,15 +35,14 @@ def load_tokenizer(section: TokenizerSection, model: ModelSection, data_format: 
     remedy = "set tokenizer.path, or tokenizer.vocab_size to train one on the text"
     if not path.exists():
         raise UserError(f"{key}: {path} does not exist; correct the path")
+    files = [path / name for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")]
+    if not path.is_file() and not any(file.exists() for file in files):
+        raise UserError(f"{key}: {path} holds no tokenizer; {remedy}")
     try:
         if path.is_file():
             tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=_end_token(path))
-        elif any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         else:
-            raise UserError(f"{key}: {path} holds no tokenizer; {remedy}")
-    except UserError:
-        raise
+            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # transformers and tokenizers raise whatever the damage leads to
         raise UserError(f"{key}: the tokenizer in {path} cannot be read ({one_line(error, 200)}); {remedy}") from None
     if tokenizer.eos_token_id is None:
@@ -62,10 +61,8 @@ def load_processor(section: TokenizerSection, model: ModelSection) -> Any:
 
     key, path = _place(section, model)
     if section.vocab_size is not None:
-        raise UserError(
-            "tokenizer.vocab_size: images need a processor that knows their tokens, which cannot be trained; set "
-            "tokenizer.path to a directory with a processor instead"
-        )
+        said = "tokenizer.vocab_size: images need a processor that knows their tokens, which cannot be trained"
+        raise UserError(f"{said}; set tokenizer.path to a directory with a processor instead")
     remedy = "give a directory of a vision-language model"
     try:
         processor = AutoProcessor.from_pretrained(str(path), local_files_only=True)
@@ -100,10 +97,17 @@ def set_chat_template(section: TokenizerSection, tokenizer: Any, processor: Any 
     # Some have several by name; the one for tools is for calls, which data brings in its own form.
     own = own.get("default") if isinstance(own, dict) else own
     image = getattr(processor, "image_token", IMAGE)
-    template = _template_file(section.chat_template) or own or CHATML.replace(IMAGE, image)
-    tokenizer.chat_template = template
-    if processor is not None:
-        processor.chat_template = template
+    template = own or CHATML.replace(IMAGE, image)
+    if (name := section.chat_template) is not None:
+        try:
+            template = Path(name).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"tokenizer.chat_template: {name} cannot be read ({error}); give a Jinja file") from None
+        if not template.strip():
+            raise UserError(f"tokenizer.chat_template: {name} is empty; give a Jinja file")
+    for each in (tokenizer, processor):
+        if each is not None:
+            each.chat_template = template
 
 
 def fingerprint(section: TokenizerSection, model: ModelSection) -> list[list[Any]]:
@@ -124,18 +128,6 @@ def _place(section: TokenizerSection, model: ModelSection) -> tuple[str, Path]:
         return "tokenizer.path", Path(section.path).expanduser()
     path = model.place()
     return "model.path" if model.path else "model.config", path.parent if path.is_file() else path
-
-
-def _template_file(name: str | None) -> str | None:
-    if name is None:
-        return None
-    try:
-        template = Path(name).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"tokenizer.chat_template: {name} cannot be read ({error}); give a Jinja file") from None
-    if not template.strip():
-        raise UserError(f"tokenizer.chat_template: {name} is empty; give a Jinja file")
-    return template
 
 
 def _end_token(file: Path) -> str | None:

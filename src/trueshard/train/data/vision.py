@@ -48,10 +48,9 @@ def vision_messages(record: Record) -> list[Message]:
     if not any(part["type"] == "image" for message in found for part in message["content"]):
         # A rank with such a batch would not gather the weights that read images, while the others wait for it.
         raise UserError(f'{where}: has no image, which every record needs with data.format = "vision"; leave it out')
-    return [
-        {**message, "content": [_located(part, where, record.folder) for part in message["content"]]}
-        for message in found
-    ]
+    for message in found:
+        message["content"] = [_located(part, where, record.folder) for part in message["content"]]
+    return found
 
 
 def _located(part: Message, where: str, folder: Path) -> Message:
@@ -69,23 +68,21 @@ def _located(part: Message, where: str, folder: Path) -> Message:
             )
     elif not isinstance(image, bytes):
         raise UserError(f"{where}: wanted the path of an image, found a {type(image).__name__}; correct it")
-    open_image(image, where, verify=True).close()
+    read_image(image, where, verify=True)
     return {"type": "image", "image": image}
 
 
-def open_image(image: str | bytes, where: str, verify: bool = False) -> Any:
-    """Open an image, a path or bytes, without decoding it. After ``verify`` it cannot be decoded."""
+def read_image(image: str | bytes, where: str, verify: bool = False) -> Any:
+    """Return an image, a path or bytes, in RGB; with ``verify``, only check it, without decoding."""
     from PIL import Image
 
     try:
-        opened = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image)
-        if verify:
-            opened.verify()
-        return opened
+        with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
+            return opened.verify() if verify else opened.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         name = "an image in the data" if isinstance(image, bytes) else f"the image {image}"
-        detail = one_line(error, 200)
-        raise UserError(f"{where}: {name} cannot be read ({detail}); replace it, or leave it out") from None
+        said = f"{where}: {name} cannot be read ({one_line(error, 200)}); replace it, or leave it out"
+        raise UserError(said) from None
 
 
 class VisionCollate:
@@ -108,7 +105,10 @@ class VisionCollate:
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         rendered = [self._template.render(sample["messages"], sample["where"]) for sample in samples]
-        images = [self._load(sample) for sample in samples]
+        images = []
+        for sample in samples:
+            parts = (part for message in sample["messages"] for part in message["content"] if part["type"] == "image")
+            images.append([read_image(part["image"], sample["where"]) for part in parts])
         processed = self._process([each.text for each in rendered], images)
         plain = self._template.documents(rendered)
         rows = []
@@ -141,14 +141,16 @@ class VisionCollate:
         if len(places) == 1:
             grown = np.array([len(ids) - len(plain.ids)])
         else:
-            grown = np.array([self._grown(image, mark) for image in images], dtype=np.int64)
+            text = self._tokenizer.convert_ids_to_tokens(mark)
+            sizes = [self._process([text], [[image]])["input_ids"].shape[1] for image in images]
+            grown = np.array(sizes, dtype=np.int64) - 1
         if len(places) == len(images) == len(grown):
             numbers = np.arange(len(plain.ids))
             moved = numbers + np.concatenate([[0], np.cumsum(grown)])[np.searchsorted(places, numbers, side="left")]
-            text = plain.ids != mark
-            if moved[-1] == len(ids) - 1 and (ids[moved[text]] == plain.ids[text]).all():
+            words = plain.ids != mark
+            if moved[-1] == len(ids) - 1 and (ids[moved[words]] == plain.ids[words]).all():
                 result = np.zeros(len(ids), dtype=np.bool_)
-                result[moved[text]] = plain.counted[text]
+                result[moved[words]] = plain.counted[words]
                 return result
         raise UserError(
             f"{where}: the processor's tokens are not those of the text with its {len(images)} images; correct the "
@@ -157,11 +159,6 @@ class VisionCollate:
 
     def _id(self, token: Any) -> int:
         return int(self._tokenizer.convert_tokens_to_ids(str(token)))
-
-    def _grown(self, image: Any, mark: int) -> int:
-        """Return the number of tokens that the processor adds to an image's mark."""
-        text = self._tokenizer.convert_ids_to_tokens(mark)
-        return int(self._process([text], [[image]])["input_ids"].shape[1]) - 1
 
     def _process(self, written: list[str], images: list[list[Any]]) -> Any:
         return self._processor(
@@ -172,18 +169,3 @@ class VisionCollate:
             add_special_tokens=False,
             return_tensors="pt",
         )
-
-    @staticmethod
-    def _load(sample: Sample) -> list[Any]:
-        parts = [part for message in sample["messages"] for part in message["content"] if part["type"] == "image"]
-        loaded = []
-        for part in parts:
-            with open_image(part["image"], sample["where"]) as image:
-                try:
-                    loaded.append(image.convert("RGB"))
-                except (OSError, SyntaxError, ValueError) as error:  # how PIL reports damage
-                    raise UserError(
-                        f"{sample['where']}: the image {part['image']!s:.200} cannot be read ({error}); "
-                        "replace it, or leave it out"
-                    ) from None
-        return loaded

@@ -167,7 +167,12 @@ def settle(model: nn.Module) -> None:
         for adapter, dora in getattr(layer, _MAGNITUDES, {}).items():
             fresh = _torch.own_class(dora)(fan_in_fan_out=dora.fan_in_fan_out)
             stand_in = nn.Module()
-            stand_in.weight = nn.Parameter(_whole_weight(layer.get_base_layer()), requires_grad=False)
+            base = layer.get_base_layer()
+            if isinstance(base, QuantizedLinear):
+                weight = dequantise(gather(base.packed), base.kind, base.in_features, base.dtype)
+            else:
+                weight = gather(registered(base, "weight"))
+            stand_in.weight = nn.Parameter(weight, requires_grad=False)
             first, second = (_factor(layer, side, adapter) for side in "AB")
             fresh.update_layer(base_layer=stand_in, lora_A=first, lora_B=second, scaling=layer.scaling[adapter])
             copy_module(dora, fresh)
@@ -177,9 +182,3 @@ def _factor(layer: Any, side: str, adapter: str) -> torch.Tensor:
     modules = getattr(layer, f"lora_{side}")
     found = modules[adapter].weight if adapter in modules else getattr(layer, f"lora_embedding_{side}")[adapter]
     return gather(found)
-
-
-def _whole_weight(base: nn.Module) -> torch.Tensor:
-    if isinstance(base, QuantizedLinear):
-        return dequantise(gather(base.packed), base.kind, base.in_features, base.dtype)
-    return gather(registered(base, "weight"))

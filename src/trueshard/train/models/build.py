@@ -63,10 +63,9 @@ def architecture(config: Config, vocab_size: int, image_token: int | None = None
 
 
 def build(config: Config, settings: Any) -> nn.Module:
-    """Return the model on the meta device, in `model.dtype`: quantised, adapted and frozen as configured.
+    """Return the model as configured, on the meta device; ``fill`` gives it values, best after ``shard()``.
 
-    ``fill`` gives it values, best after ``shard()``. With an adapter that starts from the weights ("pissa"), it is made
-    whole on the CPU.
+    With an adapter that starts from the weights ("pissa"), it is made whole on the CPU.
     """
     if config.adapter is not None and needs_values(config.adapter):
         return with_values(config, settings)
@@ -74,10 +73,7 @@ def build(config: Config, settings: Any) -> nn.Module:
 
 
 def reference(config: Config, settings: Any) -> nn.Module | None:
-    """Return the model before training, frozen, on the meta device, for preference tuning.
-
-    None with an adapter: the reference is then the model with its adapter off.
-    """
+    """Return the model before training, frozen, on the meta device; None with an adapter, which is then turned off."""
     if config.adapter is not None:
         return None
     plain = config.model_copy(update={"model": config.model.model_copy(update={"freeze": []})})

@@ -24,7 +24,7 @@ from trueshard.errors import UserError, one_line
 from trueshard.model import names
 from trueshard.model.first_values import initialisers, is_unwritten, mark_unwritten
 from trueshard.model.units import choose_units
-from trueshard.runtime.passes import runtime_of
+from trueshard.runtime.engine import sharded
 from trueshard.train.config import Config
 from trueshard.train.models import adapters
 from trueshard.train.models.build import empty, with_values
@@ -33,15 +33,15 @@ from trueshard.train.models.quantized import QuantizedLinear, quantise
 
 
 def fill(config: Config, model: nn.Module) -> None:
-    """Give memory and values to a sharded model on the meta device; one that has values stays as it is.
+    """Give memory and values to a sharded model on the meta device; one that has values stays as it is. Collective.
 
-    Raises `UserError`, on every rank, if the files lack tensors of the model. Collective.
+    Raises `UserError`, on every rank, if the files lack tensors of the model.
     """
     root = names.unwrap(model)
     if not any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers())):
         return
     base: Any = root
-    assert runtime_of(root) is not None, "a model is filled after shard()"
+    sharded(root)  # a model is filled after shard()
     settings = base.get_base_model().config if hasattr(root, "peft_config") else base.config
     if any(isinstance(module, QuantizedLinear) for module in root.modules()):
         _fill_quantised(config, settings, root)
@@ -61,8 +61,7 @@ def fill(config: Config, model: nn.Module) -> None:
 def _fill_quantised(config: Config, settings: Any, root: nn.Module) -> None:
     plain = config.model_copy(update={"model": config.model.model_copy(update={"quantize": "none"})})
     twin = empty(plain, settings)
-    runtime = runtime_of(root)
-    assert runtime is not None
+    runtime = sharded(root)
     with warnings.catch_warnings():  # that it may be a single unit: it is never gathered
         warnings.simplefilter("ignore")
         trueshard.shard(twin, mesh=runtime.mesh, offload=runtime.plan.offload)
@@ -127,18 +126,18 @@ def _copy_model(root: nn.Module, donor: nn.Module) -> None:
 
 @torch.no_grad()
 def _initialise_blocks(model: nn.Module, twin: nn.Module, seed: int, device: torch.device) -> bool:
-    """Give ``model`` its first values, except for its adapters.
+    """Give ``model`` its first values, except for its adapters; return False, with undefined values, if it cannot be.
 
-    Each block of ``twin``, the same on the meta device and not sharded, gets memory for a while, and values from
-    ``seed`` and its name. Returns False if that is not possible; values are then undefined.
+    Each block of ``twin``, the same on the meta device and not sharded, gets memory for a while, and values.
     """
     owners = initialisers(twin)
-    tensors = {
-        name: tensor
-        for kind in ("parameters", "buffers")
-        for name, _, _, tensor in names.named_tensors(names.unwrap(model), kind)
-    }
+    tensors = {name: t for kind in ("parameters", "buffers") for name, _, _, t in names.named_tensors(model, kind)}
     added = adapters.added(twin) if hasattr(twin, "peft_config") else set()
+
+    def initialise(each: nn.Module) -> None:
+        if id(each) in owners:
+            owners[id(each)](each)
+
     for name, module, below in list(_pieces(twin, "", set(choose_units(twin, "auto")))):
         if not below and not _leaves_children(module, owners):
             return False
@@ -147,9 +146,10 @@ def _initialise_blocks(model: nn.Module, twin: nn.Module, seed: int, device: tor
         for tensor in own.values():
             mark_unwritten(tensor)
         with seeded(seed, name, device):
-            for each in _upwards(module) if below else [module]:
-                if id(each) in owners:
-                    owners[id(each)](each)
+            if below:
+                module.apply(initialise)  # from the inside outwards
+            else:
+                initialise(module)
         for key, tensor in own.items():
             if key in added:
                 continue
@@ -173,12 +173,6 @@ def _pieces(module: nn.Module, name: str, blocks: set[str]) -> Iterator[tuple[st
 def _tensors(name: str, module: nn.Module, below: bool) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(name, recurse=below, remove_duplicate=False)
     yield from module.named_buffers(name, recurse=below, remove_duplicate=False)
-
-
-def _upwards(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        yield from _upwards(child)
-    yield module
 
 
 def _leaves_children(module: nn.Module, owners: dict[int, Callable[[nn.Module], Any]]) -> bool:

@@ -20,14 +20,11 @@ from trueshard.checkpoint.ranks import rows_here
 from trueshard.distributed import device_of
 from trueshard.errors import UserError
 from trueshard.model import names
-from trueshard.runtime.passes import runtime_of
+from trueshard.runtime.engine import sharded
 
 
 def match_globs(globs: Iterable[str], names: Collection[str], key: str, what: str = "parameter") -> list[str]:
-    """Return the ``names`` that a glob matches, whole or after a dot, by glob.
-
-    Raises `UserError` if one matches none.
-    """
+    """Return the ``names`` that a glob matches, whole or after a dot, by glob; raise `UserError` if one has none."""
     found: dict[str, None] = {}
     for glob in globs:
         hits = [name for name in names if fnmatch.fnmatchcase(name, glob) or fnmatch.fnmatchcase(name, f"*.{glob}")]
@@ -40,10 +37,7 @@ def match_globs(globs: Iterable[str], names: Collection[str], key: str, what: st
 
 
 def freeze(model: nn.Module, globs: Sequence[str]) -> None:
-    """Freeze the parameters that ``globs`` match.
-
-    Raises `UserError` if one matches none, or nothing is left to train.
-    """
+    """Freeze what ``globs`` match. Raises `UserError` if one matches none, or nothing is left to train."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in match_globs(globs, parameters, "model.freeze"):
         parameters[name].requires_grad_(False)
@@ -53,8 +47,7 @@ def freeze(model: nn.Module, globs: Sequence[str]) -> None:
 
 def resting_device(model: nn.Module) -> torch.device:
     """Return the device where the shards of a sharded model rest between uses."""
-    runtime = runtime_of(names.unwrap(model))
-    assert runtime is not None
+    runtime = sharded(model)
     return torch.device("cpu") if runtime.plan.offload == "cpu" else device_of(runtime.mesh)
 
 
@@ -62,9 +55,7 @@ def give_memory(model: nn.Module) -> None:
     """Allocate a sharded model, with undefined values: parameters where shards rest, buffers where it computes."""
     root = names.unwrap(model)
     root.to_empty(device=resting_device(root))
-    runtime = runtime_of(root)
-    assert runtime is not None
-    device = device_of(runtime.mesh)
+    device = device_of(sharded(root).mesh)
     for module in root.modules():
         for name, buffer in _torch.own_buffers(module).items():
             if buffer is not None and buffer.device != device:

@@ -51,10 +51,7 @@ class QuantizedLinear(nn.Linear):
 
 
 def quantise_layers(model: nn.Module, kind: Quantization, wanted: Callable[[str], bool]) -> int:
-    """Replace the ``wanted`` linear layers of ``model``, in place; return their number of weights.
-
-    Subclasses of ``nn.Linear`` are left alone.
-    """
+    """Replace the ``wanted`` plain linear layers of ``model``, in place; return their number of weights."""
     found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear and wanted(name)]
     made = {id(module): QuantizedLinear(module, kind) for _, module in found}
     for name, module in found:
@@ -72,7 +69,7 @@ def quantise(weight: torch.Tensor, kind: Quantization) -> torch.Tensor:
     if kind == "int8":
         codes = (values * 127).round().to(torch.int8).view(torch.uint8).flatten(1)
     else:
-        levels = _levels(weight.device)
+        levels = torch.tensor(_quantiles(), device=weight.device)
         nearest = torch.bucketize(values, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8).flatten(1)
         codes = nearest[:, ::2] * 16 + nearest[:, 1::2]
     return torch.cat([codes, scales.view(torch.uint8)], dim=1)
@@ -86,14 +83,10 @@ def dequantise(packed: torch.Tensor, kind: Quantization, inputs: int, dtype: tor
     if kind == "int8":
         values = codes.view(torch.int8).unflatten(1, (blocks, BLOCK)) * (scale / 127)
     else:
-        levels = _levels(packed.device)
+        levels = torch.tensor(_quantiles(), device=packed.device)
         pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)  # of each byte
         values = pairs[codes.int()].view(len(packed), blocks, BLOCK) * scale
     return values.to(dtype).flatten(1)[:, :inputs]
-
-
-def _levels(device: torch.device) -> torch.Tensor:
-    return torch.tensor(_quantiles(), device=device)
 
 
 @functools.cache

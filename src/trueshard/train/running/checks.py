@@ -54,10 +54,7 @@ class Ready:
 
 
 def located(config: Config) -> Config:
-    """Return `config` with `model.path = "…/latest"` resolved to a checkpoint, the same one in every start of a run.
-
-    It is the checkpoint that the run began with or, if the run has not begun, the newest one.
-    """
+    """Return `config` with `model.path = "…/latest"` resolved to the checkpoint that the run began with, or begins."""
     given = Path(config.model.path or "")
     if given.name != "latest" or given.expanduser().exists():
         return config
@@ -75,17 +72,15 @@ def located(config: Config) -> Config:
 def check(config: Config, ranks: int, make: bool = True, override: bool = False) -> Ready:
     """Check `config` for a run of ``ranks`` processes, and, with ``make``, make the run's data if they are missing.
 
-    With ``override`` settings may differ that decide what the steps mean. Raises `UserError`, and leaves nothing on
-    disk.
+    With ``override``, what the steps mean may differ. Raises `UserError`, and leaves nothing on disk.
     """
     settings = check_settings(config, ranks)
     saved = checkpoints_of(config).steps()
     changes = resuming.check_resumable(config, plain_settings(settings), override) if saved else []
     if make:
         check_writable(config.run.folder)
-    processor = load_processor(config.tokenizer, config.model) if config.data.format == "vision" else None
     with written_to(config.run.folder):
-        data = prepare(config, frozen=bool(saved) or not make, make=make, processor=processor)
+        data = prepare(config, frozen=bool(saved) or not make, make=make)
     train = config.train
     steps = train.steps or max(1, math.ceil((train.epochs or 0) * len(data) / train.batch_size))
     return Ready(settings, data, saved[-1] if saved else 0, steps, changes)
@@ -177,10 +172,7 @@ def check_writable(folder: Path) -> None:
 
 @contextlib.contextmanager
 def held(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
-    """Hold the lock of a run's folder, which is made if it is missing, and removed again if it stays empty.
-
-    Raises `UserError` that names the other process if it is held after `patience` seconds.
-    """
+    """Hold the lock of a run's folder, which is made, and removed if it stays empty; `UserError` names its holder."""
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:

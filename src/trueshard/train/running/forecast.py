@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from trueshard.planner.planning import Request
 from trueshard.planner.report import report
 from trueshard.planner.workload import Study
 from trueshard.plans import Forecast, Plan
-from trueshard.train.config import Config, DataSection, TrainSection
+from trueshard.train.config import Config, DataSection
 from trueshard.train.losses.causal import CausalLoss
 from trueshard.train.models.build import empty
 from trueshard.train.optimizer import build_optimizer
@@ -49,23 +49,20 @@ class Unplanned(Exception):
 def study(
     config: Config, settings: Any, ranks: int, device: Hardware, ranks_per_node: int, *, in_place: bool = False
 ) -> Study:
-    """Return the planner's study of a step of the run.
+    """Return the planner's study of a step of the run; ``in_place``: in this process, which does nothing else.
 
-    Args:
-        settings: the transformers configuration of the model.
-        ranks: of the whole run.
-        device: the hardware of each rank.
-        in_place: simulate in this process, which does nothing else.
-
-    Raises:
-        Unplanned: the planner cannot simulate it, or nothing fits where a choice was left to it.
+    Raises `Unplanned` if the planner cannot simulate it, or nothing fits where a choice was left to it.
     """
 
     def model() -> nn.Module:
         return empty(config, settings)
 
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:  # for preferences it stands for that of pairs
+        return whole(model, batch) / batch["targets"].numel()
+
     model.__name__ = getattr(settings, "model_type", "model")  # for the tables of the study
     train, feed = config.train, _feed(config.data)
+    whole = CausalLoss(train.whole_logits)
     try:
         request = Request(
             model=model,
@@ -78,7 +75,7 @@ def study(
             microbatch=max(1, train.batch_size // (ranks * train.accumulate)),
             accumulation=train.accumulate,
             optimizer=lambda model: build_optimizer(config.optimizer, model.named_parameters()),
-            loss=None if feed is None else _loss(train),
+            loss=None if feed is None else loss,
             clip=train.max_grad_norm,
             **vars(config.shard.choices()),
         )
@@ -90,11 +87,7 @@ def study(
 
 
 def hardware_here(device: torch.device, local_ranks: int) -> Hardware:
-    """Return the planner's catalogue entry for this process's device, with the memory that a rank can have.
-
-    Raises:
-        Unplanned: the catalogue does not know the device.
-    """
+    """Return the catalogue's entry for this device, or raise `Unplanned`; of a CPU, with the memory of one rank."""
     try:
         found = catalogue.hardware_here(device)
     except ValueError as error:
@@ -119,23 +112,15 @@ def write(folder: Path, found: Study | Unplanned | Plan) -> None:
 
 
 def dry_run(config: Config, nproc: int | None = None, *, hardware: str | None = None) -> str:
-    """Return the resolved configuration as TOML, and its forecast as comments.
+    """Return the resolved configuration as TOML, and its forecast as comments. Raises `UserError` for wrong settings.
 
-    Args:
-        nproc: processes of the run; None: one a device of this machine.
-        hardware: a device of the planner's catalogue, or a TOML file of that form, instead of this machine's; then
-            `nproc` may be any number.
-
-    Raises:
-        UserError: the settings do not go together.
+    With ``hardware``, a device of the planner's catalogue or a TOML file of that form, ``nproc`` may be any number.
     """
     ranks = default_nproc(1) if nproc is None else nproc
     if hardware is None:
         check_nproc(ranks)
-        named = None
-    else:
-        with refused():
-            named = catalogue.hardware(hardware)
+    with refused():
+        named = None if hardware is None else catalogue.hardware(hardware)
     config = resuming.tightened(config, ranks)
     settings = check_settings(config, ranks)
     try:
@@ -185,10 +170,7 @@ def _is_valid(tree: dict[str, Any]) -> bool:
 
 
 def _feed(data: DataSection) -> Callable[[int, int], Batch] | None:
-    """Return a function that makes batches like those of the data, all of full length.
-
-    None for images: the planner makes them from what the model takes.
-    """
+    """Return what makes batches like the data's, of full length; None for images, which the planner makes itself."""
     if data.format == "vision":
         return None
     rows = 2 if data.format == "preference" else 1
@@ -203,13 +185,3 @@ def _feed(data: DataSection) -> Callable[[int, int], Batch] | None:
         return made
 
     return batch
-
-
-def _loss(train: TrainSection) -> Callable[[nn.Module, Mapping[str, torch.Tensor]], torch.Tensor]:
-    """Return the mean loss over tokens. For preferences it stands for the loss of pairs, without a reference model."""
-    whole = CausalLoss(train.whole_logits)
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        return whole(model, batch) / batch["targets"].numel()
-
-    return loss

@@ -49,10 +49,9 @@ def start(
     override: bool = False,
     profile: bool = False,
 ) -> int:
-    """Train; return the exit code.
+    """Train; return the exit code, with which a worker's process ends. Raises `UserError` for a wrong input.
 
-    A worker does not return: its process ends with the exit code. ``command`` is the command line with which workers
-    are started. Raises `UserError` for a wrong input.
+    ``command`` is the command line with which workers are started.
     """
     launcher = launcher_of(os.environ)
     if launcher is not None:
@@ -103,9 +102,8 @@ def _supervise(config: Config, ready: Ready, command: Sequence[str], nproc: int)
                 _say(why)
             return FAILED
         restarts += 1
-        _say(
-            f"{why or 'a rank failed'}; starting again from the newest checkpoint ({restarts} of {config.run.restarts})"
-        )
+        count = f"{restarts} of {config.run.restarts}"
+        _say(f"{why or 'a rank failed'}; starting again from the newest checkpoint ({count})")
 
 
 def _launch(arguments: Sequence[str], nproc: int) -> Ended:

@@ -123,10 +123,7 @@ class Remedy:
 
 
 def find_remedy(config: Config, settings: Any, ranks: int, local_ranks: int, device: torch.device) -> Remedy | None:
-    """Return a remedy if there is a record of a shortage, and remove the record.
-
-    For one process of the run. With `on_oom = "tighten"` the remedy's settings are kept in `config.json`.
-    """
+    """Return a remedy for a recorded shortage, whose record goes; `on_oom = "tighten"` keeps it in `config.json`."""
     folder = config.run.folder
     shortage = read(folder)
     if shortage is None:

@@ -68,10 +68,9 @@ def write_settings(config: Config, architecture: Mapping[str, Any], step: int = 
 
 
 def check_resumable(config: Config, architecture: Mapping[str, Any], override: bool = False) -> list[SettingChange]:
-    """Compare `config` with the settings that the run's checkpoints were made with.
+    """Return the allowed changes since the run's checkpoints, without those of `QUIET`; with `override`, all changes.
 
-    Returns the changes that are allowed, without those of `QUIET`; with `override` all changes. Raises `UserError` of
-    one line that lists those that are not.
+    Raises `UserError` of one line that lists those that are not allowed.
     """
     known = read_settings(config.run.folder)
     if "identity" not in known:

@@ -115,9 +115,8 @@ def finish(config: Config, data: Prepared, trainer: Trainer) -> None:
 def sample(config: Config, trainer: Trainer, tokenizer: Any) -> str:
     """Return `sample.prompt` and `sample.tokens` sampled tokens after it. Collective.
 
-    Every rank runs the forward of the sharded model on the same tokens; rank 0 chooses the next token and sends it to
-    the others, so that ranks cannot drift apart. Each token is a whole forward pass: it works for every architecture,
-    and is fast enough for a few dozen tokens.
+    Every rank runs the forward on the same tokens; rank 0 chooses the next one and sends it to the others, so that they
+    cannot drift apart. Each token is a whole forward pass: it works for every architecture.
     """
     section, model, device = config.sample, trainer.model, trainer.device
     prompt = tokenizer(section.prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
@@ -127,9 +126,8 @@ def sample(config: Config, trainer: Trainer, tokenizer: Any) -> str:
     model.eval()
     for _ in range(section.tokens):
         context = tokens[:, -config.train.sequence_length :]
-        logits = (
-            model(input_ids=context, use_cache=False).logits[0, -1, : len(tokenizer)].float().cpu()
-        )  # (vocabulary,)
+        output = model(input_ids=context, use_cache=False)
+        logits = output.logits[0, -1, : len(tokenizer)].float().cpu()  # (vocabulary,)
         if section.temperature == 0:
             chosen = logits.argmax(keepdim=True)  # (1,)
         else:

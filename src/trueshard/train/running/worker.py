@@ -74,10 +74,7 @@ def launcher_of(environment: Mapping[str, str]) -> str | None:
 
 
 def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torch's variables of a worker, from those that srun sets for each task.
-
-    Raises `UserError` if the list of nodes cannot be read.
-    """
+    """Return torch's variables of a worker, from srun's; raise `UserError` if the list of nodes cannot be read."""
     tasks, nodes = _slurm_tasks(environment), int(environment.get("SLURM_NNODES", "1"))
     node_list = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
     address = "127.0.0.1"
@@ -111,10 +108,7 @@ def _slurm_tasks_here(environment: Mapping[str, str], tasks: int) -> str:
 
 
 def join(environment: MutableMapping[str, str], timeout: float) -> World:
-    """Take this worker's rank from the environment and join the process group of the run.
-
-    ``timeout`` is in seconds. On the CPU, the cores of the machine are divided among its workers.
-    """
+    """Join the run's process group as the environment says, within ``timeout`` seconds; on a CPU, divide its cores."""
     if "RANK" not in environment:
         environment.update(torch_variables(environment))
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
@@ -257,10 +251,7 @@ def _run(worker: _Worker, locks: contextlib.ExitStack) -> _End:
 
 
 def _check_together(worker: _Worker, world: World, locks: contextlib.ExitStack) -> Ready:
-    """Check on rank 0, which makes what is missing and settles the configuration, then on the others.
-
-    An error is raised on all ranks.
-    """
+    """Check on rank 0, which makes what is missing, then on the others. An error is raised on all ranks."""
     ready: Ready | None = None
     told: list[Any] = ["", None]
     patient = dist.new_group(backend="gloo", timeout=DATA_LIMIT)
