@@ -6,6 +6,7 @@ it. It holds numbers and names only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
@@ -147,3 +148,6 @@ class Trace:
     events: list[Event] = field(default_factory=list)
     resident: list[Allocation] = field(default_factory=list)
     """Allocations that are live when the step begins, oldest first."""
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events)
