@@ -75,6 +75,8 @@ class Simulation:
     """First step, in which optimizer state and FSDP2's buffers are made."""
     steady: Trace
     """Any later step."""
+    models: int = 1
+    """Models that were run; more than one if repeated blocks were extended."""
     whole_because: str = ""
     """Reason why repeated blocks were all run; "" if they were not, or if there are none."""
     warnings: list[str] = field(default_factory=list)
@@ -144,7 +146,7 @@ def _run_shortened(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, run
         )
         for step in ("first", "steady")
     )
-    return Simulation(plan, first, steady)
+    return Simulation(plan, first, steady, models=1 + len(variants))
 
 
 def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation:
