@@ -91,6 +91,10 @@ def tried(backend: str, ranks: int, limit: float) -> Iterator[Finding]:
     for task in TASKS:
         lines = [next((line for line in lines if line["task"] == task), None) for lines in done]
         missing = [each for each, line in enumerate(lines) if line is None]
+        if missing:
+            # A rank that fails ends the others, which may not have come as far.
+            failed = next((lines for lines in done if lines and lines[-1]["task"] == "error"), None)
+            task = task if failed is None else TASKS[len(failed) - 1]
         name = f"{backend} {task}"
         if missing:
             yield Finding(name, _why(done, ended.codes, said, missing, limit), "problem", _remedy(backend, task))

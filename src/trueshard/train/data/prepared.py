@@ -49,9 +49,10 @@ class Prepared:
     """Makes batches of either."""
 
     def __len__(self) -> int:
-        """Return the number of training samples; for data that are not streamed."""
-        assert isinstance(self.train, Samples)
-        return len(self.train)
+        """Return the number of training samples. Raises `TypeError` for a stream."""
+        if isinstance(self.train, Samples):
+            return len(self.train)
+        raise TypeError("how many samples a stream has is not known")
 
     def tokenizer(self) -> Any:
         """Load the tokenizer of the data, with its chat template."""
