@@ -258,5 +258,5 @@ def test_a_rank_without_a_launcher_is_a_problem() -> None:
 
 def test_only_problems_stop_training() -> None:
     report = Report({"a": [Finding("x", "y", "warning"), Finding("x", "y", "problem")], "b": [Finding("x", "y")]})
-    assert report.problems == 1
+    assert report.count("problem") == 1
     assert report.as_json()["warnings"] == 1
