@@ -104,9 +104,7 @@ TWO: dict[str, Setting] = {
 SHORT = (
     "llama, tied",
     "lora",
-    "frozen",
     "full, bf16",
-    "selective, bf16, always",
     "muon, bf16",
     "offload, bf16, full",
     "accumulation",
@@ -198,6 +196,7 @@ def test_blocks_that_are_not_run_but_extended(words: dict[str, object], ranks2: 
     assert found.models > 1, found.whole_because
 
 
+@pytest.mark.rest
 def test_one_byte_more_is_seen(ranks2: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = TWO["llama"]
     real = ranks2.run(train, setting)[0]

@@ -280,6 +280,7 @@ def deep() -> Study:
     return choose(dataclasses.replace(asked, budget=budget))
 
 
+@pytest.mark.rest
 def test_many_blocks_are_mixed_and_few_plans_worked_out(deep: Study) -> None:
     uniform = [each.forecast for each in deep.alternatives]
     assert deep.forecast.fits
@@ -362,6 +363,7 @@ def test_replicas_are_whole_nodes_and_a_node_size_needs_several() -> None:
 # Where nothing fits
 
 
+@pytest.mark.rest
 def test_the_host_is_used_only_where_nothing_else_fits() -> None:
     asked = space(tower(4))
     evaluator = Evaluator(asked)

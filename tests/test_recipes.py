@@ -58,7 +58,7 @@ def overrides_of(name: str) -> tuple[str, ...]:
     return (*short, *([] if any("train.steps" in each for each in own) else ["train.steps=12"]), *own)
 
 
-@pytest.mark.parametrize("name", all_but(["pretrain", "lora"], RECIPES))
+@pytest.mark.parametrize("name", all_but(["lora"], RECIPES))
 def test_a_recipe_trains_and_goes_on_bit_for_bit(name: str, ranks2: Ranks, tmp_path: Path) -> None:
     whole = ranks2.run(trained, name, str(tmp_path / "run"), overrides_of(name), timeout=240)[0]
     assert whole["code"] == 0

@@ -88,6 +88,7 @@ def test_what_was_tightened_holds_for_the_same_number_of_ranks(config: Config) -
     assert tightened(with_settings(config, {"train.on_oom": "stop"}), 2).train.accumulate == 1
 
 
+@pytest.mark.rest
 def test_nothing_that_fits_is_said(config: Config) -> None:
     out_of_memory.clear(Path("run"))
     out_of_memory.leave(Path("run"), out_of_memory.Shortage(0, 1 << 20, 0, 1 << 20))
