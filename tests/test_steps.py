@@ -507,7 +507,7 @@ class Mixture(nn.Module):
 def model_let_go(rank: int, world_size: int) -> None:
     model = Mixture()
     hooked = model.uneven.first.weight
-    hooked.register_hook(lambda grad: grad * 2)
+    hooked.register_hook(lambda grad, model=model: grad * 2)  # as on one device, it does not keep the model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     trueshard.shard(model, optimizer, units="Layer")
     loss = model(torch.ones(2, 6), rank).sum()

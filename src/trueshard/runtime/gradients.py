@@ -15,9 +15,9 @@ expert without a token), the packs do not fit, or worse, fit by accident.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.hooks import RemovableHandle
 
 from trueshard import _torch
 from trueshard._torch import ShardedModule
@@ -38,6 +39,21 @@ def add_gradient(parameter: torch.Tensor, grad: torch.Tensor) -> None:
         parameter.grad = grad
     else:
         _torch.local(parameter.grad).add_(_torch.local(grad))
+
+
+def call_after_gradient(parameter: torch.Tensor, method: Callable[[torch.Tensor], Any]) -> RemovableHandle:
+    """Call a bound method when ``parameter``'s gradient is accumulated, as long as something else holds its object.
+
+    Python frees no circle through a hook of ``register_post_accumulate_grad_hook``: one that holds what reaches the
+    model would keep the model for ever.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def hook(tensor: torch.Tensor) -> None:
+        if (alive := weak()) is not None:
+            alive(tensor)
+
+    return parameter.register_post_accumulate_grad_hook(hook)
 
 
 class GradientHooks:
@@ -71,7 +87,7 @@ class GradientHooks:
         if self.gathers and parameter.grad is not None:
             self._earlier, parameter.grad = parameter.grad, None
 
-    def __call__(self, parameter: torch.Tensor) -> None:
+    def reduced(self, parameter: torch.Tensor) -> None:
         """Call the hooks: FSDP2 has put the reduced gradient into the sharded ``parameter``."""
         grad = parameter.grad
         if self.gathers and isinstance(grad, DTensor):
@@ -95,7 +111,8 @@ class Usage:
         self.mesh = mesh
         self._lists: list[tuple[ShardedModule, list[nn.Parameter]]] = []
         self._elsewhere: list[tuple[str, nn.Parameter]] = []
-        self._marked: set[int] = set()
+        self._marked: dict[int, int] = {}
+        """Identity of each gathered parameter that has a hook → that of its shards."""
         self._used: set[int] = set()
         self._empty: set[int] | None = None
 
@@ -114,10 +131,11 @@ class Usage:
         for module, _ in self._lists:
             for _, sharded, gathered in _torch.gathered_parameters(module, recurse=False):
                 if gathered.requires_grad and id(gathered) not in self._marked:
-                    self._marked.add(id(gathered))
-                    # Python frees no circle through such a hook: it holds the set, not the model.
-                    mark = functools.partial(lambda used, key, _: used.add(key), self._used, id(sharded))
-                    gathered.register_post_accumulate_grad_hook(mark)
+                    self._marked[id(gathered)] = id(sharded)
+                    call_after_gradient(gathered, self._mark)
+
+    def _mark(self, gathered: torch.Tensor) -> None:
+        self._used.add(self._marked[id(gathered)])
 
     def end(self) -> None:
         """End a backward that reduced gradients; raise if ranks reached different parameters. May be collective."""

@@ -34,7 +34,7 @@ from trueshard.model import names
 from trueshard.model.snapshot import Trace
 from trueshard.optim.rebind import shard_like
 from trueshard.plans import Plan
-from trueshard.runtime.gradients import GradientHooks, Usage
+from trueshard.runtime.gradients import GradientHooks, Usage, call_after_gradient
 from trueshard.runtime.replicated import ReplicatedGradients
 
 KEY = "_trueshard"
@@ -282,7 +282,7 @@ class Runtime:
         self.states.append(State.DOUBLE)
         self.root.set_reshard_after_backward(False)
         trainable = [each for _, _, each in _torch.gathered_parameters(self.root) if each.requires_grad]
-        self._second_handles = [each.register_post_accumulate_grad_hook(self._second_gradient) for each in trainable]
+        self._second_handles = [call_after_gradient(each, self._second_gradient) for each in trainable]
 
     def _second_gradient(self, _: torch.Tensor) -> None:
         if torch.is_grad_enabled():
@@ -309,7 +309,7 @@ class Runtime:
         self._hooks[id(parameter)] = parameter, hooks
         trainable = parameter.requires_grad
         # torch takes such hooks on trainable tensors only; a frozen one may be unfrozen later.
-        handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hooks)
+        handle = call_after_gradient(parameter.requires_grad_(True), hooks.reduced)
         parameter.requires_grad_(trainable)
         _torch.call_first(parameter, handle)
         if unit not in self.hooked:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from trueshard import _torch
 from trueshard.distributed import groups_of
 from trueshard.model.intent import attributes_of
 from trueshard.model.names import Held
-from trueshard.runtime.gradients import GradientHooks, add_gradient
+from trueshard.runtime.gradients import GradientHooks, add_gradient, call_after_gradient
 
 _KEY = "_trueshard_whole"
 
@@ -63,9 +62,10 @@ class WholeParameter:
         if (trainable := self.parameter.requires_grad) != self.leaf.requires_grad:
             self.leaf.requires_grad_(trainable)
             if trainable and not _torch.gradient_hooks(self.leaf)[1]:
-                # Python frees no circle through such a hook, so it must not reach the model.
-                weak = weakref.ref(self)
-                self.leaf.register_post_accumulate_grad_hook(lambda _: (whole := weak()) and whole.used())
+                call_after_gradient(self.leaf, self._tell_used)
+
+    def _tell_used(self, _: torch.Tensor) -> None:
+        self.used()
 
     def gathered(self) -> torch.Tensor:
         """Return the plain leaf, in the compute dtype, for the forward."""
