@@ -92,13 +92,10 @@ def tried(backend: str, ranks: int, limit: float) -> Iterator[Finding]:
         lines = [next((line for line in lines if line["task"] == task), None) for lines in done]
         missing = [each for each, line in enumerate(lines) if line is None]
         if missing:
-            # A rank that fails ends the others, which may not have come as far.
-            failed = next((lines for lines in done if lines and lines[-1]["task"] == "error"), None)
-            task = task if failed is None else TASKS[len(failed) - 1]
-        name = f"{backend} {task}"
-        if missing:
-            yield Finding(name, _why(done, ended.codes, said, missing, limit), "problem", _remedy(backend, task))
+            task, why = _failure(task, done, ended.codes, said, missing, limit)
+            yield Finding(f"{backend} {task}", why, "problem", _remedy(backend, task))
             return
+        name = f"{backend} {task}"
         finished = [line for line in lines if line is not None]
         if wrong := [f"rank {each}: {line['wrong']}" for each, line in enumerate(finished) if line["wrong"]]:
             yield Finding(name, "; ".join(wrong), "problem", "the network or a device corrupts data; try another")
@@ -113,18 +110,23 @@ def _lines(file: Path) -> list[Line]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
 
 
-def _why(
-    done: list[list[Line]], codes: Mapping[int, int], said: Mapping[int, str], missing: list[int], limit: float
-) -> str:
-    """Return why ranks did not do a task: the first error, how one ended, or that none did."""
+def _failure(
+    task: str,
+    done: list[list[Line]],
+    codes: Mapping[int, int],
+    said: Mapping[int, str],
+    missing: list[int],
+    limit: float,
+) -> tuple[str, str]:
+    """Return what failed of a task that ranks did not do, and why: the first error, how one ended, or that none did."""
     for each, lines in enumerate(done):
-        if lines and lines[-1]["task"] == "error":
-            return f"rank {each}: {lines[-1]['wrong']}"
+        if lines and lines[-1]["task"] == "error":  # it ended the others, which may not have come as far
+            return TASKS[len(lines) - 1], f"rank {each}: {lines[-1]['wrong']}"
     for each in missing:
         if each in codes:
-            return f"rank {each} {how(codes[each])}" + (f": {said[each]}" if said[each] else "")
+            return task, f"rank {each} {how(codes[each])}" + (f": {said[each]}" if said[each] else "")
     names = ", ".join(map(str, missing))
-    return f"{'ranks' if len(missing) > 1 else 'rank'} {names} not done within {limit:.0f} seconds"
+    return task, f"{'ranks' if len(missing) > 1 else 'rank'} {names} not done within {limit:.0f} seconds"
 
 
 def _remedy(backend: str, task: str) -> str:
