@@ -134,7 +134,7 @@ class Origin:
             if name not in self.modules and not _is_installed(module):
                 _KEPT.append(sys.modules.pop(name))
             elif name.startswith("trueshard"):
-                _clear_caches(module)
+                clear_caches(module)
         sys.meta_path[:], sys.path_hooks[:] = self.meta_path, self.path_hooks
         sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
         tempfile.tempdir = None
@@ -450,10 +450,14 @@ def _is_installed(module: Any) -> bool:
     return not file or str(file).startswith(folders) or "site-packages" in str(file)
 
 
-def _clear_caches(module: Any) -> None:
-    for each in list(vars(module).values()):
-        if isinstance(each, functools._lru_cache_wrapper):
-            each.cache_clear()
+def clear_caches(module: Any) -> None:
+    """Clear the caches of the functions and methods of a module."""
+    classes = [each for each in vars(module).values() if isinstance(each, type)]
+    for place in (module, *classes):
+        for value in list(vars(place).values()):
+            function = getattr(value, "__func__", value)  # of a static method
+            if isinstance(function, functools._lru_cache_wrapper):
+                function.cache_clear()
 
 
 def _decoded(environment: Mapping[Any, Any]) -> dict[str, str]:

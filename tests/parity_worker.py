@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import faulthandler
-import functools
 import gc
 import os
 import pickle
@@ -30,6 +29,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from forks_child import clear_caches
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,8 @@ def clear_mesh_caches() -> None:
     _clear_sharding_prop_cache()
     _redistribute._planner_cache.clear()
     for name, module in list(sys.modules.items()):
-        if name.startswith("torch.distributed.tensor") and module is not None:
-            classes = [each for each in vars(module).values() if isinstance(each, type)]
-            for place in (module, *classes):
-                for value in list(vars(place).values()):
-                    function = getattr(value, "__func__", value)  # of a static method
-                    if isinstance(function, functools._lru_cache_wrapper):
-                        function.cache_clear()
+        if name.startswith("torch.distributed.tensor"):
+            clear_caches(module)
 
 
 def execute(job: RankCall) -> Answer:

@@ -36,27 +36,32 @@ REPRESENTATIVE = (
 """Of pytorch_optimizer, in `make test`."""
 
 
-def batches(count: int) -> Iterator[Any]:
-    """(library, names, count) of each test, with the mark of those that are of the rest."""
+def batches() -> Iterator[Any]:
+    """(library, names, numbers of ranks) of each test."""
+    rest = pytest.mark.rest
     for library in LIBRARIES:
         every = list(entries(library))
         quick = [name for name in every if library != "pytorch_optimizer" or name in REPRESENTATIVE]
-        quick = quick if count == 2 else []
-        for names, marks in ((quick, []), ([name for name in every if name not in quick], [pytest.mark.rest])):
+        others = [name for name in every if name not in quick]
+        for names, counts, marks in ((quick, (2,), ()), (quick, (3,), rest), (others, (2, 3), rest)):
             for start in range(0, len(names), BATCH):
                 some = names[start : start + BATCH]
-                yield pytest.param(library, some, count, id=f"{library} {some[0]} to {some[-1]}, {count}", marks=marks)
+                yield pytest.param(
+                    library, some, counts, id=f"{library} {some[0]} to {some[-1]}, {counts}", marks=marks
+                )
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("library", "names", "count"), [*batches(2), *batches(3)])
+@pytest.mark.parametrize(("library", "names", "counts"), batches())
 def test_every_optimizer_equals_one_process_or_is_refused_as_expected(
-    library: str, names: Sequence[str], count: int, pool: Pool
+    library: str, names: Sequence[str], counts: Sequence[int], pool: Pool
 ) -> None:
     sweep = Sweep(pool)
-    sweep.results(count, library, names)
-    wrong = {name: list(faults(sweep, count, library, name)) for name in names}
-    assert not any(wrong.values()), {name: found for name, found in wrong.items() if found}
+    wrong = {}
+    for count in counts:
+        sweep.results(count, library, names)
+        wrong |= {(count, name): list(faults(sweep, count, library, name)) for name in names}
+    assert not any(wrong.values()), {which: found for which, found in wrong.items() if found}
 
 
 def faults(sweep: Sweep, count: int, library: str, name: str) -> Iterator[str]:
