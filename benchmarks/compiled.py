@@ -20,7 +20,7 @@ import torch
 from benchmarks import peers_step
 from benchmarks.first_step import Began, begin
 from benchmarks.llama import Shape
-from benchmarks.paired import Ratio
+from benchmarks.paired import Ratio, few
 from benchmarks.peers import OURS
 from benchmarks.peers.recipe import Recipe
 from benchmarks.processes import on_ranks
@@ -29,6 +29,7 @@ from benchmarks.table import Over, Table, Tell
 RANKS = 2
 FIRST, STEADY = 3, 30
 """Samples of first steps, and of later ones."""
+FIGURES = ("first step, cold", "first step, warm")
 PEERS = ("by hand", "Accelerate", "Lightning Fabric")
 SHAPE = Shape(layers=4, hidden=256, intermediate=768, heads=4, vocabulary=2048, tokens=64)
 
@@ -57,7 +58,7 @@ def run(tell: Tell, quick: bool = False) -> Table:
     with tempfile.TemporaryDirectory() as name:
         recipe = Recipe(SHAPE, Path(name) / "model", compile=True)
         on_ranks(recipe.write, 1)
-        first = _first(recipe, ways, 1 if quick else FIRST, Path(name), tell)
+        first = _first(recipe, ways, FIGURES[: 1 if quick else None], few(FIRST, quick), Path(name), tell)
         for figure, began in first.items():
             found += [_compared(figure, peer, began) for peer in ways[1:]]
         if not quick:
@@ -81,12 +82,10 @@ def run(tell: Tell, quick: bool = False) -> Table:
 
 
 def _first(
-    recipe: Recipe, ways: tuple[str, ...], samples: int, folder: Path, tell: Tell
+    recipe: Recipe, ways: tuple[str, ...], figures: tuple[str, ...], samples: int, folder: Path, tell: Tell
 ) -> Mapping[str, dict[str, list[Began]]]:
     """figure → way → samples."""
-    found: dict[str, dict[str, list[Began]]] = {
-        each: {way: [] for way in ways} for each in ("first step, cold", "first step, warm")
-    }
+    found: dict[str, dict[str, list[Began]]] = {each: {way: [] for way in ways} for each in figures}
     for i in range(samples):
         for way in ways[:: -1 if i % 2 else 1]:
             cache = folder / f"cache-{way}-{i}".replace(" ", "-")

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import trueshard
+from gathering import whole_of_all
 from models import CASES, rows
 from models.handmade import Scalar, Stack, Tiny
 from stepping import EPS, Mixed, Whole, matrices, vectors
@@ -219,59 +220,6 @@ def _ties(model: nn.Module) -> list[list[str]]:
     return [names for names in known.values() if len(names) > 1]
 
 
-class _Gather:
-    """Makes the shards of many tensors whole with one collective, where ``full_tensor`` takes one for each."""
-
-    def __init__(self) -> None:
-        self.shards: list[tuple[tuple[int, ...], torch.Tensor]] = []
-
-    def note(self, value: Any) -> Any:
-        """``value`` with a place holder for every DTensor in it, and copies of all other tensors."""
-        if isinstance(value, DTensor):
-            mesh, parts = value.device_mesh, value.placements
-            cut = [mesh.get_local_rank(dim) if part.is_shard(0) else -1 for dim, part in enumerate(parts)]
-            self.shards.append(((*cut, *value.shape), value.to_local().detach().clone()))
-            return _Place(len(self.shards) - 1, tuple(value.shape))
-        if isinstance(value, torch.Tensor):
-            return value.detach().clone()
-        return _mapped(self.note, value)
-
-    def whole(self, noted: Any) -> Any:
-        """What was noted, of all ranks: the report of each, whole. Collective."""
-        told: list[Any] = [(self.shards, noted)]
-        if dist.is_initialized():
-            told = [None] * dist.get_world_size()
-            dist.all_gather_object(told, (self.shards, noted))
-        shards = [theirs for theirs, _ in told]
-
-        def fill(value: Any) -> Any:
-            if not isinstance(value, _Place):
-                return _mapped(fill, value)
-            parts = {each[value.number][0]: each[value.number][1] for each in shards}
-            pieces = [parts[key] for key in sorted(parts)]
-            cut = any(index >= 0 for key in parts for index in key[: len(key) - len(value.shape)])
-            made = torch.cat(pieces) if cut else pieces[0]
-            assert made.shape == value.shape, f"shards of {made.shape} where the tensor has {value.shape}"
-            for each in shards:
-                key, piece = each[value.number]
-                assert torch.equal(piece, parts[key]) or piece.isnan().any(), "replicas differ"
-            return made
-
-        return [fill(noted) for _, noted in told]
-
-
-@dataclass(frozen=True)
-class _Place:
-    number: int
-    shape: tuple[int, ...]
-
-
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: function(each) for key, each in value.items()}
-    return type(value)(map(function, value)) if isinstance(value, list | tuple) else value
-
-
 def everything(model: Any, optimizer: Any = None) -> dict[str, Any]:
     """All that a checkpoint keeps of models and optimizers, gathered. Collective.
 
@@ -294,8 +242,7 @@ def everything(model: Any, optimizer: Any = None) -> dict[str, Any]:
         ]
         state = {name_of[id(p)]: each.state[p] for g in each.param_groups for p in g["params"] if each.state.get(p)}
         report[f"optimizer {key}"] = {"groups": groups, "state": state}
-    gather = _Gather()
-    told = gather.whole(gather.note(report))
+    told = whole_of_all(report)
     mine = told[dist.get_rank() if dist.is_initialized() else 0]
     for key in mine:
         if key.startswith("optimizer"):  # what is updated by its owner, only its owner has

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -43,6 +44,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     forks.stop_server()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_objects() -> None:
+    """Exempt what is there from garbage collection: each simulation of the planner would walk all modules and tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -60,8 +60,8 @@ class Program:
         if command[0] != sys.executable:
             return None
         words, unbuffered = list(command[1:]), False
-        if words and words[0] == "-u":
-            words, unbuffered = words[1:], True
+        while words and words[0] in ("-u", "-B"):
+            unbuffered |= words.pop(0) == "-u"
         if len(words) > 1 and words[0] in ("-m", "-c"):
             return cls("module" if words[0] == "-m" else "code", words[1], tuple(words[2:]), tuple(command), unbuffered)
         if words and not words[0].startswith("-"):
@@ -219,10 +219,11 @@ def _can_fork(program: Program, environment: Mapping[str, str], folder: str) -> 
 
 
 def _spawn(original: Callable[..., int], path: bytes, words: Sequence[Any], numbers: Sequence[int]) -> int:
-    """`multiprocessing.util.spawnv_passfds`, with a fork for the processes of the method "spawn"."""
+    """`multiprocessing.util.spawnv_passfds`, with a fork for the processes of "spawn", and for the "forkserver"."""
     command = [os.fsdecode(word) for word in words]
     program = Program.of(command)
-    if program is None or "spawn_main" not in program.what or not _can_fork(program, os.environ, os.getcwd()):
+    of_multiprocessing = program is not None and ("spawn_main" in program.what or ".forkserver" in program.what)
+    if program is None or not of_multiprocessing or not _can_fork(program, os.environ, os.getcwd()):
         return original(path, words, numbers)
     pid = _forked()
     if pid == 0:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gathering import whole
 from parity import Ranks, assert_same
-from training import whole
 
 Report = dict[str, Any]
 Case = Callable[[int, int], Any]
@@ -24,7 +24,7 @@ def ids(seed: int, rank: int, world_size: int) -> torch.Tensor:
 
 
 def parameters(model: nn.Module) -> Report:
-    return {name: whole(p) for name, p in model.named_parameters()}
+    return whole(dict(model.named_parameters()))
 
 
 def same(case: Case, alone: Ranks, *others: Ranks, rtol: float = 1e-4, atol: float = 1e-5) -> None:

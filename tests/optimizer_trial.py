@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from gathering import whole
 from optimizer_catalogue import Entry, entries
 from parity import Pool, RankFailure, Ranks
-from training import whole
 
 SAMPLES = 24
 """rows of the global batch: divides by 1, 2 and 3 ranks, and are enough for gradients of full rank, for what is divided
@@ -109,7 +109,7 @@ def trained(rank: int, world_size: int, entry: Entry) -> dict[str, Any]:
 
     model = build(entry)
     optimizers = entry.make(model)
-    before = {name: whole(p) for name, p in model.named_parameters()}
+    before = whole(dict(model.named_parameters()))
     if world_size > 1:
         try:
             trueshard.shard(model, *optimizers, units="Linear")
@@ -118,7 +118,7 @@ def trained(rank: int, world_size: int, entry: Entry) -> dict[str, Any]:
                 raise
             return {"refused": str(error)}
     train(entry, model, optimizers, rank, world_size)
-    return {"before": before, "after": {name: whole(p) for name, p in model.named_parameters()}}
+    return {"before": before, "after": whole(dict(model.named_parameters()))}
 
 
 def way(entry: Entry) -> str:

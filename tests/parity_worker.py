@@ -25,12 +25,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import forks
 from forks_child import clear_caches
+from gathering import dumps, whole
+from trueshard import launching
 
 
 @dataclass(frozen=True)
@@ -58,24 +60,6 @@ class Answer:
     error: str = ""
     """last line of the traceback, as in `ValueError: lr must be positive`; empty if the function returned"""
     trace: str = ""
-
-
-def plain(value: Any) -> Any:
-    """`value` with every tensor inside dicts, lists and tuples made a detached CPU tensor that owns its memory.
-
-    A DTensor is gathered, which is a collective: every rank must return it.
-    """
-    if isinstance(value, torch.Tensor):
-        if hasattr(value, "full_tensor"):
-            value = value.full_tensor()
-        return value.detach().cpu().clone()
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(plain, value))
-    if isinstance(value, list | tuple):
-        return type(value)(map(plain, value))
-    return value
 
 
 def reset(environment: dict[str, str], folder: str) -> None:
@@ -130,7 +114,7 @@ def execute(job: RankCall) -> Answer:
                 world_size=job.world_size,
                 timeout=timedelta(seconds=0.9 * job.timeout),
             )
-        return Answer(value=pickle.dumps(plain(function(job.rank, job.world_size, *args))))
+        return Answer(value=dumps(whole(function(job.rank, job.world_size, *args))))
     except BaseException as error:  # SystemExit and CheckpointException too: the parent decides what they mean
         trace = "".join(traceback.format_exception(error))
         return Answer(error="".join(traceback.format_exception_only(error)).strip(), trace=trace)
@@ -144,6 +128,7 @@ def serve(descriptor: int, stack_file: str) -> None:
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(1)
+    launching.Popen = forks.Popen  # type: ignore[misc]  # a process with a process group cannot be forked itself
     environment, folder = dict(os.environ), os.getcwd()
     messages: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=_listen, args=(connection, messages.put), daemon=True).start()

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from gathering import whole
 from parity import Ranks, assert_same
-from training import whole
 
 SAMPLES = 12
 """rows of the global batch: divides by 1, 2, 3 and 4 ranks"""
@@ -86,7 +86,7 @@ def train(
 
 
 def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(p) for name, p in model.named_parameters()}
+    return whole(dict(model.named_parameters()))
 
 
 def told(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
@@ -125,9 +125,8 @@ class Twin:
 
     def step(self, model: nn.Module) -> None:
         """With the gradients that ``model`` has now."""
-        for name, parameter in model.named_parameters():
-            grad = parameter.grad
-            self.parameters[name].grad = None if grad is None else whole(grad)
+        for name, grad in whole({n: p.grad for n, p in model.named_parameters()}).items():
+            self.parameters[name].grad = grad
         self.optimizer.step()
 
     def compare(self, case: str, model: nn.Module, rtol: float = 0.0, atol: float = 0.0) -> None:

@@ -19,9 +19,9 @@ from torch.optim.swa_utils import (
 )
 
 import trueshard
+from gathering import whole
 from models.handmade import WIDTH, Block, Scalar
 from parity import Ranks, assert_same
-from training import whole
 
 Report = dict[str, Any]
 
@@ -79,8 +79,8 @@ def averaged(rank: int, world_size: int, way: str, early: bool) -> Report:
             copy = AveragedModel(model, **WAYS[way]())
         copy.update_parameters(model)
     assert copy is not None
-    report["model"] = {n: whole(t) for n, t in model.state_dict().items()}
-    report["copy"] = {n: whole(t) for n, t in copy.state_dict().items()}
+    report["model"] = whole(dict(model.state_dict()))
+    report["copy"] = whole(dict(copy.state_dict()))
     report["names"] = [n for n, _ in copy.module.named_parameters(remove_duplicate=False)]
     report["trainable"] = [p.requires_grad for p in copy.module.parameters()]
     copy.eval()
@@ -100,10 +100,10 @@ def averaged(rank: int, world_size: int, way: str, early: bool) -> Report:
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_an_averaged_copy_is_that_of_the_unsharded_model(
-    way: str, early: bool, alone: Ranks, ranks2: Ranks, ranks3: Ranks
+    way: str, early: bool, alone: Ranks, sizes: list[Ranks]
 ) -> None:
     (expected,) = alone.run(averaged, way, early)
-    for ranks in (ranks2, ranks3):
+    for ranks in sizes:
         for found in ranks.run(averaged, way, early):
             assert_same(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -142,9 +142,9 @@ def expected_share(model: nn.Module, rank: int, world_size: int) -> int:
     return count
 
 
-def test_a_copy_costs_a_shard_a_rank(ranks2: Ranks, ranks3: Ranks) -> None:
+def test_a_copy_costs_a_shard_a_rank(sizes: list[Ranks]) -> None:
     model = Everything()
-    for ranks in (ranks2, ranks3):
+    for ranks in sizes:
         found = ranks.run(memory)
         for rank, (here, _, _) in enumerate(found):
             assert here == expected_share(model, rank, ranks.count)
@@ -180,13 +180,13 @@ def swapped(rank: int, world_size: int) -> Report:
             report[f"back {seed}"] = model(rows(20, 0, 1))
             model.train()
     model.load_state_dict(copy.module.state_dict())
-    report["loaded"] = {n: whole(p) for n, p in model.named_parameters()}
+    report["loaded"] = whole(dict(model.named_parameters()))
     return report
 
 
-def test_averaged_values_are_swapped_in_and_out(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+def test_averaged_values_are_swapped_in_and_out(alone: Ranks, sizes: list[Ranks]) -> None:
     (expected,) = alone.run(swapped)
-    for ranks in (ranks2, ranks3):
+    for ranks in sizes:
         for found in ranks.run(swapped):
             assert_same(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -231,11 +231,11 @@ def schedule(rank: int, world_size: int) -> Report:
     copy.eval()
     with torch.no_grad():
         report["output"] = copy(rows(9, 0, 1))
-    return report | {"copy": {n: whole(t) for n, t in copy.state_dict().items()}}
+    return report | {"copy": whole(dict(copy.state_dict()))}
 
 
-def test_torchs_recipe_for_swa_works(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+def test_torchs_recipe_for_swa_works(alone: Ranks, sizes: list[Ranks]) -> None:
     (expected,) = alone.run(schedule)
-    for ranks in (ranks2, ranks3):
+    for ranks in sizes:
         for found in ranks.run(schedule):
             assert_same(found, expected, rtol=1e-4, atol=1e-5)

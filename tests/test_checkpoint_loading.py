@@ -13,11 +13,11 @@ from torch import nn
 
 import trueshard
 from checkpointing import SETUPS, everything, go_on, scribble
+from gathering import whole
 from messages import naming
 from models import CASES
 from models.handmade import Stack
 from parity import Ranks, assert_same
-from training import whole
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -294,7 +294,8 @@ def from_hub(rank: int, world_size: int, folder: str, name: str, how: str) -> di
     model.train()
     CASES[name.removeprefix("tied_")].loss(model, CASES[name.removeprefix("tied_")].batch(4, 1)).backward()
     optimizer.step()
-    changed = {n for n, p in model.named_parameters() if not torch.equal(whole(p), report["tensors"][n])}
+    after = whole(dict(model.named_parameters()))
+    changed = {n for n, value in after.items() if not torch.equal(value, report["tensors"][n])}
     assert changed  # what was loaded is what the optimizer holds, and what the forward reads
     assert changed <= {n for n, p in model.named_parameters() if p.grad is not None}
     return report

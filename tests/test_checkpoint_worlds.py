@@ -2,8 +2,8 @@
 
 Every setup is trained, saved, and trained on. Processes that were started afterwards load it over models and optimizers
 whose every number was overwritten. What a load must bring back is held against what was there when ``save`` was called,
-on every rank, to the last bit. A few setups go from every layout to every other. The others are saved at three world
-sizes and loaded from their own and one other; the rest takes them from each of four to each of four.
+on every rank, to the last bit. Some setups are saved at three world sizes and loaded from their own and one other. The
+rest takes every setup from each of four sizes to each of four, and a few from every layout to every other.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import torch
 import trueshard
 from checkpointing import LAYOUTS, SETUPS, draw, everything, go_on, scribble, seed, started
 from parity import Pool, Ranks, assert_same
+from resting import all_but
 
 SIZES = ("1", "2", "3", "4")
 FEW = ("tied", "without dimensions", "Muon and SGD")
-"""setups that are saved and loaded in every layout, not only at every world size"""
+"""setups that the rest saves and loads in every layout, not only at every world size"""
 SHORT = ("tied", "LoRA", "by owner and by element")
-"""setups that are not of the rest"""
+"""setups that are not of the rest alone"""
 COMPILED = ("without dimensions",)
 PROGRESS = {"step": 3, "rate": 0.1, "seen": {7: [1, None, "two"], "pair": (1, 2.5)}}
 
@@ -33,20 +34,20 @@ Outcome = dict[tuple[str, str, str], str]
 """(setup, layout saved in, layout loaded in) → why it failed, or nothing"""
 
 
-def _layouts(name: str, every: bool) -> list[str]:
+def _layouts(name: str, how: str) -> list[str]:
     """Where a setup is saved and loaded."""
-    if name in FEW:
+    if how == "layouts":
         return [layout for layout in LAYOUTS if layout != "compiled" or name in COMPILED]
     left_out = SIZES[2 + list(SETUPS).index(name) % 2]
-    return [size for size in SIZES if every or size != left_out]
+    return [size for size in SIZES if how == "sizes" or size != left_out]
 
 
-def _sources(name: str, layout: str, every: bool) -> list[str]:
+def _sources(name: str, layout: str, how: str) -> list[str]:
     """What a layout loads. Its own comes first: of the others nothing can be left over in it."""
-    layouts = _layouts(name, every)
+    layouts = _layouts(name, how)
     place = layouts.index(layout)
     turned = layouts[place:] + layouts[:place]
-    return turned if every or name in FEW else turned[:2]
+    return turned[:2] if how == "short" else turned
 
 
 def save_all(rank: int, world_size: int, folder: str, layout: str, names: list[str]) -> dict[str, str]:
@@ -77,7 +78,7 @@ def _save_one(rank: int, world_size: int, folder: Path, layout: str, name: str) 
     torch.save(expected, folder / name / f"{layout}.rank{rank}.pt")
 
 
-def load_all(rank: int, world_size: int, folder: str, layout: str, names: list[str], every: bool) -> Outcome:
+def load_all(rank: int, world_size: int, folder: str, layout: str, names: list[str], how: str) -> Outcome:
     """Each setup loaded from the layouts that it was saved in."""
     outcome: Outcome = {}
     for name in names:
@@ -86,7 +87,7 @@ def load_all(rank: int, world_size: int, folder: str, layout: str, names: list[s
         except Exception:
             outcome[name, layout, layout] = traceback.format_exc()
             continue
-        for source in _sources(name, layout, every):
+        for source in _sources(name, layout, how):
             outcome[name, source, layout] = _attempt(
                 _load_one, rank, world_size, Path(folder), layout, name, source, model, optimizer
             )
@@ -112,12 +113,12 @@ def _load_one(
         assert_same(everything(model), expected["next"], rtol=setup.near, atol=setup.near)
 
 
-def _tried(pool: Pool, folder: Path, names: Iterable[str], every: bool) -> Outcome:
+def _tried(pool: Pool, folder: Path, names: Iterable[str], how: str) -> Outcome:
     """All that is saved, loaded by other processes than those that saved it."""
     found: Outcome = {}
     for name in names:
         (folder / name).mkdir()
-    ways = {layout: [name for name in names if layout in _layouts(name, every)] for layout in LAYOUTS}
+    ways = {layout: [name for name in names if layout in _layouts(name, how)] for layout in LAYOUTS}
     ways = {layout: some for layout, some in ways.items() if some}
     for key, some in ways.items():
         ranks = Ranks(LAYOUTS[key].ranks, pool)
@@ -126,22 +127,11 @@ def _tried(pool: Pool, folder: Path, names: Iterable[str], every: bool) -> Outco
     pool.drop(list(pool.workers.values()))
     for key, some in ways.items():
         ranks = Ranks(LAYOUTS[key].ranks, pool)
-        for rank, each in enumerate(ranks.run(load_all, str(folder), key, some, every, timeout=120)):
+        for rank, each in enumerate(ranks.run(load_all, str(folder), key, some, how, timeout=120)):
             for pair, failure in each.items():
                 if failure or pair not in found:
                     found[pair] = f"rank {rank}: {failure}" if failure else ""
     return found
-
-
-@pytest.fixture(scope="module")
-def tried(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Outcome]:
-    """A setup, and what became of it in every layout that it is saved and loaded in."""
-    return request.param, _tried(pool, tmp_path_factory.mktemp("worlds"), [request.param], every=False)
-
-
-def some_of(names: Iterable[str]) -> pytest.MarkDecorator:
-    marked = [pytest.param(name, marks=() if name in SHORT else pytest.mark.rest) for name in names]
-    return pytest.mark.parametrize("tried", marked, indirect=True)
 
 
 def _hold(outcome: Outcome, name: str, pairs: Iterable[tuple[str, str]]) -> None:
@@ -153,31 +143,29 @@ def _hold(outcome: Outcome, name: str, pairs: Iterable[tuple[str, str]]) -> None
     assert not failed, f"{len(failed)} failed; " + "\n".join(lines[:3])
 
 
-@some_of(SETUPS)
-def test_the_same_world_size_resumes_bitwise(tried: tuple[str, Outcome]) -> None:
+@pytest.mark.parametrize("name", all_but(["by owner and by element"], SHORT))
+def test_the_same_world_size_resumes_bitwise_and_another_loads_the_identical_state(
+    name: str, pool: Pool, tmp_path: Path
+) -> None:
     """Three steps, saved, three more: as three more in new processes that loaded it. Random numbers go on too."""
-    name, outcome = tried
-    _hold(outcome, name, [(size, size) for size in _layouts(name, False) if size in SIZES])
+    outcome = _tried(pool, tmp_path, [name], "short")
+    _hold(outcome, name, [(one, two) for two in _layouts(name, "short") for one in _sources(name, two, "short")])
 
 
-@some_of(SETUPS)
-def test_another_world_size_loads_the_identical_state(tried: tuple[str, Outcome]) -> None:
-    name, outcome = tried
-    sizes = [size for size in _layouts(name, False) if size in SIZES]
-    _hold(outcome, name, [(one, two) for two in sizes for one in _sources(name, two, False)[1:] if one in SIZES])
-
-
-@some_of(FEW)
-def test_any_layout_loads_into_any_other(tried: tuple[str, Outcome]) -> None:
+@pytest.mark.rest
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", FEW)
+def test_any_layout_loads_into_any_other(name: str, pool: Pool, tmp_path: Path) -> None:
     """Not sharded, replicated and sharded, offloaded, compiled: each into each, and each resumes bitwise."""
-    name, outcome = tried
-    _hold(outcome, name, itertools.product(_layouts(name, False), repeat=2))
+    outcome = _tried(pool, tmp_path, [name], "layouts")
+    _hold(outcome, name, itertools.product(_layouts(name, "layouts"), repeat=2))
 
 
 @pytest.mark.rest
 @pytest.mark.timeout(1500)  # every pair of world sizes, each with a start of its own
 def test_any_world_size_loads_into_any_other(pool: Pool, tmp_path: Path) -> None:
     """Every setup, from each of four sizes at each of four."""
-    outcome = _tried(pool, tmp_path, SETUPS, every=True)
+    outcome = _tried(pool, tmp_path, [name for name in SETUPS if name not in FEW], "sizes")
     for name in SETUPS:
-        _hold(outcome, name, itertools.product(SIZES, repeat=2))
+        if name not in FEW:
+            _hold(outcome, name, itertools.product(SIZES, repeat=2))

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import trueshard
+from gathering import whole
 from messages import naming
 from models.handmade import Scalar, Stack, TiedBlocks, Tiny
 from parity import Pool, Ranks, assert_same
-from training import whole
 from trueshard.optim.shards import group_shards
 
 ORDERS = [0.5, 1.0, 2.0, 3.0, math.inf, -math.inf, 0.0, -1.0]
@@ -71,10 +71,7 @@ def each_way(rank: int, world_size: int, build: Callable[[], nn.Module], duplica
                 for name, grad in grads.items():
                     grad.copy_(values[name])
                 total = clip(every, limit, norm_type=order, foreach=foreach)
-                report[f"order {order}, foreach {foreach}, limit {limit}"] = {
-                    "total": whole(total),
-                    "grads": {n: whole(g) for n, g in grads.items()},
-                }
+                report[f"order {order}, foreach {foreach}, limit {limit}"] = whole({"total": total, "grads": grads})
     return report
 
 
@@ -128,7 +125,7 @@ def several_meshes(rank: int, world_size: int, reverse: bool) -> Report:
     report: Report = {}
     for order in ORDERS:
         clip = trueshard.clip_grad_norm_ if world_size > 1 else torch.nn.utils.clip_grad_norm_
-        report[f"order {order}"] = whole(clip(every, 0.5, norm_type=order)), [whole(p.grad) for p in every]
+        report[f"order {order}"] = whole([clip(every, 0.5, norm_type=order), *(p.grad for p in every)])
     every[2].grad.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="number 2"):
         trueshard.clip_grad_norm_(every, 0.5, error_if_nonfinite=True)
@@ -157,20 +154,20 @@ def not_finite(rank: int, world_size: int) -> list[Any]:
                 grad[-1, -1] = bad
             elif rank == world_size - 1:
                 grad.to_local()[-1, -1] = bad
-            before = [whole(p.grad) for p in model.parameters()]
+            before = whole([p.grad for p in model.parameters()])
             place = [p is model.last.weight for p in model.parameters()].index(True)
             words = naming(f"number {place}", "(8, 8)", "skip")
             with pytest.raises(RuntimeError, match=words if order < math.inf else "is nan|is inf"):
                 trueshard.clip_grad_norm_(model.parameters(), 0.1, order, error_if_nonfinite=True)
-            assert_same([whole(p.grad) for p in model.parameters()], before)
+            assert_same(whole([p.grad for p in model.parameters()]), before)
             clip = trueshard.clip_grad_norm_ if world_size > 1 else torch.nn.utils.clip_grad_norm_
-            seen.append([whole(clip(model.parameters(), 0.1, order)), *(whole(p.grad) for p in model.parameters())])
+            seen.append(whole([clip(model.parameters(), 0.1, order), *(p.grad for p in model.parameters())]))
     return seen
 
 
-def test_what_is_not_finite_on_one_rank_is_an_error_on_every_rank(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+def test_what_is_not_finite_on_one_rank_is_an_error_on_every_rank(alone: Ranks, sizes: list[Ranks]) -> None:
     (expected,) = alone.run(not_finite)
-    for ranks in (ranks2, ranks3):
+    for ranks in sizes:
         for found in ranks.run(not_finite):
             assert_same(found, expected)
 
@@ -193,9 +190,7 @@ def ways_to_give(rank: int, world_size: int) -> Report:
         warnings.simplefilter("always")
         report["empty generator"] = clip((p for p in ()), 1.0)
     assert "no gradient" in str(caught[0].message)
-    return {key: whole(value) for key, value in report.items()} | {
-        n: whole(p.grad) for n, p in model.named_parameters()
-    }
+    return report | {n: p.grad for n, p in model.named_parameters()}
 
 
 def test_parameters_come_as_a_list_a_generator_or_one_tensor(alone: Ranks, ranks2: Ranks) -> None:
@@ -231,16 +226,14 @@ def torchs_own(rank: int, world_size: int, foreach: bool | None) -> Report:
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.005, foreach=foreach)
         optimizer.step()
         optimizer.zero_grad(set_to_none=seed == 0)
-    state = {n: {k: whole(v) for k, v in optimizer.state[p].items()} for n, p in model.named_parameters()}
-    return {"norm": norms, "state": state} | {n: whole(p) for n, p in model.named_parameters()}
+    state = {n: dict(optimizer.state[p]) for n, p in model.named_parameters()}
+    return {"norm": norms, "state": state} | dict(model.named_parameters())
 
 
 @pytest.mark.parametrize("foreach", FOREACH)
-def test_torchs_own_functions_take_every_parameter(
-    foreach: bool | None, alone: Ranks, ranks2: Ranks, ranks3: Ranks
-) -> None:
+def test_torchs_own_functions_take_every_parameter(foreach: bool | None, alone: Ranks, sizes: list[Ranks]) -> None:
     (expected,) = alone.run(torchs_own, foreach)
-    for ranks in (ranks2, ranks3):
+    for ranks in sizes:
         for found in ranks.run(torchs_own, foreach):
             assert_same(found, expected, rtol=1e-4, atol=1e-6)
 

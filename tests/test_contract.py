@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import trueshard
+from gathering import whole
 from handmade_training import Case, Report, batch, ids, parameters, same
 from messages import naming
 from models import LAZY
 from models.handmade import Block, Buffers, Methods, Scalar, Stack, TiedBlocks, TiedLanguageModel
 from parity import Ranks, assert_same
-from training import whole
 
 # 3. Trainability
 
@@ -50,8 +50,8 @@ def freeze_and_thaw(rank: int, world_size: int) -> Report:
     return report
 
 
-def test_what_is_frozen_never_moves_and_thaws(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
-    same(freeze_and_thaw, alone, ranks2, ranks3)
+def test_what_is_frozen_never_moves_and_thaws(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(freeze_and_thaw, alone, *sizes)
 
 
 # 4. Ties
@@ -97,7 +97,7 @@ def dtypes(rank: int, world_size: int) -> Report:
         assert plan.mixed_precision == trueshard.MixedPrecision(compute=str(compute)[6:], reduce="float32")
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-        seen[word] = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        seen[word] = whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     return seen
 
 
@@ -149,8 +149,8 @@ def two_dtypes(rank: int, world_size: int) -> Report:
     return parameters(model)
 
 
-def test_two_trainable_dtypes_in_one_module_work(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
-    same(two_dtypes, alone, ranks2, ranks3)
+def test_two_trainable_dtypes_in_one_module_work(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(two_dtypes, alone, *sizes)
 
 
 # 6. Attachments
@@ -195,8 +195,8 @@ def attachments(rank: int, world_size: int) -> Report:
     return parameters(model)
 
 
-def test_attributes_and_hooks_survive(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
-    same(attachments, alone, ranks2, ranks3)
+def test_attributes_and_hooks_survive(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(attachments, alone, *sizes)
 
 
 class WithMethods(Methods):
@@ -244,8 +244,8 @@ def methods(rank: int, world_size: int) -> Report:
     return report
 
 
-def test_methods_and_submodules_work_beside_forward(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
-    same(methods, alone, ranks2, ranks3)
+def test_methods_and_submodules_work_beside_forward(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(methods, alone, *sizes)
 
 
 # 7. What FSDP2 refuses
@@ -276,8 +276,8 @@ def average(rank: int, world_size: int) -> Report:
     return report
 
 
-def test_averaged_models_are_sharded_copies(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
-    same(average, alone, ranks2, ranks3)
+def test_averaged_models_are_sharded_copies(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(average, alone, *sizes)
 
 
 def train_the_copy(rank: int, world_size: int) -> Report:
@@ -298,8 +298,8 @@ def train_the_copy(rank: int, world_size: int) -> Report:
     return parameters(twin)
 
 
-def test_a_deep_copy_trains_by_itself(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
-    same(train_the_copy, alone, ranks2, ranks3)
+def test_a_deep_copy_trains_by_itself(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(train_the_copy, alone, *sizes)
 
 
 def gradient_penalty(rank: int, world_size: int) -> Report:
@@ -329,8 +329,8 @@ def gradient_penalty(rank: int, world_size: int) -> Report:
     return report
 
 
-def test_double_backward_works(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
-    same(gradient_penalty, alone, ranks2, ranks3)
+def test_double_backward_works(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(gradient_penalty, alone, *sizes)
 
 
 def lazy(rank: int, world_size: int) -> None:
@@ -428,11 +428,11 @@ def different_ranks(rank: int, world_size: int) -> Report:
         model(batch(seed, rank, world_size)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return parameters(model) | {name: whole(b) for name, b in model.named_buffers()}
+    return parameters(model) | whole(dict(model.named_buffers()))
 
 
-def test_training_goes_on_from_rank_0_and_says_so(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
-    same(different_ranks, alone, ranks2, ranks3)
+def test_training_goes_on_from_rank_0_and_says_so(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(different_ranks, alone, *sizes)
 
 
 def different_shapes(rank: int, world_size: int) -> None:

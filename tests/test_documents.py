@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -98,6 +99,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.rest
 def test_the_site_builds_without_a_warning_and_has_every_page(site: Path) -> None:
     for page in pages():
         shown = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}.get(page, page.removeprefix("docs/"))
@@ -136,8 +138,10 @@ def test_the_architecture_names_every_floor() -> None:
     assert missing == []
 
 
-def literals() -> Iterator[tuple[str, str]]:
+@functools.cache
+def literals() -> dict[str, str]:
     """Every string of the sources, with ``…`` where a value is put in, and its file and line."""
+    found: dict[str, str] = {}
     for file in sorted((ROOT / "src" / "trueshard").rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         documentation = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -146,26 +150,27 @@ def literals() -> Iterator[tuple[str, str]]:
                 continue
             place = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.JoinedStr):
-                yield "".join(each.value if isinstance(each, ast.Constant) else "…" for each in node.values), place
+                text = "".join(each.value if isinstance(each, ast.Constant) else "…" for each in node.values)
+                found[text] = place
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value, place
+                found[node.value] = place
+    return found
 
 
 def nearest(fragment: str) -> str:
     """The string of the sources that has most words of `fragment`, and where it is: where the words were changed."""
     words = set(fragment.split())
-    text, place = max(SAID.items(), key=lambda said: (len(words & set(said[0].split())), -len(said[0])))
+    text, place = max(literals().items(), key=lambda said: (len(words & set(said[0].split())), -len(said[0])))
     return f"{place}: {text!r}"
 
 
 FRAGMENTS = re.findall(r"^#### `(.*)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.MULTILINE)
-SAID = dict(literals())
 
 
 @pytest.mark.parametrize("fragment", FRAGMENTS)
 def test_an_entry_of_troubleshooting_is_found_by_words_of_a_message(fragment: str) -> None:
     pattern = re.compile(".*".join(map(re.escape, fragment.split("…"))))
-    said = any(pattern.search(text) for text in SAID)
+    said = any(pattern.search(text) for text in literals())
     assert said, f"docs/troubleshooting.md: no message has `{fragment}`; nearest is {nearest(fragment)}"
 
 

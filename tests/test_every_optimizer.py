@@ -21,19 +21,19 @@ from parity import Pool
 
 REPRESENTATIVE = (
     "ADOPT",  # element-wise, with a list of tensors at once
-    "BSAM",  # a closure, and random numbers
     "CAME",  # factors of matrices
-    "DAdaptAdam",  # one number from all parameters
-    "FlashAdamW",  # quantized state
-    "GaLore",  # groups with keys of their own
     "Lamb",  # a norm over each parameter
-    "Lookahead",  # a wrapper with state of its own
-    "Muon",  # matrices, and the rest by Adam
-    "SOAP",  # nested state
     "ScheduleFreeAdamW",  # moves parameters outside of step()
-    "SophiaH",  # second derivatives
 )
 """Of pytorch_optimizer, in `make test`."""
+OPTIONS_OF_THE_REST = ("foreach=", "maximize=", "capturable=", "differentiable=")
+"""Of torch.optim."""
+
+
+def is_quick(library: str, name: str) -> bool:
+    if library == "torch.optim":
+        return not any(option in name for option in OPTIONS_OF_THE_REST)
+    return library != "pytorch_optimizer" or name in REPRESENTATIVE
 
 
 def batches() -> Iterator[Any]:
@@ -41,7 +41,7 @@ def batches() -> Iterator[Any]:
     rest = pytest.mark.rest
     for library in LIBRARIES:
         every = list(entries(library))
-        quick = [name for name in every if library != "pytorch_optimizer" or name in REPRESENTATIVE]
+        quick = [name for name in every if is_quick(library, name)]
         others = [name for name in every if name not in quick]
         for names, counts, marks in ((quick, (2,), ()), (quick, (3,), rest), (others, (2, 3), rest)):
             for start in range(0, len(names), BATCH):

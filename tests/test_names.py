@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import trueshard
+from gathering import whole
 from models.handmade import Stack, TiedLanguageModel
 from parity import Ranks
-from training import whole
 
 WRAPPINGS = ["compiled whole", "compiled in place", "compiled block", "recomputed block", "lora"]
 
@@ -63,7 +63,7 @@ def wrappings(rank: int, world_size: int, counts: tuple[int, ...]) -> list[str]:
             inner = getattr(model, "_orig_mod", model)
             assert [n for n, _ in inner.named_parameters()] == clean, kinds
             torch.testing.assert_close(model(x), expected)
-            saved = {name: whole(value) for name, value in model.state_dict().items()}
+            saved = whole(dict(model.state_dict()))
             model(x).sum().backward()
             optimizer.step()
             model.load_state_dict(model.state_dict())

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import trueshard
+from gathering import whole
 from messages import naming
 from models.handmade import Scalar, Stack
 from parity import Ranks, assert_same
-from training import whole
 
 
 def step(model: nn.Module, optimizers: list[torch.optim.Optimizer], rank: int, world_size: int, seed: int) -> None:
@@ -45,11 +45,8 @@ def prior(rank: int, world_size: int, kind: str, options: dict[str, Any], build:
     name_of = {id(p): n for n, p in model.named_parameters()}
     return {
         "lr": held["lr"],
-        "parameters": {n: whole(p) for n, p in model.named_parameters()},
-        "state": {
-            name_of[id(p)]: {k: whole(v) if isinstance(v, torch.Tensor) else v for k, v in entries.items()}
-            for p, entries in optimizer.state.items()
-        },
+        "parameters": dict(model.named_parameters()),
+        "state": {name_of[id(p)]: dict(entries) for p, entries in optimizer.state.items()},
     }
 
 
@@ -107,7 +104,7 @@ def several(rank: int, world_size: int) -> dict[str, Any]:
     second.add_param_group({"params": list(model.last.parameters()), "lr": 0.05})
     for seed in range(3):
         step(model, [first, second], rank, world_size, seed)
-    return {n: whole(p) for n, p in model.named_parameters()}
+    return whole(dict(model.named_parameters()))
 
 
 def test_several_optimizers_over_subsets_keep_their_groups(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:

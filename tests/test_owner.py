@@ -60,6 +60,7 @@ def test_in_several_batches(alone: Ranks, sizes: list[Ranks]) -> None:
     same(trained, alone, sizes, 150)
 
 
+@pytest.mark.rest
 def test_on_two_mesh_dimensions(alone: Ranks, ranks4: Ranks) -> None:
     same(trained, alone, [ranks4], 300, True)
 

@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 import trueshard
+from gathering import whole
 from handmade_training import Report, batch, ids, parameters, same
 from messages import naming
 from models.handmade import Methods, Scalar, Stack, TiedLanguageModel
 from parity import LAUNCHER_VARIABLES, RankFailure, Ranks, assert_same
-from training import train, whole
+from resting import all_but
+from training import train
 
 
 def trained(
@@ -70,7 +72,7 @@ def test_every_word_trains_alike(words: dict[str, Any], alone: Ranks, ranks3: Ra
         assert_same(found, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("build", [Stack, Scalar])
+@pytest.mark.parametrize("build", all_but([Scalar], [Stack, Scalar]))
 @pytest.mark.parametrize("words", [{"mesh": (2, 2)}, {"reshard_after_forward": 2}, {"mesh": (4, 1)}])
 def test_meshes_and_node_sizes_train_alike(
     words: dict[str, Any], build: Callable[[], nn.Module], alone: Ranks, ranks4: Ranks
@@ -97,7 +99,7 @@ def dropout(rank: int, world_size: int, mode: str) -> Report:
     trueshard.shard(model, activation_checkpointing=mode)
     torch.manual_seed(7 + rank)
     model(batch(0, rank, world_size)).pow(2).mean().backward()
-    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
 
 
 def test_recomputation_repeats_its_dropout(ranks2: Ranks) -> None:
@@ -138,8 +140,8 @@ def changing(rank: int, world_size: int) -> Report:
     return report
 
 
-def test_policy_and_evaluation_between_steps(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
-    same(changing, alone, ranks2, ranks3)
+def test_policy_and_evaluation_between_steps(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(changing, alone, *sizes)
 
 
 class Fragile(Stack):
@@ -179,8 +181,8 @@ def caught(rank: int, world_size: int) -> Report:
     return parameters(model)
 
 
-def test_the_step_after_a_caught_exception_is_right(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
-    same(caught, alone, ranks2, ranks3)
+def test_the_step_after_a_caught_exception_is_right(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(caught, alone, *sizes)
 
 
 def one_fails(rank: int, world_size: int, where: str) -> None:
@@ -240,9 +242,8 @@ print(line, end="", flush=True)  # in one piece: two processes write to one pipe
 """
 
 
-@pytest.mark.parametrize(
-    "launcher", [[], pytest.param(["-m", "torch.distributed.run", "--nproc-per-node", "2"], marks=pytest.mark.rest)]
-)
+@pytest.mark.rest
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]])
 def test_a_script_ends_by_itself(launcher: list[str], tmp_path: Path) -> None:
     """The group that shard() made is closed at exit: no warning, no hang, exit code 0."""
     script = tmp_path / "script.py"
@@ -358,7 +359,7 @@ def test_a_checkpoint_loads_at_another_world_size(alone: Ranks, ranks2: Ranks, r
     assert [path.name for path in tmp_path.iterdir()] == ["two"]
 
 
-@pytest.mark.parametrize("word", ["bf16", "always"])
+@pytest.mark.parametrize("word", all_but(["bf16"], ["bf16", "always"]))
 def test_architectures_take_the_words_too(word: str, alone: Ranks, ranks2: Ranks) -> None:
     words: dict[str, Any] = {"activation_checkpointing": "full"}
     words |= {"reshard_after_forward": "always"} if word == "always" else {"mixed_precision": "bf16"}

@@ -312,6 +312,7 @@ def test_blocks_that_repeat_are_extended_to_the_whole(words: str) -> None:
             assert series.at(here).tolist() == curves[1].by_kind[kind].at(here).tolist()
 
 
+@pytest.mark.rest
 def test_fused_kernels_take_less_time() -> None:
     eager, fused = simulated("bfloat16", False, 3).steady, simulated("bfloat16", True, 3).steady
     device = hardware("h100")

@@ -102,14 +102,10 @@ TWO: dict[str, Setting] = {
     "no clipping, sgd": Setting("gpt2", "sgd", clip=None),
 }
 SHORT = (
-    "llama, tied",
     "lora",
-    "full, bf16",
-    "muon, bf16",
     "offload, bf16, full",
-    "accumulation",
 )
-"""not of the rest: one of each kind"""
+"""not of the rest"""
 THREE: dict[str, Setting] = {
     "llama": Setting("llama", ranks=(3,)),
     "llama, uneven": Setting("llama uneven", ranks=(3,)),

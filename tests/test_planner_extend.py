@@ -19,7 +19,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from resting import all_but
 from trueshard.choices import Choices
 from trueshard.planner.inputs.factories import Factory
 from trueshard.planner.simulation.repeats import find_runs
@@ -192,7 +191,8 @@ CASES: dict[str, Job] = {
 }
 
 
-@pytest.mark.parametrize("name", all_but(["llama"], CASES))
+@pytest.mark.rest
+@pytest.mark.parametrize("name", CASES)
 def test_an_extended_trace_is_the_whole_trace(name: str) -> None:
     extended, whole = simulate(CASES[name]), simulate(CASES[name], whole=True)
     assert extended.whole_because == ""

@@ -241,7 +241,8 @@ def test_every_shard_comes_before_each_gather_and_every_gradient_goes_once(words
             assert bool(shards) == (phase == "forward" or words != "kept")
 
 
-@pytest.mark.parametrize("words", all_but(["cast"], WORDS))
+@pytest.mark.rest
+@pytest.mark.parametrize("words", WORDS)
 def test_device_memory_is_that_without_offloading_less_what_rests_on_the_host(words: str) -> None:
     on_device, on_host = simulated(words, "none").steady, simulated(words, "cpu").steady
     rests = {kind: ledger.peak(on_device).by_kind.get(kind, 0) for kind in ("parameters", "optimizer")}

@@ -265,6 +265,7 @@ def test_hovering_an_alternative_shows_its_figures(tab: chromium.Page, shown: tu
     assert plans == ["recompute full", "This plan"]
 
 
+@pytest.mark.rest
 @in_a_browser
 def test_the_keyboard_reaches_all_of_it(tab: chromium.Page, shown: tuple[Study, Path]) -> None:
     tab.run("document.getElementById('step').focus()")

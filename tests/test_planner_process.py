@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+import forks
 import trueshard
 from messages import naming
 from trueshard.planner import process
@@ -64,6 +65,7 @@ UNCHANGED = """
 import gc, warnings
 import torch, trueshard
 from test_planner_process import FIXED, make, state
+gc.unfreeze()  # what a fork has frozen: its number falls when any of that is freed
 model = make()
 before = state()
 trueshard.plan(make, **FIXED)
@@ -90,7 +92,7 @@ print("unchanged")
 
 def test_nothing_of_the_caller_is_touched() -> None:
     folder = Path(__file__).parent
-    done = subprocess.run(
+    done = forks.run(
         [sys.executable, "-c", UNCHANGED], cwd=folder, check=False, capture_output=True, text=True, timeout=200
     )
     assert done.stdout == "unchanged\n", done.stderr
@@ -287,7 +289,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("how", ["interrupt", "kill"])
 def test_a_caller_that_ends_takes_the_process_along(how: str) -> None:
-    with subprocess.Popen([sys.executable, "-c", INTERRUPTED, how], stdout=subprocess.PIPE, text=True) as caller:
+    with forks.Popen([sys.executable, "-c", INTERRUPTED, how], stdout=subprocess.PIPE, text=True) as caller:
         assert caller.stdout is not None
         number = int(caller.stdout.readline())
         if how == "kill":

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import trueshard
+from gathering import whole
 from messages import lacking, naming
 from parity import Ranks, assert_same
 from photograph import photograph
-from training import whole
 
 WIDTH = 64
 
@@ -162,7 +162,7 @@ def train(rank: int, world_size: int, text: str = "", words: dict[str, Any] | No
         model(data[step].chunk(world_size)[rank]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    values = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    values = whole(dict(model.named_parameters()))
     return {"values": values, "plan": applied.to_json()}
 
 

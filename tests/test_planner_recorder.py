@@ -146,7 +146,7 @@ def test_checks_of_input_pass() -> None:
         assert labels.max() < 10
 
 
-@pytest.mark.parametrize("model", ["wav2vec2", "scalar", "scalar_blocks"])
+@pytest.mark.parametrize("model", all_but(["scalar_blocks"], ["wav2vec2", "scalar", "scalar_blocks"]))
 def test_models_that_were_refused(model: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -162,6 +162,7 @@ def test_twins_of_parts_that_cannot_be_seen_in_another_dtype() -> None:
         assert recorder.values.read(wide) == 1  # unknown
 
 
+@pytest.mark.rest
 def test_replicas_of_shards() -> None:
     found = Setting("llama deep", words={"mixed_precision": "bf16"}, ranks=(2, 2)).simulated(whole=False)
     assert found.models > 1, found.whole_because
@@ -186,7 +187,7 @@ ATTENDING: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ATTENDING)
+@pytest.mark.parametrize("name", all_but(["dropout"], ATTENDING))
 def test_attention_on_a_device_keeps_no_scores(name: str) -> None:
     make, kernel = ATTENDING[name]
     assert scores(run(make, on_cpu=True)) > 0

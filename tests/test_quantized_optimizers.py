@@ -47,9 +47,9 @@ def held(rank: int, world_size: int, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_state_is_quantized_and_in_parts(name: str, alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
+def test_state_is_quantized_and_in_parts(name: str, alone: Ranks, sizes: list[Ranks]) -> None:
     (whole,) = alone.run(held, name)
-    for ranks in (ranks2, ranks3):
+    for ranks in sizes:
         parts = ranks.run(held, name)
         for key, one in whole.items():
             assert one["kind"].startswith("OptimState")

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from parity import Ranks
-from resting import all_but
 
 ROOT = Path(__file__).parents[1]
 SHORT = ("evaluation.every=4", "train.checkpoint_every=4", "schedule.warmup_steps=2", "sample.tokens=4")
@@ -58,7 +57,8 @@ def overrides_of(name: str) -> tuple[str, ...]:
     return (*short, *([] if any("train.steps" in each for each in own) else ["train.steps=12"]), *own)
 
 
-@pytest.mark.parametrize("name", all_but(["lora"], RECIPES))
+@pytest.mark.rest
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_and_goes_on_bit_for_bit(name: str, ranks2: Ranks, tmp_path: Path) -> None:
     whole = ranks2.run(trained, name, str(tmp_path / "run"), overrides_of(name), timeout=240)[0]
     assert whole["code"] == 0
@@ -86,7 +86,9 @@ def test_a_recipe_trains_and_goes_on_bit_for_bit(name: str, ranks2: Ranks, tmp_p
             "shard.offload=cpu",
         ),
         pytest.param(("shard.mixed_precision=fp16", "train.whole_logits=true"), marks=pytest.mark.rest),
-        ("data.streaming=true", "evaluation.path=src/trueshard/train", "train.keep=1"),
+        pytest.param(
+            ("data.streaming=true", "evaluation.path=src/trueshard/train", "train.keep=1"), marks=pytest.mark.rest
+        ),
     ],
     ids=["copies", "low precision", "float16", "streamed"],
 )
@@ -122,6 +124,7 @@ def test_what_latest_stands_for_stays_the_same_in_a_run(ranks2: Ranks, tmp_path:
     assert Path(config().model.path).name == "step-00000002"
 
 
+@pytest.mark.rest
 def test_an_adapter_over_a_quantized_base_is_exported_and_no_model_to_begin_with(
     ranks2: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

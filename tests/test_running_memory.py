@@ -81,6 +81,7 @@ def test_one_line_says_what_was_planned_and_used_and_what_fits(config: Config) -
     assert out_of_memory.find_remedy(config, None, 2, 2, torch.device("cpu")) is None
 
 
+@pytest.mark.rest
 def test_what_was_tightened_holds_for_the_same_number_of_ranks(config: Config) -> None:
     config = with_settings(config, {"train.on_oom": "tighten"})
     assert remedy_for(config).settings == {"train.accumulate": 2}

@@ -58,6 +58,7 @@ def test_killed_rank_starts_the_group_again_and_the_curve_is_the_same(undisturbe
     assert not (folder / "run" / ".lock").exists()
 
 
+@pytest.mark.rest
 def test_killed_launcher_leaves_no_process_and_the_same_command_goes_on(undisturbed: Path, tmp_path: Path) -> None:
     folder = project(tmp_path / "killed")
     process = start(folder, *TWICE)

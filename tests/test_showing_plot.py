@@ -144,6 +144,7 @@ def test_one_run_s_curves_lie_in_its_folder(two: list[Path]) -> None:
     assert sorted(file.name for file in two[0].iterdir()) == ["curves.html", "curves.png", "metrics.jsonl"]
 
 
+@pytest.mark.rest
 def test_several_runs_curves_lie_here(two: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert [str(file) for file in plot(two)] == ["curves.png", "curves.html"]

@@ -21,10 +21,11 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import trueshard
+from gathering import whole
 from messages import naming
 from parity import Ranks, assert_same
+from resting import all_but
 from stepping import EPS, OwnSGD, Twin, Uneven, Whole, adamw, build, loss_of, parameters, same, shown, told, train
-from training import whole
 
 # Every path of torch's own classes
 
@@ -182,7 +183,7 @@ def zeroed(rank: int, world_size: int, to_none: bool) -> Any:
         optimizer.zero_grad(set_to_none=to_none)
         loss_of(model, step, rank, world_size, aside=step == 1).backward()
         optimizer.step()
-    grads = {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}
+    grads = whole({n: p.grad for n, p in model.named_parameters()})
     return told(model, optimizer), grads
 
 
@@ -266,8 +267,10 @@ def schedules(rank: int, world_size: int, when: str, tensor: bool) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("when", "tensor"),
+    all_but([("before", True)], itertools.product(("before", "after"), (False, True)), unpack=True),
+)
 def test_schedulers_made_before_and_after(when: str, tensor: bool, alone: Ranks, sizes: list[Ranks]) -> None:
     same(schedules, alone, sizes, when, tensor)
 
@@ -383,6 +386,10 @@ TWINS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+TWINS_SHORT = ["as it is", "bf16 compute", "mixed storage"]
+TWINS_REST = [name for name in WORDS if name not in (*TWINS_SHORT, "HSDP", "hybrid")]
+
+
 def twins(rank: int, world_size: int, names: list[str]) -> None:
     for name, (kind, make) in itertools.product(names, TWINS.items()):
         if kind != "AdamW" and name not in ("mixed storage", "bf16 storage", "offload", "HSDP"):
@@ -419,10 +426,12 @@ def test_adafactors_eps_in_a_group_of_two_dtypes_is_refused(ranks2: Ranks) -> No
     ranks2.raises(eps_of_the_first_dtype, match=naming("Adafactor", "eps=(None", "dtypes"))
 
 
-def test_dtypes_and_policies_do_not_change_a_step(ranks3: Ranks) -> None:
-    ranks3.run(twins, [name for name in WORDS if name not in ("HSDP", "hybrid")])
+@pytest.mark.parametrize("names", all_but([TWINS_SHORT], [TWINS_SHORT, TWINS_REST]))
+def test_dtypes_and_policies_do_not_change_a_step(names: list[str], ranks3: Ranks) -> None:
+    ranks3.run(twins, names)
 
 
+@pytest.mark.rest
 def test_steps_on_two_mesh_dimensions_and_on_part_of_the_ranks(ranks4: Ranks) -> None:
     ranks4.run(twins, ["HSDP", "hybrid"])
 
@@ -445,7 +454,7 @@ def compiled(rank: int, world_size: int, backend: str) -> Any:
     return told(model, optimizer)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", all_but(["aot_eager"], ["eager", "aot_eager"]))
 def test_a_compiled_step(backend: str, alone: Ranks, ranks2: Ranks) -> None:
     same(compiled, alone, [ranks2], backend)
 

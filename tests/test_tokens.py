@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import trueshard
+from gathering import whole
 from messages import lacking, naming
 from models import CASES
 from models.handmade import TiedLanguageModel
 from parity import Ranks, assert_same
-from training import whole
 
 IGNORED = -100
 ROWS, LENGTH, MICROBATCHES = 12, 6, 3
@@ -80,7 +80,7 @@ def weighted(rank: int, world_size: int, sync: bool = False, shape: Any = None) 
                     mean(loss).backward()
                 total += loss.detach()
             report[f"loss {seed}"] = mean.value(total)
-        report[f"grad {seed}"] = {n: whole(p.grad) for n, p in model.named_parameters()}
+        report[f"grad {seed}"] = whole({n: p.grad for n, p in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
     return report
@@ -117,7 +117,7 @@ def means_of_means(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     for number, (ids, labels) in enumerate(batches, start=1):
         with trueshard.accumulate(model, last=number == len(batches)):
             (summed(model, ids, labels) / max(1, int(trueshard.count_targets(labels))) / len(batches)).backward()
-    return {n: whole(p.grad) for n, p in model.named_parameters()}
+    return whole({n: p.grad for n, p in model.named_parameters()})
 
 
 def test_a_mean_of_means_is_another_gradient(alone: Ranks, ranks2: Ranks) -> None:
@@ -141,7 +141,7 @@ def divided_by_the_model(rank: int, world_size: int) -> dict[str, Any]:
         for number, (ids, labels) in enumerate(batches, start=1):
             with trueshard.accumulate(model, last=number == len(batches)):
                 model(input_ids=ids, labels=labels, num_items_in_batch=mean.divisor).loss.backward()
-    return {n: whole(p.grad) for n, p in model.named_parameters()}
+    return whole({n: p.grad for n, p in model.named_parameters()})
 
 
 def test_the_divisor_is_for_models_that_divide_themselves(alone: Ranks, ranks2: Ranks) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -151,6 +152,7 @@ def test_what_torch_lacks_is_named_where_it_is_needed() -> None:
     assert "2.11 to 2.13" in said
 
 
+@pytest.mark.rest
 def test_what_torch_lacks_only_for_speed_is_done_without() -> None:
     said = probed("del torch._foreach_norm", subprocess.run)  # looked at by modules that a fork has imported
     assert "sum: 40" in said

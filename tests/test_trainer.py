@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trueshard
+from gathering import whole
 from messages import lacking
 from parity import Ranks, assert_same
-from training import whole
 
 ROWS, LENGTH, VOCABULARY = 12, 6, 31
 """of one step, over all ranks; 12 rows divide by 1, 2 and 3 ranks"""
@@ -134,7 +134,7 @@ def outcome(trainer: Any, recorder: Recorder) -> dict[str, Any]:
     return {
         "loss": [record["loss"] for record in records],
         "norm": [record["grad_norm"] for record in records],
-        "parameters": {name: whole(parameter) for name, parameter in trainer.model.named_parameters()},
+        "parameters": whole(dict(trainer.model.named_parameters())),
     }
 
 
@@ -166,7 +166,7 @@ def by_hand(rank: int, world_size: int) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         report["loss"].append(loss.item())
-    return report | {"parameters": {name: whole(parameter) for name, parameter in model.named_parameters()}}
+    return report | {"parameters": whole(dict(model.named_parameters()))}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -261,7 +261,7 @@ def poisoned(rank: int, world_size: int, skip: int) -> Any:
     try:
         trainer.fit()
     except trueshard.NonFiniteLoss as error:
-        finite = all(bool(whole(each).isfinite().all()) for each in trainer.model.parameters())
+        finite = all(bool(each.isfinite().all()) for each in whole(list(trainer.model.parameters())))
         return str(error), finite, recorder.events[-1]
     return trainer.skipped, outcome(trainer, recorder)
 

@@ -196,6 +196,7 @@ def test_each_thing_that_sharding_saving_and_loading_change_breaks_its_point(bug
     assert points["names"]["status"] == points["ties"]["status"] == points["runs"]["status"] == "held"
 
 
+@pytest.mark.rest
 def test_a_rank_that_computes_something_else_is_found_at_its_first_step(bugs: str) -> None:
     found = run(f"{bugs}:unequal", "--nproc", "2")
     assert found.returncode == 1, found.stdout + found.stderr

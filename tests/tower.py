@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from training import whole
+from gathering import whole
 
 
 class Tower(nn.Module):
@@ -48,15 +48,14 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def held(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """All tensors of the model; state and groups of the optimizer, by name."""
     name_of = {id(p): name for name, p in model.named_parameters()}
-    report: dict[str, Any] = {"model": {name: whole(tensor) for name, tensor in model.state_dict().items()}}
+    report: dict[str, Any] = {"model": dict(model.state_dict())}
     if optimizer is not None:
         report["state"] = {
-            name_of[id(p)]: {key: whole(entries[key]) for key in sorted(entries)}
-            for p, entries in optimizer.state.items()
+            name_of[id(p)]: {key: entries[key] for key in sorted(entries)} for p, entries in optimizer.state.items()
         }
         report["groups"] = [
             {"params": [name_of[id(p)] for p in group["params"]]}
             | {key: group[key] for key in ("lr", "weight_decay", "betas")}
             for group in optimizer.param_groups
         ]
-    return report
+    return whole(report)

@@ -7,16 +7,12 @@ import warnings
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from gathering import whole
 
 SAMPLES = 6
 """rows of the global batch: divides by 1, 2 and 3 ranks"""
 STEPS = 3
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on one process, whatever its sharding."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def train(rank: int, world_size: int, name: str, steps: int = STEPS, **words: Any) -> dict[str, Any]:
@@ -59,27 +55,27 @@ def train(rank: int, world_size: int, name: str, steps: int = STEPS, **words: An
             mean /= world_size
         report["loss"].append(mean)
         if step == 0:
-            report["grad"] = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+            report["grad"] = whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
         report["norm"].append(trueshard.clip_grad_norm_(model.parameters(), 1.0).reshape(()))
         optimizer.step()
         optimizer.zero_grad()
     name_of = {id(p): n for n, p in model.named_parameters()}
-    report["parameters"] = {n: whole(p) for n, p in model.named_parameters()}
+    report["parameters"] = dict(model.named_parameters())
     report["all names"] = [n for n, _ in model.named_parameters(remove_duplicate=False)]
-    report["buffers"] = {n: whole(b) for n, b in model.named_buffers()}
-    report["state dict"] = {n: whole(v) for n, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
+    report["buffers"] = dict(model.named_buffers())
+    report["state dict"] = {n: v for n, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
     report["trainable"] = {n: p.requires_grad for n, p in model.named_parameters()}
     report["groups"] = [
         {k: [name_of[id(p)] for p in v] if k == "params" else v for k, v in group.items()}
         for group in optimizer.param_groups
     ]
     report["momenta"] = {
-        name_of[id(p)]: whole(entries["momentum_buffer"])
+        name_of[id(p)]: entries["momentum_buffer"]
         for p, entries in optimizer.state.items()
         if entries.get("momentum_buffer") is not None
     }
     report["momenta"] = dict(sorted(report["momenta"].items()))
-    return report
+    return whole(report)
 
 
 def train_many(rank: int, world_size: int, names: list[str], words: dict[str, Any]) -> dict[str, Any]:
