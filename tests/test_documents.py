@@ -106,12 +106,14 @@ def test_the_site_builds_without_a_warning_and_has_every_page(site: Path) -> Non
         assert (site / shown).with_suffix(".html").is_file(), page
 
 
+@pytest.mark.rest
 def test_the_reference_has_every_public_name(site: Path) -> None:
     text = "".join(file.read_text() for file in (site / "reference").glob("*.html"))
     headings = set(re.findall(r'<h2 id="trueshard\.(\w+)"', text))
     assert headings == set(trueshard.__all__)
 
 
+@pytest.mark.rest
 def test_the_built_pages_load_nothing_from_elsewhere(site: Path) -> None:
     for file in [*site.rglob("*.html"), *site.rglob("*.css"), *site.rglob("*.svg")]:
         text = file.read_text()

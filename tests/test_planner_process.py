@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,24 +119,6 @@ class Kept(nn.Module):
         return self.apply_last(self.first(x) * self.scale)
 
 
-def models() -> Iterator[tuple[str, Any]]:
-    class Local(Kept):
-        pass
-
-    model, weights = Kept(), torch.ones(1 << 20)
-    yield "local class", Local
-    yield "local object", Local()
-    yield "lambda", lambda: Local()
-    yield "closure", lambda: model
-    yield "compiled", torch.compile(Kept())
-    yield "compiled in place", _compiled()
-    yield "parametrized", nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)))
-    yield "nested", nn.Sequential(Kept(), nn.Linear(16, 16))
-    yield "on meta", _on_meta()
-    yield "parts", lambda: (Kept(), None, lambda model, batch: (model(batch) * weights[:16]).sum())
-    yield "with an optimizer", lambda: (kept := Kept(), torch.optim.SGD(kept.parameters(), lr=0.1))
-
-
 def _compiled() -> nn.Module:
     model = Kept()
     model.compile()
@@ -148,9 +130,41 @@ def _on_meta() -> nn.Module:
         return Kept()
 
 
-@pytest.mark.parametrize("name", [name for name, _ in models()])
+def _local() -> type[Kept]:
+    class Local(Kept):
+        pass
+
+    return Local
+
+
+def _closure() -> Callable[[], nn.Module]:
+    model = Kept()
+    return lambda: model
+
+
+def _parts() -> Callable[[], tuple[Any, ...]]:
+    weights = torch.ones(1 << 20)
+    return lambda: (Kept(), None, lambda model, batch: (model(batch) * weights[:16]).sum())
+
+
+SENT: dict[str, Callable[[], Any]] = {
+    "local class": _local,
+    "local object": lambda: _local()(),
+    "lambda": lambda: lambda: _local()(),
+    "closure": _closure,
+    "compiled": lambda: torch.compile(Kept()),
+    "compiled in place": _compiled,
+    "parametrized": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))),
+    "nested": lambda: nn.Sequential(Kept(), nn.Linear(16, 16)),
+    "on meta": _on_meta,
+    "parts": _parts,
+    "with an optimizer": lambda: lambda: (kept := Kept(), torch.optim.SGD(kept.parameters(), lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", SENT)
 def test_models_and_factories_can_be_sent(name: str) -> None:
-    plan = trueshard.plan(dict(models())[name], **FIXED)
+    plan = trueshard.plan(SENT[name](), **FIXED)
     assert sum(unit.parameters for unit in plan.units) >= 256
 
 

@@ -407,6 +407,7 @@ def test_a_word_that_is_fixed_is_the_first_to_give_way() -> None:
     assert 'activation_checkpointing="auto"' in str(refused)
 
 
+@pytest.mark.rest
 def test_a_device_that_is_too_small_asks_for_a_shorter_sequence_more_ranks_or_another() -> None:
     device = hardware("h100")
     small = hardware("h100", memory_bytes=device.context_bytes + device.communicator_bytes + 160 * MIB)

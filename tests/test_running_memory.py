@@ -70,6 +70,7 @@ def remedy_for(config: Config) -> out_of_memory.Remedy:
     return found
 
 
+@pytest.mark.rest
 def test_one_line_says_what_was_planned_and_used_and_what_fits(config: Config) -> None:
     remedy = remedy_for(config)
     assert remedy.settings is None

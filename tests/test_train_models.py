@@ -349,7 +349,7 @@ def load_case(rank: int, world: int, given: Config, path: str) -> dict[str, torc
     return values_of(model)
 
 
-@pytest.mark.parametrize("quantize", ["none", "nf4"])
+@pytest.mark.parametrize("quantize", all_but(["none"], ["none", "nf4"]))
 def test_checkpoint_goes_to_another_number_of_ranks(
     quantize: str, tmp_path: Path, ranks2: Ranks, ranks3: Ranks
 ) -> None:

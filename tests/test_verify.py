@@ -56,6 +56,7 @@ def status(report: dict) -> dict[str, str]:
 # ---- whole runs
 
 
+@pytest.mark.rest
 def test_a_model_with_dropout_and_uneven_parts_holds_on_three_ranks(tmp_path: Path) -> None:
     file, page = tmp_path / "model.py", tmp_path / "page.html"
     file.write_text(MODEL)
