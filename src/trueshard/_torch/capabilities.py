@@ -39,7 +39,7 @@ NEEDED = {
 """Class or module → attributes without which results would be wrong."""
 
 FOR_SPEED = {
-    f"{_FSDP}._fsdp_param.FSDPParam": "_sharded_param_data padded_sharded_param_size",
+    f"{_FSDP}._fsdp_param.FSDPParam": "_sharded_param_data padded_sharded_param_size to_sharded_dtensor",
     "torch.distributed.tensor.DTensor": "_spec",
     "torch": "_foreach_mul_ _foreach_norm",
 }

@@ -61,16 +61,40 @@ def shards_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [each._local_tensor if isinstance(each, DTensor) else each for each in parameters]
 
 
-def dtensor_over(local: torch.Tensor, like: DTensor, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
-    """Do ``DTensor.from_local`` for a shard that may lie anywhere in its storage.
+def apart(part: torch.Tensor) -> torch.Tensor:
+    """Return ``part`` over the same memory, but a storage of its own that begins and ends where it does.
 
-    Made from such a shard, the wrapper takes over its offset, and can then be neither copied nor pickled.
+    A DTensor takes over the offset of its shard in a storage, and can then be neither copied nor pickled nor traced;
+    FSDP2 makes such gradients. ``flat_memory`` finds neighbours in memory again.
     """
-    first = local.as_strided(local.shape, local.stride(), 0) if local.storage_offset() else local
-    made = DTensor.from_local(first, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
-    if first is not local:
-        made._local_tensor = local
-    return made
+    whole: Any = part.untyped_storage()
+    if type(part) is not torch.Tensor or part.is_meta or whole.nbytes() == part.nbytes:
+        return part
+    start = part.storage_offset() * part.itemsize
+    storage = whole[start : start + part.nbytes]
+    storage.part_of = part  # on the storage: what a tensor has of its own is copied and pickled with it
+    return torch.empty(0, dtype=part.dtype, device=part.device).set_(storage, 0, part.shape, part.stride())
+
+
+def flat_memory(first: torch.Tensor, count: int) -> torch.Tensor:
+    """Return a 1-D view of ``count`` elements from where ``first`` begins, which may lie in a storage ``apart``.
+
+    Raises:
+        RuntimeError: the memory ends before.
+    """
+    memory: torch.Tensor = getattr(first.untyped_storage(), "part_of", first)
+    return memory.as_strided((count,), (1,))
+
+
+def memory_identity(tensor: torch.Tensor) -> int:
+    """Return ``storage_identity`` of what ``tensor`` is a part of."""
+    return storage_identity(getattr(tensor.untyped_storage(), "part_of", tensor))
+
+
+def dtensor_over(local: torch.Tensor, like: DTensor, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+    """Do ``DTensor.from_local`` for a shard that may lie anywhere in its storage."""
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(apart(local), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def shards_placed_alike(tensors: Sequence[Any]) -> list[torch.Tensor] | None:

@@ -106,7 +106,7 @@ def contiguous_pieces(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             pieces.append(shards[first])
             continue
         try:
-            pieces.append(shards[first].as_strided(((ends[after - 1] - starts[first]) // size,), (1,)))
+            pieces.append(_torch.flat_memory(shards[first], (ends[after - 1] - starts[first]) // size))
         except RuntimeError:  # neighbours by chance: the storage of the first ends before the last
             pieces += shards[first:after]
     return pieces

@@ -176,7 +176,7 @@ class JoinedShards(StandIn):
         self._locals = [_torch.local(member) for member in members]
         self._counts = [local.numel() for local in self._locals]
         self._specs = _torch.specs_of(members)
-        self.leaf = leaf_over(self._locals[0].as_strided((sum(self._counts),), (1,)), members[0])
+        self.leaf = leaf_over(_torch.flat_memory(self._locals[0], sum(self._counts)), members[0])
         self._grad: torch.Tensor | None = None
         self._entries: dict[str, Any] | None = None
         """The leaf's state."""
@@ -381,8 +381,8 @@ def _follows(before: DTensor, after: DTensor) -> bool:
     return (
         before.requires_grad == after.requires_grad
         and one.dtype == two.dtype
-        and _torch.storage_identity(one) == _torch.storage_identity(two)
-        and one.storage_offset() + one.numel() == two.storage_offset()
+        and _torch.memory_identity(one) == _torch.memory_identity(two)
+        and _torch.addresses([one])[0] + one.nbytes == _torch.addresses([two])[0]
     )
 
 

@@ -1,0 +1,132 @@
+"""Contract: what a sharded model gives can be copied, pickled, saved and traced as what an unsharded one gives."""
+
+from __future__ import annotations
+
+import copy
+import io
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import trueshard
+from gathering import whole
+from models.handmade import Scalar
+from parity import Ranks
+from stepping import EPS, same
+
+WIDTH = 8
+
+
+def build(world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Scalar()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=EPS)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    return model, optimizer
+
+
+def loss_of(model: nn.Module, seed: int, rank: int, world_size: int) -> torch.Tensor:
+    rows = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return model(rows.chunk(world_size)[rank]).pow(2).mean()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range, rank: int, world_size: int) -> None:
+    for seed in seeds:
+        loss_of(model, seed, rank, world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def look_for_a_learning_rate(rank: int, world_size: int) -> dict[str, Any]:
+    """As the finders of learning rates do: copy, try, go back, train."""
+    model, optimizer = build(world_size)
+    train(model, optimizer, range(2), rank, world_size)
+    before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, range(2, 5), rank, world_size)
+    model.load_state_dict(before[0])
+    optimizer.load_state_dict(before[1])
+    train(model, optimizer, range(5, 7), rank, world_size)
+    return {"parameters": dict(model.named_parameters()), "before": dict(before[0])}
+
+
+def test_copied_state_dicts_go_back_to_what_was(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(look_for_a_learning_rate, alone, sizes)
+
+
+def pickled(rank: int, world_size: int) -> None:
+    model, optimizer = build(world_size)
+    loss_of(model, 0, rank, world_size).backward()
+    optimizer.step()
+    state = model.state_dict()
+    for given in (state, [p.grad for p in model.parameters()], optimizer.state_dict()):
+        file = io.BytesIO()
+        torch.save(given, file)
+        file.seek(0)
+        read = torch.load(file, weights_only=False)
+        assert str(whole(read)) == str(whole(given)) == str(whole(copy.deepcopy(given)))
+    one = list(state.values())[2]
+    file = io.BytesIO()
+    torch.save(one, file)
+    assert len(file.getvalue()) < one.to_local().nbytes + 4096  # not with what lies beside it in memory
+
+
+def test_state_dicts_gradients_and_single_parameters_are_pickled(ranks3: Ranks) -> None:
+    ranks3.run(pickled)
+
+
+def saved_in_the_background(rank: int, world_size: int) -> None:
+    model, optimizer = build(world_size)
+    train(model, optimizer, range(2), rank, world_size)
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    expected = whole(dict(model.state_dict()))
+    dcp.async_save(model.state_dict(), checkpoint_id=Path(str(folder[0]))).result()
+    train(model, optimizer, range(2, 3), rank, world_size)
+    read = model.state_dict()
+    dcp.load(read, checkpoint_id=Path(str(folder[0])))
+    found = whole(dict(read))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_torchs_background_save_takes_the_state_dict(ranks2: Ranks) -> None:
+    ranks2.run(saved_in_the_background)
+
+
+def compiled_step(rank: int, world_size: int) -> Any:
+    model, optimizer = build(world_size)
+
+    def step(seed: int) -> None:
+        loss_of(model, seed, rank, world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if world_size > 1:
+        step = torch.compile(step, backend="eager")
+    for seed in range(3):
+        step(seed)
+    return dict(model.named_parameters())
+
+
+def test_a_function_of_a_whole_step_is_compiled(alone: Ranks, ranks2: Ranks) -> None:
+    same(compiled_step, alone, [ranks2], rtol=1e-3, atol=1e-5)
+
+
+def joined(rank: int, world_size: int) -> None:
+    """Neighbours in memory are stepped as one flat tensor, though each has a storage of its own."""
+    from trueshard import _torch
+
+    model, _ = build(world_size)
+    shards = [p.to_local() for p in model.parameters() if isinstance(p, DTensor) and p.to_local().numel() and p.ndim]
+    assert len({_torch.storage_identity(each) for each in shards}) == len(shards)
+    assert len({_torch.memory_identity(each) for each in shards}) == 1
+
+
+def test_shards_have_storages_of_their_own_in_one_piece_of_memory(ranks2: Ranks) -> None:
+    ranks2.run(joined)
