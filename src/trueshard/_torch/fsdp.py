@@ -6,7 +6,7 @@ the shards lie in memory is found in its parameter groups alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, Train
 
 from trueshard._torch.capabilities import missing_for_speed
 from trueshard._torch.simulating import is_fake, is_plain, real_tensors
+from trueshard._torch.tensors import apart
 
 if TYPE_CHECKING:
 
@@ -151,10 +152,25 @@ def reset_iteration(root: ShardedModule) -> None:
         root.reset_iter_state()
     else:
         _reset_iteration_before_2_13(root)
+    drop_unreduced(root)
+
+
+def drop_unreduced(root: nn.Module, of: Collection[int] | None = None) -> None:
+    """Drop gradients that lie on gathered parameters; ``of``: those of sharded parameters with these ids."""
     for parameter in _parameters_below(root):
-        parameter.unsharded_accumulated_grad = None
-        if hasattr(parameter, "_unsharded_param"):
-            parameter._unsharded_param.grad = None
+        if of is None or id(parameter.sharded_param) in of:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def has_unreduced(root: nn.Module) -> bool:
+    """True if a gradient lies on a gathered parameter."""
+    return any(
+        parameter.unsharded_accumulated_grad is not None
+        or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
+        for parameter in _parameters_below(root)
+    )
 
 
 def _reset_iteration_before_2_13(root: ShardedModule) -> None:
@@ -207,13 +223,15 @@ def join_shards(root: nn.Module, small: int) -> None:
     those of at most ``small`` bytes by themselves, over all units.
 
     FSDP2 allocates each by itself; there is no public place to give it memory. Each keeps a version counter of its own,
-    so that a write to one is not a write to all.
+    so that a write to one is not a write to all, and a storage of its own, so that it can be copied and pickled; so do
+    gradients, which FSDP2 cuts from one tensor.
     """
     if any(name.startswith("FSDPParam.") for name in missing_for_speed()):
         return
     kinds: dict[Any, list[Any]] = {}
     for module, group in _groups_below(root):
         for parameter in group.fsdp_params:
+            _separate_gradients(parameter)
             data = parameter._sharded_param_data
             if is_plain(data) and not data.is_meta and not parameter.offload_to_cpu:
                 unit = None if data.nbytes <= small else module
@@ -224,9 +242,18 @@ def join_shards(root: nn.Module, small: int) -> None:
         memory = torch.cat([parameter._sharded_param_data for parameter in parameters])
         for parameter, part in zip(parameters, memory.split(sizes), strict=True):
             rows = parameter.sharded_param._local_tensor.size(0) if part.numel() else 0
-            data = parameter._sharded_param_data = part.data
+            data = parameter._sharded_param_data = apart(part.data)
             padded = data.view(parameter.padded_sharded_param_size)
             parameter.sharded_param._local_tensor = padded.narrow(0, 0, rows)
+
+
+def _separate_gradients(parameter: Any) -> None:
+    made: Callable[[torch.Tensor], torch.Tensor] = type(parameter).to_sharded_dtensor
+
+    def separate(grad: torch.Tensor) -> torch.Tensor:
+        return made(parameter, apart(grad))
+
+    parameter.to_sharded_dtensor = separate
 
 
 def watch_communication(module: ShardedModule, entered: Callable[[str], None], left: Callable[[], None]) -> None:

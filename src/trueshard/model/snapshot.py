@@ -50,6 +50,21 @@ class _TensorState:
             self.tensor.grad = self.grad
 
 
+class _OptimizerState:
+    """Attributes and hooks of an optimizer; not its groups and state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.attributes = optimizer, dict(vars(optimizer))
+        self.hooks = [(each, each.copy()) for key, each in self.attributes.items() if key.endswith("_hooks")]
+
+    def restore(self) -> None:
+        vars(self.optimizer).clear()
+        vars(self.optimizer).update(self.attributes)
+        for held, content in self.hooks:
+            held.clear()
+            held.update(content)
+
+
 class Snapshot:
     """The state of ``model`` and ``optimizers`` when it is made."""
 
@@ -66,6 +81,7 @@ class Snapshot:
         tensors |= {id(grad): grad for grad in grads}
         self.tensors = [_TensorState(tensor) for tensor in tensors.values()]
         self.groups = [(group, list(group["params"])) for o in optimizers for group in o.param_groups]
+        self.optimizers = [_OptimizerState(optimizer) for optimizer in optimizers]
         self.states = [(optimizer.state, list(optimizer.state.items())) for optimizer in optimizers]
 
     def restore(self) -> None:
@@ -75,6 +91,8 @@ class Snapshot:
             module.restore()
         for tensor in self.tensors:
             tensor.restore()
+        for optimizer in self.optimizers:
+            optimizer.restore()
         for group, parameters in self.groups:
             group["params"][:] = parameters
         for state, items in self.states:

@@ -27,7 +27,7 @@ import functools
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +45,12 @@ from trueshard.optim.owners import Owned, Owners
 from trueshard.optim.rebind import IsRows, by_shape, each_in, family
 from trueshard.optim.stand_ins import GroupStandIns, Placeholder, StandIn, WholeTensor, swapped
 
+Drop = Callable[[Collection[int]], None]
 _replaced: Any = WeakTensorKeyDictionary()
 """Parameters from before sharding → their names."""
 _roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_unreduced: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod[Drop]] = weakref.WeakKeyDictionary()
+"""Models with gradients that each rank has summed and that are not reduced → what drops those of some parameters."""
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[list[int]]] = weakref.WeakKeyDictionary()
 _bound: weakref.WeakKeyDictionary[torch.optim.Optimizer, Stepping] = weakref.WeakKeyDictionary()
 
@@ -60,16 +63,69 @@ def watch(root: nn.Module, originals: Mapping[str, torch.Tensor]) -> None:
     _check_every_step()
 
 
+def unwatch(
+    root: nn.Module, originals: Mapping[str, torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Undo ``watch`` and ``bind``, but for what they set on the optimizers themselves."""
+    for parameter in originals.values():
+        _replaced.pop(parameter, None)
+    _roots.discard(root)
+    for optimizer in optimizers:
+        _bound.pop(optimizer, None)
+
+
+def set_unreduced(root: nn.Module, drop: Drop | None) -> None:
+    """Note that gradients of ``root`` are not reduced yet, and what drops them; None: there are none any more."""
+    if drop is not None:
+        _unreduced[root] = weakref.WeakMethod(drop)
+    elif root in _unreduced:
+        del _unreduced[root]
+
+
 @functools.cache
 def _check_every_step() -> None:
     register_optimizer_step_pre_hook(torch.compiler.disable(_check))
+    for cls in (torch.optim.Optimizer, nn.Module):
+        _drop_with(cls)
+
+
+def _drop_with(cls: Any) -> None:
+    """Let ``zero_grad`` of all optimizers, or modules, drop what is not reduced yet; torch has no hook for it."""
+    inner = cls.zero_grad
+
+    @functools.wraps(inner)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        if _unreduced:
+            _drop(_members(self) if isinstance(self, torch.optim.Optimizer) else list(self.parameters()))
+
+    cls.zero_grad = zero_grad
+
+
+@torch.compiler.disable
+def _drop(parameters: Sequence[torch.Tensor]) -> None:
+    for method in list(_unreduced.values()):
+        if (drop := method()) is not None:
+            drop(set(map(id, parameters)))
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for root in _unreduced:
+        held = set(map(id, root.parameters()))
+        if any(id(parameter) in held for parameter in _members(optimizer)):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} would step without gradients that each rank has summed and that are not "
+                "reduced: since the last step every backward ran under accumulate(model, last=False). Run the last one "
+                "under last=True, or drop them with zero_grad()"
+            )
     signature = [list(map(id, group["params"])) for group in optimizer.param_groups]
     if _checked.get(optimizer) == signature:
         return
-    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    members = _members(optimizer)
     plain = [p for p in members if not isinstance(p, DTensor)]
     for parameter in plain:
         if (name := _replaced.get(parameter)) is not None:

@@ -22,7 +22,7 @@ from trueshard.model.snapshot import Snapshot
 from trueshard.model.units import choose_units
 from trueshard.optim.classify import classify, manner, refusal
 from trueshard.optim.rebind import rebind
-from trueshard.optim.stepping import bind, watch
+from trueshard.optim.stepping import bind, unwatch, watch
 from trueshard.plans import Plan
 from trueshard.runtime import apply
 from trueshard.runtime.passes import Runtime, runtime_of
@@ -40,6 +40,7 @@ def shard(
         _torch.check_torch()
         check_arguments(model, optimizers, how)
         snapshot = Snapshot(model, optimizers)
+    replaced: dict[str, torch.Tensor] = {}
     try:
         with agreement.together(mesh):
             names.hide_wrappers(model)
@@ -62,16 +63,16 @@ def shard(
             if words := intent.difference(before, after):
                 raise RuntimeError(f"sharding would change the model: {words}")
             _warn(model, resolved, mesh)
+            replaced = {p.name: p.tensor for p in originals.parameters if new_of[id(p.tensor)] is not p.tensor}
+            watch(names.unwrap(model), replaced)
+            _torch.find_every_inf()
+            _torch.average_mixed_lists()
+            for optimizer, verdict in zip(optimizers, verdicts, strict=True):
+                bind(optimizer, verdict)
     except BaseException:
+        unwatch(names.unwrap(model), replaced, optimizers)
         snapshot.restore()
         raise
-    # Only now: parameters that a failure put back must not count as replaced.
-    replaced = {p.name: p.tensor for p in originals.parameters if new_of[id(p.tensor)] is not p.tensor}
-    watch(names.unwrap(model), replaced)
-    _torch.find_every_inf()
-    _torch.average_mixed_lists()
-    for optimizer, verdict in zip(optimizers, verdicts, strict=True):
-        bind(optimizer, verdict)
     return resolved
 
 

@@ -32,6 +32,7 @@ from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.model import names
 from trueshard.model.snapshot import Trace
+from trueshard.optim import stepping
 from trueshard.optim.rebind import shard_like
 from trueshard.plans import Plan
 from trueshard.runtime.gradients import GradientHooks, Usage, call_after_gradient
@@ -143,8 +144,7 @@ class Runtime:
             _torch.initialise(self.root)
         if _torch.interrupted(self.root):
             _torch.reset_iteration(self.root)
-            self.replicated.forget()
-            self.usage.forget()
+            self.drop_unreduced()
             self._end_state_of_backward()
         self._end_double_backward()
         gathered = self.gathered()
@@ -267,8 +267,17 @@ class Runtime:
     def _end_backward(self) -> None:
         self._end_state_of_backward()
         self.replicated.reduce(only_hooked=self.accumulating)
+        stepping.set_unreduced(self.root, self.drop_unreduced if self.accumulating else None)
         if not self.accumulating:
             self.usage.end()
+
+    def drop_unreduced(self, of: Collection[int] | None = None) -> None:
+        """Drop gradients that are summed on this rank and not reduced; ``of``: those of parameters with these ids."""
+        _torch.drop_unreduced(self.root, of)
+        self.replicated.forget(of)
+        if of is None or not (_torch.has_unreduced(self.root) or self.replicated.has_unreduced()):
+            self.usage.forget()
+            stepping.set_unreduced(self.root, None)
 
     def _end_state_of_backward(self) -> None:
         self._leave_state(State.BACKWARD)

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -118,19 +118,24 @@ class ReplicatedGradients:
                 if grad is not None:
                     whole.deliver(grad)
 
-    def forget(self) -> None:
-        """Drop the gradients of a backward that was cut short."""
+    def forget(self, of: Collection[int] | None = None) -> None:
+        """Drop gradients that are not reduced yet; ``of``: those of parameters with these ids."""
         for whole in self.parameters:
-            whole.leaf.grad = None
+            if of is None or id(whole.parameter) in of:
+                whole.leaf.grad = None
+
+    def has_unreduced(self) -> bool:
+        """True if a gradient is not reduced yet."""
+        return any(whole.leaf.grad is not None for whole in self.parameters)
 
     def _average(self, device: torch.device, members: list[WholeParameter]) -> list[torch.Tensor | None]:
         # A flag per parameter says whether a rank has a gradient: one that no rank used keeps its gradient None.
         grads = [whole.leaf.grad for whole in members]
-        wide = any(whole.leaf.dtype == torch.float64 for whole in members)
+        wide = any(whole.leaf.dtype in (torch.float64, torch.complex128) for whole in members)
         dtype = torch.float64 if wide else torch.float32
         used = torch.tensor([float(grad is not None) for grad in grads], dtype=dtype, device=device)
         parts = [
-            (torch.zeros_like(whole.leaf) if grad is None else grad).reshape(-1).to(dtype)
+            _real(torch.zeros_like(whole.leaf) if grad is None else grad).reshape(-1).to(dtype)
             for whole, grad in zip(members, grads, strict=True)
         ]
         flat = torch.cat([used, *parts])
@@ -139,6 +144,18 @@ class ReplicatedGradients:
         flags = flat[: len(members)].tolist()
         pieces = flat[len(members) :].div_(self.mesh.size()).split([part.numel() for part in parts])
         return [
-            piece.reshape(whole.leaf.shape).to(whole.leaf.dtype, copy=True) if flag else None
+            _shaped_as(whole.leaf, piece) if flag else None
             for flag, piece, whole in zip(flags, pieces, members, strict=True)
         ]
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, a complex one as its real and imaginary parts."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _shaped_as(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return a copy of ``values``, which are what ``_real`` gave, in the shape and dtype of ``like``."""
+    if like.is_complex():
+        return torch.view_as_complex(values.reshape(*like.shape, 2)).to(like.dtype, copy=True)
+    return values.reshape(like.shape).to(like.dtype, copy=True)

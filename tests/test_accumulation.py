@@ -1,0 +1,126 @@
+"""Contract: gradients that were summed and not reduced go with ``zero_grad()``, and are never left out of a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trueshard
+from messages import naming
+from models.handmade import Scalar
+from parity import Ranks
+from stepping import same
+
+
+class Planted(Exception):
+    """The user's own."""
+
+
+def build(world_size: int, given: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Scalar()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if world_size > 1:
+        trueshard.shard(model, *([optimizer] if given else []))
+        if not given:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module, world_size: int, last: bool) -> Iterator[None]:
+    with trueshard.accumulate(model, last=last) if world_size > 1 else contextlib.nullcontext():
+        yield
+
+
+def backward(model: nn.Module, seed: int, rank: int, world_size: int) -> None:
+    rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
+    model(rows).pow(2).mean().backward()
+
+
+def given_up(rank: int, world_size: int, how: str) -> Any:
+    """Two microbatches, given up; then a whole step, and another."""
+    model, optimizer = build(world_size, given=how != "an optimizer made later")
+    for number in range(3):
+        if number % 2 == 0:
+            with contextlib.suppress(Planted), accumulate(model, world_size, last=False):
+                backward(model, 10, rank, world_size)
+                if how == "after an exception":
+                    raise Planted
+            with accumulate(model, world_size, last=False):
+                backward(model, 11, rank, world_size)
+            if how == "part by part":
+                for part in model.children():
+                    part.zero_grad()
+                model.zero_grad()
+            elif how == "the model":
+                model.zero_grad()
+            else:
+                optimizer.zero_grad()
+        for part in (False, True):
+            with accumulate(model, world_size, last=part):
+                backward(model, number * 2 + part, rank, world_size)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "how", ["the optimizer", "the model", "part by part", "after an exception", "an optimizer made later"]
+)
+def test_what_was_given_up_is_in_no_later_step(how: str, alone: Ranks, sizes: list[Ranks]) -> None:
+    same(given_up, alone, sizes, how)
+
+
+def unfinished(rank: int, world_size: int) -> Any:
+    model, optimizer = build(world_size)
+    for _ in range(2):
+        with accumulate(model, world_size, last=False):
+            backward(model, 0, rank, world_size)
+        if world_size > 1:
+            with pytest.raises(RuntimeError, match=naming("SGD", "last=True", "zero_grad()")):
+                optimizer.step()
+        with accumulate(model, world_size, last=True):
+            backward(model, 1, rank, world_size)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.named_parameters())
+
+
+def test_a_step_without_a_last_microbatch_is_an_error_and_can_go_on(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(unfinished, alone, sizes)
+
+
+class Phases(nn.Module):
+    """A complex and a real scale, which every rank holds whole, beside a layer that is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.phase = nn.Parameter(torch.tensor(0.5 + 0.25j))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * self.scale * self.phase - 0.1j).abs()
+
+
+def complex_gradients(rank: int, world_size: int) -> Any:
+    torch.manual_seed(0)
+    model = Phases()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    for seed in range(3):
+        backward(model, seed, rank, world_size)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.named_parameters())
+
+
+def test_complex_gradients_beside_real_ones_keep_both_parts(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(complex_gradients, alone, sizes)
