@@ -248,7 +248,7 @@ def join_shards(root: nn.Module, small: int) -> None:
 
 
 def _separate_gradients(parameter: Any) -> None:
-    made: Callable[[torch.Tensor], torch.Tensor] = type(parameter).to_sharded_dtensor
+    made: Callable[[Any, torch.Tensor], torch.Tensor] = type(parameter).to_sharded_dtensor
 
     def separate(grad: torch.Tensor) -> torch.Tensor:
         return made(parameter, apart(grad))
