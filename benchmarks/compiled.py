@@ -58,7 +58,7 @@ def run(tell: Tell, quick: bool = False) -> Table:
     with tempfile.TemporaryDirectory() as name:
         recipe = Recipe(SHAPE, Path(name) / "model", compile=True)
         on_ranks(recipe.write, 1)
-        first = _first(recipe, ways, FIGURES[: 1 if quick else None], few(FIRST, quick), Path(name), tell)
+        first = _first(recipe, ways, Path(name), tell, quick)
         for figure, began in first.items():
             found += [_compared(figure, peer, began) for peer in ways[1:]]
         if not quick:
@@ -82,13 +82,15 @@ def run(tell: Tell, quick: bool = False) -> Table:
 
 
 def _first(
-    recipe: Recipe, ways: tuple[str, ...], figures: tuple[str, ...], samples: int, folder: Path, tell: Tell
+    recipe: Recipe, ways: tuple[str, ...], folder: Path, tell: Tell, quick: bool
 ) -> Mapping[str, dict[str, list[Began]]]:
-    """figure → way → samples."""
-    found: dict[str, dict[str, list[Began]]] = {each: {way: [] for way in ways} for each in figures}
-    for i in range(samples):
+    """figure → way → samples; ``quick``: all in one cache, since the first to come compiles what takes longest."""
+    found: dict[str, dict[str, list[Began]]] = {
+        each: {way: [] for way in ways} for each in FIGURES[: 1 if quick else 2]
+    }
+    for i in range(few(FIRST, quick)):
         for way in ways[:: -1 if i % 2 else 1]:
-            cache = folder / f"cache-{way}-{i}".replace(" ", "-")
+            cache = folder / ("cache" if quick else f"cache-{way}-{i}".replace(" ", "-"))
             for figure in found:
                 began = max(on_ranks(begin_cached, RANKS, way, recipe, cache), key=lambda each: each.stepped)
                 found[figure][way].append(began)

@@ -42,8 +42,7 @@ def batches() -> Iterator[Any]:
     for library in LIBRARIES:
         every = list(entries(library))
         quick = [name for name in every if is_quick(library, name)]
-        others = [name for name in every if name not in quick]
-        for names, counts, marks in ((quick, (2,), ()), (quick, (3,), rest), (others, (2, 3), rest)):
+        for names, counts, marks in ((quick, (2,), ()), (every, (3,), rest)):
             for start in range(0, len(names), BATCH):
                 some = names[start : start + BATCH]
                 yield pytest.param(

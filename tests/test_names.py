@@ -77,10 +77,10 @@ def test_names_under_each_wrapper(ranks2: Ranks) -> None:
 
 
 @pytest.mark.rest
-def test_names_under_every_mixture_of_wrappers(ranks2: Ranks) -> None:
-    checked = ranks2.run(wrappings, (2, 3), timeout=240)[0]
-    assert len(checked) > 35
-    assert "lora + recomputed block + compiled whole" in checked
+def test_names_under_every_two_wrappers(ranks2: Ranks) -> None:
+    checked = ranks2.run(wrappings, (2,), timeout=240)[0]
+    assert len(checked) > 10
+    assert "lora + recomputed block" in checked
 
 
 def words(rank: int, world_size: int) -> None:

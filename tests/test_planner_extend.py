@@ -11,8 +11,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -64,11 +62,6 @@ def t5(layers: int) -> nn.Module:
             **sizes,
         )
     )
-
-
-def bert(layers: int) -> nn.Module:
-    sizes = {"hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 4, "vocab_size": 97}
-    return BertForMaskedLM(BertConfig(num_hidden_layers=layers, **sizes))
 
 
 class Alternating(nn.Module):
@@ -171,20 +164,12 @@ CASES: dict[str, Job] = {
     ),
     "llama, 3 ranks, uneven": job(lambda: llama(10), ranks=(3,)),
     "llama, replicas": job(lambda: llama(10), ranks=(2, 2)),
-    "llama, node size": job(lambda: llama(10), ranks=(4,), words={"reshard_after_forward": 2}),
     "llama, accumulation": job(lambda: llama(10), accumulation=3),
-    "llama, fused": job(lambda: llama(10), adamw(fused=True)),
-    "llama, for-loop": job(lambda: llama(10), adamw(foreach=False)),
     "llama, two groups of SGD": job(lambda: llama(10), by_kind),
     "llama, tied": job(lambda: llama(10, tie_word_embeddings=True)),
     "llama, first half frozen": job(lambda: half_frozen(20)),
-    "llama, two policies": job(
-        lambda: llama(20),
-        words={"activation_checkpointing": {f"model.layers.{i}": "full" for i in range(9)}},
-    ),
     "lora": job(lambda: lora(10)),
     "t5": job(lambda: t5(9)),
-    "bert": job(lambda: bert(10)),
     "alternating": job(lambda: Alternating(9)),
     "offload": job(lambda: llama(10), words={"offload": "cpu"}),
     "on a CPU": job(lambda: llama(10), on_cpu=True),
@@ -202,11 +187,11 @@ def test_an_extended_trace_is_the_whole_trace(name: str) -> None:
 
 @pytest.mark.rest
 def test_the_number_of_blocks_does_not_matter() -> None:
-    few, many = simulate(job(lambda: llama(9))), simulate(job(lambda: llama(24)))
+    few, many = simulate(job(lambda: llama(9))), simulate(job(lambda: llama(16)))
     assert sum(isinstance(event, Communication) for event in many.steady) > sum(
         isinstance(event, Communication) for event in few.steady
     )
-    assert_equal(many, simulate(job(lambda: llama(24)), whole=True))
+    assert_equal(many, simulate(job(lambda: llama(16)), whole=True))
 
 
 class Growing(nn.Module):
