@@ -260,6 +260,11 @@ def open_catalogue(path: str | os.PathLike[str]) -> Catalogue:
     directory = _open_directory(path, confined=False)
     if any(map(directory.exists, (".metadata", "pytorch_model_fsdp_0/.metadata"))):  # the latter: Accelerate
         return Catalogue(directory, {}, dcp=True)
+    if any(map(directory.exists, ("optimizer.safetensors", "extra.safetensors"))):
+        raise ValueError(
+            f"{path} is a checkpoint whose {MANIFEST} is gone, without which only weights can be read: copy it from "
+            "where the checkpoint was written, or load model.safetensors itself"
+        )
     for stem in _STEMS:
         files = [f"{stem}.safetensors"] if directory.exists(f"{stem}.safetensors") else []
         index = f"{stem}.safetensors.index.json"
@@ -287,8 +292,10 @@ def _open_directory(path: str | os.PathLike[str], confined: bool = True) -> Dire
 
 def resolve_latest(path: str | os.PathLike[str]) -> Any:
     """Return ``path``, or for ``…/latest`` the newest checkpoint in ``…``."""
-    if os.path.basename(os.fspath(path)) != "latest" or os.path.lexists(path):
+    if os.path.basename(os.fspath(path)) != "latest" or (os.path.exists(path) and not os.path.islink(path)):
         return path
+    if os.path.exists(path):
+        return Path(os.path.dirname(os.fspath(path)), os.readlink(path))
     folder = os.path.dirname(os.fspath(path)) or "."
     newest = latest(folder)
     if newest is None:
@@ -303,6 +310,8 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     """
     found = []
     for path in Path(directory).glob(f"[!.]*/{MANIFEST}"):
+        if path.parent.is_symlink():
+            continue
         try:
             manifest = Manifest.parse(path.read_bytes(), str(path), validate=False)
             found.append((str(manifest.about.get("written", "")), path.stat().st_mtime_ns, path.parent))

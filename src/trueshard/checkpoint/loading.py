@@ -59,7 +59,8 @@ def load(
         convert: convert a dtype that differs; otherwise it is an error.
         names: the model's name of a tensor → its name in the files (None, or left out of a dict: the same).
         allow_pickle: needed for torch.distributed.checkpoint, whose metadata is a pickle: only from whom you trust.
-        more: entries to load in place, by the name they were saved under: objects with ``load_state_dict()``.
+        more: entries to load in place, by the name they were saved under: objects with ``load_state_dict()``, or
+            dicts, which are then what was saved.
 
     Returns:
         The saved entries that are not in ``more``, by name, and what did not fit.
@@ -152,6 +153,11 @@ class LoadJob:
         for key, value in self._more.items():
             if key not in entries:
                 self._misfit("missing", key, f"has no entry {key!r}.{model_names.nearest(key, entries)}")
+            elif isinstance(value, dict):
+                if not isinstance(self._catalogue.value(entries[key]), dict):
+                    raise TypeError(
+                        f"{key}: a dict was given, and what was saved is none; take it from what load() returns"
+                    )
             elif not hasattr(value, "load_state_dict"):
                 kind = type(value).__name__
                 raise TypeError(f"{key}: a {kind} has no load_state_dict(); take the entry from what load() returns")
@@ -253,8 +259,13 @@ class LoadJob:
         """Load what runs the user's code: if that raises on any rank, models and optimizers are not changed."""
         self._found.update({key: self._catalogue.value(value) for key, value in self._manifest.more.items()})
         for key, value in self._more.items():
-            if key in self._found:
+            if key not in self._found:
+                continue
+            if hasattr(value, "load_state_dict"):
                 value.load_state_dict(self._found.pop(key))
+            else:
+                value.clear()
+                value.update(self._found.pop(key))
         for prefix, module in self._models.items():
             saved = self._saved_extra(prefix)
             for name in state.model_tensors(module)[1]:

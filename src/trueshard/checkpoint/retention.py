@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ from typing import Any
 from trueshard.checkpoint.format import MANIFEST, Manifest
 from trueshard.checkpoint.ranks import RankGroup
 from trueshard.checkpoint.saving import Saving, save
-from trueshard.checkpoint.writing import discard
-
-_NAME = re.compile(r"step-(\d{8,})")
+from trueshard.checkpoint.writing import OF_A_STEP, discard
 
 
 class Checkpoints:
     """Saves a run's checkpoints as ``step-00000100`` in one directory, and deletes those that are not to be kept.
+
+    The link ``latest`` beside them points to the one that was written last.
 
     Args:
         directory: made when needed.
@@ -57,7 +56,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Return the steps of complete checkpoints, in order."""
         names = (path.parent.name for path in self.directory.glob(f"*/{MANIFEST}"))
-        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+        return sorted(int(match[1]) for match in map(OF_A_STEP.fullmatch, names) if match)
 
     def latest(self) -> Path | None:
         """Return the checkpoint of the last step, or None."""

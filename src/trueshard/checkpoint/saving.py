@@ -11,9 +11,12 @@ If anything fails on any rank, all ranks raise, and what was written is removed.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import logging
 import os
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -242,8 +245,6 @@ class Saving:
         self.failure: BaseException | None = None
         """Not raised yet."""
         _running = self
-        atexit.unregister(_report)
-        atexit.register(_report)
         # No daemon: a script that ends waits for its checkpoint.
         self._thread = threading.Thread(target=self._run, name=f"trueshard: {what}")
         self._thread.start()
@@ -277,10 +278,16 @@ class Saving:
 _running: Saving | None = None
 
 
+@atexit.register
 def _report() -> None:
-    """At exit, report a failed save nobody waited on."""
+    """At exit, report a failed save nobody waited on, and exit with code 1: no handler can change it otherwise."""
     if _running is not None and _running.failure is not None:
         logger.error("trueshard: %s failed: %s", _running.what, _running.failure)
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(1)
 
 
 def wait_for_running() -> None:

@@ -26,6 +26,8 @@ from trueshard.files import locked
 
 _BEGUN = ".trueshard-partial"  # a file that a remote directory has until its manifest is there
 _PARTIAL = re.compile(r"(\..+\.partial-[0-9a-f]{8})(\.lock)?")
+OF_A_STEP = re.compile(r"step-(\d{8,})")
+"""Names of a run's checkpoints, beside which the link ``latest`` stands."""
 _PATIENCE = 10.0  # seconds to wait for a save that takes this one's new lock for a dead one's
 
 
@@ -50,7 +52,7 @@ class LocalWriter:
         self._lock = contextlib.ExitStack()
 
     def check_free(self) -> None:
-        if os.path.lexists(self._final):
+        if _is_taken(self._final):
             raise FileExistsError(f"{self.where} exists already; save under another name, or remove it first")
 
     def begin(self, files: Mapping[str, bytes], sizes: Mapping[str, int]) -> None:
@@ -102,6 +104,8 @@ class LocalWriter:
     def publish(self, manifest: bytes) -> None:
         _write_file(self._partial / MANIFEST, manifest)
         move_into_place(self._partial, self._final, self.where)
+        if OF_A_STEP.fullmatch(self._final.name):
+            _point_latest_to(self._final)
         self._lock.close()
 
     def abandon(self) -> None:
@@ -154,16 +158,34 @@ def move_into_place(made: Path, final: Path, shown: str) -> None:
     for path in [*made.rglob("*"), made]:
         _sync(path)
     try:
-        if os.path.lexists(final):  # a rename would replace a file or an empty directory
+        if _is_taken(final):  # a rename would replace a file
             raise FileExistsError
         os.rename(made, final)
     except OSError as error:
-        if os.path.lexists(final):
+        if _is_taken(final):
             raise FileExistsError(
                 f"{shown} was made by another process in the meantime; nothing was changed"
             ) from error
         raise
     _sync(final.parent)
+
+
+def _is_taken(path: Path) -> bool:
+    """True if ``path`` is there, and more than an empty directory."""
+    if path.is_dir() and not path.is_symlink():
+        return any(path.iterdir())
+    return os.path.lexists(path)
+
+
+def _point_latest_to(checkpoint: Path) -> None:
+    """Make the link ``latest`` beside ``checkpoint`` point to it, in one step, where the file system has links."""
+    link = checkpoint.with_name("latest")
+    if link.is_symlink() or not os.path.lexists(link):
+        new = checkpoint.with_name(f".latest-{secrets.token_hex(4)}")
+        with contextlib.suppress(OSError, NotImplementedError):
+            new.symlink_to(checkpoint.name, target_is_directory=True)
+            new.replace(link)
+            _sync(link.parent)
 
 
 def _sync(path: Path) -> None:

@@ -29,9 +29,16 @@ PROCESSES_A_CORE = 4
 assert USAGE_ERROR.__name__ == "UsageError"
 
 
-@app.callback()
-def _trueshard() -> None:
+@app.callback(invoke_without_command=True)
+def _trueshard(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
     """Fully-sharded training on PyTorch FSDP2."""
+    if version:
+        from trueshard import __version__
+
+        print(f"trueshard {__version__}")
+        raise typer.Exit
 
 
 def doctor(

@@ -3,7 +3,7 @@
 FSDP2 gathers for a unit's ``forward`` alone. A method that calls the unit's layers or reads its parameters (a ``loss``,
 an ``encode``) becomes a pass of its own; one that only arranges things (``reset_parameters``, ``set_config``) must not,
 since what it writes belongs in the shards. The code of the method tells: it names an attribute that is a parameter or a
-module of the unit, and calls nothing that writes in place.
+module of the unit, and writes none of them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.runtime.passes import KEY, Runtime, State
+from trueshard.runtime.writers import writes_parameters
 
 #: Classes of these packages use ``forward`` and submodule calls only, which are gathered anyway.
 _LIBRARIES = ("torch.", "transformers.", "peft.", "trueshard.")
@@ -33,10 +34,9 @@ def methods_that_compute(module: nn.Module) -> list[str]:
     attributes = children | set(_torch.own_parameters(module))
     functions = dict(_methods(type(module)))
     reads = {name for name, function in functions.items() if _names(function) & attributes}
-    writes = {name for name, function in functions.items() if any(_writes(word) for word in _names(function))}
     while more := {name for name in functions if name not in reads and _names(functions[name]) & reads}:
         reads |= more
-    return sorted(reads - writes)
+    return sorted(name for name in reads if not writes_parameters(functions[name], attributes))
 
 
 def _methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
@@ -63,10 +63,6 @@ def _names(function: types.FunctionType) -> set[str]:
         found.update(code.co_names)
         stack.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return found
-
-
-def _writes(word: str) -> bool:
-    return (word.endswith("_") and not word.endswith("__") and word != "_") or word in ("data", "setattr", "init")
 
 
 def in_a_pass(

@@ -95,7 +95,7 @@ class ModelSection(Section):
         import trueshard
 
         path = Path(self.path or self.config or "").expanduser()
-        if path.name == "latest" and not path.exists():
+        if path.name == "latest" and (path.is_symlink() or not path.exists()):
             return trueshard.latest(path.parent) or path
         return path
 

@@ -56,7 +56,7 @@ class Ready:
 def located(config: Config) -> Config:
     """Return `config` with `model.path = "…/latest"` resolved to the checkpoint that the run began with, or begins."""
     given = Path(config.model.path or "")
-    if given.name != "latest" or given.expanduser().exists():
+    if given.name != "latest" or (given.expanduser().exists() and not given.expanduser().is_symlink()):
         return config
     begun = resuming.read_settings(config.run.folder).get("identity", {}).get("model.path")
     newest = trueshard.latest(given.expanduser().parent)

@@ -1,0 +1,117 @@
+"""Tell methods that write parameters (``reset_parameters``, a momentum update) from those that compute with them.
+
+What a method writes belongs in the shards, what it computes needs the parameters gathered. Its source tells: an
+in-place operation, an assignment or an initialiser writes a parameter if it is applied to a parameter or a module of
+``self``, to a name that was bound to one, or to one that ``parameters()`` and the like go through.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import types
+from collections.abc import Collection, Iterator
+
+_LISTS = {"parameters", "named_parameters", "modules", "named_modules", "children", "named_children"}
+_LISTS |= {"get_parameter", "get_submodule", "state_dict"}
+
+
+def writes_parameters(function: types.FunctionType, attributes: Collection[str]) -> bool:
+    """True if a method writes parameters: those among ``attributes`` of its module, or of its modules among these.
+
+    Without its source, as of a class that was typed into a shell, any in-place operation counts.
+    """
+    function = inspect.unwrap(function)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return any(_is_in_place(word) or word in ("data", "setattr", "init") for word in _names(function.__code__))
+    definition = tree.body[0]
+    if not isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return False
+    arguments = [*definition.args.posonlyargs, *definition.args.args]
+    return _Reader(arguments[0].arg if arguments else "", attributes).finds_write(definition)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _is_in_place(word: str) -> bool:
+    return word.endswith("_") and not word.endswith("__") and word != "_"
+
+
+class _Reader:
+    """Reads the body of one method; ``this``: what it calls ``self``."""
+
+    def __init__(self, this: str, attributes: Collection[str]) -> None:
+        self._this, self._attributes = this, attributes
+        self._bound: set[str] = set()
+        """Local names that stand for parameters or modules."""
+
+    def finds_write(self, definition: ast.AST) -> bool:
+        nodes = list(ast.walk(definition))
+        count = -1
+        while count != len(self._bound):  # a name may be bound to one that is bound further down, in a loop
+            count = len(self._bound)
+            for node in nodes:
+                self._bind(node)
+        return any(map(self._writes, nodes))
+
+    def _bind(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Assign):
+            pairs = [(target, node.value) for target in node.targets]
+        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+            pairs = [(node.target, node.value)]
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            pairs = [(node.target, node.iter)]
+        else:
+            return
+        for target, value in pairs:
+            if self._is_parameter(value):
+                self._bound |= {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+
+    def _is_parameter(self, node: ast.AST) -> bool:
+        """True for what may be a parameter, a module, or a collection of them."""
+        if isinstance(node, ast.Name):
+            return node.id in self._bound
+        if isinstance(node, ast.Attribute):
+            if isinstance(node.value, ast.Name) and node.value.id == self._this:
+                return node.attr in self._attributes
+            return self._is_parameter(node.value)
+        if isinstance(node, (ast.Subscript, ast.Starred)):
+            return self._is_parameter(node.value)
+        if isinstance(node, (ast.Tuple, ast.List)):
+            return any(map(self._is_parameter, node.elts))
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute) and node.func.attr in _LISTS:
+                return True
+            if isinstance(node.func, ast.Attribute) and _is_in_place(node.func.attr):
+                return self._is_parameter(node.func.value)  # a chain of them
+            passes_on = isinstance(node.func, ast.Name) and node.func.id in ("zip", "enumerate", "list", "reversed")
+            return passes_on and any(map(self._is_parameter, node.args))
+        return False
+
+    def _writes(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute) and _is_in_place(node.func.attr):
+                return self._is_parameter(node.func.value) or any(map(self._is_parameter, node.args))
+            if isinstance(node.func, ast.Name) and _is_in_place(node.func.id):
+                return any(map(self._is_parameter, node.args))
+            if isinstance(node.func, ast.Name) and node.func.id == "setattr" and node.args:
+                first = node.args[0]
+                return self._is_parameter(first) or (isinstance(first, ast.Name) and first.id == self._this)
+            return False
+        targets: list[ast.expr] = []
+        if isinstance(node, (ast.Assign, ast.Delete)):
+            targets = node.targets
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and node.target.id in self._bound:
+            return True
+        flat = [each for target in targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
+        return any(isinstance(each, (ast.Attribute, ast.Subscript)) and self._is_parameter(each) for each in flat)

@@ -1,0 +1,108 @@
+"""Contract: methods beside ``forward`` compute as on one process, and what they write is in the shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import trueshard
+from gathering import whole
+from models.handmade import Stack
+from parity import Ranks
+from stepping import same
+from trueshard.runtime.methods import methods_that_compute
+
+
+class Model(Stack):
+    """Its methods use words that also belong to methods which write parameters."""
+
+    def in_place(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).relu_()
+        hidden.add_(1.0)
+        for block in self.blocks:
+            hidden = block(hidden).clamp_(-3, 3)
+        return self.last(hidden)
+
+    def data_of(self, batch: Any) -> torch.Tensor:
+        data = batch["data"]
+        return F.linear(self.first(data.data), self.last.weight)
+
+    def by_name(self, x: torch.Tensor) -> torch.Tensor:
+        setattr(x, "seen", True)  # noqa: B010
+        weight = self.first.weight
+        out = torch.zeros(len(x), len(weight))
+        out[:] = x @ weight.T
+        out[0] += 1
+        return out
+
+    def reset(self) -> None:
+        nn.init.constant_(self.last.weight, 0.5)
+
+    def halve(self) -> None:
+        for p in self.last.parameters():
+            p.data.mul_(0.5)
+
+    def shift(self) -> None:
+        weight = self.last.weight
+        with torch.no_grad():
+            weight += 0.25
+
+    def follow(self, momentum: float) -> None:
+        with torch.no_grad():
+            for mine, theirs in zip(self.last.parameters(), self.first.parameters(), strict=True):
+                mine.mul_(momentum).add_(theirs, alpha=1 - momentum)
+
+    def replace(self) -> None:
+        self.last.weight.data = self.last.weight.data * 2
+
+
+COMPUTE = ["by_name", "data_of", "in_place"]
+
+
+def test_what_writes_is_told_from_what_computes() -> None:
+    assert methods_that_compute(Model()) == COMPUTE
+
+
+class Typed(nn.Module):
+    """Its methods have no source."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(("body", "computes"), [("self.layer(x)", True), ("self.layer.weight.data.zero_()", False)])
+def test_without_its_source_in_place_operations_count(body: str, computes: bool) -> None:
+    scope: dict[str, Any] = {}
+    exec(f"def method(self, x=None):\n    return {body}", scope)
+    cls = type("Shell", (Typed,), {"method": scope["method"]})
+    assert methods_that_compute(cls()) == ["method"] * computes
+
+
+def called(rank: int, world_size: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if world_size > 1:
+        trueshard.shard(model, optimizer, reshard_after_forward="always")
+    report: dict[str, Any] = {}
+    for seed in range(2):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
+        for name in COMPUTE:
+            out = getattr(model, name)({"data": x} if name == "data_of" else x)
+            out.pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        report[f"trained {seed}"] = whole(dict(model.named_parameters()))
+    for name, arguments in (("reset", ()), ("halve", ()), ("shift", ()), ("follow", (0.9,)), ("replace", ())):
+        getattr(model, name)(*arguments)
+        report[name] = whole(dict(model.named_parameters()))
+    return report
+
+
+def test_methods_are_those_of_one_process(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(called, alone, sizes)
