@@ -27,7 +27,7 @@ def saved(path: Path, value: float = 1.0) -> Path:
 def weight(path: Path | str) -> float:
     model = nn.Linear(4, 2)
     trueshard.load(path, model=model)
-    return float(model.weight[0, 0])
+    return model.weight[0, 0].item()
 
 
 def test_an_empty_directory_is_filled_and_another_is_not(tmp_path: Path) -> None:

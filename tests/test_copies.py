@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -114,6 +115,7 @@ def compiled_step(rank: int, world_size: int) -> Any:
     return dict(model.named_parameters())
 
 
+@pytest.mark.rest
 def test_a_function_of_a_whole_step_is_compiled(alone: Ranks, ranks2: Ranks) -> None:
     same(compiled_step, alone, [ranks2], rtol=1e-3, atol=1e-5)
 

@@ -21,8 +21,7 @@ class Model(Stack):
     """Its methods use words that also belong to methods which write parameters."""
 
     def in_place(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x).relu_()
-        hidden.add_(1.0)
+        hidden = self.first(x).relu_() + 1
         for block in self.blocks:
             hidden = block(hidden).clamp_(-3, 3)
         return self.last(hidden)
@@ -36,7 +35,7 @@ class Model(Stack):
         weight = self.first.weight
         out = torch.zeros(len(x), len(weight))
         out[:] = x @ weight.T
-        out[0] += 1
+        out += 1
         return out
 
     def reset(self) -> None:
@@ -98,7 +97,7 @@ def called(rank: int, world_size: int) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         report[f"trained {seed}"] = whole(dict(model.named_parameters()))
-    for name, arguments in (("reset", ()), ("halve", ()), ("shift", ()), ("follow", (0.9,)), ("replace", ())):
+    for name, arguments in (("reset", ()), ("halve", ()), ("shift", ()), ("follow", (0.9,))):
         getattr(model, name)(*arguments)
         report[name] = whole(dict(model.named_parameters()))
     return report

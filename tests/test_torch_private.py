@@ -88,6 +88,11 @@ CALLED = {
     "simulated_world",
     "watch_communication",
     "watching_resizes",
+    "apart",
+    "flat_memory",
+    "memory_identity",
+    "drop_unreduced",
+    "has_unreduced",
 }
 
 
@@ -366,14 +371,18 @@ def test_operators_and_lists() -> None:
 
 
 def neighbours(rank: int, world_size: int) -> None:
-    """Shards of a unit lie behind one another, each with its own version; gradients have their parameters' records."""
+    """Shards of a unit lie behind one another, each with its own version and storage, gradients too; gradients have
+    their parameters' records; what is not reduced is found and dropped."""
     model = Stack()
     fully_shard(model)
     values = [p.full_tensor() for p in model.parameters()]
     _torch.join_shards(model, small=0)
     locals_ = _torch.shards_of(model.parameters())
     assert all(a is _torch.local(b) for a, b in zip(locals_, model.parameters(), strict=True))
-    assert len({_torch.storage_identity(local) for local in locals_}) == 1
+    assert len({_torch.storage_identity(local) for local in locals_}) == len(locals_)
+    assert len({_torch.memory_identity(local) for local in locals_}) == 1
+    flat = torch.cat([local.flatten() for local in locals_])
+    assert torch.equal(_torch.flat_memory(locals_[0], len(flat)), flat)
     assert all(torch.equal(p.full_tensor(), value) for p, value in zip(model.parameters(), values, strict=True))
     versions = [_torch.version(local) for local in locals_]
     with torch.no_grad():
@@ -382,6 +391,14 @@ def neighbours(rank: int, world_size: int) -> None:
     model(torch.randn(2, 8)).sum().backward()
     members: Any = list(model.parameters())
     grads = [p.grad for p in members]
+    assert all(_torch.apart(_torch.local(grad)) is _torch.local(grad) for grad in grads)
+    model.set_requires_gradient_sync(False)
+    model(torch.randn(2, 8)).sum().backward()
+    assert _torch.has_unreduced(model)
+    _torch.drop_unreduced(model, [id(p) for p in members[1:]])
+    assert _torch.has_unreduced(model)
+    _torch.drop_unreduced(model)
+    assert not _torch.has_unreduced(model)
     assert all(a is b for a, b in zip(_torch.specs_of(grads), _torch.specs_of(members), strict=True))
     assert _torch.specs_of([torch.ones(2)]) == [None]
     shards = _torch.shards_placed_alike(grads)
@@ -397,8 +414,9 @@ def neighbours(rank: int, world_size: int) -> None:
     assert not _torch.is_placed_as(elsewhere, members[0])
     part = torch.arange(20.0)[4:20].view(4, 4)
     made = _torch.dtensor_over(part, members[0], torch.Size((4 * world_size, 4)), (4, 1))
-    assert _torch.local(made) is part
+    assert _torch.local(made).data_ptr() == part.data_ptr()
     assert torch.equal(copy.deepcopy(made).to_local(), part)
+    assert torch.equal(copy.deepcopy(made.detach()).to_local(), part)
 
 
 def test_shards_in_memory_and_the_records_of_gradients(ranks2: Ranks) -> None:
