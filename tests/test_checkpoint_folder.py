@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from torch import nn
 import forks
 import trueshard
 from messages import naming
-from trueshard.checkpoint.format import MANIFEST
+from models.handmade import Scalar
+from parity import Ranks
+from trueshard.checkpoint.format import MANIFEST, Manifest
 
 
 def saved(path: Path, value: float = 1.0) -> Path:
@@ -83,6 +86,40 @@ def test_latest_is_a_link_to_what_was_written_last(tmp_path: Path) -> None:
     assert weight(link) == 2
     saved(tmp_path / "mine")
     assert os.readlink(link) == "step-00000009"
+
+
+class Words:
+    """A tokenizer that writes itself late."""
+
+    told = threading.Event()
+
+    def __init__(self) -> None:
+        self.words = "before"
+
+    def save_pretrained(self, folder: str) -> None:
+        assert self.told.wait(60)
+        Path(folder, "words.txt").write_text(self.words)
+
+
+def test_a_tokenizer_is_saved_as_it_was_at_the_call(tmp_path: Path) -> None:
+    words = Words()
+    saving = trueshard.save(tmp_path / "one", model=nn.Linear(4, 2), tokenizer=words, wait=False)
+    words.words = "after"
+    Words.told.set()
+    assert saving is not None
+    saving.wait()
+    assert (tmp_path / "one" / "words.txt").read_text() == "before"
+
+
+def class_of(rank: int, world_size: int, folder: str) -> str:
+    model = Scalar()
+    trueshard.shard(model)
+    trueshard.save(f"{folder}/one", model=model)
+    return str(Manifest.parse(Path(folder, "one", MANIFEST).read_bytes(), "").models["model"]["class"])
+
+
+def test_the_class_in_a_manifest_is_the_users(ranks2: Ranks, tmp_path: Path) -> None:
+    assert ranks2.run(class_of, str(tmp_path)) == ["models.handmade.Scalar"] * 2
 
 
 FAILS = """

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import functools
 import logging
 import os
@@ -71,7 +72,7 @@ def save(
         RuntimeError: another rank failed, or did not call ``save``.
     """
     wait_for_running()
-    job = _prepare(path, model, optimizer, tokenizer, more, verify)
+    job = _prepare(path, model, optimizer, tokenizer if wait else copy.deepcopy(tokenizer), more, verify)
     if wait:
         job.run()
         return None

@@ -96,7 +96,8 @@ def mix_in(module: nn.Module, mixin: type) -> None:
 
 @functools.cache
 def _mixed(cls: type, mixin: type) -> type:
-    return type(cls.__name__, (mixin, cls), {})
+    # To whoever asks, such as pickle and a checkpoint's manifest, it is the user's class.
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 class _Transparent(nn.Module):
