@@ -77,7 +77,11 @@ def losses(folder: Path) -> list[float]:
 
 
 def checkpoints(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+    """Their names; ``latest`` is a link to the last."""
+    found = folder / "run" / "checkpoints"
+    names = sorted(path.name for path in found.iterdir() if path.name != "latest")
+    assert (found / "latest").readlink() == Path(names[-1])
+    return names
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +95,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def halfway(finished: tuple[Path, str], tmp_path: Path) -> Path:
     """A copy of the finished run as a crash after step 5 would have left it: its last checkpoint is of step 3."""
     folder = tmp_path / "halfway"
-    shutil.copytree(finished[0], folder)
+    shutil.copytree(finished[0], folder, symlinks=True)
     shutil.rmtree(folder / "run" / "checkpoints" / "step-00000006")
     (folder / "run" / "loss.png").unlink()
     file = folder / "run" / "metrics.jsonl"

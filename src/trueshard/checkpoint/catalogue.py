@@ -262,7 +262,7 @@ def open_catalogue(path: str | os.PathLike[str]) -> Catalogue:
         return Catalogue(directory, {}, dcp=True)
     if any(map(directory.exists, ("optimizer.safetensors", "extra.safetensors"))):
         raise ValueError(
-            f"{path} is a checkpoint whose {MANIFEST} is gone, without which only weights can be read: copy it from "
+            f"{path} is a checkpoint whose {MANIFEST} is missing, without which only weights can be read: copy it from "
             "where the checkpoint was written, or load model.safetensors itself"
         )
     for stem in _STEMS:

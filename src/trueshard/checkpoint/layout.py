@@ -107,7 +107,7 @@ def lay_out(
             for key in part:
                 entries[key].pieces = [Piece(file, *ranges[file_key_of[key].key])]
                 weight_map[file_key_of[key].key] = f"{name}.safetensors"
-        if len(parts) > 1 or stem == "model":  # readers without an index take every file for weights
+        if len(parts) > 1 or (marked and stem == "model"):  # readers without an index take every file for weights
             total = sum(entries[key].nbytes for key in keys)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             files[f"{folder}{stem}.safetensors.index.json"] = json.dumps(index, indent=1).encode()

@@ -66,6 +66,8 @@ class LocalWriter:
         for match in filter(None, map(_PARTIAL.fullmatch, os.listdir(parent))):  # left behind by dead processes
             left = parent / match[1]
             with contextlib.suppress(OSError, NotImplementedError), locked(Path(f"{left}.lock"), patience=0):
+                if left.is_symlink():
+                    left.unlink()
                 shutil.rmtree(left, ignore_errors=True)
         with contextlib.suppress(OSError, NotImplementedError):  # a file system without locks
             self._lock.enter_context(locked(Path(f"{self._partial}.lock"), _PATIENCE))
@@ -181,7 +183,7 @@ def _point_latest_to(checkpoint: Path) -> None:
     """Make the link ``latest`` beside ``checkpoint`` point to it, in one step, where the file system has links."""
     link = checkpoint.with_name("latest")
     if link.is_symlink() or not os.path.lexists(link):
-        new = checkpoint.with_name(f".latest-{secrets.token_hex(4)}")
+        new = checkpoint.with_name(f".latest.partial-{secrets.token_hex(4)}")
         with contextlib.suppress(OSError, NotImplementedError):
             new.symlink_to(checkpoint.name, target_is_directory=True)
             new.replace(link)
