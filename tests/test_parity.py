@@ -127,7 +127,7 @@ def test_a_failure_shows_every_rank_and_the_pool_goes_on(own: Pool, function: An
     ranks = Ranks(3, own)
     ranks.run(total, 0.0)
     with pytest.raises(RankFailure) as failure:
-        ranks.run(function, timeout=3.0)
+        ranks.run(function, timeout=6.0)
     message = str(failure.value)
     assert says in message
     for rank in (0, 1, 2):
