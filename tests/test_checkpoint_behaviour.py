@@ -186,6 +186,7 @@ def lonely(rank: int, world_size: int, folder: str, caller: int, call: str) -> N
         over.touch()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("caller", "call"), all_but([(1, "behind")], [(0, "save"), (1, "behind"), (1, "load")], unpack=True)
 )

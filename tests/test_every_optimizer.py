@@ -20,8 +20,6 @@ from optimizer_trial import BATCH, Sweep, moved
 from parity import Pool
 
 REPRESENTATIVE = (
-    "ADOPT",  # element-wise, with a list of tensors at once
-    "CAME",  # factors of matrices
     "Lamb",  # a norm over each parameter
     "ScheduleFreeAdamW",  # moves parameters outside of step()
 )

@@ -72,6 +72,7 @@ def wrappings(rank: int, world_size: int, counts: tuple[int, ...]) -> list[str]:
     return checked
 
 
+@pytest.mark.rest
 def test_names_under_each_wrapper(ranks2: Ranks) -> None:
     assert set(ranks2.run(wrappings, (1,), timeout=240)[0]) == set(WRAPPINGS)
 

@@ -268,6 +268,7 @@ def groups_change(rank: int, world_size: int) -> Any:
     return parameters(model)
 
 
+@pytest.mark.rest
 def test_groups_come_go_and_change_places(alone: Ranks, sizes: list[Ranks]) -> None:
     same(groups_change, alone, sizes)
 

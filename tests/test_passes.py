@@ -359,7 +359,8 @@ def test_a_checkpoint_loads_at_another_world_size(alone: Ranks, ranks2: Ranks, r
     assert [path.name for path in tmp_path.iterdir()] == ["two"]
 
 
-@pytest.mark.parametrize("word", all_but(["bf16"], ["bf16", "always"]))
+@pytest.mark.rest
+@pytest.mark.parametrize("word", ["bf16", "always"])
 def test_architectures_take_the_words_too(word: str, alone: Ranks, ranks2: Ranks) -> None:
     words: dict[str, Any] = {"activation_checkpointing": "full"}
     words |= {"reshard_after_forward": "always"} if word == "always" else {"mixed_precision": "bf16"}

@@ -159,6 +159,7 @@ def test_four_ranks(name: str, ranks4: Ranks) -> None:
     hold(ranks4, FOUR[name], name)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "words",
     [

@@ -77,6 +77,7 @@ def test_a_module_is_planned_and_stays_as_it_is() -> None:
     assert sum(forecast.peak_by_kind.values()) == forecast.peak_live_bytes
 
 
+@pytest.mark.rest
 def test_a_module_a_function_and_a_file_are_the_same_plan(tmp_path: Any) -> None:
     file = tmp_path / "mine.py"
     file.write_text("from test_planner_public import make\n")

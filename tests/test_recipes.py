@@ -75,6 +75,7 @@ def test_a_recipe_trains_and_goes_on_bit_for_bit(name: str, ranks2: Ranks, tmp_p
         assert [record[key] for record in again["metrics"]] == [record[key] for record in whole["metrics"]]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "overrides",
     [

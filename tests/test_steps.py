@@ -454,7 +454,8 @@ def compiled(rank: int, world_size: int, backend: str) -> Any:
     return told(model, optimizer)
 
 
-@pytest.mark.parametrize("backend", all_but(["eager"], ["eager", "aot_eager"]))
+@pytest.mark.rest
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_step(backend: str, alone: Ranks, ranks2: Ranks) -> None:
     same(compiled, alone, [ranks2], backend)
 

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 import trueshard
 from models.handmade import TiedBlocks
 from parity import Ranks, assert_same
-from resting import all_but
 from stepping import EPS, OPTIMIZERS, OwnSGD, Uneven, adamw, build, loss_of, parameters, same, shown, told, train
 
 # State
@@ -300,7 +299,8 @@ def saved(rank: int, world_size: int, path: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("source", all_but([2], [1, 2, 3]))
+@pytest.mark.rest
+@pytest.mark.parametrize("source", [1, 2, 3])
 def test_training_goes_on_at_another_world_size(
     source: int, tmp_path: Path, alone: Ranks, ranks2: Ranks, ranks3: Ranks
 ) -> None:

@@ -349,7 +349,8 @@ def load_case(rank: int, world: int, given: Config, path: str) -> dict[str, torc
     return values_of(model)
 
 
-@pytest.mark.parametrize("quantize", all_but(["none"], ["none", "nf4"]))
+@pytest.mark.rest
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
 def test_checkpoint_goes_to_another_number_of_ranks(
     quantize: str, tmp_path: Path, ranks2: Ranks, ranks3: Ranks
 ) -> None:
@@ -368,6 +369,7 @@ def test_adapter_begins_on_a_checkpoint_of_an_earlier_run(tmp_path: Path, ranks2
         assert_same({name: base[f"base_model.model.{name}"] for name in expected}, expected)
 
 
+@pytest.mark.rest
 def test_adapter_of_a_quantised_base_is_saved_as_peft_saves_it(saved: Path, tmp_path: Path, ranks2: Ranks) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
