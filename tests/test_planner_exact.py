@@ -164,7 +164,7 @@ def test_four_ranks(name: str, ranks4: Ranks) -> None:
     "words",
     [
         pytest.param({}, id="default"),
-        pytest.param(SELECTIVE | BF16 | ALWAYS, id="selective, bf16, always", marks=pytest.mark.rest),
+        pytest.param(SELECTIVE | BF16 | ALWAYS, id="selective, bf16, always"),
     ],
 )
 def test_blocks_that_are_not_run_but_extended(words: dict[str, object], ranks2: Ranks) -> None:

@@ -79,17 +79,15 @@ def test_a_recipe_trains_and_goes_on_bit_for_bit(name: str, ranks2: Ranks, tmp_p
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(("shard.replicate=2",), marks=pytest.mark.rest),
+        ("shard.replicate=2",),
         (
             "shard.mixed_precision=bf16",
             "shard.activation_checkpointing=full",
             "train.accumulate=2",
             "shard.offload=cpu",
         ),
-        pytest.param(("shard.mixed_precision=fp16", "train.whole_logits=true"), marks=pytest.mark.rest),
-        pytest.param(
-            ("data.streaming=true", "evaluation.path=src/trueshard/train", "train.keep=1"), marks=pytest.mark.rest
-        ),
+        ("shard.mixed_precision=fp16", "train.whole_logits=true"),
+        ("data.streaming=true", "evaluation.path=src/trueshard/train", "train.keep=1"),
     ],
     ids=["copies", "low precision", "float16", "streamed"],
 )
