@@ -137,7 +137,6 @@ class Origin:
                 clear_caches(module)
         sys.meta_path[:], sys.path_hooks[:] = self.meta_path, self.path_hooks
         sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
-        tempfile.tempdir = None
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
@@ -331,6 +330,7 @@ def _run(program: Program, origin: Origin) -> int:
     import torch
 
     torch.set_num_threads(_threads())
+    tempfile.tempdir = None  # TMPDIR may be another
     torch.seed()
     random.seed()
     sys.modules["numpy"].random.seed()
