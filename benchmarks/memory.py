@@ -9,12 +9,16 @@ from torch.distributed.tensor import DTensor
 
 
 def held() -> int:
-    """Bytes under all tensors that are alive, each storage once."""
+    """Bytes under all tensors that are alive, each once."""
     gc.collect()
-    storages: dict[int, int] = {}
+    spans: set[tuple[int, int]] = set()
     for each in gc.get_objects():
         # A DTensor has no memory of its own: its local tensor is found by itself.
         if issubclass(type(each), torch.Tensor) and not isinstance(each, DTensor):
             storage = each.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+            spans.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+    total = reached = 0
+    for begin, end in sorted(spans):  # a storage may be a part of another
+        total += max(0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
