@@ -129,10 +129,11 @@ class Popen(subprocess.Popen):
         if self._line is None:
             return super()._internal_poll(*state, **more)
         with self._waitpid_lock:
-            if self._line.fileno() < 0:  # this object was garbage, and `subprocess` still looks after it
-                self.returncode = -9 if self.returncode is None else self.returncode
-            elif self.returncode is None and select.select([self._line], [], [], 0)[0]:
-                self._end()
+            if self.returncode is None:
+                if self._line.fileno() < 0:  # this object was garbage, and `subprocess` still looks after it
+                    self.returncode = -9
+                elif select.select([self._line], [], [], 0)[0]:
+                    self._end()
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int:

@@ -35,30 +35,28 @@ def is_quick(library: str, name: str) -> bool:
 
 
 def batches() -> Iterator[Any]:
-    """(library, names, numbers of ranks) of each test."""
+    """(library, names, number of ranks) of each test."""
     rest = pytest.mark.rest
     for library in LIBRARIES:
         every = list(entries(library))
         quick = [name for name in every if is_quick(library, name)]
-        for names, counts, marks in ((quick, (2,), ()), (every, (3,), rest)):
+        for names, count, marks in ((quick, 2, ()), (every, 3, rest)):
             for start in range(0, len(names), BATCH):
                 some = names[start : start + BATCH]
                 yield pytest.param(
-                    library, some, counts, id=f"{library} {some[0]} to {some[-1]}, {counts}", marks=marks
+                    library, some, count, id=f"{library} {some[0]} to {some[-1]}, {count} ranks", marks=marks
                 )
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("library", "names", "counts"), batches())
+@pytest.mark.parametrize(("library", "names", "count"), batches())
 def test_every_optimizer_equals_one_process_or_is_refused_as_expected(
-    library: str, names: Sequence[str], counts: Sequence[int], pool: Pool
+    library: str, names: Sequence[str], count: int, pool: Pool
 ) -> None:
     sweep = Sweep(pool)
-    wrong = {}
-    for count in counts:
-        sweep.results(count, library, names)
-        wrong |= {(count, name): list(faults(sweep, count, library, name)) for name in names}
-    assert not any(wrong.values()), {which: found for which, found in wrong.items() if found}
+    sweep.results(count, library, names)
+    wrong = {name: list(faults(sweep, count, library, name)) for name in names}
+    assert not any(wrong.values()), {name: found for name, found in wrong.items() if found}
 
 
 def faults(sweep: Sweep, count: int, library: str, name: str) -> Iterator[str]:

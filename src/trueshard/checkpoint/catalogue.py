@@ -290,9 +290,14 @@ def _open_directory(path: str | os.PathLike[str], confined: bool = True) -> Dire
     return LocalDirectory(Path(path), confined)
 
 
+def names_newest(path: str | os.PathLike[str]) -> bool:
+    """True for ``…/latest``, which is a link or is not there; one that is there by that name is itself meant."""
+    return os.path.basename(os.fspath(path)) == "latest" and (os.path.islink(path) or not os.path.exists(path))
+
+
 def resolve_latest(path: str | os.PathLike[str]) -> Any:
     """Return ``path``, or for ``…/latest`` the newest checkpoint in ``…``."""
-    if os.path.basename(os.fspath(path)) != "latest" or (os.path.exists(path) and not os.path.islink(path)):
+    if not names_newest(path):
         return path
     if os.path.exists(path):
         return Path(os.path.dirname(os.fspath(path)), os.readlink(path))

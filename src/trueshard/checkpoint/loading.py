@@ -153,12 +153,14 @@ class LoadJob:
         for key, value in self._more.items():
             if key not in entries:
                 self._misfit("missing", key, f"has no entry {key!r}.{model_names.nearest(key, entries)}")
+            elif hasattr(value, "load_state_dict"):
+                continue
             elif isinstance(value, dict):
-                if not isinstance(self._catalogue.value(entries[key]), dict):
+                if not (isinstance(entries[key], dict) and "__dict__" in entries[key]):
                     raise TypeError(
                         f"{key}: a dict was given, and what was saved is none; take it from what load() returns"
                     )
-            elif not hasattr(value, "load_state_dict"):
+            else:
                 kind = type(value).__name__
                 raise TypeError(f"{key}: a {kind} has no load_state_dict(); take the entry from what load() returns")
 

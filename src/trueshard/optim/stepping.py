@@ -60,7 +60,7 @@ def watch(root: nn.Module, originals: Mapping[str, torch.Tensor]) -> None:
     for name, parameter in originals.items():
         _replaced[parameter] = name
     _roots.add(root)
-    _check_every_step()
+    _watch_optimizers()
 
 
 def unwatch(
@@ -83,7 +83,7 @@ def set_unreduced(root: nn.Module, drop: Drop | None) -> None:
 
 
 @functools.cache
-def _check_every_step() -> None:
+def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(torch.compiler.disable(_check))
     for cls in (torch.optim.Optimizer, nn.Module):
         _drop_with(cls)
@@ -165,7 +165,7 @@ class Role:
 
 def roles_of(optimizer: torch.optim.Optimizer) -> dict[int, Role]:
     """Return by ``id`` the role of each sharded parameter of ``optimizer``, which is bound. No communication."""
-    if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+    if not any(isinstance(parameter, DTensor) for parameter in _members(optimizer)):
         return {}
     bind(optimizer)
     return _bound[optimizer].roles(optimizer)
@@ -399,8 +399,7 @@ class Stepping:
         @functools.wraps(closure)
         def averaged() -> Any:
             loss = closure()
-            members = (p for group in optimizer.param_groups for p in group["params"])
-            mesh = next((p.device_mesh for p in members if isinstance(p, DTensor)), None)
+            mesh = next((p.device_mesh for p in _members(optimizer) if isinstance(p, DTensor)), None)
             if mesh is None or isinstance(loss, DTensor) or not isinstance(loss, (float, torch.Tensor)):
                 return loss
             mean = torch.as_tensor(loss).detach().to(device_of(mesh), torch.float64, copy=True)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.runtime.passes import KEY, Runtime, State
-from trueshard.runtime.writers import writes_parameters
+from trueshard.runtime.writers import names_in, writes_parameters
 
 #: Classes of these packages use ``forward`` and submodule calls only, which are gathered anyway.
 _LIBRARIES = ("torch.", "transformers.", "peft.", "trueshard.")
@@ -33,8 +33,8 @@ def methods_that_compute(module: nn.Module) -> list[str]:
     children = {name for name, child in _torch.own_modules(module).items() if child is not None}
     attributes = children | set(_torch.own_parameters(module))
     functions = dict(_methods(type(module)))
-    reads = {name for name, function in functions.items() if _names(function) & attributes}
-    while more := {name for name in functions if name not in reads and _names(functions[name]) & reads}:
+    reads = {name for name, function in functions.items() if names_in(function) & attributes}
+    while more := {name for name in functions if name not in reads and names_in(functions[name]) & reads}:
         reads |= more
     return sorted(name for name in reads if not writes_parameters(functions[name], attributes))
 
@@ -52,17 +52,6 @@ def _methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
             if name not in seen and not hidden and inspect.isfunction(value) and not inspect.isgeneratorfunction(value):
                 seen.add(name)
                 yield name, value
-
-
-def _names(function: types.FunctionType) -> set[str]:
-    """Return every attribute and global that the code of ``function`` names, nested functions included."""
-    found: set[str] = set()
-    stack = [inspect.unwrap(function).__code__]
-    while stack:
-        code = stack.pop()
-        found.update(code.co_names)
-        stack.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return found
 
 
 def in_a_pass(

@@ -11,7 +11,7 @@ import ast
 import inspect
 import textwrap
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 _LISTS = {"parameters", "named_parameters", "modules", "named_modules", "children", "named_children"}
 _LISTS |= {"get_parameter", "get_submodule", "state_dict"}
@@ -26,7 +26,7 @@ def writes_parameters(function: types.FunctionType, attributes: Collection[str])
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
-        return any(_is_in_place(word) or word in ("data", "setattr", "init") for word in _names(function.__code__))
+        return any(_is_in_place(word) or word in ("data", "setattr", "init") for word in names_in(function))
     definition = tree.body[0]
     if not isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return False
@@ -34,11 +34,15 @@ def writes_parameters(function: types.FunctionType, attributes: Collection[str])
     return _Reader(arguments[0].arg if arguments else "", attributes).finds_write(definition)
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+def names_in(function: types.FunctionType) -> set[str]:
+    """Return every attribute and global that the code of ``function`` names, nested functions included."""
+    found: set[str] = set()
+    stack = [inspect.unwrap(function).__code__]
+    while stack:
+        code = stack.pop()
+        found.update(code.co_names)
+        stack.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return found
 
 
 def _is_in_place(word: str) -> bool:
@@ -111,7 +115,7 @@ class _Reader:
             targets = node.targets
         elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
             targets = [node.target]
-        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and node.target.id in self._bound:
-            return True
         flat = [each for target in targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
-        return any(isinstance(each, (ast.Attribute, ast.Subscript)) and self._is_parameter(each) for each in flat)
+        # A plain assignment to a name binds it; an augmented one writes what it stands for.
+        kinds = (ast.Attribute, ast.Subscript, *([ast.Name] if isinstance(node, ast.AugAssign) else []))
+        return any(isinstance(each, kinds) and self._is_parameter(each) for each in flat)

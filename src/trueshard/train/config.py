@@ -92,11 +92,11 @@ class ModelSection(Section):
 
     def place(self) -> Path:
         """Return the path that `path` or `config` names; for a folder's "latest", the newest checkpoint there."""
-        import trueshard
+        from trueshard.checkpoint.catalogue import latest, names_newest
 
         path = Path(self.path or self.config or "").expanduser()
-        if path.name == "latest" and (path.is_symlink() or not path.exists()):
-            return trueshard.latest(path.parent) or path
+        if names_newest(path):
+            return latest(path.parent) or path
         return path
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import trueshard
+from trueshard.checkpoint.catalogue import names_newest
 from trueshard.errors import UserError, written_to
 from trueshard.files import locked
 from trueshard.machine import cpu_cores
@@ -56,7 +57,7 @@ class Ready:
 def located(config: Config) -> Config:
     """Return `config` with `model.path = "…/latest"` resolved to the checkpoint that the run began with, or begins."""
     given = Path(config.model.path or "")
-    if given.name != "latest" or (given.expanduser().exists() and not given.expanduser().is_symlink()):
+    if not names_newest(given.expanduser()):
         return config
     begun = resuming.read_settings(config.run.folder).get("identity", {}).get("model.path")
     newest = trueshard.latest(given.expanduser().parent)
