@@ -17,15 +17,8 @@ from trueshard.model.units import choose_units
 
 Make = Callable[[nn.Module], Sequence[torch.optim.Optimizer]]
 
-NAMED: dict[str, tuple[str, dict[str, Any]]] = {
-    "adamw": ("AdamW", {}),
-    "adam": ("Adam", {}),
-    "sgd": ("SGD", {}),
-    "sgd-momentum": ("SGD", {"momentum": 0.9}),
-    "adafactor": ("Adafactor", {}),
-    "muon": ("Muon", {}),
-}
-"""Short name → class in torch.optim, and its settings."""
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {"sgd-momentum": ("SGD", {"momentum": 0.9})}
+"""Short name besides those of torch.optim's classes → class, and its settings."""
 WAYS: dict[str, dict[str, bool]] = {
     "fused": {"fused": True},
     "foreach": {"foreach": True},
@@ -63,7 +56,7 @@ def optimizers_of(words: str | Callable[[nn.Module], Any]) -> Make:
         if not parameters:
             raise ValueError("no parameter requires a gradient: there is nothing to train")
         try:
-            if cls is getattr(torch.optim, "Muon", None):
+            if cls is torch.optim.Muon:
                 return _muon(model, parameters, settings)
             return [cls([each for _, each in parameters], **settings)]
         except (TypeError, ValueError, RuntimeError) as error:
@@ -98,13 +91,12 @@ def _named(name: str, words: str) -> tuple[type[torch.optim.Optimizer], dict[str
     for ending, choice in WAYS.items():
         if name.endswith(f"-{ending}"):
             name, way = name.removesuffix(f"-{ending}"), choice
-    classes = {key.lower(): key for key in _classes(torch.optim)}
-    key, preset = NAMED.get(name, (classes.get(name, ""), {}))
-    cls = getattr(torch.optim, key, None) if key else None
-    if cls is None:
-        known = sorted({*NAMED, *classes})
-        raise ValueError(f"no optimizer is called {words!r}.{names.nearest(name, known)} Known: {', '.join(known)}")
-    return cls, {**preset, **way}
+    known = NAMED | {key.lower(): (key, {}) for key in _classes(torch.optim)}
+    if name not in known:
+        near = names.nearest(name, sorted(known))
+        raise ValueError(f"no optimizer is called {words!r}.{near} Known: {', '.join(sorted(known))}")
+    key, preset = known[name]
+    return getattr(torch.optim, key), {**preset, **way}
 
 
 def _imported(module: str, name: str, words: str) -> type[torch.optim.Optimizer]:
@@ -144,16 +136,10 @@ def _muon(
     model: nn.Module, parameters: list[tuple[str, nn.Parameter]], settings: dict[str, Any]
 ) -> list[torch.optim.Optimizer]:
     """Make Muon for the matrices inside blocks, AdamW for embeddings, heads, gains and biases, as its author does."""
-    blocks = [f"{name}." for name in choose_units(model, "auto")]
-    outside = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, each in parameters:
-        inside = any(name.startswith(block) for block in blocks)
-        (matrices if each.ndim == 2 and inside and id(each) not in outside else others).append(each)
-    made: list[torch.optim.Optimizer] = []
-    if matrices:
-        made.append(torch.optim.Muon(matrices, **settings))
-    if others:
-        made.append(torch.optim.AdamW(others, foreach=True))
-    return made
+    blocks = tuple(f"{name}." for name in choose_units(model, "auto"))
+    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    chosen = {id(each) for name, each in parameters if each.ndim == 2 and name.startswith(blocks)} - tables
+    matrices = [each for _, each in parameters if id(each) in chosen]
+    others = [each for _, each in parameters if id(each) not in chosen]
+    made: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, **settings)] if matrices else []
+    return [*made, torch.optim.AdamW(others, foreach=True)] if others else made
