@@ -132,8 +132,7 @@ def hardware(name: str, **overrides: Any) -> Hardware:
     if name.endswith(".toml"):
         row, key = _of_file(Path(name)), Path(name).stem
     else:
-        key = name.lower()
-        row = _row(key, name)
+        row, key = _row(name), name.lower()
     return _build(key, _merged(row, overrides), name)
 
 
@@ -189,13 +188,16 @@ def _catalogue() -> dict[str, dict[str, Any]]:
     return tomllib.loads(text)
 
 
-def _row(key: str, asked: str) -> dict[str, Any]:
-    catalogue = _catalogue()
+def _row(name: str) -> dict[str, Any]:
+    catalogue, key = _catalogue(), name.lower()
     if key not in catalogue:
-        raise ValueError(f"hardware {asked!r} is not known.{nearest(key, catalogue)} Known: {', '.join(catalogue)}")
-    row = dict(catalogue[key])
-    base = row.pop("base", None)
-    return row if base is None else _merged(_row(base, base), row)
+        raise ValueError(f"hardware {name!r} is not known.{nearest(key, catalogue)} Known: {', '.join(catalogue)}")
+    return _with_base(catalogue[key])
+
+
+def _with_base(row: Mapping[str, Any]) -> dict[str, Any]:
+    own = {key: value for key, value in row.items() if key != "base"}
+    return _merged(_row(row["base"]), own) if "base" in row else own
 
 
 def _of_file(path: Path) -> dict[str, Any]:
@@ -205,13 +207,9 @@ def _of_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"hardware file {str(path)!r} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"hardware file {str(path)!r} is not TOML: {error}") from None
-    row = {"title": path.stem, "source": f"{path.name}", **row}
-    base = row.pop("base", None)
-    if base is None:
-        return row
-    if not isinstance(base, str):
+    if not isinstance(base := row.get("base", ""), str):
         raise ValueError(f"hardware file {str(path)!r}: base={base!r} must be a name of the catalogue")
-    return _merged(_row(base.lower(), base), row)
+    return _with_base({"title": path.stem, "source": path.name, **row})
 
 
 def _merged(row: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
