@@ -54,7 +54,7 @@ def test_kinds_and_units_add_up_to_the_total_everywhere() -> None:
 def test_a_part_is_nothing_before_its_first_change() -> None:
     gradients = ledger.curve(small()).by_kind["gradients"]
     assert gradients.at(np.array([-1, 3, 4, 8])).tolist() == [0, 0, 60, 0]
-    assert gradients.maximum == 60
+    assert gradients.bytes.max() == 60
 
 
 def test_the_peak_is_the_first_maximum_with_its_place_and_kinds() -> None:

@@ -33,11 +33,6 @@ class Series:
         index = np.searchsorted(self.positions, positions, side="right")
         return np.concatenate([np.zeros(1, np.int64), self.bytes])[index]
 
-    @property
-    def maximum(self) -> int:
-        """Largest number of bytes."""
-        return int(self.bytes.max(initial=0))
-
 
 @dataclass(slots=True)
 class Lifetime:
@@ -198,5 +193,6 @@ def by_unit(trace: Trace) -> dict[str, UnitUse]:
     found = {}
     for unit in dict.fromkeys([*live.by_unit, *traffic, *work]):
         series = live.by_unit.get(unit, nothing)
-        found[unit] = UnitUse(int(series.at(here)[0]), series.maximum, traffic.get(unit, 0), work.get(unit, 0))
+        at_peak, most = int(series.at(here)[0]), int(series.bytes.max(initial=0))
+        found[unit] = UnitUse(at_peak, most, traffic.get(unit, 0), work.get(unit, 0))
     return found

@@ -52,15 +52,13 @@ class Timeline:
 
     spans: list[Span] = field(default_factory=list)
     seconds: float = 0.0
-    """Until the last stream of the slowest rank is done."""
+    """Until the last stream of the slowest rank is done; its wait for ranks of other nodes is in no span."""
     compute_seconds: float = 0.0
     """Computation on the compute stream."""
     exposed_seconds: float = 0.0
     """Compute stream waits for another stream."""
     host_seconds: float = 0.0
     """Compute stream waits for the host."""
-    straggling_seconds: float = 0.0
-    """Compute stream waits for slower ranks on other nodes; spread over the step, so no span shows it."""
 
 
 def schedule(trace: Trace, hardware: Hardware, ranks_per_node: int, mode: Mode = "eager") -> Timeline:
@@ -124,8 +122,7 @@ class _Scheduler:
         line.seconds = max(self.compute, self.host, *self.free.values())
         line.host_seconds += max(0.0, self.host - self.compute)
         line.exposed_seconds += line.seconds - max(self.compute, self.host)
-        line.straggling_seconds = line.seconds * costs.STRAGGLING * math.log2(self.nodes)
-        line.seconds += line.straggling_seconds
+        line.seconds += line.seconds * costs.STRAGGLING * math.log2(self.nodes)
         return line
 
     def _kernel(self, i: int, event: Kernel) -> None:

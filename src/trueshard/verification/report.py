@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trueshard.files import replace_text
-from trueshard.planner.report.frame import SCRIPT, STYLE, framed
+from trueshard.planner.report.frame import framed
 from trueshard.verification.compare import Comparison
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ def write_page(report: Verified, path: Path) -> None:
         text=str(report),
         data=report.as_dict() | {"headline": name, "settings": settings, "verdict": verdict(report)},
         main=(PACKAGE, "page.html"),
-        styles=[STYLE, (PACKAGE, "page.css")],
-        scripts=[SCRIPT, (PACKAGE, "page.js")],
+        styles=[(PACKAGE, "page.css")],
+        scripts=[(PACKAGE, "page.js")],
     )
     replace_text(path, page)

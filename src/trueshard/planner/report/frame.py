@@ -15,9 +15,7 @@ File = tuple[str, str]
 """A file of a package: (package, name)."""
 
 SHOWING = "trueshard.planner.report"
-STYLE: File = (SHOWING, "page.css")
-SCRIPT: File = (SHOWING, "page.js")
-"""Shared by all pages: colours, tables, switches, and small parts of drawing."""
+"""Package of what all pages share: colours, tables, switches, and small parts of drawing."""
 
 
 def framed(title: str, text: str, data: Any, main: File, styles: list[File], scripts: list[File]) -> str:
@@ -28,16 +26,16 @@ def framed(title: str, text: str, data: Any, main: File, styles: list[File], scr
         text: shown without scripts.
         data: drawn by the scripts: plain data, finite numbers only.
         main: file with the content of `<main>`.
-        styles: CSS files.
-        scripts: JavaScript files, in the order in which they run.
+        styles: its own CSS files.
+        scripts: its own JavaScript files, in the order in which they run.
     """
     plain = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return Template(_text((SHOWING, "frame.html"))).substitute(
         title=html.escape(title),
         text=html.escape(text),
-        style="".join(map(_text, styles)),
+        style="".join(map(_text, [(SHOWING, "page.css"), *styles])),
         main=_text(main),
-        script="\n".join(map(_text, scripts)),
+        script="\n".join(map(_text, [(SHOWING, "page.js"), *scripts])),
         data=plain.replace("<", "\\u003c"),
     )
 

@@ -14,7 +14,7 @@ from trueshard.planner import ledger
 from trueshard.planner.ledger import Curve, Peak
 from trueshard.planner.report import report, thinning
 from trueshard.planner.report.compare import Collapsed, collapse
-from trueshard.planner.report.frame import SCRIPT, SHOWING, STYLE, framed
+from trueshard.planner.report.frame import SHOWING, framed
 from trueshard.planner.trace import Allocation, Kind, Place
 from trueshard.planner.workload import Study
 from trueshard.text import size
@@ -50,8 +50,8 @@ def page(study: Study) -> str:
         text=report.text(study),
         data=_data(study),
         main=(SHOWING, "page.html"),
-        styles=[STYLE],
-        scripts=[SCRIPT, *((SHOWING, name) for name in ("page_step.js", "page_draw.js", "page_tables.js"))],
+        styles=[],
+        scripts=[(SHOWING, name) for name in ("page_step.js", "page_draw.js", "page_tables.js")],
     )
 
 
@@ -111,7 +111,7 @@ def _memory(study: Study, live: Curve, peak: Peak) -> dict[str, Any]:
         "kinds": [
             {"name": kind, "bytes": thinning.runs(live.by_kind[kind].at(positions))}
             for kind in STACK
-            if live.by_kind[kind].maximum
+            if live.by_kind[kind].bytes.any()
         ],
         "units": [
             {

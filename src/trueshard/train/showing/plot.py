@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from trueshard.errors import UserError
 from trueshard.files import replacing
-from trueshard.planner.report.frame import SCRIPT, STYLE, framed
+from trueshard.planner.report.frame import framed
 from trueshard.text import nearest
 from trueshard.train.showing.metrics import NAME, read_metrics
 from trueshard.train.showing.report import final_line, final_loss
@@ -306,8 +306,8 @@ def page(runs: Sequence[RunRecords]) -> str:
         text="\n".join(f"{run.name}: {final_line(run.records)}" for run in runs),
         data=data,
         main=(HERE, "curves.html"),
-        styles=[STYLE, (HERE, "curves.css")],
-        scripts=[SCRIPT, (HERE, "curves_chart.js"), (HERE, "curves.js")],
+        styles=[(HERE, "curves.css")],
+        scripts=[(HERE, "curves_chart.js"), (HERE, "curves.js")],
     )
 
 
