@@ -55,9 +55,7 @@ class Configuration:
                 f"{self.name}: no {self.cls.__name__} can be built from it ({type(error).__name__}: "
                 f"{one_line(error, 200)}); correct its configuration"
             ) from error
-        originals = [*model.parameters(), *model.buffers()]
         make_fake(model)
-        del originals
         return Parts(model)
 
 

@@ -69,9 +69,7 @@ class Factory:
         parts = self.parts_of(result)
         model = parts.model
         if all(each.is_meta and not _torch.is_fake(each) for each in model.parameters()):
-            originals = [*model.parameters(), *model.buffers()]  # kept, so that their ids go on naming them
             stand_ins = make_fake(model, dtype)
-            del originals
         else:  # made elsewhere, and perhaps used there
             parts.model, stand_ins = fake_copy(model, dtype)
         given = parts.optimizers

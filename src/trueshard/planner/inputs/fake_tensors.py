@@ -82,20 +82,20 @@ def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[nn.Mo
         raise ValueError(
             f"the {type(model).__name__} cannot be copied ({with_kind(error)}); give a function that makes it instead"
         ) from error
-    replace_plain(copied, {}, _is_real, _stand_in)
+    replace_plain(copied, {}, lambda each: not _torch.is_fake(each), _stand_in)
     return copied, stand_ins
 
 
 def make_fake(model: nn.Module, dtype: torch.dtype | None = None) -> dict[int, torch.Tensor]:
     """Replace all tensors of ``model`` by stand-ins; return the stand-in of each tensor by the tensor's ``id``.
 
-    The ids are valid as long as the caller keeps the originals. Raises ValueError for a parameter without a shape.
+    The ids hold for tensors that the caller keeps. Raises ValueError for a parameter without a shape.
     """
     stand_ins = _stand_ins(model, dtype)
     for kind, registry in (("parameters", _torch.own_parameters), ("buffers", _torch.own_buffers)):
         for _, module, attribute, tensor in list(names.named_tensors(model, kind)):
             registry(module)[attribute] = stand_ins[id(tensor)]
-    replace_plain(model, stand_ins, _is_real, _stand_in)
+    replace_plain(model, stand_ins, lambda each: not _torch.is_fake(each), _stand_in)
     return stand_ins
 
 
@@ -152,10 +152,6 @@ def replace_plain(
                 vars(module)[key] = mapped(replaced, value)
 
 
-def _is_real(tensor: torch.Tensor) -> bool:
-    return not _torch.is_fake(tensor)
-
-
 # Building on the meta device
 
 
@@ -166,15 +162,37 @@ class Unavailable(Exception):
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
     """Make tensors on the meta device; raise ``Unavailable`` for a GPU, a file of tensors, or a tensor's value."""
-    files = [(owner, "open", _guarded(owner.open)) for owner in (builtins, io)]
-    with replaced(files), without_gpu(), _torch.real_tensors(), torch.device("meta"), _OnMeta():
+    files = [mock.patch.object(owner, "open", _guarded(owner.open)) for owner in (builtins, io)]
+    with files[0], files[1], without_gpu(), _torch.real_tensors(), torch.device("meta"), _OnMeta():
         yield
 
 
 @contextlib.contextmanager
 def without_gpu() -> Iterator[None]:
     """Show no GPU, and raise ``Unavailable`` if weights are loaded. Tensors are real."""
-    with replaced(_replacements()):
+
+    def refusing(error: Callable[..., Unavailable]) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise error(*args, *kwargs.values())
+
+        return refuse
+
+    safe_open = refusing(lambda file="", *_: _reads(f"safetensors, {_shown(file)}"))
+    from_pretrained = refusing(lambda cls, name="", *_: _reads(f"{cls.__name__}.from_pretrained({_shown(name)})"))
+    replacements: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "is_available", lambda: False),
+        (torch.cuda, "set_device", refusing(lambda device: _gpu(f"torch.cuda.set_device({device!r})"))),
+        (nn.Module, "cuda", refusing(lambda *_: _gpu(".cuda()"))),
+        (torch, "load", refusing(lambda file="", *_: _reads(f"torch.load({_shown(file)})"))),
+    ]
+    readers = [sys.modules.get(name, object) for name in ("safetensors", "safetensors.torch")]
+    replacements += [(module, "safe_open", safe_open) for module in readers if "safe_open" in vars(module)]
+    hub = sys.modules.get("transformers.modeling_utils")
+    if hub is not None:
+        replacements.append((hub.PreTrainedModel, "from_pretrained", classmethod(from_pretrained)))
+    with contextlib.ExitStack() as stack:
+        for replacement in replacements:
+            stack.enter_context(mock.patch.object(*replacement))
         yield
 
 
@@ -232,31 +250,6 @@ def _gpu(what: str) -> Unavailable:
     )
 
 
-def _replacements() -> list[tuple[Any, str, Any]]:
-    """Return (owner, name, replacement) of functions that reach outside without making a tensor."""
-
-    def refusing(error: Callable[..., Unavailable]) -> Callable[..., Any]:
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise error(*args, *kwargs.values())
-
-        return refuse
-
-    safe_open = refusing(lambda file="", *_: _reads(f"safetensors, {_shown(file)}"))
-    from_pretrained = refusing(lambda cls, name="", *_: _reads(f"{cls.__name__}.from_pretrained({_shown(name)})"))
-    found: list[tuple[Any, str, Any]] = [
-        (torch.cuda, "is_available", lambda: False),
-        (torch.cuda, "set_device", refusing(lambda device: _gpu(f"torch.cuda.set_device({device!r})"))),
-        (nn.Module, "cuda", refusing(lambda *_: _gpu(".cuda()"))),
-        (torch, "load", refusing(lambda file="", *_: _reads(f"torch.load({_shown(file)})"))),
-    ]
-    readers = [sys.modules.get(name, object) for name in ("safetensors", "safetensors.torch")]
-    found += [(module, "safe_open", safe_open) for module in readers if "safe_open" in vars(module)]
-    hub = sys.modules.get("transformers.modeling_utils")
-    if hub is not None:
-        found.append((hub.PreTrainedModel, "from_pretrained", classmethod(from_pretrained)))
-    return found
-
-
 def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
     def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if isinstance(file, (str, os.PathLike)) and "r" in mode and Path(os.fspath(file)).suffix in DATA:
@@ -275,12 +268,3 @@ def _reads(what: str) -> Unavailable:
 
 def _shown(file: Any) -> str:
     return repr(os.fspath(file)) if isinstance(file, (str, os.PathLike)) else "…"
-
-
-@contextlib.contextmanager
-def replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes, given as (owner, name, value), and restore them afterwards."""
-    with contextlib.ExitStack() as stack:
-        for replacement in replacements:
-            stack.enter_context(mock.patch.object(*replacement))
-        yield

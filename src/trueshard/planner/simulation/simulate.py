@@ -9,8 +9,10 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ from trueshard import _torch
 from trueshard.model import names
 from trueshard.optim.clip import clip_grad_norm_
 from trueshard.planner import ledger
-from trueshard.planner.inputs.fake_tensors import fake_copy, replaced
+from trueshard.planner.inputs.fake_tensors import fake_copy
 from trueshard.planner.simulation.compiling import compiled
 from trueshard.planner.simulation.extend import KEPT, NotPeriodicError, extend, labelled
 from trueshard.planner.simulation.offloading import offloaded
@@ -239,8 +241,7 @@ _WIDEST = 256
 """Largest head of flash attention. Source: ``check_head_dim_size_flash`` of cuda/sdp_utils.cpp."""
 
 
-@contextlib.contextmanager
-def attention_as_on_a_device() -> Iterator[None]:
+def attention_as_on_a_device() -> AbstractContextManager[Any]:
     """Let ``scaled_dot_product_attention`` use CUDA's fused kernels on fake tensors for which the CPU has none."""
     original = functional.scaled_dot_product_attention
 
@@ -270,8 +271,7 @@ def attention_as_on_a_device() -> Iterator[None]:
             query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
         )[0]
 
-    with replaced([(functional, "scaled_dot_product_attention", attention)]):
-        yield
+    return mock.patch.object(functional, "scaled_dot_product_attention", attention)
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -283,16 +283,16 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
     return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
-@contextlib.contextmanager
-def fake_tensors_look_real() -> Iterator[None]:
+def fake_tensors_look_real() -> AbstractContextManager[Any]:
     """Let transformers take fake tensors for real ones.
 
     It materialises attention masks while it is traced; in training it reads their values, and leaves them out where
     attention is causal and nothing is padded.
     """
     imported = sys.modules.get("transformers.utils.import_utils")
-    with replaced([(imported, "is_fake_tensor", lambda tensor: False)] if hasattr(imported, "is_fake_tensor") else []):
-        yield
+    if not hasattr(imported, "is_fake_tensor"):
+        return contextlib.nullcontext()
+    return mock.patch.object(imported, "is_fake_tensor", lambda tensor: False)  # noqa: PT008 - a mock keeps tensors
 
 
 @contextlib.contextmanager
