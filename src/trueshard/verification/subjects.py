@@ -31,8 +31,7 @@ from trueshard.choices import Choices
 from trueshard.distributed import replicated_mesh
 from trueshard.errors import one_line
 from trueshard.model import names
-from trueshard.planner.inputs.batches import model_loss, module_feed
-from trueshard.planner.inputs.configurations import hub_feed
+from trueshard.planner.inputs.batches import model_loss
 from trueshard.planner.inputs.factories import (
     Factory,
     Original,
@@ -44,7 +43,7 @@ from trueshard.planner.inputs.factories import (
 )
 from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.planner.inputs.optimizers import checked, optimizers_of
-from trueshard.planner.inputs.workloads import hub_model
+from trueshard.planner.inputs.workloads import model_feed
 from trueshard.plans import Plan
 from trueshard.train.losses.causal import Loss, Mean
 from trueshard.verification.compare import TensorStore
@@ -280,8 +279,7 @@ class FactorySubject:
         """Return (step) → global batch for what the factory gives; if it gives none, one that fits, and its loss."""
         samples, sequence = SAMPLES * self._case.parts, self._case.sequence
         if given is None:
-            base = hub_model(model)
-            feed = module_feed(model, sequence) if base is None else hub_feed(type(base), base.config, sequence)
+            feed = model_feed(model, sequence)
             length = sequence or min(feed.sequence, SEQUENCE)
             for said in feed.assumptions:
                 self._note(said)

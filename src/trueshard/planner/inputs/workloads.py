@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest import mock
@@ -95,15 +97,14 @@ def _source_of(model: str | os.PathLike[str] | Callable[[], Any] | nn.Module) ->
     raise TypeError(f"a model is a path, a function or a torch.nn.Module, not a {type(model).__name__}")
 
 
+@dataclass
 class _Made:
     """The latest model of a source, with what came with it: a loss may belong to the model it was made with."""
 
-    parts: Parts
+    source: Source
+    dtype: torch.dtype | None
+    parts: Parts = field(init=False)
     """Set by ``model``."""
-
-    def __init__(self, source: Source, dtype: torch.dtype | None) -> None:
-        self.source = source
-        self.dtype = dtype
 
     def model(self) -> nn.Module:
         self.parts = self.source.build(self.dtype)
@@ -138,11 +139,8 @@ def _feed_of_factory(made: _Made, sequence: int | None, batch: Any, has_loss: bo
             batch = made.batch
         if batch is not None:
             return _feed_of(batch, own, sequence)
-        base = hub_model(model)
-        feed = hub_feed(type(base), base.config, sequence) if base is not None else module_feed(model, sequence)
-        if has_loss or made.parts.loss is not None:
-            return Feed(feed.batch, own, feed.sequence, feed.assumptions)
-        return feed
+        feed = model_feed(model, sequence)
+        return dataclasses.replace(feed, loss=own) if has_loss or made.parts.loss is not None else feed
 
 
 def _feed_of(batch: Any, loss: Loss, sequence: int | None) -> Feed:
@@ -165,13 +163,15 @@ def _off_meta(value: Any) -> Any:
     return torch.zeros(value.shape, dtype=value.dtype) if is_meta else value
 
 
-def hub_model(model: nn.Module) -> Any:
-    """Return the model of transformers in ``model`` (PEFT's wrappers taken off), or None."""
+def model_feed(model: nn.Module, sequence: int | None) -> Feed:
+    """Return a feed by the configuration of a model of transformers (PEFT's wrappers taken off), else by the code."""
     hub = sys.modules.get("transformers.modeling_utils")
     base: Any = names.unwrap(model)
     if hasattr(base, "get_base_model"):
         base = base.get_base_model()
-    return base if hub is not None and isinstance(base, hub.PreTrainedModel) else None
+    if hub is not None and isinstance(base, hub.PreTrainedModel):
+        return hub_feed(type(base), base.config, sequence)
+    return module_feed(model, sequence)
 
 
 def is_size(batch: Any) -> bool:
