@@ -14,14 +14,13 @@ from torch import nn
 
 from trueshard import _torch
 from trueshard.choices import DEFAULTS, Choices, is_free
-from trueshard.planner.forecasting import Cluster, study
 from trueshard.planner.hardware import Hardware, hardware
 from trueshard.planner.inputs.workloads import is_size, workload_of
 from trueshard.planner.planning import Request
 from trueshard.planner.search.search import choose
-from trueshard.planner.search.space import Space
+from trueshard.planner.search.space import Setting, Space
 from trueshard.planner.simulation.preflight import preflight
-from trueshard.planner.workload import Job, Study
+from trueshard.planner.workload import Study
 from trueshard.plans import Plan
 
 FREE = Choices(reshard_after_forward="auto", activation_checkpointing="auto")
@@ -152,14 +151,5 @@ def _of_one_plan(space: Space, plan: Plan | None) -> Study:
             f"global_batch={space.global_batch} is not microbatch {microbatch} × accumulation {accumulation} × "
             f"{space.ranks} ranks; leave one of them out"
         )
-    cluster = Cluster(space.hardware, space.ranks, space.ranks_per_node, space.replicate or 1)
-    job = Job(
-        space.workload,
-        cluster.mesh,
-        microbatch=microbatch,
-        accumulation=accumulation,
-        plan=plan,
-        optimizer=space.optimizer,
-        choices=DEFAULTS if plan is not None else space.choices,
-    )
-    return study(job, cluster, space.budget)
+    setting = Setting(space.replicate or 1, microbatch, accumulation, space.offloads[0])
+    return space.study(plan, setting, space.budget)

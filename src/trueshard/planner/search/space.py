@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import glob
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -59,6 +60,20 @@ class Space:
         """Return the choices with ``instead`` in the place of every ``"auto"``, without offload."""
         settled = {key: _without_auto(getattr(self.choices, key), value) for key, value in instead.items()}
         return self.choices.replace(offload="none", **settled)
+
+    def study(self, plan: Plan | None, setting: Setting, budget: int | None) -> Study:
+        """Return the study of a plan; None: of the one that the choices mean."""
+        cluster = self.cluster(setting.replicate)
+        job = Job(
+            self.workload,
+            cluster.mesh,
+            microbatch=setting.microbatch,
+            accumulation=setting.accumulation,
+            plan=plan,
+            optimizer=self.optimizer,
+            choices=self.choices,
+        )
+        return study(job, cluster, budget)
 
 
 @dataclass(frozen=True, order=True)
@@ -162,7 +177,7 @@ class Evaluator:
             choices.recompute_values(plan.units, given(activation_checkpointing=each).activation_checkpointing)
             for each in ("none", "full")
         )
-        return Grouping(plan, _differ(never, always), _differ(none, full))
+        return Grouping(plan, tuple(map(operator.ne, never, always)), tuple(map(operator.ne, none, full)))
 
     def uniform(self, setting: Setting, reshard: str | int, recompute: Recompute) -> Candidate:
         """Return the candidate with all that is free set by two words, in the grouping ``shard()`` makes for them."""
@@ -196,16 +211,7 @@ class Evaluator:
         if candidate in self.forecasts:
             return self.forecasts[candidate]
         setting = candidate.setting
-        cluster = self.space.cluster(setting.replicate)
-        job = Job(
-            self.space.workload,
-            cluster.mesh,
-            microbatch=setting.microbatch,
-            accumulation=setting.accumulation,
-            plan=self.plan(candidate),
-            optimizer=self.space.optimizer,
-        )
-        made = study(job, cluster, self.budget(setting.replicate))
+        made = self.space.study(self.plan(candidate), setting, self.budget(setting.replicate))
         forecast = self.forecasts[candidate] = made.forecast
         self.studies[candidate] = made
         if forecast.fits and (self.best is None or self.rank(candidate) < self.rank(self.best)):
@@ -242,10 +248,6 @@ def slack(forecast: Forecast) -> int:
     requests of 1 to 10 MiB), or what was asked for in units of 2 MiB, and are put together differently.
     """
     return 2 * LARGE_SEGMENT + forecast.peak_reserved_bytes // 50
-
-
-def _differ(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, ...]:
-    return tuple(a != b for a, b in zip(one, other, strict=True))
 
 
 def _without_auto(word: Any, instead: Any) -> Any:
