@@ -338,11 +338,8 @@ def watching_forwards(begin: Callable[..., None], end: Callable[..., None], *, a
     """Call ``begin`` before and ``end`` after every module's forward; ``always_call``: ``end`` also after an error."""
     before = nn.modules.module.register_module_forward_pre_hook(begin)
     after = nn.modules.module.register_module_forward_hook(end, always_call=always_call)
-    try:
+    with before, after:
         yield
-    finally:
-        before.remove()
-        after.remove()
 
 
 class _UnitTracker:

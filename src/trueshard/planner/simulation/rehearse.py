@@ -206,11 +206,8 @@ def ready(job: Job, mesh: DeviceMesh, device: torch.device) -> Callable[[], None
 
     def step() -> None:
         with device:
-            made = [workload.batch(job.microbatch, workload.sequence) for _ in range(job.accumulation)]
-        batches = [
-            mapped(lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, each) for each in made
-        ]
-        del made
+            batches = [workload.batch(job.microbatch, workload.sequence) for _ in range(job.accumulation)]
+        batches = mapped(lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, batches)
         run_step(workload, model, optimizers, batches)
 
     return step

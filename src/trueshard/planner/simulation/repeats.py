@@ -98,7 +98,7 @@ def _repetitions(classes: Sequence[int], start: int, period: int) -> int:
     count = 1
     while classes[start + count * period : start + (count + 1) * period] == pattern:
         count += 1
-    return count if len(pattern) == period and count > 1 else 1
+    return count
 
 
 def _classes(blocks: Sequence[nn.Module], prefix: str, policies: Mapping[str, Any], tied: set[int]) -> list[int]:
