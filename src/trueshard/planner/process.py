@@ -184,7 +184,7 @@ class _Pickler(cloudpickle.Pickler):
             return object.__new__, (type(value),), kept, None, None, _set_attributes
         if isinstance(value, BaseException) and inspect.isfunction(type(value).__init__):
             # By itself it would be made anew from what it passed to its base class.
-            return _error, (type(value), *value.args), vars(value), None, None, _set_attributes
+            return type(value).__new__, (type(value), *value.args), vars(value), None, None, _set_attributes
         return super().reducer_override(value)
 
     def _reduced(self, tensor: torch.Tensor) -> Any:
@@ -218,10 +218,6 @@ def _set_tensor(tensor: torch.Tensor, state: tuple[dict[str, Any], list[Any]]) -
     vars(tensor).update(attributes)
     for hook in hooks:
         tensor.register_hook(hook)
-
-
-def _error(cls: type[BaseException], *arguments: Any) -> BaseException:
-    return cls.__new__(cls, *arguments)
 
 
 def _set_attributes(value: Any, attributes: dict[str, Any]) -> None:
