@@ -105,7 +105,6 @@ class _Scheduler:
         """When the compute stream is done with the events before this forward."""
         self.reduced = 0.0
         """When the last reduce-scatter is done."""
-        self.lengths: dict[tuple[str, int, int, int], float] = {}
         self.nodes = 1
         """Nodes of the largest group."""
 
@@ -159,17 +158,15 @@ class _Scheduler:
 
     def _communication(self, i: int, event: Communication) -> None:
         self.host += self.launch if event.stream == "compute" else self.launch_collective
-        key = (event.op, event.ranks, event.stride, event.received)
-        if key not in self.lengths:
-            self.lengths[key] = costs.communication_seconds(event, self.hardware, self.ranks_per_node)
-            self.nodes = max(self.nodes, costs.spread(event, self.ranks_per_node)[1])
+        seconds = costs.communication_seconds(event, self.hardware, self.ranks_per_node)
+        self.nodes = max(self.nodes, costs.spread(event, self.ranks_per_node)[1])
         group = (event.ranks, event.stride)
         wait = max([self.queues.get(group, 0.0), *(self.done.get(position, 0.0) for position in event.after)])
         if self.hardware.streams and event.stream == "all_gather":
             wait = max(wait, self._buffer_free(event.place.phase))
         elif self.hardware.streams and event.stream == "reduce_scatter":
             wait = max(wait, self.compute)
-        self.queues[group] = end = self._move(i, event.stream, wait, self.lengths[key])
+        self.queues[group] = end = self._move(i, event.stream, wait, seconds)
         if event.op == "reduce_scatter":
             self.reduced = end
 

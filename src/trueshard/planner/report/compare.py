@@ -15,6 +15,7 @@ from trueshard.text import size
 T = TypeVar("T")
 
 DASH = "\N{EN DASH}"
+_NUMBER = "\0"
 
 
 @dataclass(frozen=True)
@@ -47,23 +48,19 @@ def collapse(
     found = []
     for (template, _), members in groups.items():
         whole = tuple(item for _, item in members)
-        label = template.format(_ranges([number for number, _ in members]))
+        label = template.replace(_NUMBER, _ranges([number for number, _ in members]))
         found.append(Collapsed(name(whole[0]) if len(whole) == 1 else label, whole))
     return found
 
 
 def _split(name: str) -> tuple[str, int]:
-    """Return (name with ``{0}`` in place of its number, the number); -1 without one."""
+    """Return (name with ``_NUMBER`` in place of its number, the number); -1 without one."""
     parts = [re.fullmatch(r"(.*\.|)(\d+)(\.\D.*|)", part) for part in name.split(" + ")]
     found = [part for part in parts if part is not None]
     numbers = {part[2] for part in found}
     if len(found) < len(parts) or len(numbers) != 1:
-        return _plain(name), -1
-    return " + ".join(f"{_plain(part[1])}{{0}}{_plain(part[3])}" for part in found), int(numbers.pop())
-
-
-def _plain(text: str) -> str:
-    return text.replace("{", "{{").replace("}", "}}")
+        return name, -1
+    return " + ".join(f"{part[1]}{_NUMBER}{part[3]}" for part in found), int(numbers.pop())
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -107,17 +107,6 @@ class Grouping:
     free_reshard: tuple[bool, ...]
     free_recompute: tuple[bool, ...]
 
-    def reshard(self, word: str | int) -> tuple[bool | int, ...]:
-        """Return the units' values with every free one set by ``word``."""
-        wanted = choices.reshard_values(self.plan, word, self.plan.ranks[-1])
-        units = zip(self.plan.units, wanted, self.free_reshard, strict=True)
-        return tuple(value if free else unit.reshard_after_forward for unit, value, free in units)
-
-    def recompute(self, word: Recompute) -> tuple[Recompute, ...]:
-        """Return the units' values with every free one set to ``word``."""
-        units = zip(self.plan.units, self.free_recompute, strict=True)
-        return tuple(word if free else unit.activation_checkpointing for unit, free in units)
-
 
 class Evaluator:
     """Forecasts candidates, each once, and keeps the best.
@@ -183,7 +172,15 @@ class Evaluator:
         """Return the candidate with all that is free set by two words, in the grouping ``shard()`` makes for them."""
         groupings = self.groupings(setting.replicate)
         split = reshard not in ("default", "never") and True in groupings
-        return Candidate(setting, split, groupings[split].reshard(reshard), groupings[split].recompute(recompute))
+        grouping, plan = groupings[split], groupings[split].plan
+        wanted = choices.reshard_values(plan, reshard, plan.ranks[-1])
+        units = list(zip(plan.units, wanted, grouping.free_reshard, grouping.free_recompute, strict=True))
+        return Candidate(
+            setting,
+            split,
+            tuple(value if free else unit.reshard_after_forward for unit, value, free, _ in units),
+            tuple(recompute if free else unit.activation_checkpointing for unit, _, _, free in units),
+        )
 
     def plan(self, candidate: Candidate) -> Plan:
         """Return a plan that ``shard()`` takes as it stands, and whose words say the same as its units."""

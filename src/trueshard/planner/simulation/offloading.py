@@ -46,7 +46,7 @@ class _Offloading:
         self.at: dict[int, int] = {}
         self.sent: dict[int, int] = {}
         self.copies: list[Allocation] = []
-        """Copies of shards on the device, until the gather has read them."""
+        """Copies of shards on the device, until the gather has read them; the newest first."""
         self.kept: list[Allocation] = []
         """Gradients that were copied to the host but keep their memory on the device."""
         made = (each.storage for each in (*trace.resident, *trace.events) if isinstance(each, Allocation))
@@ -58,7 +58,7 @@ class _Offloading:
         gradients = _reduced_gradients(self.old)
         for i, event in enumerate(self.old.events):
             if event.place.phase != "backward":
-                self._end_backward()
+                self._free(self.kept)
             self._release_cast(event)
             if isinstance(event, Allocation):
                 if not self._register_on_host(event):
@@ -112,7 +112,7 @@ class _Offloading:
         self.at[i] = len(self.events)
         self.events.append(event)
         if isinstance(event, Communication) and event.op == "all_gather":
-            self._release()
+            self._free(self.copies)
 
     def _to_device(self, kernel: Kernel) -> list[int]:
         """Copy the shards that the kernel reads to the device; return the positions of the transfers."""
@@ -128,7 +128,7 @@ class _Offloading:
                 shard, place=kernel.place, storage=self.numbers, stream=kernel.stream, kind="communication"
             )
             self.events.append(copy)
-            self.copies.append(copy)
+            self.copies.insert(0, copy)
         return found
 
     def _release_cast(self, event: Event) -> None:
@@ -136,12 +136,13 @@ class _Offloading:
         if self.last_kernel is None or self.last_kernel.op == "fsdp.all_gather_copy_in":
             return
         if not isinstance(event, Allocation) or event.storage not in self.last_kernel.writes:
-            self._release()
+            self._free(self.copies)
 
-    def _release(self) -> None:
-        for copy in reversed(self.copies):
-            self.events.append(Free(self.events[-1].place, copy.storage, copy.bytes))
-        self.copies.clear()
+    def _free(self, held: list[Allocation]) -> None:
+        """Free what a list holds, in its order, and empty it."""
+        for each in held:
+            self.events.append(Free(self.events[-1].place, each.storage, each.bytes))
+        held.clear()
 
     def _to_host(self, reduced: _ReducedGradient) -> None:
         for each in reduced.reductions:
@@ -151,13 +152,8 @@ class _Offloading:
         self.events.append(Transfer(place, "to_host", gradient.bytes, gradient.unit, reduced.stream))
         self.kept.append(gradient)
         if not reduced.is_kept:
-            self._end_backward()
+            self._free(self.kept)
         self.host[gradient.storage] = gradient
-
-    def _end_backward(self) -> None:
-        for gradient in self.kept:
-            self.events.append(Free(self.events[-1].place, gradient.storage, gradient.bytes))
-        self.kept.clear()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -324,12 +324,41 @@ def track_units(recorder: Recorder, model: nn.Module, plan: Plan) -> Iterator[No
     """Keep ``recorder``'s place, unit and stream current while ``model`` runs, by hooks of its units and of FSDP2."""
     modules = dict(names.named_modules(names.unwrap(model)))
     unit_of = {modules[name]: unit.name for unit in plan.units for name in unit.modules}
-    tracker = _UnitTracker(recorder, unit_of)
+    outer_units: list[str] = []
+    before: list[tuple[str | None, Stream, Place]] = []
+
+    def enter(unit: str) -> None:
+        recorder.place = Place(recorder.place.phase, unit)
+
+    def begin_forward(module: nn.Module, args: Any) -> None:
+        if module in unit_of:
+            outer_units.append(recorder.place.unit)
+            enter(unit_of[module])
+
+    def end_forward(module: nn.Module, args: Any, output: Any) -> None:
+        if module not in unit_of or not outer_units:
+            return
+        name = unit_of[module]
+        if torch.is_grad_enabled() and not _torch.in_backward():
+            for tensor in _torch.tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _, name=name: enter(name))
+        enter(outer_units.pop())
+
+    def begin_communication(name: str, what: str) -> None:
+        before.append((recorder.unit, recorder.stream, recorder.place))
+        recorder.unit = name
+        if what in ("post_forward", "post_backward"):
+            enter(name)
+        recorder.stream = "all_gather" if what == "unshard" else "compute"
+
+    def end_communication() -> None:
+        recorder.unit, recorder.stream, recorder.place = before.pop()
+
     for module, name in unit_of.items():
         if isinstance(module, _torch.ShardedModule):
-            begin = functools.partial(tracker.begin_communication, name)
-            _torch.watch_communication(module, begin, tracker.end_communication)
-    with watching_forwards(tracker.begin_forward, tracker.end_forward, always_call=True):
+            _torch.watch_communication(module, functools.partial(begin_communication, name), end_communication)
+    with watching_forwards(begin_forward, end_forward, always_call=True):
         yield
 
 
@@ -340,39 +369,3 @@ def watching_forwards(begin: Callable[..., None], end: Callable[..., None], *, a
     after = nn.modules.module.register_module_forward_hook(end, always_call=always_call)
     with before, after:
         yield
-
-
-class _UnitTracker:
-    def __init__(self, recorder: Recorder, unit_of: Mapping[nn.Module, str]) -> None:
-        self.recorder = recorder
-        self.unit_of = unit_of
-        self._outer_units: list[str] = []
-        self._before: list[tuple[str | None, Stream, Place]] = []
-
-    def begin_forward(self, module: nn.Module, args: Any) -> None:
-        if module in self.unit_of:
-            self._outer_units.append(self.recorder.place.unit)
-            self._enter(self.unit_of[module])
-
-    def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module not in self.unit_of or not self._outer_units:
-            return
-        name = self.unit_of[module]
-        if torch.is_grad_enabled() and not _torch.in_backward():
-            for tensor in _torch.tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _, name=name: self._enter(name))
-        self._enter(self._outer_units.pop())
-
-    def begin_communication(self, name: str, what: str) -> None:
-        self._before.append((self.recorder.unit, self.recorder.stream, self.recorder.place))
-        self.recorder.unit = name
-        if what in ("post_forward", "post_backward"):
-            self._enter(name)
-        self.recorder.stream = "all_gather" if what == "unshard" else "compute"
-
-    def end_communication(self) -> None:
-        self.recorder.unit, self.recorder.stream, self.recorder.place = self._before.pop()
-
-    def _enter(self, unit: str) -> None:
-        self.recorder.place = Place(self.recorder.place.phase, unit)
