@@ -15,6 +15,7 @@ from resting import all_but
 from trueshard.choices import Choices
 from trueshard.planner.inputs.workloads import workload_of
 from trueshard.planner.simulation.preflight import Problem, preflight
+from trueshard.planner.workload import Job
 from trueshard.plans import Plan
 
 
@@ -44,9 +45,9 @@ class Model(nn.Module):
 
 
 def problems(model: Any, **given: Any) -> list[Problem]:
-    shards = {key: given.pop(key) for key in ("ranks", "plan", "microbatch") if key in given}
-    choices = Choices(**given.pop("words", {}))
-    return preflight(workload_of(model, **given), choices=choices, **shards)
+    shards = {key: given.pop(key) for key in ("plan", "microbatch") if key in given}
+    ranks, choices = given.pop("ranks", (8,)), Choices(**given.pop("words", {}))
+    return preflight(Job(workload_of(model, **given), ranks, choices=choices, **shards))
 
 
 def the_problem(model: Any, **given: Any) -> Problem:

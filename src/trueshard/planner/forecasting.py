@@ -108,7 +108,7 @@ def study(job: Job, cluster: Cluster, budget: int | None = None) -> Study:
         **amounts,
     )
     plan = dataclasses.replace(made.plan, forecast=forecast)
-    return Study(plan, forecast, made.steady, line, assumptions=_assumptions(job, cluster, made))
+    return Study(plan, forecast, made.steady, line, assumptions=_assumptions(job, made))
 
 
 def _amounts(trace: Trace, line: Timeline) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def compute_dtype(plan: Plan) -> str:
     return max(plan.units, key=lambda unit: unit.parameters).dtype.partition("+")[0]
 
 
-def _assumptions(job: Job, cluster: Cluster, made: Simulation) -> tuple[str, ...]:
+def _assumptions(job: Job, made: Simulation) -> tuple[str, ...]:
     told = list(job.workload.assumptions)
     if made.whole_because:
         told.append(f"Every block was simulated, since blocks could not be extended: {made.whole_because}.")

@@ -20,7 +20,7 @@ from trueshard.planner.planning import Request
 from trueshard.planner.search.search import choose
 from trueshard.planner.search.space import Setting, Space
 from trueshard.planner.simulation.preflight import preflight
-from trueshard.planner.workload import Study
+from trueshard.planner.workload import Job, Study
 from trueshard.plans import Plan
 
 FREE = Choices(reshard_after_forward="auto", activation_checkpointing="auto")
@@ -129,13 +129,9 @@ def _samples(batch: Any) -> int | None:
 def _preflight(space: Space, plan: Plan | None) -> list[str]:
     """Return warnings, one sentence each; raise ValueError for what would fail in the first step."""
     settled = {key: getattr(DEFAULTS, key) for key, value in vars(space.choices).items() if is_free(value)}
-    problems = preflight(
-        space.workload,
-        ranks=space.cluster(space.replicate or 1).mesh,
-        microbatch=space.microbatch or 1,
-        plan=plan,
-        choices=space.choices.replace(**settled),
-    )
+    choices = space.choices.replace(**settled)
+    mesh = space.cluster(space.replicate or 1).mesh
+    problems = preflight(Job(space.workload, mesh, microbatch=space.microbatch or 1, plan=plan, choices=choices))
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""

@@ -22,7 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from trueshard import _torch
-from trueshard.choices import DEFAULTS, Choices
+from trueshard.choices import Choices
 from trueshard.errors import one_line
 from trueshard.model import names
 from trueshard.optim.clip import clip_grad_norm_
@@ -31,7 +31,7 @@ from trueshard.planner.inputs.fake_tensors import plain_attributes
 from trueshard.planner.simulation.recorder import Recorder, watching_forwards
 from trueshard.planner.simulation.repeats import find_runs, shorten
 from trueshard.planner.simulation.simulate import fake_tensors_look_real, simulated_mesh
-from trueshard.planner.workload import Workload
+from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan
 from trueshard.runtime import engine
 
@@ -55,36 +55,25 @@ class Problem:
         return f"{self.severity}: {self.where}: {self.what}{remedy}"
 
 
-def preflight(
-    workload: Workload,
-    *,
-    ranks: Sequence[int] = (8,),
-    microbatch: int = 1,
-    plan: Plan | None = None,
-    choices: Choices = DEFAULTS,
-) -> list[Problem]:
-    """Build, shard and run ``workload`` on fake tensors, as rank 0 would, and return errors, then warnings.
+def preflight(job: Job) -> list[Problem]:
+    """Build, shard and run one microbatch of a job on fake tensors, and return errors, then warnings.
 
-    If ``shard()`` refuses the model, it runs unsharded, so that further problems are found as well.
-
-    Args:
-        workload: model and step.
-        ranks: mesh shape: (shard,) or (replicate, shard).
-        microbatch: samples in one forward.
-        plan: to apply; None: ``choices``, without ``"auto"``, decide.
+    If ``shard()`` refuses the model, it runs unsharded, so that further problems are found as well. The job's choices
+    hold no ``"auto"``.
     """
     problems: list[Problem] = []
+    workload, how = job.workload, job.plan or job.choices
     # Compiled modules run eagerly: a compiled kernel would read the memory that fake tensors do not have.
     eagerly = torch.compiler.set_stance("force_eager")
-    with quietly(), warnings.catch_warnings(), _torch.simulated_world(0, math.prod(ranks)), eagerly:
+    with quietly(), warnings.catch_warnings(), _torch.simulated_world(job.rank, math.prod(job.ranks)), eagerly:
         warnings.simplefilter("ignore")
-        mesh = simulated_mesh("cpu", tuple(ranks))
+        mesh = simulated_mesh("cpu", job.ranks)
         # Two of many equal blocks run first. All run if there is a problem: for the names, and to be certain.
         for shorter in (True, False):
             problems.clear()
             with _torch.fake_tensors(), fake_tensors_look_real(), _collected("model", problems):
-                model, how = workload.model(), plan or choices
-                short_plan = _shorten(model, how, tuple(ranks)) if shorter else None
+                model = workload.model()
+                short_plan = _shorten(model, how, job.ranks) if shorter else None
                 if shorter and short_plan is None:
                     continue
                 optimizers: list[torch.optim.Optimizer] = []
@@ -93,7 +82,7 @@ def preflight(
                 with _collected("shard", problems):
                     engine.shard(model, optimizers, short_plan or how, mesh)
                 with _collected("batch", problems):
-                    batch = workload.batch(microbatch, workload.sequence)
+                    batch = workload.batch(job.microbatch, workload.sequence)
                     _step(workload, model, [] if problems else optimizers, batch, problems)
             if not problems:
                 break
