@@ -14,6 +14,7 @@ import pytest
 import chromium
 import studies
 from studies import Writer
+from trueshard.files import replace_text
 from trueshard.planner import ledger
 from trueshard.planner.report import page
 from trueshard.planner.timeline import Span, Timeline
@@ -61,17 +62,17 @@ def expanded(runs: list[int], count: int) -> np.ndarray:
 
 def test_it_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "plan.html"
-    page.write_page(studies.study(), target)
+    replace_text(target, page.page(studies.study()))
     first = target.read_text(encoding="utf-8")
     assert first.startswith("<!doctype html>")
     assert first.rstrip().endswith("</html>")
     assert target.stat().st_mode & 0o777 == (tmp_path / "plan.html").stat().st_mode & 0o777
     with pytest.raises(AttributeError):
-        page.write_page(dataclasses.replace(studies.study(), forecast=None), target)  # type: ignore[arg-type]
+        replace_text(target, page.page(dataclasses.replace(studies.study(), forecast=None)))  # type: ignore[arg-type]
     assert target.read_text(encoding="utf-8") == first
     assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
     with pytest.raises(FileNotFoundError):
-        page.write_page(studies.study(), tmp_path / "nowhere" / "plan.html")
+        replace_text(tmp_path / "nowhere" / "plan.html", page.page(studies.study()))
 
 
 def test_names_are_data_and_never_markup() -> None:
@@ -151,7 +152,7 @@ def test_a_long_step_makes_a_light_page() -> None:
 def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, Path]:
     study = with_alternatives()
     file = tmp_path_factory.mktemp("page") / "plan.html"
-    page.write_page(study, file)
+    replace_text(file, page.page(study))
     return study, file
 
 

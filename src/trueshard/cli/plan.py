@@ -113,7 +113,7 @@ def _plan(request: Request, out: Path | None, html: Path | None, *, rehearse: bo
     if out is not None:
         replace_text(out, found.plan.to_json() + "\n")
     if html is not None:
-        page.write_page(found, html)
+        replace_text(html, page.page(found))
     rehearsal = None
     if rehearse:
         space, _ = space_of(request)

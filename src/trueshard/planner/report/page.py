@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trueshard.files import replace_text
 from trueshard.planner import ledger
 from trueshard.planner.ledger import Curve, Peak
 from trueshard.planner.report import report, thinning
@@ -32,15 +29,6 @@ BANDS = 36
 SPANS = 6000
 """Of the time line; of more, short neighbours of one unit are merged."""
 TENSORS = 25
-
-
-def write_page(study: Study, path: str | os.PathLike[str]) -> None:
-    """Write the page to ``path``; a file that is there is replaced when the new one is complete.
-
-    Raises:
-        OSError: the folder does not exist or cannot be written to.
-    """
-    replace_text(Path(path), page(study))
 
 
 def page(study: Study) -> str:
