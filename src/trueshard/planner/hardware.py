@@ -133,7 +133,19 @@ def hardware(name: str, **overrides: Any) -> Hardware:
         row, key = _of_file(Path(name)), Path(name).stem
     else:
         row, key = _row(name), name.lower()
-    return _build(key, _merged(row, overrides), name)
+    try:
+        return Hardware(**{**_merged(row, overrides), "name": key})
+    except ValidationError as error:
+        problem = error.errors()[0]
+    *outer, last = [str(each) for each in problem["loc"]]
+    path = ".".join([*outer, last])
+    if problem["type"] == "unexpected_keyword_argument":
+        valid = [each.name for each in fields(Efficiency if outer else Hardware)]
+        raise ValueError(f"hardware {name!r}: {path!r} is no key.{nearest(last, valid)} Known: {', '.join(valid)}")
+    if problem["type"] == "missing":
+        raise ValueError(f"hardware {name!r}: {path} is missing")
+    message = problem["msg"].removeprefix("Value error, ")
+    raise ValueError(f"hardware {name!r}: {path}={problem['input']!r}: {message}")
 
 
 def known() -> tuple[str, ...]:
@@ -218,19 +230,3 @@ def _merged(row: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
         old = merged.get(key)
         merged[key] = {**old, **value} if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
-
-
-def _build(key: str, row: Mapping[str, Any], asked: str) -> Hardware:
-    where = f"hardware {asked!r}: "
-    try:
-        return Hardware(**{**row, "name": key})
-    except ValidationError as error:
-        problem = error.errors()[0]
-    *outer, last = [str(each) for each in problem["loc"]]
-    path = ".".join([*outer, last])
-    if problem["type"] == "unexpected_keyword_argument":
-        valid = [each.name for each in fields(Efficiency if outer else Hardware)]
-        raise ValueError(f"{where}{path!r} is no key.{nearest(last, valid)} Known: {', '.join(valid)}")
-    if problem["type"] == "missing":
-        raise ValueError(f"{where}{path} is missing")
-    raise ValueError(f"{where}{path}={problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}")

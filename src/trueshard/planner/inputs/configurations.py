@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trueshard import _torch
-from trueshard.errors import one_line
+from trueshard.errors import with_kind
 from trueshard.model import names
 from trueshard.planner.inputs.batches import HOW, Feed, model_loss
 from trueshard.planner.inputs.factories import Parts
@@ -52,8 +52,8 @@ class Configuration:
                 model = self.cls._from_config(self.settings, dtype=dtype or torch.float32)
         except Exception as error:  # whatever the modelling code trips over
             raise ValueError(
-                f"{self.name}: no {self.cls.__name__} can be built from it ({type(error).__name__}: "
-                f"{one_line(error, 200)}); correct its configuration"
+                f"{self.name}: no {self.cls.__name__} can be built from it ({with_kind(error)}); "
+                "correct its configuration"
             ) from error
         make_fake(model)
         return Parts(model)
@@ -175,8 +175,7 @@ def _settings(file: Path) -> Any:
     try:
         settings = CONFIG_MAPPING[kind].from_dict(data)
     except Exception as error:  # transformers validates in several ways
-        words = one_line(error, 200)
-        raise ValueError(f"{file} is refused by transformers ({type(error).__name__}: {words}); correct it") from None
+        raise ValueError(f"{file} is refused by transformers ({with_kind(error)}); correct it") from None
     for part in {id(each): each for each in (settings, settings.get_text_config())}.values():
         if hasattr(part, "use_cache"):
             part.use_cache = False
