@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 from trueshard.planner.trace import Allocation, Free, Kernel, Stream, Trace
 
@@ -128,19 +129,17 @@ ROUND_LARGE = 2 << 20
 """Such a segment's size is a multiple of it (kRoundLarge)."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Block:
     """A part of a segment, in use or free."""
 
-    __slots__ = ("address", "free", "next", "pool", "prev", "size")
-
-    def __init__(self, pool: Pool, address: int, size: int) -> None:
-        self.pool = pool
-        self.address = address
-        self.size = size
-        self.free = False
-        self.prev: Block | None = None
-        """Neighbour at lower addresses in the same segment."""
-        self.next: Block | None = None
+    pool: Pool
+    address: int
+    size: int
+    free: bool = False
+    prev: Block | None = None
+    """Neighbour at lower addresses in the same segment."""
+    next: Block | None = None
 
     def split(self, size: int) -> Block:
         """Shorten the block to its first ``size`` bytes; return the remainder, which is not in the free list."""
@@ -162,8 +161,6 @@ class Block:
 
 class Pool:
     """Free blocks of one stream, for small or for large requests."""
-
-    __slots__ = ("free", "remainder", "segment")
 
     def __init__(self, small: bool) -> None:
         self.segment = SMALL_SEGMENT if small else LARGE_SEGMENT

@@ -11,8 +11,7 @@ import contextlib
 import math
 import traceback
 import warnings
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueshard import _torch
 from trueshard.choices import Choices
@@ -218,7 +218,7 @@ class _Watch(TorchFunctionMode):
         self._attributes = attributes
         self._name_of = name_of
         self._running: list[nn.Module] = []
-        self._on_cpu: dict[int, tuple[weakref.ref[torch.Tensor], Problem]] = {}
+        self._on_cpu: MutableMapping[torch.Tensor, Problem] = WeakTensorKeyDictionary()
 
     def where(self) -> str:
         """Return the module's name, ``model`` for the root; "" outside of all forwards."""
@@ -277,14 +277,11 @@ class _Watch(TorchFunctionMode):
             self._add(Problem(self.where() or "loss", what, "cast one of them", "error"))
 
     def _problem_of(self, tensor: torch.Tensor) -> Problem | None:
-        if id(tensor) in self._attributes:
-            return self._attributes[id(tensor)]
-        reference, problem = self._on_cpu.get(id(tensor), (None, None))
-        return problem if reference is not None and reference() is tensor else None
+        return self._attributes.get(id(tensor)) or self._on_cpu.get(tensor)
 
     def _mark(self, out: Any, problem: Problem) -> None:
         for each in _torch.tensors_in(out):
-            self._on_cpu[id(each)] = (weakref.ref(each), problem)
+            self._on_cpu[each] = problem
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
