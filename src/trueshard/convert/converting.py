@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from trueshard.convert.engine import Draft, Entry, Rule, Wrong, nearest, our_fields, shown
@@ -130,7 +131,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: a file of an unknown kind; give one that ends in {', '.join(SUFFIXES)}")
     try:
         tree = _parse(content, kind)
-    except (ValueError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: malformed: {one_line(error)}; correct that place") from None
     if not isinstance(tree, dict) or not tree:
         raise UserError(f"{path}: no keys are in it; give the file that holds the configuration")
@@ -144,14 +145,7 @@ def _parse(content: str, kind: str) -> Any:
         return tomllib.loads(content)
     if kind == ".json":
         return json.loads(content)
-    try:
-        import yaml
-    except ImportError:
-        raise UserError("PyYAML is missing, which reads YAML; install pyyaml") from None
-    try:
-        return yaml.safe_load(content)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+    return yaml.safe_load(content)
 
 
 def _variables(content: str) -> dict[str, str]:

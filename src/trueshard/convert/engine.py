@@ -13,12 +13,12 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 from pydantic.fields import FieldInfo
 
 from trueshard.train.config import Config, Section
-from trueshard.train.parse import toml_value
+from trueshard.train.parse import section_of, toml_value
 
 Status = Literal["set", "near", "always", "command", "none"]
 """set: the same here. near: set, and something differs. always: nothing to set. command: said when the run is started.
@@ -216,10 +216,11 @@ class Draft:
 @functools.cache
 def our_fields() -> dict[str, FieldInfo]:
     """Return the field of each key of ours, in a file's order."""
+    sections = {name: section_of(Config, name) or Section for name in Config.model_fields}
     return {
-        f"{section}.{info.alias or name}": info
-        for section in Config.model_fields
-        for name, info in section_of(section).model_fields.items()
+        f"{name}.{info.alias or key}": info
+        for name, section in sections.items()
+        for key, info in section.model_fields.items()
     }
 
 
@@ -227,13 +228,6 @@ def our_default(ours: str) -> Any:
     """Return the default of a key of ours; None where it is required, or inside a table."""
     info = our_fields().get(ours)
     return None if info is None or info.is_required() else info.get_default(call_default_factory=True)
-
-
-def section_of(name: str) -> type[Section]:
-    annotation = Config.model_fields[name].annotation
-    return next(
-        kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, Section)
-    )
 
 
 def shown(value: Any) -> str:

@@ -115,11 +115,11 @@ def _dotted(location: tuple[int | str, ...]) -> str:
             key += f"[{part}]"
         else:
             key += f".{part}" if key else part
-            model = _section(model, part)
+            model = section_of(model, part)
     return key
 
 
-def _section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+def section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
     """Return the section under a key, also if it may be left out or is a list; None for a plain value."""
     for name, field in model.model_fields.items():
         if key == (field.alias or name):
@@ -132,7 +132,7 @@ def _keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     keys: list[str] = []
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
-        section = _section(model, field.alias or name)
+        section = section_of(model, field.alias or name)
         keys += _keys(section, key + ".") if section else [key]
     return keys
 

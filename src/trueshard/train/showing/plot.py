@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import datetime
 import io
-import itertools
 import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,23 +174,12 @@ def smoothed(curve: RunCurve, half_life: float) -> Values:
     Near the beginning the half-life is a tenth of the steps so far, so that the line follows a steep fall.
     """
     lives = np.minimum(half_life, np.maximum(curve.step - curve.step[0], 1) / 10)
-    decays = 0.5 ** (np.diff(curve.step, prepend=curve.step[0]) / lives)
+    places = np.cumsum(np.diff(curve.step, prepend=curve.step[0]) / lives)  # in half-lives
+    nearness = 0.5 ** np.abs(places[:, None] - places)  # [points, points]
     known = np.isfinite(curve.mean)
     weights = np.where(known, curve.count, 0.0)
     sums = np.where(known, curve.mean, 0.0) * weights
-    later = np.append(decays[1:], 1.0)[::-1]
-
-    def around(values: Values) -> Values:
-        return _decayed(values, decays) + _decayed(values[::-1], later)[::-1] - values
-
-    return np.divide(around(sums), around(weights), out=np.full_like(sums, np.nan), where=known)
-
-
-def _decayed(values: Values, decays: Values) -> Values:
-    """Return the running sum of the values, multiplied by the decay before each."""
-    pairs = zip(values.tolist(), decays.tolist(), strict=True)
-    sums = itertools.accumulate(pairs, lambda total, pair: total * pair[1] + pair[0], initial=0.0)
-    return np.fromiter(itertools.islice(sums, 1, None), np.float64, len(values))
+    return np.divide(nearness @ sums, nearness @ weights, out=np.full_like(sums, np.nan), where=known)
 
 
 def half_life(runs: Sequence[RunRecords]) -> int:
@@ -296,9 +284,7 @@ def page(runs: Sequence[RunRecords]) -> str:
         "drawn": f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M}",
         "half_life": half_life(runs),
         "tokens": all("tokens" in record for run in runs for record in run.records),
-        "panels": [
-            {"key": each.key, "title": each.title, "unit": each.unit, "noisy": each.noisy} for each in _shown(runs)
-        ],
+        "panels": [asdict(each) for each in _shown(runs)],
         "runs": [_run(run) for run in runs],
     }
     return framed(
