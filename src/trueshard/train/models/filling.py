@@ -28,8 +28,8 @@ from trueshard.runtime.engine import sharded
 from trueshard.train.config import Config
 from trueshard.train.models import adapters
 from trueshard.train.models.build import empty, with_values
-from trueshard.train.models.parameters import copy_tensor, give_memory, registered, resting_device, seeded
-from trueshard.train.models.quantized import QuantizedLinear, quantise
+from trueshard.train.models.parameters import copy_module, copy_tensor, give_memory, resting_device, seeded
+from trueshard.train.models.quantized import QuantizedLinear
 
 
 def fill(config: Config, model: nn.Module) -> None:
@@ -51,7 +51,7 @@ def fill(config: Config, model: nn.Module) -> None:
         device = resting_device(root)
         give_memory(root)
         if not _initialise_blocks(root, empty(config, settings), config.train.seed, device):
-            _copy_model(root, with_values(config, settings))
+            copy_module(root, with_values(config, settings))
         elif hasattr(root, "peft_config"):
             adapters.initialise(root, empty(config, settings), config.train.seed, device)
     if hasattr(root, "peft_config"):
@@ -66,14 +66,16 @@ def _fill_quantised(config: Config, settings: Any, root: nn.Module) -> None:
         warnings.simplefilter("ignore")
         trueshard.shard(twin, mesh=runtime.mesh, offload=runtime.plan.offload)
     fill(plain, twin)
-    _copy_model(root, twin)
+    give_memory(root)
+    copy_module(root, twin)
 
 
 def _read(config: Config, settings: Any, root: nn.Module) -> None:
     path = config.model.place()
     adapted = hasattr(root, "peft_config")
     if not any(path.glob("*.safetensors")):
-        _copy_model(root, with_values(config, settings))
+        give_memory(root)
+        copy_module(root, with_values(config, settings))
         return
     if adapted:
         adapters.initialise(root, empty(config, settings), config.train.seed, resting_device(root))
@@ -85,7 +87,8 @@ def _read(config: Config, settings: Any, root: nn.Module) -> None:
     except (ValueError, OSError) as error:
         text = one_line(error)
         if "more than reading bytes" in text:  # transformers can assemble it
-            _copy_model(root, with_values(config, settings))
+            give_memory(root)
+            copy_module(root, with_values(config, settings))
             return
         raise UserError(f"model.path: {text}") from error
     added = adapters.added(root) if adapted else set()
@@ -98,30 +101,6 @@ def _read(config: Config, settings: Any, root: nn.Module) -> None:
     if found.unexpected and (not dist.is_initialized() or dist.get_rank() == 0):
         kind, unused = _torch.own_class(root).__name__, found.unexpected
         warnings.warn(f"{path} has {len(unused)} tensors that {kind} does not use, such as {unused[0]!r}", stacklevel=2)
-
-
-@torch.no_grad()
-def _copy_model(root: nn.Module, donor: nn.Module) -> None:
-    """Copy or quantise the values of a model of the same structure, whole or sharded alike."""
-    give_memory(root)
-    donors = dict(names.named_modules(donor))
-    for name, module in names.named_modules(root):
-        other = donors[name]
-        if isinstance(module, QuantizedLinear) and not isinstance(other, QuantizedLinear):
-            packed = quantise(_torch.local(registered(other, "weight")), module.kind)
-            if _torch.local(module.packed).shape == packed.shape:
-                _torch.local(module.packed).copy_(packed)
-            else:  # the donor is whole
-                copy_tensor(module.packed, packed)
-            if module.bias is not None:
-                copy_tensor(registered(module, "bias"), registered(other, "bias"))
-            continue
-        for registry in (_torch.own_parameters, _torch.own_buffers):
-            held, theirs = registry(module), registry(other)
-            for attribute, tensor in held.items():
-                source = theirs[attribute]
-                if tensor is not None and source is not None:
-                    copy_tensor(tensor, source)
 
 
 @torch.no_grad()

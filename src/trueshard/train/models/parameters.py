@@ -21,6 +21,7 @@ from trueshard.distributed import device_of
 from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.runtime.engine import sharded
+from trueshard.train.models.quantized import QuantizedLinear, quantise
 
 
 def match_globs(globs: Iterable[str], names: Collection[str], key: str, what: str = "parameter") -> list[str]:
@@ -76,11 +77,17 @@ def registered(module: nn.Module, attribute: str) -> torch.Tensor:
 
 @torch.no_grad()
 def copy_module(target: nn.Module, source: nn.Module) -> None:
-    """Copy all parameters and buffers, matched by order. Collective if placements differ."""
+    """Copy all parameters and buffers, matched by order. Collective if placements differ.
+
+    What ``target`` alone has quantised is quantised; for that ``source`` has to be sharded alike.
+    """
     for kind in ("parameters", "buffers"):
         ours, theirs = (list(names.named_tensors(each, kind)) for each in (target, source))
-        for (_, _, _, tensor), (_, _, _, value) in zip(ours, theirs, strict=True):
-            copy_tensor(tensor, value)
+        for (_, module, attribute, tensor), (_, _, _, value) in zip(ours, theirs, strict=True):
+            if isinstance(module, QuantizedLinear) and attribute == "packed":
+                _torch.local(tensor).copy_(quantise(_torch.local(value), module.kind))
+            else:
+                copy_tensor(tensor, value)
 
 
 @torch.no_grad()
