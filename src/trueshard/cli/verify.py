@@ -51,11 +51,13 @@ def verify(
 
     if int(os.environ.get("RANK", "0")):  # under torchrun the first process does it, with processes of its own
         return
+    if ".py" not in subject and not Path(subject).is_file():
+        raise UserError(f"there is no {subject!r}: give a training configuration (TOML), or file.py:factory")
     with refused(), _stopped():
         if html is not None:
             check_writable(html)
         report = trueshard.verify(
-            _found(subject),
+            subject,
             nproc=int(os.environ.get("WORLD_SIZE", nproc)),
             layers=layers,
             steps=steps,
@@ -80,12 +82,6 @@ def verify(
     print(report.to_json() if as_json else report)
     if not report.held:
         raise typer.Exit(1)
-
-
-def _found(subject: str) -> str:
-    if ".py" not in subject and not Path(subject).is_file():
-        raise UserError(f"there is no {subject!r}: give a training configuration (TOML), or file.py:factory")
-    return subject
 
 
 @contextlib.contextmanager

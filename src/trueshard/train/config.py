@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,12 +39,17 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
-def _one_of(found: Mapping[str, Any], *, required: bool = True) -> None:
-    """Raise unless exactly one (or, unless ``required``, at most one) of the keys has a value."""
-    given = [key for key, value in found.items() if value not in (None, [])]
-    if len(given) > 1 or (required and not given):
-        wanted = f"exactly one of {', '.join(found)}" if required else f"one of {', '.join(found)}"
-        raise ValueError(f"wanted {wanted}; found {' and '.join(given) or 'none of them'}")
+def _one_of(*keys: str, required: bool = True) -> Any:
+    """Return a validator: exactly one (or, unless ``required``, at most one) of a section's keys has a value."""
+
+    def check(section: Section) -> Section:
+        given = [key for key in keys if getattr(section, key.partition(".")[2]) not in (None, [])]
+        if len(given) > 1 or (required and not given):
+            wanted = f"exactly one of {', '.join(keys)}" if required else f"one of {', '.join(keys)}"
+            raise ValueError(f"wanted {wanted}; found {' and '.join(given) or 'none of them'}")
+        return section
+
+    return model_validator(mode="after")(check)
 
 
 class RunSection(Section):
@@ -83,9 +87,10 @@ class ModelSection(Section):
     quantize: Literal["none", "int8", "nf4"] = "none"
     """With `[adapter]`: store the frozen weights of linear layers in 8 or 4 bits (as QLoRA does)."""
 
+    _one_source = _one_of("model.path", "model.config", "model.architecture")
+
     @model_validator(mode="after")
-    def _one_source(self) -> ModelSection:
-        _one_of({"model.path": self.path, "model.config": self.config, "model.architecture": self.architecture})
+    def _fields_of_architecture(self) -> ModelSection:
         if self.fields and self.architecture is None:
             raise ValueError("model.fields goes with model.architecture only; remove it, or set that")
         return self
@@ -129,10 +134,7 @@ class TokenizerSection(Section):
     chat_template: Text | None = None
     """A file with a Jinja chat template. Left out, the tokenizer's own, or ChatML where it has none."""
 
-    @model_validator(mode="after")
-    def _at_most_one(self) -> TokenizerSection:
-        _one_of({"tokenizer.path": self.path, "tokenizer.vocab_size": self.vocab_size}, required=False)
-        return self
+    _at_most_one = _one_of("tokenizer.path", "tokenizer.vocab_size", required=False)
 
 
 class SourceSection(Section):
@@ -173,10 +175,7 @@ class DataSection(Section):
     prefetch: Annotated[int, Field(ge=0)] = 2
     """Steps whose batches are prepared in the background."""
 
-    @model_validator(mode="after")
-    def _one_place(self) -> DataSection:
-        _one_of({"data.path": self.path, "data.sources": self.sources})
-        return self
+    _one_place = _one_of("data.path", "data.sources")
 
     def places(self) -> list[SourceSection]:
         """Return the sources as a list, also if there is only one."""
@@ -228,10 +227,7 @@ class TrainSection(Section):
     log_every: Annotated[int, Field(ge=1)] = 10
     """Steps between printed lines when the output is not a terminal. `metrics.jsonl` has every step."""
 
-    @model_validator(mode="after")
-    def _one_end(self) -> TrainSection:
-        _one_of({"train.steps": self.steps, "train.epochs": self.epochs})
-        return self
+    _one_end = _one_of("train.steps", "train.epochs")
 
 
 class PreferenceSection(Section):

@@ -72,8 +72,6 @@ class Order:
 
     def indices(self, first: int, count: int) -> npt.NDArray[np.int64]:
         """Return the samples from global position ``first`` on: int64 [count], numbered one source after the other."""
-        if len(self._lengths) == 1:
-            return sequence_indices(self._seeds[0], first, count, self._lengths[0])
         turns = np.array([self.turn(sample) for sample in range(first, first + count)], dtype=np.int64).reshape(-1, 2)
         found = np.empty(count, dtype=np.int64)
         for source, length in enumerate(self._lengths):

@@ -53,10 +53,9 @@ class QuantizedLinear(nn.Linear):
 def quantise_layers(model: nn.Module, kind: Quantization, wanted: Callable[[str], bool]) -> int:
     """Replace the ``wanted`` plain linear layers of ``model``, in place; return their number of weights."""
     found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear and wanted(name)]
-    made = {id(module): QuantizedLinear(module, kind) for _, module in found}
     for name, module in found:
         parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, made[id(module)])
+        setattr(model.get_submodule(parent), attribute, QuantizedLinear(module, kind))
     return sum(module.weight.numel() for _, module in found)
 
 
