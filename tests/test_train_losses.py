@@ -17,8 +17,7 @@ from messages import naming
 from parity import Ranks, assert_same
 from trueshard.errors import UserError
 from trueshard.train.config import Config
-from trueshard.train.losses import head
-from trueshard.train.losses.causal import CausalLoss, PreferenceLoss, without_adapter
+from trueshard.train.losses import CausalLoss, PreferenceLoss, summed, without_adapter
 from trueshard.train.models.build import architecture, build
 from trueshard.train.models.filling import fill
 from trueshard.train.recipe import check_apart, choose_loss
@@ -218,7 +217,7 @@ def test_sums_over_many_tokens_in_bfloat16_keep_their_digits() -> None:
     linear = nn.Linear(16, 64, bias=True).to(torch.bfloat16)
     hidden, targets = torch.randn(5000, 16, dtype=torch.bfloat16), torch.randint(0, 64, (5000,))
     exact = F.cross_entropy(linear(hidden).double(), targets, reduction="sum")
-    assert float(head.summed(linear, hidden, targets)) == pytest.approx(float(exact), rel=1e-6)
+    assert float(summed(linear, hidden, targets)) == pytest.approx(float(exact), rel=1e-6)
 
 
 def test_gradients_in_bfloat16_are_as_near_as_those_of_whole_logits() -> None:
@@ -230,7 +229,7 @@ def test_gradients_in_bfloat16_are_as_near_as_those_of_whole_logits() -> None:
     def gradients_of(dtype: torch.dtype, in_chunks: bool) -> list[torch.Tensor]:
         layer, given = copy.deepcopy(linear).to(dtype), hidden.to(dtype).requires_grad_()
         if in_chunks:
-            loss = head.summed(layer, given, targets)
+            loss = summed(layer, given, targets)
         else:
             loss = F.cross_entropy(layer(given).float(), targets, reduction="sum")
         return list(torch.autograd.grad(loss, [given, layer.weight, layer.bias]))
@@ -252,7 +251,7 @@ def test_without_torchs_own_function_the_result_is_the_same(
     targets[7:20] = -100
 
     def step() -> tuple[torch.Tensor, ...]:
-        loss = head.summed(linear, hidden, targets)
+        loss = summed(linear, hidden, targets)
         return loss.detach(), *torch.autograd.grad(loss, [hidden, linear.weight, linear.bias])
 
     expected = step()
@@ -262,7 +261,7 @@ def test_without_torchs_own_function_the_result_is_the_same(
 
 def test_gradient_of_a_sum_is_taken_once() -> None:
     linear = nn.Linear(16, 64).to(torch.bfloat16)
-    loss = head.summed(linear, torch.randn(4, 16, dtype=torch.bfloat16), torch.arange(4))
+    loss = summed(linear, torch.randn(4, 16, dtype=torch.bfloat16), torch.arange(4))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="again"):
         loss.backward()

@@ -21,7 +21,7 @@ from traffic import Traffic
 from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.train.config import Config
-from trueshard.train.losses.causal import CausalLoss, PreferenceLoss
+from trueshard.train.losses import CausalLoss, PreferenceLoss
 from trueshard.train.models.build import architecture, build, reference
 from trueshard.train.models.filling import fill
 from trueshard.train.models.parameters import copy_tensor

@@ -18,8 +18,7 @@ from trueshard.runtime.engine import sharded
 from trueshard.train.config import Config, ShardSection
 from trueshard.train.data.loader import EvaluationLoader, Loader
 from trueshard.train.data.prepared import Prepared
-from trueshard.train.losses.causal import CausalLoss, Loss, PreferenceLoss
-from trueshard.train.losses.head import logits_of
+from trueshard.train.losses import CausalLoss, Loss, PreferenceLoss, logits_of
 from trueshard.train.models.build import build, reference
 from trueshard.train.models.filling import fill
 from trueshard.train.optimizer import build_optimizer, build_schedule

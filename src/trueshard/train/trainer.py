@@ -28,7 +28,7 @@ from trueshard.runtime.engine import accumulate
 from trueshard.runtime.passes import runtime_of
 from trueshard.runtime.tokens import token_mean
 from trueshard.train.data.loader import EndlessLoader
-from trueshard.train.losses.causal import Loss, Mean
+from trueshard.train.losses import Loss, Mean
 
 
 class Callback:

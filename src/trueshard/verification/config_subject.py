@@ -15,7 +15,7 @@ from trueshard.errors import UserError
 from trueshard.model.names import unwrap
 from trueshard.train.config import Config, ShardSection
 from trueshard.train.data.loader import Loader
-from trueshard.train.losses.causal import CausalLoss, Loss, PreferenceLoss
+from trueshard.train.losses import CausalLoss, Loss, PreferenceLoss
 from trueshard.train.models.build import build, with_values
 from trueshard.train.models.filling import fill
 from trueshard.train.optimizer import build_optimizer

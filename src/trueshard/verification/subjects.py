@@ -45,7 +45,7 @@ from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.planner.inputs.optimizers import checked, optimizers_of
 from trueshard.planner.inputs.workloads import model_feed
 from trueshard.plans import Plan
-from trueshard.train.losses.causal import Loss, Mean
+from trueshard.train.losses import Loss, Mean
 from trueshard.verification.compare import TensorStore
 
 SAMPLES = 2

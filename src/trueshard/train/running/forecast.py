@@ -29,7 +29,7 @@ from trueshard.planner.report import report
 from trueshard.planner.workload import Study
 from trueshard.plans import Forecast, Plan
 from trueshard.train.config import Config, DataSection
-from trueshard.train.losses.causal import CausalLoss
+from trueshard.train.losses import CausalLoss
 from trueshard.train.models.build import empty
 from trueshard.train.optimizer import build_optimizer
 from trueshard.train.parse import toml_key, toml_value
