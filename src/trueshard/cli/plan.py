@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,9 +14,6 @@ from trueshard.cli import options
 from trueshard.errors import UserError, refused
 from trueshard.files import replace_text
 from trueshard.plans import dtype_name
-
-if TYPE_CHECKING:
-    from trueshard.planner.planning import Request
 
 
 def _count(what: str) -> Any:
@@ -65,8 +62,8 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """Say what training a model costs on a cluster, and choose how to shard it. Needs neither GPUs nor weights."""
-    from trueshard.planner.planning import Request, read_plan
-    from trueshard.planner.report import compare
+    from trueshard.planner.planning import Request, check_writable, read_plan
+    from trueshard.planner.report import compare, page, report
 
     with refused():
         if diff is not None:
@@ -74,6 +71,9 @@ def plan(
             return
         if not model:
             raise UserError("plan needs a MODEL: a folder with a config.json, that file, or file.py:factory")
+        from trueshard.planner.simulation import rehearse as rehearsing
+        from trueshard.planner.solve import solve, space_of
+
         request = Request(
             model=model,
             hardware=hardware,
@@ -95,34 +95,25 @@ def plan(
             offload=offload,
             plan=None if given is None else read_plan(given),
         )
-        _plan(request, out, html, rehearse=rehearse, as_json=as_json)
-
-
-def _plan(request: Request, out: Path | None, html: Path | None, *, rehearse: bool, as_json: bool) -> None:
-    from trueshard.planner.planning import check_writable
-    from trueshard.planner.report import page, report
-    from trueshard.planner.simulation import rehearse as rehearsing
-    from trueshard.planner.solve import solve, space_of
-
-    if rehearse:
-        rehearsing.require_gpu()
-    for file in (out, html):
-        if file is not None:
-            check_writable(file)
-    found = solve(request)
-    if out is not None:
-        replace_text(out, found.plan.to_json() + "\n")
-    if html is not None:
-        replace_text(html, page.page(found))
-    rehearsal = None
-    if rehearse:
-        space, _ = space_of(request)
-        rehearsal = rehearsing.rehearse(rehearsing.job_of(found, space.workload), space.hardware)
-    if as_json:
-        more = {} if rehearsal is None else {"rehearsal": dataclasses.asdict(rehearsal)}
-        print(json.dumps(report.as_json(found) | more, indent=2))
-    else:
-        print(report.text(found), *([] if rehearsal is None else ["", rehearsal]), sep="\n")
+        if rehearse:
+            rehearsing.require_gpu()
+        for file in (out, html):
+            if file is not None:
+                check_writable(file)
+        found = solve(request)
+        if out is not None:
+            replace_text(out, found.plan.to_json() + "\n")
+        if html is not None:
+            replace_text(html, page.page(found))
+        rehearsal = None
+        if rehearse:
+            space, _ = space_of(request)
+            rehearsal = rehearsing.rehearse(rehearsing.job_of(found, space.workload), space.hardware)
+        if as_json:
+            more = {} if rehearsal is None else {"rehearsal": dataclasses.asdict(rehearsal)}
+            print(json.dumps(report.as_json(found) | more, indent=2))
+        else:
+            print(report.text(found), *([] if rehearsal is None else ["", rehearsal]), sep="\n")
 
 
 def _precision(param: str | None, reduce: str | None) -> Any:

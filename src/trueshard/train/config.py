@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from trueshard.choices import Choices, PrecisionWord, RecomputeWord, ReshardWord
 from trueshard.plans import Offload
@@ -364,18 +364,12 @@ class Config(Section):
     log: LogSection = LogSection()
     sample: SampleSection = SampleSection()
 
-    @field_validator("tokenizer")
-    @classmethod
-    def _tokenizer_known(cls, value: TokenizerSection, info: Any) -> TokenizerSection:
-        model = info.data.get("model")
-        if model is not None and model.architecture is not None and value.path is None and value.vocab_size is None:
+    @model_validator(mode="after")
+    def _go_together(self) -> Config:
+        if self.model.architecture is not None and self.tokenizer.path is None and self.tokenizer.vocab_size is None:
             raise ValueError(
                 "tokenizer.vocab_size or tokenizer.path is missing, and model.architecture brings no tokenizer; set one"
             )
-        return value
-
-    @model_validator(mode="after")
-    def _go_together(self) -> Config:
         if self.model.quantize != "none" and self.adapter is None:
             raise ValueError("model.quantize freezes the weights, and there is no [adapter] to train; add one")
         if "preference" in self.model_fields_set and self.data.format != "preference":

@@ -174,6 +174,7 @@ def check_writable(folder: Path) -> None:
 @contextlib.contextmanager
 def held(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
     """Hold the lock of a run's folder, which is made, and removed if it stays empty; `UserError` names its holder."""
+    check_writable(folder)
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:

@@ -26,7 +26,6 @@ from trueshard.train.running.checks import (
     Ready,
     check,
     check_nproc,
-    check_writable,
     checkpoints_of,
     default_nproc,
     held,
@@ -60,7 +59,6 @@ def start(
         work(config, override=override, profile=profile)
     nproc = default_nproc(cpu_processes) if nproc is None else nproc
     check_nproc(nproc)
-    check_writable(config.run.folder)
     with held(config.run.folder):
         ready = check(located(resuming.tightened(config, nproc)), nproc, override=override)
     tell_changes(ready)

@@ -34,7 +34,7 @@ from trueshard.launching import FAILED, STOPPED, USER_ERROR
 from trueshard.machine import cpu_cores
 from trueshard.train.config import Config
 from trueshard.train.running import out_of_memory, resuming
-from trueshard.train.running.checks import Ready, check, check_writable, held, located, tell_changes, tell_if_complete
+from trueshard.train.running.checks import Ready, check, held, located, tell_changes, tell_if_complete
 from trueshard.train.running.session import train
 
 OUT_OF_MEMORY = 4
@@ -257,7 +257,6 @@ def _check_together(worker: _Worker, world: World, locks: contextlib.ExitStack) 
     patient = dist.new_group(backend="gloo", timeout=DATA_LIMIT)
     if world.rank == 0:
         try:
-            check_writable(worker.config.run.folder)
             locks.enter_context(held(worker.config.run.folder))
             told[1], ready = _check_first(worker, world)
         except UserError as error:
