@@ -177,10 +177,6 @@ class DataSection(Section):
 
     _one_place = _one_of("data.path", "data.sources")
 
-    def places(self) -> list[SourceSection]:
-        """Return the sources as a list, also if there is only one."""
-        return list(self.sources) or [SourceSection(path=self.path or "")]
-
 
 class EvaluationSection(Section):
     """The loss on samples that are not trained on. Left out, there is none."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trueshard.errors import UserError
-from trueshard.train.config import Config, EvaluationSection
+from trueshard.train.config import Config, EvaluationSection, SourceSection
 from trueshard.train.data import tokenizer as tokenizers
 from trueshard.train.data.formats import Format, SourceStream, format_of, texts_of
 from trueshard.train.data.order import Mixture, StreamMixture
@@ -138,10 +138,12 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
 
 
 def _stored(config: Config, form: Format, folder: Path, summary: Summary) -> Mixture:
-    places, parts = config.data.places(), _parts(config, form, folder, summary, "train")
+    key, places = "data.sources", config.data.sources
+    if config.data.path is not None:
+        key, places = "data.path", [SourceSection(path=config.data.path)]
+    parts = _parts(config, form, folder, summary, "train")
     for place, part in zip(places, parts, strict=True):
         if not len(part):
-            key = "data.path" if config.data.path is not None else "data.sources"
             raise UserError(
                 f"{key}: {place.path}, without what is held out, has fewer tokens than one sequence of "
                 f"train.sequence_length + 1 = {config.train.sequence_length + 1}; add to it, or lower "

@@ -177,17 +177,15 @@ def held(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
     check_writable(folder)
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        stack.callback(_remove_empty, made)
-        try:
-            stack.enter_context(locked(folder / LOCK, patience))
-        except TimeoutError as holder:
-            said = f"run.dir: {folder} is in use by {holder}; wait for its end, or choose another folder"
-            raise UserError(said) from None
-        yield
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    with contextlib.suppress(OSError):  # it has files by now
-        for folder in folders:
-            folder.rmdir()
+    try:
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(locked(folder / LOCK, patience))
+            except TimeoutError as holder:
+                said = f"run.dir: {folder} is in use by {holder}; wait for its end, or choose another folder"
+                raise UserError(said) from None
+            yield
+    finally:
+        with contextlib.suppress(OSError):  # it has files by now
+            for place in made:
+                place.rmdir()

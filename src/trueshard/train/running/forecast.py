@@ -29,14 +29,13 @@ from trueshard.planner.report import report
 from trueshard.planner.workload import Study
 from trueshard.plans import Forecast, Plan
 from trueshard.train.config import Config, DataSection
+from trueshard.train.data.samples import Batch
 from trueshard.train.losses import CausalLoss
 from trueshard.train.models.build import empty
 from trueshard.train.optimizer import build_optimizer
 from trueshard.train.parse import toml_key, toml_value
 from trueshard.train.running import resuming
 from trueshard.train.running.checks import check_nproc, check_settings, default_nproc
-
-Batch = dict[str, torch.Tensor]
 
 SILENT = ("include",)
 """Keys that mean more if they are given, even with their default."""
