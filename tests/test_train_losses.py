@@ -18,8 +18,7 @@ from parity import Ranks, assert_same
 from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.losses import CausalLoss, PreferenceLoss, summed, without_adapter
-from trueshard.train.models.build import architecture, build
-from trueshard.train.models.filling import fill
+from trueshard.train.models.build import architecture, build, fill
 from trueshard.train.recipe import check_apart, choose_loss
 
 VOCABULARY, LENGTH, ROWS = 256, 24, 6

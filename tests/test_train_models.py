@@ -22,8 +22,7 @@ from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.train.config import Config
 from trueshard.train.losses import CausalLoss, PreferenceLoss
-from trueshard.train.models.build import architecture, build, reference
-from trueshard.train.models.filling import fill
+from trueshard.train.models.build import architecture, build, fill, reference
 from trueshard.train.models.parameters import copy_tensor
 from trueshard.train.models.quantized import QuantizedLinear, dequantise, quantise
 

@@ -19,8 +19,7 @@ from trueshard.train.config import Config, ShardSection
 from trueshard.train.data.loader import EvaluationLoader, Loader
 from trueshard.train.data.prepared import Prepared
 from trueshard.train.losses import CausalLoss, Loss, PreferenceLoss, logits_of
-from trueshard.train.models.build import build, reference
-from trueshard.train.models.filling import fill
+from trueshard.train.models.build import build, fill, reference
 from trueshard.train.optimizer import build_optimizer, build_schedule
 from trueshard.train.running.checks import Ready, checkpoints_of
 from trueshard.train.showing import metrics, trackers

@@ -16,8 +16,7 @@ from trueshard.model.names import unwrap
 from trueshard.train.config import Config, ShardSection
 from trueshard.train.data.loader import Loader
 from trueshard.train.losses import CausalLoss, Loss, PreferenceLoss
-from trueshard.train.models.build import build, with_values
-from trueshard.train.models.filling import fill
+from trueshard.train.models.build import build, fill, with_values
 from trueshard.train.optimizer import build_optimizer
 from trueshard.train.recipe import choose_loss
 from trueshard.train.recipe import shard as shard_by
