@@ -121,8 +121,12 @@ def export(
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command line on `arguments` and return the exit code; a wrong input raises `UserError`."""
+    command = typer.main.get_command(app)
     try:
-        code = typer.main.get_command(app).main(args=list(arguments), prog_name="trueshard", standalone_mode=False)
+        with command.make_context("trueshard", list(arguments)) as context:
+            command.invoke(context)
+    except typer.Exit as end:
+        return end.exit_code
     except BrokenPipeError:  # whoever read it has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -132,4 +136,4 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("Stopped.", file=sys.stderr)
         return STOPPED
-    return int(code or 0)
+    return 0

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -53,7 +49,7 @@ def verify(
         return
     if ".py" not in subject and not Path(subject).is_file():
         raise UserError(f"there is no {subject!r}: give a training configuration (TOML), or file.py:factory")
-    with refused(), _stopped():
+    with refused():
         if html is not None:
             check_writable(html)
         report = trueshard.verify(
@@ -82,13 +78,3 @@ def verify(
     print(report.to_json() if as_json else report)
     if not report.held:
         raise typer.Exit(1)
-
-
-@contextlib.contextmanager
-def _stopped() -> Iterator[None]:
-    """Turn Ctrl-C into one line on stderr and exit code 130."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("Stopped.", file=sys.stderr)
-        raise typer.Exit(128 + signal.SIGINT) from None
