@@ -10,10 +10,8 @@ from typing import Annotated
 
 import typer
 
-from trueshard.cli.options import Json
-from trueshard.cli.plan import plan
+from trueshard.cli.plan import Json, plan, verify
 from trueshard.cli.train import convert, demo, plot, train
-from trueshard.cli.verify import verify
 from trueshard.errors import UserError, refused
 from trueshard.launching import STOPPED
 from trueshard.machine import cpu_cores

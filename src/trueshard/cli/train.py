@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from trueshard.cli.options import Overrides
+from trueshard.cli.plan import Overrides
 from trueshard.errors import UserError
 
 Nproc = Annotated[
