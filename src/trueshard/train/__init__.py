@@ -4,7 +4,6 @@
 
 - `config`, `parse`: the TOML file and its overrides become checked, frozen settings;
 - `running`: the processes, and the checks before they start; `running.session` is one rank's training;
-- `recipe`: the settings become model, optimizer, data, loss and callbacks;
-- `models`, `data`, `losses`, `optimizer`: these parts;
+- `models`, `data`, `losses`, `optimizer`: its parts;
 - `showing`: what is measured, written and drawn.
 """

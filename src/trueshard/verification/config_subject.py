@@ -18,9 +18,9 @@ from trueshard.train.data.loader import Loader
 from trueshard.train.losses import CausalLoss, Loss, PreferenceLoss
 from trueshard.train.models.build import build, fill, with_values
 from trueshard.train.optimizer import build_optimizer
-from trueshard.train.recipe import choose_loss
-from trueshard.train.recipe import shard as shard_by
 from trueshard.train.running.checks import check
+from trueshard.train.running.session import choose_loss
+from trueshard.train.running.session import shard as shard_by
 from trueshard.verification.compare import whole
 from trueshard.verification.subjects import Case, ShardRefused, TrainingSetup, loss_scaler, shorten
 
