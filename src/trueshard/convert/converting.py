@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from trueshard.files import replace_text
 from trueshard.train.config import Config
 from trueshard.train.parse import toml_key, toml_value, tomllib
 
-SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".env", ".sh")
 ASSIGNED = re.compile(r"\s*(?:(?:export|env)\s+)?[A-Za-z_][A-Za-z0-9_]*=")
 OURS = ("run", "shard", "data")
 WORDS = {
@@ -127,25 +126,15 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({one_line(error)}); give a text file") from None
     kind = path.suffix.lower() if path.name != ".env" else ".env"
-    if kind not in SUFFIXES:
-        raise UserError(f"{path}: a file of an unknown kind; give one that ends in {', '.join(SUFFIXES)}")
+    if kind not in READERS:
+        raise UserError(f"{path}: a file of an unknown kind; give one that ends in {', '.join(READERS)}")
     try:
-        tree = _parse(content, kind)
+        tree = READERS[kind](content)
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: malformed: {one_line(error)}; correct that place") from None
     if not isinstance(tree, dict) or not tree:
         raise UserError(f"{path}: no keys are in it; give the file that holds the configuration")
     return tree
-
-
-def _parse(content: str, kind: str) -> Any:
-    if kind in (".env", ".sh"):
-        return _variables(content)
-    if kind == ".toml":
-        return tomllib.loads(content)
-    if kind == ".json":
-        return json.loads(content)
-    return yaml.safe_load(content)
 
 
 def _variables(content: str) -> dict[str, str]:
@@ -161,6 +150,15 @@ def _variables(content: str) -> dict[str, str]:
             elif word not in ("export", "env"):
                 break
     return found
+
+
+READERS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys((".yaml", ".yml"), yaml.safe_load),
+    ".json": json.loads,
+    ".toml": tomllib.loads,
+    **dict.fromkeys((".env", ".sh"), _variables),
+}
+"""Readers of files by their suffix."""
 
 
 def _guess(tree: Mapping[str, Any], path: Path) -> Framework:

@@ -248,11 +248,8 @@ def each_loss(
         return losses_of(head(some), wanted)
 
     rows = -(-hidden.shape[0] // _PIECES) or 1
-    found: list[torch.Tensor] = []
-    for some, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
-        again = torch.is_grad_enabled()
-        found.append(checkpoint(piece, some, wanted, use_reentrant=False) if again else piece(some, wanted))
-    return torch.cat(found)
+    pieces = zip(hidden.split(rows), targets.split(rows), strict=True)
+    return torch.cat([checkpoint(piece, some, wanted, use_reentrant=False) for some, wanted in pieces])
 
 
 class _Summed(torch.autograd.Function):

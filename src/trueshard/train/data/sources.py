@@ -139,7 +139,11 @@ def find(section: DataSection, path: str | None = None) -> list[DataSource]:
 
 def _find(section: DataSection, name: str, key: str, weight: float) -> DataSource:
     if name == "stdlib":
-        return DataSource(key, name, weight, _standard_library(key), section.field)
+        root = Path(sysconfig.get_path("stdlib"))
+        files = tuple(str(file) for file in _walk(root, NOT_LIBRARY.__contains__) if file.suffix == ".py")
+        if not files:
+            raise UserError(f'{key}: "stdlib": this Python carries no source under {root}; give a folder of text')
+        return DataSource(key, name, weight, files, section.field)
     path = Path(name).expanduser()
     saved = path / section.split if (path / "dataset_dict.json").is_file() else path
     if (saved / "dataset_info.json").is_file() and (saved / "state.json").is_file():
@@ -217,14 +221,6 @@ def _walk(root: Path, without: Callable[[str], bool] = lambda name: name.startsw
 
 def _matches(file: Path, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatch(file.name, pattern) for pattern in patterns)
-
-
-def _standard_library(key: str) -> tuple[str, ...]:
-    root = Path(sysconfig.get_path("stdlib"))
-    files = tuple(str(file) for file in _walk(root, NOT_LIBRARY.__contains__) if file.suffix == ".py")
-    if not files:
-        raise UserError(f'{key}: "stdlib": this Python carries no source under {root}; give a folder of text')
-    return files
 
 
 def _revision(name: str, key: str) -> str | None:

@@ -19,7 +19,7 @@ from trueshard import _torch
 from trueshard.errors import UserError, one_line
 from trueshard.text import nearest
 from trueshard.train.config import AdapterSection
-from trueshard.train.models.parameters import copy_module, gather, registered, seeded
+from trueshard.train.models.parameters import copy_module, gather, seeded
 from trueshard.train.models.quantized import QuantizedLinear, dequantise
 
 _OWN = {
@@ -171,7 +171,8 @@ def settle(model: nn.Module) -> None:
             if isinstance(base, QuantizedLinear):
                 weight = dequantise(gather(base.packed), base.kind, base.in_features, base.dtype)
             else:
-                weight = gather(registered(base, "weight"))
+                held = _torch.own_parameters(base)["weight"]  # reading the attribute may compute something else
+                weight = gather(cast(torch.Tensor, held))
             stand_in.weight = nn.Parameter(weight, requires_grad=False)
             first, second = (_factor(layer, side, adapter) for side in "AB")
             fresh.update_layer(base_layer=stand_in, lora_A=first, lora_B=second, scaling=layer.scaling[adapter])

@@ -68,13 +68,6 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def registered(module: nn.Module, attribute: str) -> torch.Tensor:
-    """Return a parameter as it is registered; reading the attribute may compute something else."""
-    found = _torch.own_parameters(module)[attribute]
-    assert found is not None
-    return found
-
-
 @torch.no_grad()
 def copy_module(target: nn.Module, source: nn.Module) -> None:
     """Copy all parameters and buffers, matched by order. Collective if placements differ.
