@@ -284,12 +284,11 @@ def fill(config: Config, model: nn.Module) -> None:
 
     Raises `UserError`, on every rank, if the files lack tensors of the model.
     """
-    root = names.unwrap(model)
+    root: Any = names.unwrap(model)
     if not any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers())):
         return
-    base: Any = root
     sharded(root)  # a model is filled after shard()
-    settings = base.get_base_model().config if hasattr(root, "peft_config") else base.config
+    settings = root.get_base_model().config if hasattr(root, "peft_config") else root.config
     if any(isinstance(module, QuantizedLinear) for module in root.modules()):
         _fill_quantised(config, settings, root)
     elif config.model.path is not None:
