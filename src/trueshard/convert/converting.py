@@ -21,7 +21,6 @@ from trueshard.train.config import Config
 from trueshard.train.parse import toml_key, toml_value, tomllib
 
 ASSIGNED = re.compile(r"\s*(?:(?:export|env)\s+)?[A-Za-z_][A-Za-z0-9_]*=")
-OURS = ("run", "shard", "data")
 WORDS = {
     "set": "the same",
     "near": "differs",
@@ -163,7 +162,7 @@ READERS: dict[str, Callable[[str], Any]] = {
 
 def _guess(tree: Mapping[str, Any], path: Path) -> Framework:
     """Return the framework whose keys these are; raises `UserError` where that is not plain."""
-    if path.suffix.lower() == ".toml" and set(OURS) & set(tree):
+    if path.suffix.lower() == ".toml" and {"run", "shard", "data"} & set(tree):
         raise UserError(f"{path}: this is a configuration of TrueShard; start it with `trueshard train {path}`")
     candidates = [source for source in FILES if set(source.marks) & set(tree)]
     if len(candidates) != 1:
