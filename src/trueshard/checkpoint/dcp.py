@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from trueshard.checkpoint.catalogue import Catalogue
-from trueshard.checkpoint.format import check_name, dtype_of, join, located, references
+from trueshard.checkpoint.format import check_name, join, located, references
 
 if TYPE_CHECKING:
     from trueshard.checkpoint.exporting import ExportSource
@@ -139,15 +139,9 @@ class _Receiver(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.found[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=False)
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        found = self._local
-        assert found is not None
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            found = found.narrow(dim, start, length)
-        return found
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Do nothing: the tensor was read in place."""
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        assert self._local is not None
+        return self._local
 
 
 @dataclass
@@ -181,8 +175,7 @@ def write_dcp(source: ExportSource, directory: Path, dtype: torch.dtype | None) 
     catalogue = source.catalogue
     key_of: dict[str, str] = {}
     content: dict[str, Any] = {"model": {}}
-    entries = source.converted(dtype)
-    for key, entry in entries.items():
+    for key, entry in source.converted(dtype).items():
         for name in entry.names if catalogue.manifest is not None else [source.name(key)]:
             content["model"][name] = entry.empty("meta")
             key_of[f"model.{name}"] = key
@@ -193,13 +186,12 @@ def write_dcp(source: ExportSource, directory: Path, dtype: torch.dtype | None) 
                 content.setdefault("optimizer", {})[prefix.partition("/")[2]] = saved
             else:
                 content["optimizer"] = saved
-    dtypes = {key: dtype_of((entries.get(key) or catalogue.entries[key]).dtype) for key in key_of.values()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no other process takes part
         try:
             # Nothing is copied ahead: a tensor's memory is given up when the next is asked for.
             writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)
-            dcp.save(content, storage_writer=writer, planner=_FromFiles(source, key_of, dtypes), no_dist=True)
+            dcp.save(content, storage_writer=writer, planner=_FromFiles(source, key_of), no_dist=True)
         except CheckpointException as failed:  # a BaseException
             raise next(iter(failed.failures.values()))[0] from None
 
@@ -207,9 +199,9 @@ def write_dcp(source: ExportSource, directory: Path, dtype: torch.dtype | None) 
 class _FromFiles(dcp.DefaultSavePlanner):
     """Reads a tensor when it is to be written, and frees it before the next, since torch's writer keeps them all."""
 
-    def __init__(self, source: ExportSource, key_of: Mapping[str, str], dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, source: ExportSource, key_of: Mapping[str, str]) -> None:
         super().__init__()
-        self._source, self._key_of, self._dtypes = source, key_of, dtypes
+        self._source, self._key_of = source, key_of
         self._before: torch.Tensor | None = None
 
     def resolve_data(self, write_item: Any) -> Any:
@@ -219,7 +211,7 @@ class _FromFiles(dcp.DefaultSavePlanner):
         if self._before is not None:
             self._before.untyped_storage().resize_(0)
         self._source.check(key)
-        self._before = self._source.catalogue.whole(key).to(self._dtypes[key])
+        self._before = self._source.catalogue.whole(key).to(write_item.tensor_data.properties.dtype)
         return self._before
 
 
