@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trueshard.api import shard as shard
-    from trueshard.checkpoint import Checked as Checked
-    from trueshard.checkpoint import Checkpoints as Checkpoints
-    from trueshard.checkpoint import Compared as Compared
-    from trueshard.checkpoint import DamagedCheckpoint as DamagedCheckpoint
-    from trueshard.checkpoint import Found as Found
-    from trueshard.checkpoint import Inspected as Inspected
-    from trueshard.checkpoint import Saving as Saving
-    from trueshard.checkpoint import check as check
-    from trueshard.checkpoint import export as export
-    from trueshard.checkpoint import inspect as inspect
-    from trueshard.checkpoint import latest as latest
-    from trueshard.checkpoint import load as load
-    from trueshard.checkpoint import save as save
+    from trueshard.checkpoint.catalogue import latest as latest
+    from trueshard.checkpoint.checking import Checked as Checked
+    from trueshard.checkpoint.checking import DamagedCheckpoint as DamagedCheckpoint
+    from trueshard.checkpoint.checking import check as check
+    from trueshard.checkpoint.exporting import export as export
+    from trueshard.checkpoint.inspecting import Compared as Compared
+    from trueshard.checkpoint.inspecting import Inspected as Inspected
+    from trueshard.checkpoint.inspecting import inspect as inspect
+    from trueshard.checkpoint.loading import Found as Found
+    from trueshard.checkpoint.loading import load as load
+    from trueshard.checkpoint.retention import Checkpoints as Checkpoints
+    from trueshard.checkpoint.saving import Saving as Saving
+    from trueshard.checkpoint.saving import save as save
     from trueshard.optim.clip import clip_grad_norm_ as clip_grad_norm_
     from trueshard.optim.norms import MeasuredNorms as MeasuredNorms
     from trueshard.optim.norms import Norms as Norms
@@ -48,8 +48,13 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "api": "shard",
-    "checkpoint": "Checked Checkpoints Compared DamagedCheckpoint Found Inspected Saving "
-    "check export inspect latest load save",
+    "checkpoint.catalogue": "latest",
+    "checkpoint.checking": "Checked DamagedCheckpoint check",
+    "checkpoint.exporting": "export",
+    "checkpoint.inspecting": "Compared Inspected inspect",
+    "checkpoint.loading": "Found load",
+    "checkpoint.retention": "Checkpoints",
+    "checkpoint.saving": "Saving save",
     "optim.clip": "clip_grad_norm_",
     "optim.norms": "MeasuredNorms Norms measure_norms",
     "planner.planning": "plan",

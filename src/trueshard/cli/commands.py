@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+import trueshard
 from trueshard.cli.plan import Json, plan, verify
 from trueshard.cli.train import convert, demo, plot, train
 from trueshard.errors import UserError, refused
@@ -33,9 +34,7 @@ def _trueshard(
 ) -> None:
     """Fully-sharded training on PyTorch FSDP2."""
     if version:
-        from trueshard import __version__
-
-        print(f"trueshard {__version__}")
+        print(f"trueshard {trueshard.__version__}")
         raise typer.Exit
 
 
@@ -76,12 +75,10 @@ Checkpoint = Annotated[str, typer.Argument(help="A checkpoint: a directory or a 
 @app.command()
 def check(checkpoint: Checkpoint) -> None:
     """Read every byte of a checkpoint and compare it with what was saved; exit code 1 if it is damaged."""
-    from trueshard import checkpoint as package
-
     with refused():
         try:
-            print(package.check(checkpoint))
-        except package.DamagedCheckpoint as error:
+            print(trueshard.check(checkpoint))
+        except trueshard.DamagedCheckpoint as error:
             for problem in error.problems:
                 print(problem, file=sys.stderr)
             raise typer.Exit(1) from None
@@ -94,10 +91,8 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Say what is in a checkpoint or a Hugging Face directory, or what differs between two."""
-    from trueshard import checkpoint as package
-
     with refused():
-        found = package.inspect(checkpoint, other)
+        found = trueshard.inspect(checkpoint, other)
         print(found.to_json() if as_json else found)
 
 
@@ -111,10 +106,8 @@ def export(
     adapter: Annotated[str | None, typer.Option("--adapter", help="Which, of a model with several.")] = None,
 ) -> None:
     """Write a checkpoint in another form: a Hugging Face directory, one file, a PEFT adapter, DCP."""
-    from trueshard import checkpoint as package
-
     with refused():
-        print(package.export(checkpoint, out, to, dtype, model=model, adapter=adapter))
+        print(trueshard.export(checkpoint, out, to, dtype, model=model, adapter=adapter))
 
 
 def run(arguments: Sequence[str]) -> int:

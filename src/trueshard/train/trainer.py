@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trueshard.checkpoint import Checkpoints, Saving, load
+from trueshard.checkpoint.loading import load
+from trueshard.checkpoint.retention import Checkpoints
+from trueshard.checkpoint.saving import Saving
 from trueshard.distributed import device_of
 from trueshard.model import names
 from trueshard.optim.clip import clip_grad_norm_

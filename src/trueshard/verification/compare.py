@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trueshard.checkpoint import Inspected
+from trueshard.checkpoint.inspecting import Inspected
 from trueshard.model import intent
 from trueshard.model.names import unwrap
 
