@@ -85,8 +85,8 @@ class LocalWriter:
             by_file.setdefault(entries[key].pieces[0].file, []).append(key)
         for name, keys in by_file.items():
             path = self._partial / name
-            descriptor = os.open(path, os.O_RDWR)
-            try:
+            with open(path, "r+b", buffering=0) as file:
+                descriptor = file.fileno()
                 for key in keys:
                     begin, tensor = mine[key]
                     data = as_bytes(tensor)
@@ -99,8 +99,6 @@ class LocalWriter:
                     begin, end, _ = written.parts[key]
                     start = entries[key].pieces[0].begin
                     _verify(_uncached(descriptor, start + begin, start + end), written.parts[key], path, key)
-            finally:
-                os.close(descriptor)
         return written
 
     def publish(self, manifest: bytes) -> None:
@@ -117,15 +115,11 @@ class LocalWriter:
 
 def _write_file(path: Path, data: bytes, size: int = 0) -> None:
     """Write a new file that begins with ``data``, and has ``size`` bytes if that is more, to disk."""
-    with _naming(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            _write_at(descriptor, 0, memoryview(data))
-            if size > len(data):
-                os.ftruncate(descriptor, size)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with _naming(path), open(path, "xb", buffering=0) as file:
+        _write_at(file.fileno(), 0, memoryview(data))
+        if size > len(data):
+            file.truncate(size)
+        os.fsync(file)
 
 
 def _write_at(descriptor: int, at: int, data: memoryview) -> int:

@@ -330,7 +330,6 @@ class Stepping:
         groups = optimizer.param_groups
         step: Any = type(optimizer).step
         step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without torch's, which calls hooks
-        settings = _Settings(optimizer)
         nothing_local = all(isinstance(each, Placeholder) for members in local for each in members)
         walk = self._owners.walk(owned, groups, [verdict.decoupled for verdict in self._verdicts])
         for members, last in walk:
@@ -342,13 +341,9 @@ class Stepping:
                 self._lend(optimizer, batch)
                 return
             if members:
-                settings.lend()
-                self._lend(optimizer, batch)
-                try:
+                with _copied_settings(optimizer), contextlib.closing(self._swapped):
+                    self._lend(optimizer, batch)
                     step(optimizer, *args[1:], **kwargs)
-                finally:
-                    self._swapped.close()
-                    settings.restore()
         self._lend(optimizer, local)
 
     def _settle_state(self, optimizer: torch.optim.Optimizer, owned: list[Owned]) -> None:
@@ -425,24 +420,21 @@ def _gather(value: Any) -> Any:
     return each_in(value, lambda each, _: _gather(each))
 
 
-class _Settings:
-    """What an optimizer has besides parameters and state; all batches of a step but the last get a copy."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        tables = [table for member in family(optimizer) for table in (*member.param_groups, vars(member))]
-        self._tables = [(table, {k: v for k, v in table.items() if _is_setting(k, v)}) for table in tables]
-
-    def lend(self) -> None:
-        for table, kept in self._tables:
-            for key, value in kept.items():
-                is_tensor = isinstance(value, torch.Tensor)
-                table[key] = value.detach().clone() if is_tensor else copy.deepcopy(value)
-
-    def restore(self) -> None:
-        for table, kept in self._tables:
-            for key in [key for key, value in table.items() if key not in kept and _is_setting(key, value)]:
+@contextlib.contextmanager
+def _copied_settings(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, give ``optimizer`` a copy of all that it has besides parameters and state."""
+    tables = [table for member in family(optimizer) for table in (*member.param_groups, vars(member))]
+    kept = [{key: value for key, value in table.items() if _is_setting(key, value)} for table in tables]
+    for table, settings in zip(tables, kept, strict=True):
+        for key, value in settings.items():
+            table[key] = value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    try:
+        yield
+    finally:
+        for table, settings in zip(tables, kept, strict=True):
+            for key in [key for key, value in table.items() if key not in settings and _is_setting(key, value)]:
                 del table[key]
-            table.update(kept)
+            table.update(settings)
 
 
 def _is_setting(key: str, value: Any) -> bool:
