@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from trueshard.checkpoint.inspecting import Inspected
 from trueshard.model import intent
 from trueshard.model.names import unwrap
+from trueshard.optim.trial import leaves
 
 SHAKE = 8.0
 """Rounding errors by which the second run is changed: enough that whatever jumps at a rounding (an optimizer that
@@ -118,8 +120,8 @@ class Tolerances:
         self._noise, self._floor, self._floors = noise, floor, floors
         self._typical: dict[tuple[str, int], float] = {}
         for kind, step in {key[:2] for key in noise}:
-            sizes = sorted(size for key, size in noise.items() if key[:2] == (kind, step))
-            self._typical[kind, step] = sizes[len(sizes) // 2]
+            sizes = [size for key, size in noise.items() if key[:2] == (kind, step)]
+            self._typical[kind, step] = statistics.median_high(sizes)
 
     def of(self, kind: str, step: int, name: str) -> float:
         """Return the tolerance of a tensor: by its own noise, or the median noise of its kind if that is more.
@@ -155,20 +157,12 @@ def values_of(kind: str, model: nn.Module, optimizers: Sequence[torch.optim.Opti
         return dict(model.named_buffers())
     name_of = {id(each): name for name, each in model.named_parameters()}
     return {
-        name: value
+        ": ".join(map(str, path)): value
         for number, optimizer in enumerate(optimizers)
         for parameter, entries in optimizer.state.items()
         if id(parameter) in name_of and isinstance(entries, Mapping)
-        for name, value in _leaves(f"{number}: {name_of[id(parameter)]}", entries)
+        for path, value in leaves(dict(entries), (number, name_of[id(parameter)]))
     }
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, (Mapping, list, tuple)):
-        yield name, value
-        return
-    for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
-        yield from _leaves(f"{name}: {key}", each)
 
 
 def gathered_tensors(mine: Named) -> Iterator[tuple[str, torch.Tensor]]:

@@ -38,7 +38,8 @@ from trueshard.verification.training import Comparer, Progress, RunRecord, Watch
 class Reference:
     """Result of the reference, with which the other runs are compared; its tensors are on disk."""
 
-    name: str
+    setting: Mapping[str, Any]
+    """Name, parameters and optimizers, for the report."""
     structure: Structure
     """Structure of the model before its first step."""
     tolerances: Tolerances
@@ -48,9 +49,6 @@ class Reference:
     """Distance from plain training: largest relative difference of a step's losses, and of how far all parameters
     together have moved over their movement there. None if the reference is plain training itself."""
     notes: Sequence[str]
-    parameters: int
-    trainable: int
-    optimizers: Sequence[str]
 
 
 class StepRecorder(Watcher):
@@ -152,17 +150,20 @@ def run(case: Case, progress: Progress) -> Reference:
     noise = RoundingNoise(case, compute)
     train(case, subject, again, record, noise, progress)
     measured = {(each.kind, each.step, each.name): each.relative for each in noise.found if not each.words}
+    setting = {
+        "name": subject.name,
+        "parameters": sum(each.numel() for each in again.model.parameters()),
+        "trainable": sum(each.numel() for each in again.model.parameters() if each.requires_grad),
+        "optimizers": [type(each).__name__ for each in again.optimizers],
+    }
     return Reference(
-        name=subject.name,
+        setting=setting,
         structure=structure,
         tolerances=Tolerances(measured, floor, floors),
         record=record,
         constant_buffers=constant,
         plain=_plain_distance(case, subject, losses, progress) if case.changes_arithmetic else None,
         notes=subject.notes,
-        parameters=sum(each.numel() for each in again.model.parameters()),
-        trainable=sum(each.numel() for each in again.model.parameters() if each.requires_grad),
-        optimizers=[type(each).__name__ for each in again.optimizers],
     )
 
 

@@ -138,10 +138,7 @@ def _run(case: Case, limit: float, notes: list[str]) -> Verified:
     sharded = _unless_refused(start(case, "sharded", case.ranks, limit))
     restored = None if isinstance(sharded, Failure) else start(case, "restored", case.other_ranks, limit)
     setting = {
-        "name": known.name,
-        "parameters": known.parameters,
-        "trainable": known.trainable,
-        "optimizers": known.optimizers,
+        **known.setting,
         "ranks": case.ranks,
         "other_ranks": case.other_ranks,
         "steps": case.steps,
