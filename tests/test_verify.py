@@ -23,7 +23,7 @@ from messages import lacking, naming
 from trueshard.planner.inputs.factories import Factory, from_callable, from_file
 from trueshard.verification.compare import FACTOR, Comparison, Tolerances, differences, distance, structure_of
 from trueshard.verification.report import Verified, point_of, write_page
-from trueshard.verification.sharded import changes, overwrite, rank_state
+from trueshard.verification.runs import changes, overwrite, rank_state
 from trueshard.verification.subjects import keep_layers
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

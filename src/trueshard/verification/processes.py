@@ -25,12 +25,12 @@ import torch.distributed as dist
 from trueshard.distributed import ensure_process_group
 from trueshard.errors import UserError, one_line
 from trueshard.launching import how, last_lines, python_command, run_ranks
-from trueshard.verification import reference, sharded
 from trueshard.verification.report import Failure
+from trueshard.verification.runs import reference, restored, sharded
 from trueshard.verification.subjects import Case, ShardRefused
 from trueshard.verification.training import Progress
 
-RUNS = {"reference": reference.run, "sharded": sharded.run, "restored": sharded.restore}
+RUNS = {"reference": reference, "sharded": sharded, "restored": restored}
 LEAST_SPACE = 1 << 20
 """Free bytes below which what the processes leave to each other may be cut off."""
 

@@ -13,7 +13,7 @@ from trueshard.planner.report.frame import framed
 from trueshard.verification.compare import Comparison
 
 if TYPE_CHECKING:
-    from trueshard.verification.reference import Reference
+    from trueshard.verification.runs import Reference
 
 Status = Literal["held", "broken", "not reached"]
 
