@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 from collections.abc import Iterator
@@ -43,7 +42,7 @@ def locked(file: Path, patience: float) -> Iterator[None]:
     lock = filelock.FileLock(file)
     try:
         lock.acquire(timeout=patience, poll_interval=0.1)
-        file.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}), encoding="utf-8")
+        file.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         yield
     except filelock.Timeout:
         raise TimeoutError(_holder(file)) from None
@@ -55,7 +54,6 @@ def locked(file: Path, patience: float) -> Iterator[None]:
 
 def _holder(file: Path) -> str:
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-        return f"process {record['pid']} on {record['host']}"
-    except (OSError, ValueError, KeyError):
+        return file.read_text(encoding="utf-8") or "another process"
+    except (OSError, ValueError):
         return "another process"

@@ -185,7 +185,7 @@ class DcpCatalogue(Catalogue):
 
 
 def open_dcp(
-    catalogue: Catalogue, models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], names: Any, allow_pickle: bool
+    catalogue: Catalogue, models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], given: Any, allow_pickle: bool
 ) -> DcpCatalogue:
     """Open the directory of ``catalogue``, to load ``models`` and ``optimizers`` (by key prefix)."""
     if not allow_pickle:
@@ -195,7 +195,6 @@ def open_dcp(
         )
     if not isinstance(catalogue.directory, LocalDirectory):
         raise ValueError(f"{catalogue.where}: torch reads its checkpoints from local directories; copy it to one")
-    given = names.get if isinstance(names, Mapping) else names
     keys = _Interpreter(catalogue.directory, lambda name: (given and given(name)) or name)
     for i, (prefix, model) in enumerate(models.items()):
         keys.add_model(prefix, i, model, named=given is not None)

@@ -73,7 +73,8 @@ def load(
     saving.wait_for_running()
     options = {"strict": strict, "verify": verify, "rng": rng, "convert": convert, "allow_pickle": allow_pickle}
     with timed(f"load of {path}"):
-        return LoadJob(RankGroup(state.parameters_of(model)), options, names, more).run(path, model, optimizer)
+        given = names.get if isinstance(names, Mapping) else names
+        return LoadJob(RankGroup(state.parameters_of(model)), options, given, more).run(path, model, optimizer)
 
 
 class Found(dict[str, Any]):
@@ -124,16 +125,13 @@ class LoadJob:
         self._manifest = self._catalogue.manifest or Manifest()
         self._check()
         self._report()
-        identity = sorted(
-            (key, entry.crc32, entry.dtype, *entry.shape, *map(str, entry.pieces))
-            for key, entry in self._catalogue.entries.items()
-        )
+        identity = repr(sorted(self._catalogue.entries.items()))
         return {
             **self._options,
             "models": sorted(self._models),
             "optimizers": sorted(self._optimizers),
             "entries": sorted(self._more),
-            "path": f"{self._catalogue.where} ({crc32(memoryview(repr(identity).encode())):08x})",
+            "path": f"{self._catalogue.where} ({crc32(memoryview(identity.encode())):08x})",
             **{key: [list(tensor.shape), str(getattr(tensor, "placements", "plain"))] for key, tensor in self._targets},
         }
 

@@ -51,19 +51,18 @@ class Naming:
 
 def naming_of(catalogue: Catalogue, prefix: str, module: nn.Module, given: Any) -> Naming:
     """Return the naming of ``module``; the entries of a Hugging Face directory get the names that it has."""
-    function = given.get if isinstance(given, Mapping) else given
     if catalogue.manifest is not None:
-        return Naming(f"{prefix}/", function)
+        return Naming(f"{prefix}/", given)
     own = names.unwrap(module)
     if not catalogue.adapter:
-        return Naming("", function, _hub_names(module, catalogue), may_lack=_ignored(own, "missing"))
+        return Naming("", given, _hub_names(module, catalogue), may_lack=_ignored(own, "missing"))
     adapters = getattr(own, "peft_config", {})
     if len(adapters) != 1:
         raise ValueError(f"an adapter is loaded into a PEFT model with one adapter, not with {len(adapters)}")
     # PEFT stores changed embeddings of the base under the names that they have.
     keys = adapted_keys(module, "") or {}
     table = {name: each.key if each.stem == "adapter_model" else name for name, each in keys.items()}
-    return Naming("", function, table, may_lack=lambda name: True)
+    return Naming("", given, table, may_lack=lambda name: True)
 
 
 def _hub_names(module: nn.Module, catalogue: Catalogue) -> dict[str, str]:

@@ -176,7 +176,7 @@ def _prepare(
     # From here on every rank computes the same, or fails alike.
     first_with = _merge(manifest, [(plain, states) for _, _, plain, states in everyone])
     mine = _my_part(manifest, tensors, first_with, group.rank)
-    mine["rng"] = group.rank * len(bits), bits
+    mine["rng"] = group.rank * len(bits), bits.view(1, -1)
     manifest.about = {
         "written": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         "trueshard": version("trueshard"),

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trueshard import _torch
 from trueshard.checkpoint.catalogue import file_system, is_url
 from trueshard.checkpoint.format import BLOCK, MANIFEST, FileRecord, Piece, TensorEntry, crc32, make_header
 from trueshard.checkpoint.ranks import as_bytes
@@ -241,12 +242,7 @@ class RemoteWriter:
         if not mine:
             return written
         file = f"rank-{rank:05d}.safetensors"
-        rows = {}
-        for key, (_, tensor) in mine.items():
-            shape = list(entries[key].shape)
-            if shape and entries[key].nbytes:
-                shape[0] = shape[0] * len(as_bytes(tensor)) // entries[key].nbytes
-            rows[key] = TensorEntry([], shape, entries[key].dtype)
+        rows = {key: TensorEntry.of(_torch.local(tensor), []) for key, (_, tensor) in mine.items()}
         header, ranges = make_header(rows, marked=True)
         with _naming(f"{self.where}/{file}", next(iter(mine))), self._fs.open(f"{self._root}/{file}", "wb") as stream:
             stream.write(header)

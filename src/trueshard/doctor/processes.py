@@ -89,14 +89,12 @@ def tried(backend: str, ranks: int, limit: float) -> Iterator[Finding]:
         said = {each: last_line(last_lines(logs, each)) for each in ended.codes}
     yield Finding(backend, f"{ranks} {'process' if ranks == 1 else 'processes'}")
     for task in TASKS:
-        lines = [next((line for line in lines if line["task"] == task), None) for lines in done]
-        missing = [each for each, line in enumerate(lines) if line is None]
-        if missing:
+        if missing := [each for each, lines in enumerate(done) if task not in lines]:
             task, why = _failure(task, done, ended.codes, said, missing, limit)
             yield Finding(f"{backend} {task}", why, "problem", _remedy(backend, task))
             return
         name = f"{backend} {task}"
-        finished = [line for line in lines if line is not None]
+        finished = [lines[task] for lines in done]
         if wrong := [f"rank {each}: {line['wrong']}" for each, line in enumerate(finished) if line["wrong"]]:
             yield Finding(name, "; ".join(wrong), "problem", "the network or a device corrupts data; try another")
             return
@@ -104,15 +102,15 @@ def tried(backend: str, ranks: int, limit: float) -> Iterator[Finding]:
             yield Finding(name, _figure(task, finished))
 
 
-def _lines(file: Path) -> list[Line]:
-    if not file.exists():
-        return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+def _lines(file: Path) -> dict[str, Line]:
+    """Return the line of each task that a rank has done, in their order."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    return {line["task"]: line for line in (json.loads(each) for each in text.splitlines() if each.endswith("}"))}
 
 
 def _failure(
     task: str,
-    done: list[list[Line]],
+    done: list[dict[str, Line]],
     codes: Mapping[int, int],
     said: Mapping[int, str],
     missing: list[int],
@@ -120,8 +118,8 @@ def _failure(
 ) -> tuple[str, str]:
     """Return what failed of a task that ranks did not do, and why: the first error, how one ended, or that none did."""
     for each, lines in enumerate(done):
-        if lines and lines[-1]["task"] == "error":  # it ended the others, which may not have come as far
-            return TASKS[len(lines) - 1], f"rank {each}: {lines[-1]['wrong']}"
+        if "error" in lines:  # it ended the others, which may not have come as far
+            return TASKS[len(lines) - 1], f"rank {each}: {lines['error']['wrong']}"
     for each in missing:
         if each in codes:
             return task, f"rank {each} {how(codes[each])}" + (f": {said[each]}" if said[each] else "")
