@@ -192,10 +192,6 @@ class FileRecord:
     crc32: int  # checksum of the bytes that belong to no tensor: the header of a safetensors file, all of any other
     header: int | None = None  # bytes of the header of a safetensors file
 
-    @classmethod
-    def of(cls, data: bytes, size: int, is_header: bool) -> FileRecord:
-        return cls(size, crc32(memoryview(data)), len(data) if is_header else None)
-
 
 @dataclass
 class Manifest:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.checkpoint import layout, ranks, state
-from trueshard.checkpoint.format import FileRecord, Manifest, TensorEntry, crc32_joined
+from trueshard.checkpoint.format import FileRecord, Manifest, TensorEntry, crc32, crc32_joined
 from trueshard.checkpoint.ranks import RankGroup, check_same
 from trueshard.checkpoint.writing import LocalWriter, RemoteWriter, Written, writer_for
 from trueshard.log import logger, timed
@@ -119,8 +119,8 @@ class SaveJob:
             for piece in entry.pieces:
                 sizes[piece.file] = max(sizes[piece.file], piece.end)
         for file, data in files.items():
-            is_header = file in self.headers and file.endswith(".safetensors")
-            self.manifest.files[file] = FileRecord.of(data, sizes[file], is_header)
+            header = len(data) if file in self.headers and file.endswith(".safetensors") else None
+            self.manifest.files[file] = FileRecord(sizes[file], crc32(memoryview(data)), header)
         return files, sizes
 
     def _publish(self, everyone: list[Written]) -> None:

@@ -253,7 +253,8 @@ class RemoteWriter:
                     stream.write(data[at : at + BLOCK])
                 written.parts[key] = begin, begin + len(data), crc32(data)
                 written.pieces[key] = Piece(file, first, last)
-        written.files[file] = FileRecord.of(header, max(last for _, last in ranges.values()), is_header=True)
+        size = max(last for _, last in ranges.values())
+        written.files[file] = FileRecord(size, crc32(memoryview(header)), len(header))
         for key, piece in written.pieces.items() if verify else ():
             starts = range(piece.begin, piece.end, BLOCK)
             blocks = (
