@@ -33,6 +33,9 @@ class FileKey:
 
 def file_keys(models: Mapping[str, nn.Module], entries: Mapping[str, TensorEntry]) -> dict[str, FileKey]:
     found: dict[str, FileKey] = {}
+    for key in entries:
+        kind, _, rest = key.partition("/")
+        found[key] = FileKey("", kind, rest) if kind == "optimizer" else FileKey("", "extra", key)
     for prefix, module in models.items():
         folder = f"{prefix.partition('/')[2]}/" if "/" in prefix else ""
         adapted = adapted_keys(module, folder) or {}
@@ -40,10 +43,6 @@ def file_keys(models: Mapping[str, nn.Module], entries: Mapping[str, TensorEntry
             if key.startswith(f"{prefix}/"):
                 name = key.removeprefix(f"{prefix}/")
                 found[key] = adapted.get(name, FileKey(folder, "model", name))
-    for key in entries:
-        if key not in found:
-            kind, _, rest = key.partition("/")
-            found[key] = FileKey("", kind, rest) if kind == "optimizer" else FileKey("", "extra", key)
     return found
 
 

@@ -287,4 +287,4 @@ class LoadJob:
             table = self._manifest.rng[self._group.rank]
             row = torch.empty(sum(size for _, size in table), dtype=torch.uint8)
             self._catalogue.read_into("rng", self._group.rank * len(row), row)
-            state.set_random_state(table, bytes(row.numpy()))
+            state.set_random_state(table, row)

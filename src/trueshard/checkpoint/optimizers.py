@@ -80,11 +80,10 @@ class OptimizerLoad:
             elif own and not known & set(own):
                 yield "new", f"{prefix}: group {g}", ""
             else:
-                near = max(range(len(old)), key=lambda i: len(set(old[i][0]) & set(own)), default=None)
-                before = set(old[near][0]) if near is not None else set()
+                near = max(range(len(old)), key=lambda i: len(set(old[i][0]) & set(own)))
+                taken.add(near)
+                before = set(old[near][0])
                 lost, added = sorted(before - set(own)), sorted(set(own) - before)
-                if near is not None:
-                    taken.add(near)
                 text = f"group {g} of {prefix!r} is not what was saved: missing here {lost[:3]}, new here {added[:3]}"
                 yield "mismatched", f"{prefix}: group {g}", text
         for i, (members, _) in enumerate(old):

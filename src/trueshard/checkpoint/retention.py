@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trueshard.checkpoint.format import MANIFEST, Manifest
+from trueshard.checkpoint.format import MANIFEST, Manifest, join
 from trueshard.checkpoint.ranks import RankGroup
 from trueshard.checkpoint.saving import Saving, save
 from trueshard.checkpoint.writing import OF_A_STEP, discard
@@ -104,11 +104,10 @@ class Checkpoints:
         for step in self.steps():
             path = self.path(step) / MANIFEST
             try:
-                value: Any = Manifest.parse(path.read_bytes(), str(path)).more.get("progress")
-            except (OSError, ValueError):
+                progress = join(Manifest.parse(path.read_bytes(), str(path)).more["progress"], {})
+                value = progress["metrics"][self._metric]
+            except (OSError, ValueError, LookupError, TypeError):  # damaged, or saved without the metric
                 continue
-            for key in ("metrics", self._metric):
-                value = dict(value.get("__dict__", [])).get(key) if isinstance(value, dict) else None
             if type(value) in (int, float) and not math.isnan(value):
                 found.append((self._sign * value, -step))
         return [-step for _, step in sorted(found)]

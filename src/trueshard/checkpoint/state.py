@@ -174,13 +174,10 @@ def random_state() -> tuple[list[list[Any]], torch.Tensor]:
     return table, torch.frombuffer(bytearray(b"".join(parts.values())), dtype=torch.uint8)
 
 
-def set_random_state(table: list[list[Any]], states: bytes) -> None:
+def set_random_state(table: list[list[Any]], states: torch.Tensor) -> None:
     """Set the generators to what ``random_state`` returned; one that this machine lacks is skipped."""
-    at = 0
-    for kind, length in table:
-        data = states[at : at + length]
-        at += length
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    for (kind, _), part in zip(table, states.split([length for _, length in table]), strict=True):
+        tensor, data = part.clone(), bytes(part.numpy())
         if kind == "torch":
             torch.set_rng_state(tensor)
         elif kind == "python":

@@ -253,11 +253,8 @@ class JoinedShards(StandIn):
             parts = scalars.unbind()
             self._entries[key] = scalars[0]
         elif isinstance(value, torch.Tensor):
-            starts = itertools.accumulate(self._counts, initial=0)
-            parts = [
-                as_rows(value[start : start + count].view(local.shape), member)
-                for start, count, local, member in zip(starts, self._counts, self._locals, self.members, strict=False)
-            ]
+            pieces = zip(value.split(self._counts), self._locals, self.members, strict=True)
+            parts = [as_rows(piece.view(local.shape), member) for piece, local, member in pieces]
         else:
             parts = [value] * len(self.members)
         for shown, part in zip(self._shown, parts, strict=True):

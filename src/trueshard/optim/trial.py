@@ -161,10 +161,8 @@ def _step(trial: torch.optim.Optimizer) -> None:
 def _make_visible(group: dict[str, Any]) -> None:
     """Raise a learning rate of zero (a warm-up's first), which would hide everything."""
     rate = group.get("lr")
-    if isinstance(rate, torch.Tensor):
-        group["lr"] = rate.detach().clone() if float(rate) > 0 else torch.full_like(rate, 1e-2)
-    elif isinstance(rate, (int, float)) and rate <= 0:
-        group["lr"] = 1e-2
+    if isinstance(rate, (int, float, torch.Tensor)) and rate <= 0:
+        group["lr"] = torch.full_like(rate, 1e-2) if isinstance(rate, torch.Tensor) else 1e-2
 
 
 def _numbers(table: dict[str, Any]) -> dict[tuple[Any, ...], Any]:
