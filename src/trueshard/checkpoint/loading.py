@@ -118,7 +118,7 @@ class LoadJob:
         self._models, self._optimizers = state.by_prefix(model, optimizer)
         self._catalogue: Catalogue = open_catalogue(path)
         if self._catalogue.dcp:
-            from trueshard.checkpoint.dcp import open_dcp
+            from trueshard.checkpoint.dcp_keys import open_dcp
 
             pickled = self._options["allow_pickle"]
             self._catalogue = open_dcp(self._catalogue, self._models, self._optimizers, self._names, pickled)

@@ -1,0 +1,324 @@
+"""Interpret the keys of a DCP directory. Whoever saves chooses them, so they are recognised by what they lead to.
+
+- Models: the nested dict (or the top level, as in TorchTitan) that holds most of the model's names.
+- Optimizers: whatever has ``param_groups``. By name and nested, as torch's ``get_optimizer_state_dict`` makes it; by
+  name and flat (``state.<name>.exp_avg``), as TorchTitan saves it; or by number, as ``Optimizer.state_dict()`` does.
+- All else are entries of the user.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from trueshard.checkpoint import state
+from trueshard.checkpoint.catalogue import Catalogue, LocalDirectory
+from trueshard.checkpoint.dcp import DcpCatalogue, DcpDirectory, dcp_directories
+from trueshard.checkpoint.format import Manifest, TensorEntry, dtype_name, join, references
+
+_OPTIMIZER = re.compile(r"(|.*?\.)param_groups\.")
+# Top-level names that are never entries of the user:
+_NO_ENTRIES = ("model", "models", "state_dict", "optimizer", "optimizers", "optim")
+
+
+def open_dcp(
+    catalogue: Catalogue, models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], given: Any, allow_pickle: bool
+) -> DcpCatalogue:
+    """Open the directory of ``catalogue``, to load ``models`` and ``optimizers`` (by key prefix)."""
+    if not allow_pickle:
+        raise ValueError(
+            f"{catalogue.where} is a directory of torch.distributed.checkpoint, whose metadata is a pickle, which "
+            "can run any code; nothing was opened. Pass allow_pickle=True if you trust whoever wrote it"
+        )
+    if not isinstance(catalogue.directory, LocalDirectory):
+        raise ValueError(f"{catalogue.where}: torch reads its checkpoints from local directories; copy it to one")
+    keys = _Interpreter(catalogue.directory, lambda name: (given and given(name)) or name)
+    for i, (prefix, model) in enumerate(models.items()):
+        keys.add_model(prefix, i, model, named=given is not None)
+    keys.add_optimizers(optimizers, state.parameter_names(models))
+    keys.add_others(bool(models))
+    return keys.catalogue
+
+
+@dataclass(frozen=True, eq=False)
+class _Leaf:
+    source: DcpDirectory
+    key: str
+    path: tuple[Any, ...]
+
+    @property
+    def tensor(self) -> TensorStorageMetadata | None:
+        saved = self.source.saved[self.key]
+        return saved if isinstance(saved, TensorStorageMetadata) else None
+
+    def after(self, root: str) -> tuple[Any, ...]:
+        """Return the path below ``root``, with which the key begins."""
+        path, length = self.path, len(root)
+        while length > 0:
+            first = str(path[0])
+            if len(first) >= length:
+                return (first[length:], *path[1:])
+            length -= len(first) + 1
+            path = path[1:]
+        return path
+
+
+_Tree = dict[tuple[Any, ...], _Leaf]  # leaves by their path below some root
+_Where = tuple[DcpDirectory, str]  # a directory, and the root: what keys in it begin with
+_Optimizer = dict[str, dict[str, _Tree]]  # "state" and "param_groups" → a parameter's name, or a number → leaves
+
+
+def _match(
+    roots: Sequence[str],
+    number: int,  # at the end of the name of the one that is meant, if several of Accelerate's have the root
+    found: Iterable[_Where],
+) -> _Where | None:
+    """Return the only one with the first root, or else the next one, and so on."""
+    for root in roots:
+        same = [where for where in found if where[1] == root]
+        numbered = [where for where in same if where[0].directory.name.endswith(f"_{number}")]
+        if len(same) == 1 or len(numbered) == 1:
+            return (numbered or same)[0]
+    return None
+
+
+class _Interpreter:
+    """Fills a catalogue; ``given``: a parameter's name in the model → its name, or whole key, in the directory."""
+
+    def __init__(self, directory: LocalDirectory, given: Callable[[str], str]) -> None:
+        self._manifest = Manifest()
+        self._given = given
+        self.catalogue = DcpCatalogue(directory, self._manifest.tensors, self._manifest, dcp=True)
+        sources = dcp_directories(directory.directory)
+        self._leaves = [_Leaf(source, key, path) for source in sources for key, path in source.paths.items()]
+        self._taken: set[_Leaf] = set()
+        self._ours: dict[str, str] = {}  # a parameter's name in the directory → in the model
+        self._values: dict[_Leaf, Any] = {}
+
+    def add_model(self, prefix: str, number: int, model: nn.Module, named: bool) -> None:
+        """Add the tensors and extra state of model ``number``; ``named``: the user's names may be whole keys."""
+        held, extra = state.model_tensors(model)
+        wanted = {self._given(name) for each in held.values() for name in each.names}
+        whole = {leaf.key: leaf for leaf in self._leaves if named and leaf.key in wanted}
+        source, root, owned = self._model_root(prefix, number, wanted, whole)
+        record: dict[str, Any] = {}
+        for name in extra:
+            tree = {
+                leaf.after(root)[1:]: leaf
+                for leaf in self._leaves
+                if leaf.source is source and leaf.key.startswith(root + name) and leaf.after(root)[0] == name
+            }
+            if tree:
+                record[name] = self._value(tree, f"extra/{prefix}/{name}")
+        self._manifest.models[prefix] = {"class": None, "extra": record}
+        for name, leaf in (owned | whole).items():
+            if leaf.tensor is not None and name not in extra:
+                self._add_tensor(f"{prefix}/{name}", leaf)
+        self._taken.update(owned.values())
+
+    def _model_root(
+        self, prefix: str, number: int, wanted: set[str], whole: dict[str, _Leaf]
+    ) -> tuple[DcpDirectory, str, dict[str, _Leaf]]:
+        """Return the directory, the root in it, and by name all below it; ``whole``: leaves named by whole keys."""
+        found: dict[_Where, dict[str, _Leaf]] = {}
+        for leaf in self._leaves:
+            roots = {leaf.key[: len(leaf.key) - len(str(leaf.path[-1]))]}
+            if leaf.path == (leaf.key,):  # its path may not have been recorded
+                roots |= {root for root in ("model.", "state_dict.") if leaf.key.startswith(root)}
+            for root in roots:
+                found.setdefault((leaf.source, root), {})[leaf.key[len(root) :]] = leaf
+        scores = {where: len(wanted & owned.keys()) for where, owned in found.items()}
+        best = max(scores.values(), default=0)
+        if not best and whole:
+            return next(iter(whole.values())).source, "", whole
+        if not best:
+            keys = [leaf.key for leaf in self._leaves]
+            shown = ", ".join(keys[:5]) + (f", and {len(keys) - 5} more" if keys[5:] else "")
+            raise ValueError(
+                f"{self.catalogue.where} holds no tensor of {prefix!r}, but {shown}; say with names= what is"
+            )
+        candidates = [where for where, score in scores.items() if score == best]
+        key = prefix.partition("/")[2]
+        own_roots = [f"model.{key}.", f"models.{key}.", f"{key}."] if key else []
+        chosen = _match([*own_roots, "model.", ""], number, candidates)
+        if chosen is None and len(candidates) > 1:
+            shown = ", ".join(repr(root + next(iter(wanted))) for _, root in candidates)
+            raise ValueError(f"{self.catalogue.where} holds {prefix!r} more than once ({shown}); say with names= which")
+        chosen = chosen or candidates[0]
+        return (*chosen, found[chosen])
+
+    def _add_tensor(self, key: str, leaf: _Leaf) -> None:
+        saved = leaf.tensor
+        assert saved is not None
+        dtype = dtype_name(saved.properties.dtype)
+        self.catalogue.entries[key] = TensorEntry([key.partition("/")[2]], list(saved.size), dtype)
+        self.catalogue.saved[key] = leaf.source, leaf.key
+
+    def add_optimizers(self, wanted: Mapping[str, Any], name_of: Mapping[int, str]) -> None:
+        """Add the records of ``wanted`` (key prefix → optimizer); ``name_of``: ``id`` of a parameter → its name."""
+        self._ours = {self._given(name): name for name in name_of.values()}
+        saved = self._saved_optimizers()
+        for i, (prefix, optimizer) in enumerate(wanted.items()):
+            key = prefix.partition("/")[2]
+            roots = [f"optimizer.{key}.", f"optimizers.{key}.", f"{key}."] if key else []
+            where = _match([*roots, "optimizer.", "optim.", ""], i, saved)
+            if where is None and len(saved) > 1:
+                shown = ", ".join(repr(root) for _, root in saved)
+                raise ValueError(
+                    f"{self.catalogue.where} holds several optimizers, {shown}; name the one for {prefix!r} by "
+                    "optimizer={name: …}"
+                )
+            if saved:
+                own = [[name_of.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+                record = self._record(prefix, optimizer, saved[where or next(iter(saved))], own, len(wanted) > 1)
+                self._manifest.optimizers[prefix] = record
+
+    def _saved_optimizers(self) -> dict[_Where, _Optimizer]:
+        found: dict[_Where, _Optimizer] = {}
+        for leaf in self._leaves:
+            match = _OPTIMIZER.match(leaf.key)
+            if match is not None and leaf not in self._taken:
+                found.setdefault((leaf.source, match[1]), {"state": {}, "param_groups": {}})
+        for leaf in self._leaves:
+            for (source, root), parts in found.items():
+                if leaf.source is source and leaf.key.startswith((f"{root}state.", f"{root}param_groups.")):
+                    first, *rest = leaf.after(root)
+                    kind, _, tail = str(first).partition(".")
+                    if not rest:
+                        name = self._parameter_in(tail)
+                        rest = [name, *tail[len(name) + 1 :].split(".")]
+                    parts[kind].setdefault(str(rest[0]), {})[tuple(rest[1:])] = leaf
+                    self._taken.add(leaf)
+        return found
+
+    def _parameter_in(self, tail: str) -> str:
+        """Return the longest name of a parameter that a flat key begins with, or a number, or all but the last word."""
+        at = len(tail)
+        while (at := tail.rfind(".", 0, at)) > 0:
+            if tail[:at] in self._ours:
+                return tail[:at]
+        return tail.partition(".")[0] if tail.partition(".")[0].isdigit() else tail.rpartition(".")[0]
+
+    def _record(
+        self,
+        prefix: str,
+        optimizer: Any,
+        saved: _Optimizer,
+        own: list[list[str]],  # names in each of its groups
+        partly: bool,  # true if ``saved`` also has parameters of other optimizers
+    ) -> dict[str, Any]:
+        self._unpickle([leaf for trees in saved.values() for tree in trees.values() for leaf in tree.values()])
+        groups, name_of = self._groups(prefix, saved["param_groups"], own)
+        mine = {name for group in own for name in group}
+        if partly:
+            groups = [group for group in groups if mine & set(group["params"])]
+        states = {}
+        for key, tree in saved["state"].items():
+            name = name_of.get(key, self._ours.get(key, key))
+            if name in mine or not partly:
+                states[name] = self._value(tree, f"{prefix}/{name}")
+        if name_of:
+            self._check_shapes(optimizer, own, states)
+        # Neither torch nor those who build on it keep the class.
+        return {"class": type(optimizer).__name__, "groups": groups, "state": states}
+
+    def _groups(
+        self, prefix: str, trees: Mapping[str, _Tree], own: list[list[str]]
+    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """Return the groups, by names, and number → name, where the state is by number."""
+        groups: list[dict[str, Any]] = []
+        name_of: dict[str, str] = {}
+        values = {key: self._value(tree, f"{prefix}/@groups/{key}") for key, tree in trees.items()}
+        for g in sorted(int(key) for key in values if key.isdigit()):
+            settings = dict(values[str(g)]["__dict__"])
+            members = list(settings.pop("params", []))
+            if any(isinstance(member, int) for member in members):
+                names = settings.get("param_names") or (own[g] if g < len(own) else [])
+                if len(names) != len(members):
+                    raise ValueError(
+                        f"{self.catalogue.where}: group {g} of {prefix!r} has {len(members)} parameters, by number, "
+                        f"the optimizer's has {len(names)}; save what torch's get_optimizer_state_dict returns"
+                    )
+                name_of |= dict(zip(map(str, members), names, strict=True))
+                members = names
+            others = [[key, value] for key, value in settings.items()]
+            groups.append({"params": [self._ours.get(n, n) for n in members], "settings": {"__dict__": others}})
+        by_parameter = {self._ours.get(key, key): value for key, value in values.items() if not key.isdigit()}
+        groups += _regrouped(by_parameter, own)
+        return groups, {number: self._ours.get(name, name) for number, name in name_of.items()}
+
+    def _check_shapes(self, optimizer: Any, own: list[list[str]], states: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` where state by number cannot belong to the parameter at its place."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter, name in zip(parameters, (name for names in own for name in names), strict=True):
+            shapes = [self.catalogue.entries[key].shape for key in references(states.get(name))]
+            alike = [shape for shape in shapes if len(shape) == parameter.ndim and parameter.ndim]
+            try:
+                fits = not alike or torch.broadcast_shapes(*alike) == parameter.shape
+            except RuntimeError:
+                fits = False
+            if not fits:
+                raise ValueError(
+                    f"{self.catalogue.where} has state by number, and that of {name!r}, of shape {alike[0]}, is not of "
+                    f"its shape {list(parameter.shape)}; give the optimizer its parameters in the order of the save"
+                )
+
+    def add_others(self, has_models: bool) -> None:
+        """Add the user's entries: all that is left, but tensors at the top level if no model was given."""
+        trees: dict[str, _Tree] = {}
+        for leaf in self._leaves:
+            at_top = len(leaf.path) == 1 and leaf.tensor is not None and not has_models
+            if leaf not in self._taken and str(leaf.path[0]) not in _NO_ENTRIES and not at_top:
+                trees.setdefault(str(leaf.path[0]), {})[leaf.path[1:]] = leaf
+        for name, tree in trees.items():
+            self._manifest.more[name] = self._value(tree, f"more/{name}")
+
+    def _value(self, tree: _Tree, path: str) -> Any:
+        """Return leaves as one value in the form of ``split``: tensors as references, the rest unpickled."""
+        self._unpickle(tree.values())
+
+        def build(below: Iterable[tuple[tuple[Any, ...], _Leaf]], path: str) -> Any:
+            inside: dict[Any, list[tuple[tuple[Any, ...], _Leaf]]] = {}
+            for where, leaf in below:
+                if not where:
+                    if leaf.tensor is None:
+                        return self._values[leaf]
+                    self._add_tensor(path, leaf)
+                    return {"__tensor__": path}
+                inside.setdefault(where[0], []).append((where[1:], leaf))
+            made = {key: build(each, f"{path}/{key}") for key, each in inside.items()}
+            if made and all(isinstance(key, int) for key in made):
+                return [made[key] for key in sorted(made)]
+            return {"__dict__": [[key, value] for key, value in made.items()]}
+
+        return build(tree.items(), path)
+
+    def _unpickle(self, leaves: Iterable[_Leaf]) -> None:
+        left = [leaf for leaf in leaves if leaf.tensor is None and leaf not in self._values]
+        for source in {leaf.source: None for leaf in left}:
+            keys = {leaf.key: leaf for leaf in left if leaf.source is source}
+            self._values |= {keys[key]: value for key, value in source.values(keys).items()}
+
+
+def _regrouped(of: Mapping[str, Any], own: list[list[str]]) -> list[dict[str, Any]]:
+    """Return the optimizer's own groups, with settings that were saved by parameter."""
+    groups: list[dict[str, Any]] = []
+    no_tensors: defaultdict[str, Any] = defaultdict(bool)  # to compare the rest
+    for members in own:
+        begin = len(groups)  # parameters saved with different settings cannot have been one group
+        for name in (name for name in members if name in of):
+            plain = join(of[name], no_tensors)
+            same = next((one for one in groups[begin:] if join(one["settings"], no_tensors) == plain), None)
+            if same is None:
+                groups.append({"params": [name], "settings": of[name]})
+            else:
+                same["params"].append(name)
+    left = [name for name in of if not any(name in members for members in own)]
+    return [*groups, {"params": left, "settings": of[left[0]]}] if left else groups
