@@ -177,7 +177,7 @@ PYTORCH_OPTIMIZER: dict[str, Special] = {
     # The longer side of a matrix has directions without any gradient: there, rounding is divided by rounding.
     "SOAP": Special({"max_precondition_dim": 5, "eps": 1e-2}, tolerance=1e-3),
     "SophiaH": Special({"update_period": 2}, take=ways.by_graph),
-    "SpectralSphere": Special(make=ways.with_matrices, tolerance=COARSE),
+    "SpectralSphere": Special({"solver_max_iterations": 5}, make=ways.with_matrices, tolerance=COARSE),
     "SPlus": Special({"max_dim": 5, "lr": 0.5, "nonstandard_constant": 0.1}),
     "TRAC": Special({"s_prev": 1.0}, make=ways.around_sgd, dimensions=(1, 4), partly=True),
     "WSAM": Special(make=ways.with_model_and_base, take=ways.by_closure),

@@ -6,6 +6,7 @@ The copy has all of the user's settings, but parameters, state and hooks of its 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import random
@@ -68,28 +69,31 @@ class _StandIn:
 
     def __init__(self, shape: tuple[int, ...], number: int, dtype: torch.dtype, rank: int | None) -> None:
         self._shape, self._number, self._rank = shape, number, rank
-        self.parameter = nn.Parameter((0.1 * self._values(number, 1.0) + 0.1).to(dtype))
+        self.parameter = nn.Parameter((0.1 * _values(shape, number, rank) + 0.1).to(dtype))
 
     def give_gradient(self, step: int, factor: float) -> None:
         """Give the same gradient in every trial, ``factor`` times as large.
 
         It keeps its direction: what estimates a distance from how far it went must see progress.
         """
-        scale = factor * 3.0 ** (self._number % 4)
-        value = self._values(self._number + 100, scale) + 0.3 * self._values(1000 * (step + 1) + self._number, scale)
-        self.parameter.grad = value.to(self.parameter.dtype)
+        shape, number, rank = self._shape, self._number, self._rank
+        value = _values(shape, number + 100, rank) + 0.3 * _values(shape, 1000 * (step + 1) + number, rank)
+        self.parameter.grad = (value * (factor * 3.0 ** (number % 4))).to(self.parameter.dtype)
 
-    def _values(self, seed: int, scale: float) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        values = torch.randn(self._shape, generator=generator) * scale
-        if not self._shape:
-            return values
-        rows = torch.logspace(-2, 1, self._shape[0])[torch.randperm(self._shape[0], generator=generator)]
-        values *= rows.view(-1, *[1] * (len(self._shape) - 1))
-        if self._rank is None:
-            return values
-        start, count = rows_of(self._shape[0], self._rank, RANKS)
-        return values[start : start + count].clone()
+
+@functools.lru_cache(maxsize=1024)
+def _values(shape: tuple[int, ...], seed: int, rank: int | None) -> torch.Tensor:
+    """Return normal values, rows of very different size; of a ``rank`` its rows. Not to be written to."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator)
+    if not shape:
+        return values
+    rows = torch.logspace(-2, 1, shape[0])[torch.randperm(shape[0], generator=generator)]
+    values *= rows.view(-1, *[1] * (len(shape) - 1))
+    if rank is None:
+        return values
+    start, count = rows_of(shape[0], rank, RANKS)
+    return values[start : start + count].clone()
 
 
 def run(
@@ -144,7 +148,8 @@ def run(
 
 def _drawn() -> tuple[Any, ...]:
     """Return what changes when random numbers are drawn from any of the usual generators."""
-    return bytes(torch.get_rng_state().numpy()), random.getstate(), str(numpy.random.get_state())  # noqa: NPY002
+    _, words, *rest = numpy.random.get_state()  # noqa: NPY002
+    return bytes(torch.get_rng_state().numpy()), random.getstate(), bytes(words), rest
 
 
 def _step(trial: torch.optim.Optimizer) -> None:
