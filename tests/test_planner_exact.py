@@ -35,13 +35,10 @@ ONE_BLOCK = {"activation_checkpointing": {"*.1": "full"}}
 
 TWO: dict[str, Setting] = {
     "llama": Setting("llama"),
-    "llama, tied": Setting("llama tied"),
-    "llama, uneven": Setting("llama uneven"),
     "llama, large head": Setting("llama large head"),
     "llama, uneven, last rank": Setting("llama uneven", rank=1),
     "qwen3": Setting("qwen3"),
     "gpt2": Setting("gpt2"),
-    "t5": Setting("t5"),
     "bert": Setting("bert"),
     "lora": Setting("lora"),
     "frozen": Setting("frozen"),
@@ -51,14 +48,10 @@ TWO: dict[str, Setting] = {
     "always": Setting("llama", words=ALWAYS),
     "never": Setting("llama", words=NEVER),
     "last layer": Setting("llama", words={"reshard_after_forward": "last_layer"}),
-    "never, frozen": Setting("frozen", words=NEVER),
     "full": Setting("llama", words=FULL),
-    "full, t5": Setting("t5", words=FULL),
-    "full, bf16": Setting("llama", words=FULL | BF16),
     "selective": Setting("llama", words=SELECTIVE),
     "selective, bf16, always": Setting("llama", words=SELECTIVE | BF16 | ALWAYS),
     "one block again": Setting("llama", words=ONE_BLOCK),
-    "bf16": Setting("llama", words=BF16),
     "bf16, output fp32": Setting("perceptron", words=OUTPUT_FP32),
     "bf16, tied": Setting("llama tied", words=BF16),
     "bf16, t5": Setting("t5", words=BF16),
@@ -76,7 +69,6 @@ TWO: dict[str, Setting] = {
     "muon, bf16": Setting("llama", "muon", BF16),
     "offload": Setting("llama", words=CPU),
     "offload, bf16, full": Setting("llama", words=CPU | BF16 | FULL),
-    "accumulation": Setting("llama", accumulation=3),
     "accumulation, bf16": Setting("llama", words=BF16, accumulation=3),
     "no clipping": Setting("llama", clip=None),
 }
@@ -86,19 +78,15 @@ SHORT = (
 )
 """not of the rest"""
 THREE: dict[str, Setting] = {
-    "llama": Setting("llama", ranks=(3,)),
     "llama, uneven": Setting("llama uneven", ranks=(3,)),
     "llama, uneven, last rank": Setting("llama uneven", ranks=(3,), rank=2),
     "perceptron, bf16": Setting("perceptron", words=BF16, ranks=(3,), rank=2),
     "t5, full": Setting("t5", words=FULL, ranks=(3,)),
-    "muon": Setting("llama", "muon", ranks=(3,), rank=1),
     "lora, always": Setting("lora", words=ALWAYS, ranks=(3,)),
 }
 FOUR: dict[str, Setting] = {
-    "hybrid": Setting("llama", ranks=(2, 2)),
     "hybrid, bf16, full": Setting("llama", words=BF16 | FULL, ranks=(2, 2)),
     "hybrid, uneven, accumulation": Setting("llama uneven", ranks=(2, 2), rank=3, accumulation=3),
-    "node of 2": Setting("llama", words={"reshard_after_forward": 2}, ranks=(4,)),
     "node of 2, uneven, bf16": Setting("llama uneven", words={"reshard_after_forward": 2} | BF16, ranks=(4,)),
 }
 

@@ -292,10 +292,9 @@ def test_a_training_configuration_holds(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("recipe", ["lora", "frozen_vision"])
-def test_a_recipe_holds_on_three_ranks(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_holds_on_three_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
-    report = trueshard.verify(f"examples/{recipe}.toml", nproc=3, steps=2)
+    report = trueshard.verify("examples/frozen_vision.toml", nproc=3, steps=2)
     assert report.held, report
 
 
