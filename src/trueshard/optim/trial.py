@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 import itertools
+import pickle
 import random
 from collections import defaultdict
 from collections.abc import Iterator
@@ -148,8 +149,8 @@ def run(
 
 def _drawn() -> tuple[Any, ...]:
     """Return what changes when random numbers are drawn from any of the usual generators."""
-    _, words, *rest = numpy.random.get_state()  # noqa: NPY002
-    return bytes(torch.get_rng_state().numpy()), random.getstate(), bytes(words), rest
+    numbers = pickle.dumps(numpy.random.get_state())  # noqa: NPY002
+    return bytes(torch.get_rng_state().numpy()), random.getstate(), numbers
 
 
 def _step(trial: torch.optim.Optimizer) -> None:
