@@ -68,7 +68,7 @@ def test_a_peer_that_refuses_has_its_own_error_in_its_cell(step: dict[str, Any])
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("peers_step", "peers_limits")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("peers_step", "peers_limits", "compiled")])
 def test_each_benchmark_runs(name: str, tmp_path: Path) -> None:
     table = quick(tmp_path, name)[name]
     assert table["rows"]

@@ -22,7 +22,7 @@ from checkpointing import LAYOUTS, SETUPS, draw, everything, go_on, scribble, se
 from parity import Pool, Ranks, assert_same
 
 SIZES = ("1", "2", "3", "4")
-FEW = ("tied", "without dimensions", "Muon and SGD")
+FEW = ("without dimensions", "Muon and SGD")
 """setups that the rest saves and loads in every layout, not only at every world size"""
 FIRST = "by owner and by element"
 """the setup that is not of the rest"""

@@ -244,12 +244,12 @@ def saved_by_torch(dtype: torch.dtype) -> int:
     return sum(size for address, size in found.items() if address not in not_counted)
 
 
-@pytest.mark.parametrize("words", all_but([], ["float32", "bfloat16"]))
-def test_a_block_keeps_as_much_as_torchs_partitioner_lets_it(words: str) -> None:
+@pytest.mark.rest
+def test_a_block_keeps_as_much_as_torchs_partitioner_lets_it() -> None:
     """A block more keeps so much more: its input is the output of the one before it."""
-    by_layers = [kept(simulated(words, True, layers).steady) for layers in (2, 3)]
-    eagerly = [kept(simulated(words, False, layers).steady) for layers in (2, 3)]
-    assert by_layers[1] - by_layers[0] == saved_by_torch(getattr(torch, words))
+    by_layers = [kept(simulated("bfloat16", True, layers).steady) for layers in (2, 3)]
+    eagerly = [kept(simulated("bfloat16", False, layers).steady) for layers in (2, 3)]
+    assert by_layers[1] - by_layers[0] == saved_by_torch(torch.bfloat16)
     assert by_layers[1] - by_layers[0] < 0.8 * (eagerly[1] - eagerly[0])
 
 

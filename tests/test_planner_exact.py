@@ -36,9 +36,7 @@ ONE_BLOCK = {"activation_checkpointing": {"*.1": "full"}}
 TWO: dict[str, Setting] = {
     "llama": Setting("llama"),
     "llama, large head": Setting("llama large head"),
-    "llama, uneven, last rank": Setting("llama uneven", rank=1),
     "qwen3": Setting("qwen3"),
-    "gpt2": Setting("gpt2"),
     "bert": Setting("bert"),
     "lora": Setting("lora"),
     "frozen": Setting("frozen"),
@@ -49,7 +47,6 @@ TWO: dict[str, Setting] = {
     "never": Setting("llama", words=NEVER),
     "last layer": Setting("llama", words={"reshard_after_forward": "last_layer"}),
     "full": Setting("llama", words=FULL),
-    "selective": Setting("llama", words=SELECTIVE),
     "selective, bf16, always": Setting("llama", words=SELECTIVE | BF16 | ALWAYS),
     "one block again": Setting("llama", words=ONE_BLOCK),
     "bf16, output fp32": Setting("perceptron", words=OUTPUT_FP32),

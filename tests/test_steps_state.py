@@ -300,11 +300,11 @@ def saved(rank: int, world_size: int, path: str) -> Any:
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("source", [1, 2, 3])
+@pytest.mark.parametrize("source", [1, 3])
 def test_training_goes_on_at_another_world_size(
     source: int, tmp_path: Path, alone: Ranks, ranks2: Ranks, ranks3: Ranks
 ) -> None:
-    order = {1: [alone, ranks2, ranks3], 2: [ranks2, ranks3, alone], 3: [ranks3, alone, ranks2]}[source]
+    order = {1: [alone, ranks2, ranks3], 3: [ranks3, alone, ranks2]}[source]
     expected, *_ = order[0].run(saved, str(tmp_path))
     for ranks in order:
         for found in ranks.run(saved, str(tmp_path)):
