@@ -177,13 +177,15 @@ def _adapted(model: Any, folder: Path) -> tuple[Any, Path]:
     return model, folder / "saved"
 
 
-def same_adapter(found: Path, expected: Path) -> None:
-    """The files of an adapter, as PEFT wrote them."""
+def same_adapter(found: Path, expected: Path, saved: Path) -> None:
+    """The files of an adapter, as PEFT wrote them; a base that is nowhere else is in the checkpoint."""
     files = sorted(path.relative_to(expected) for path in expected.rglob("adapter_*"))
     assert sorted(path.relative_to(found) for path in found.rglob("adapter_*")) == files
     for file in files:
         if file.suffix == ".json":
-            assert _configuration(found / file) == _configuration(expected / file)
+            config = _configuration(expected / file)
+            config["base_model_name_or_path"] = config["base_model_name_or_path"] or str(saved / "base")
+            assert _configuration(found / file) == config
         else:
             assert_same(dict(sorted(load_file(found / file).items())), dict(sorted(load_file(expected / file).items())))
 
@@ -198,7 +200,7 @@ def test_adapter_is_what_peft_itself_saves(adapted: tuple[Any, Path], tmp_path: 
     model, path = adapted
     model.save_pretrained(tmp_path / "peft")
     trueshard.export(path, tmp_path / "out", to="adapter")
-    same_adapter(tmp_path / "out", tmp_path / "peft")
+    same_adapter(tmp_path / "out", tmp_path / "peft", path)
 
 
 def test_merged_is_what_peft_itself_merges(adapted: tuple[Any, Path], tmp_path: Path) -> None:
@@ -217,6 +219,9 @@ def test_merged_is_what_peft_itself_merges(adapted: tuple[Any, Path], tmp_path: 
     trueshard.export(path, tmp_path / "out", to="merged")
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     assert_same(dict(found.state_dict()), dict(merged.state_dict()))
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert {file.stat().st_mode for file in (tmp_path / "out").iterdir()} == {plain.stat().st_mode}
     torch.testing.assert_close(logits(found), logits(model), rtol=1e-4, atol=1e-5)
 
 
@@ -231,9 +236,9 @@ def test_several_adapters(tmp_path: Path) -> None:
     trueshard.save(tmp_path / "saved", model=model)
     model.save_pretrained(tmp_path / "peft")
     trueshard.export(tmp_path / "saved", tmp_path / "all", to="adapter")
-    same_adapter(tmp_path / "all", tmp_path / "peft")
+    same_adapter(tmp_path / "all", tmp_path / "peft", tmp_path / "saved")
     trueshard.export(tmp_path / "saved", tmp_path / "one", to="adapter", adapter="other")
-    same_adapter(tmp_path / "one" / "other", tmp_path / "peft" / "other")
+    same_adapter(tmp_path / "one" / "other", tmp_path / "peft" / "other", tmp_path / "saved")
     with pytest.raises(ValueError, match=naming("default, other", "adapter=")):
         trueshard.export(tmp_path / "saved", tmp_path / "out", to="merged")
     trueshard.export(tmp_path / "saved", tmp_path / "merged", to="merged", adapter="other")
@@ -253,7 +258,7 @@ def test_adapters_of_embeddings(tmp_path: Path, tie: bool) -> None:
     model, path = _adapted(model, tmp_path)
     model.save_pretrained(tmp_path / "peft")
     trueshard.export(path, tmp_path / "out", to="adapter")
-    same_adapter(tmp_path / "out", tmp_path / "peft")
+    same_adapter(tmp_path / "out", tmp_path / "peft", path)
 
 
 def test_what_a_form_cannot_have_is_refused(adapted: tuple[Any, Path], towers: Path, tmp_path: Path) -> None:

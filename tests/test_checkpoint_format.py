@@ -145,18 +145,20 @@ def adapted(rank: int, world_size: int, folder: str, adapters: int) -> dict[str,
 
 
 def adapted_by_others(rank: int, world_size: int, folder: str, adapters: int) -> dict[str, Any]:
-    from peft import PeftModel
+    from peft import AutoPeftModelForCausalLM, PeftModel
     from transformers import LlamaForCausalLM
 
     path = Path(folder, "adapted")
-    base, told = LlamaForCausalLM.from_pretrained(path, output_loading_info=True, attn_implementation="eager")
+    base, told = LlamaForCausalLM.from_pretrained(path / "base", output_loading_info=True, attn_implementation="eager")
     assert not told["missing_keys"], told
     assert not told["unexpected_keys"], told
     found = {"base": logits(base, "lora")}
     for name in ("default", "second")[:adapters]:
-        base = LlamaForCausalLM.from_pretrained(path, attn_implementation="eager")
-        adapter = path / "adapter" if adapters == 1 else path / "adapters" / name
+        base = LlamaForCausalLM.from_pretrained(path / "base", attn_implementation="eager")
+        adapter = path if name == "default" else path / name
         found[name] = logits(PeftModel.from_pretrained(base, adapter), "lora")
+    found["whole"] = logits(LlamaForCausalLM.from_pretrained(path, attn_implementation="eager"), "lora")
+    found["by PEFT"] = logits(AutoPeftModelForCausalLM.from_pretrained(path, attn_implementation="eager"), "lora")
     return found
 
 
@@ -169,6 +171,8 @@ def test_base_and_adapters_are_what_transformers_and_peft_read(
     (found,) = alone.run(adapted_by_others, str(tmp_path), adapters)
     assert_same({key: found[key] for key in expected}, expected, rtol=1e-5, atol=1e-6)
     assert not torch.equal(expected["base"], expected["default"])
+    for whole in (found["whole"], found["by PEFT"]):
+        assert torch.equal(whole, found["default"]), "from_pretrained gives what was trained"
 
 
 # Pickle

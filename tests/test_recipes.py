@@ -138,7 +138,7 @@ def test_an_adapter_over_a_quantized_base_is_exported_and_no_model_to_begin_with
     assert main(["export", str(checkpoint), str(tmp_path / "adapter"), "--to", "adapter"]) == 0
     assert peft.PeftConfig.from_pretrained(str(tmp_path / "adapter")).r == 8
     exported = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    saved = load_file(checkpoint / "adapter" / "adapter_model.safetensors")
+    saved = load_file(checkpoint / "adapter_model.safetensors")
     assert exported.keys() == saved.keys()
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
     capfd.readouterr()

@@ -276,6 +276,10 @@ def open_catalogue(path: str | os.PathLike[str]) -> Catalogue:
         if files:
             entries = {key: entry for file in files for key, entry in directory.tensors(file).items()}
             return Catalogue(directory, entries, adapter=stem == "adapter_model")
+    if not is_url(path) and Path(path, "checkpoints").is_dir():
+        raise FileNotFoundError(
+            f"{path} is a run's folder; its newest checkpoint is {Path(path, 'checkpoints', 'latest')}"
+        )
     raise FileNotFoundError(
         f"{path} is no checkpoint: it has no {MANIFEST}, no model.safetensors (or its index), no "
         "adapter_model.safetensors, and no .metadata of torch.distributed.checkpoint"

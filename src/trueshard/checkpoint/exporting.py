@@ -40,6 +40,7 @@ from trueshard.model import names
 KINDS = ("hf", "safetensors", "adapter", "merged", "dcp")
 _COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of a Hugging Face directory's files other than weights."""
+ADAPTER_CONFIG = "adapter_config.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of a model's configuration, and of those of its parts
 _ADAPTER_IN_NAME = re.compile(
     r"\.(?:lora_\w+|modules_to_save|ia3_l|hada_\w+|lokr_\w+|vera_\w+|oft_\w+|boft_\w+)\.(\w+)"
@@ -114,12 +115,21 @@ def _appearing(final: Path, shown: str) -> Iterator[Path]:
     partial = final.with_name(f".{final.name}.exporting-{secrets.token_hex(4)}")
     try:
         yield partial
+        _give_usual_modes(partial)
         move_into_place(partial, final, shown)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(OSError):  # of a single file
             partial.unlink()
         raise
+
+
+def _give_usual_modes(path: Path) -> None:
+    """Give files the mode that the umask says; safetensors makes its own readable by their owner alone."""
+    os.umask(mask := os.umask(0o077))
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        if file.is_file():
+            file.chmod(0o666 & ~mask)
 
 
 @dataclass
@@ -140,12 +150,12 @@ class ExportSource:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Name of each PEFT adapter ("adapter", if there is one) → its folder."""
+        """Name of each PEFT adapter ("default" for the one at the top) → its folder."""
         manifest = self.catalogue.manifest
         files = () if manifest is None else manifest.files
-        start, end = f"{self.folder}adapter", "/adapter_config.json"
-        folders = [file.removesuffix(end) for file in files if file.startswith(start) and file.endswith(end)]
-        return {folder.rpartition("/")[2]: folder for folder in folders}
+        own = [file for file in files if file.startswith(self.folder) and file.endswith(ADAPTER_CONFIG)]
+        folders = [file.removesuffix(ADAPTER_CONFIG) for file in own]
+        return {folder.removeprefix(self.folder).rstrip("/") or "default": folder for folder in folders}
 
     def companions(self) -> dict[str, bytes]:
         """Return configurations and tokenizer files: name in the model's directory → content."""
@@ -160,7 +170,8 @@ class ExportSource:
         found = {}
         for name in names:
             own = name.removeprefix(self.folder)
-            if name.startswith(self.folder) and not own.endswith(".index.json") and not own.startswith("adapter"):
+            if name.startswith(self.folder) and not own.endswith((".index.json", ADAPTER_CONFIG)):
+                own = own.removeprefix(layout.BASE)
                 found[own] = bytes(directory.read(name))
                 if manifest is not None and crc32(memoryview(found[own])) != manifest.files[name].crc32:
                     raise ValueError(f"{directory.where}/{name} is damaged; export an earlier checkpoint")
@@ -271,14 +282,14 @@ def _named(model: Any, adapter: str | None) -> list[str]:
 
 
 def _config(source: ExportSource, adapter: str) -> bytes:
-    return bytes(source.catalogue.directory.read(f"{source.adapters[adapter]}/adapter_config.json"))
+    return bytes(source.catalogue.directory.read(f"{source.adapters[adapter]}{ADAPTER_CONFIG}"))
 
 
 def _copy_adapters(source: ExportSource, folders: dict[str, Path], dtype: torch.dtype | None) -> None:
     """Copy the adapters' files from the checkpoint, for a model that only its own program can build."""
     catalogue = source.catalogue
     for name, folder in folders.items():
-        file = f"{source.adapters[name]}/adapter_model.safetensors"
+        file = f"{source.adapters[name]}adapter_model.safetensors"
         if not catalogue.directory.exists(file):
             raise ValueError(
                 f"{catalogue.where} is in the layout of a remote store, and of a model that is none of "

@@ -127,6 +127,8 @@ class Compared:
     """Number of equal tensors."""
     settings: dict[str, tuple[Any, Any]]
     """Settings, entries and facts that differ, by path; None if missing."""
+    read: bool
+    """True if tensors were read; else what the manifests say of them was compared, where they do."""
 
     def __bool__(self) -> bool:
         return bool(self.removed or self.added or self.changed_kind or self.changed_bytes or self.settings)
@@ -136,7 +138,8 @@ class Compared:
         return json.dumps(asdict(self), indent=1, default=str)
 
     def __str__(self) -> str:
-        lines = [f"- {self.one}", f"+ {self.other}", f"{self.equal:,} tensors are equal"]
+        how = "by their bytes" if self.read else "by the checksums that were saved with them; --bytes reads them"
+        lines = [f"- {self.one}", f"+ {self.other}", f"{self.equal:,} tensors are equal, {how}"]
         if not self:
             return "\n".join([*lines, "nothing differs"])
         lines += [f"- {key}" for key in self.removed]
@@ -147,13 +150,16 @@ class Compared:
         return "\n".join(lines)
 
 
-def inspect(path: str | os.PathLike[str], other: str | os.PathLike[str] | None = None) -> Inspected | Compared:
+def inspect(
+    path: str | os.PathLike[str], other: str | os.PathLike[str] | None = None, *, read: bool = False
+) -> Inspected | Compared:
     """List the content of a checkpoint, or compare two.
 
     Args:
         path: a checkpoint; ``…/latest`` is the newest one beside it. Or a Hugging Face or PEFT directory, or a
             .safetensors file.
         other: a second one.
+        read: compare tensors by their bytes, not by the checksums that were saved with them.
 
     Returns:
         An object to print, or to read field by field or by ``to_json()``.
@@ -167,7 +173,7 @@ def inspect(path: str | os.PathLike[str], other: str | os.PathLike[str] | None =
     if other is None:
         return found
     second = open_catalogue(other)
-    return _compared(catalogue, found, second, _inspected(second))
+    return _compared(catalogue, found, second, _inspected(second), read)
 
 
 def _inspected(catalogue: Catalogue) -> Inspected:
@@ -222,7 +228,7 @@ def _optimizers(prefix: str, record: Any, catalogue: Catalogue) -> Iterator[Opti
         yield from _optimizers(f"{prefix}/@{place}", each, catalogue)
 
 
-def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspected) -> Compared:
+def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspected, read: bool) -> Compared:
     # Other programs' files hold only a model, under its own names.
     before, after = (
         {key if each.manifest is not None else f"model/{key}": key for key in each.entries} for each in (first, second)
@@ -232,7 +238,7 @@ def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspec
     kinds = {key: (_dtype_and_shape(a), _dtype_and_shape(b)) for key, (a, b) in shared.items()}
     changed = {key: (a, b) for key, (a, b) in kinds.items() if a != b}
     same = [key for key in shared if key not in changed]
-    differ = [key for key in same if _checksum(first, before[key]) != _checksum(second, after[key])]
+    differ = [key for key in same if _checksum(first, before[key], read) != _checksum(second, after[key], read)]
     return Compared(
         one.where,
         other.where,
@@ -242,12 +248,13 @@ def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspec
         differ,
         len(same) - len(differ),
         {key: (a, b) for key in facts[0] | facts[1] if (a := facts[0].get(key)) != (b := facts[1].get(key))},
+        read,
     )
 
 
-def _checksum(catalogue: Catalogue, key: str) -> int:
+def _checksum(catalogue: Catalogue, key: str, read: bool) -> int:
     entry = catalogue.entries[key]
-    return catalogue.checksum(key, 0, entry.nbytes) if entry.crc32 is None else entry.crc32
+    return catalogue.checksum(key, 0, entry.nbytes) if read or entry.crc32 is None else entry.crc32
 
 
 def _facts(found: Inspected, shared: Collection[str]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Assign each tensor of a checkpoint its file and its key in it.
 
-The model part is a Hugging Face model directory; several models have a folder each. A PEFT model is stored in two
-parts: its base, under the names the base has without PEFT, and its adapters in ``adapter/``, as PEFT writes them.
+The model part is a Hugging Face model directory; several models have a folder each. Of a PEFT model it is what PEFT
+writes and ``from_pretrained`` reads: the adapter, whose configuration names its base. The base is in ``base/``, under
+the names that it has without PEFT.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +23,10 @@ from trueshard import _torch
 from trueshard.checkpoint.format import Piece, TensorEntry, make_header
 from trueshard.model import names
 
+BASE = "base/"
+"""Folder of a PEFT model's base."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+"""Ways to initialise LoRA (how their names begin) that change the base: the original is another model."""
 LARGEST = 5_000_000_000  # bytes of tensors in one file, unless a single tensor has more
 
 
@@ -73,12 +79,12 @@ def adapted_keys(module: nn.Module, folder: str) -> dict[str, FileKey] | None:
         if name not in found:
             base = name.removeprefix("base_model." if prompted else "base_model.model.")
             base = base.replace(".base_layer.", ".").replace(".original_module.", ".")
-            found[name] = FileKey(folder, "model", base)
+            found[name] = FileKey(f"{folder}{BASE}", "model", base)
     return found if len(set(found.values())) == len(found) else None
 
 
 def _adapter_folder(module: Any, adapter: str) -> str:
-    return "adapter/" if len(module.peft_config) == 1 else f"adapters/{adapter}/"
+    return "" if len(module.peft_config) == 1 or adapter == "default" else f"{adapter}/"
 
 
 def lay_out(
@@ -113,9 +119,16 @@ def lay_out(
     return files
 
 
-def companions(models: Mapping[str, nn.Module], tokenizer: Any) -> Callable[[], dict[str, bytes]]:
-    """Copy the models' configurations; return a function that writes them and the tokenizer, as name → content."""
-    parts = [(prefix.partition("/")[2], _configurations(names.unwrap(module))) for prefix, module in models.items()]
+def companions(models: Mapping[str, nn.Module], tokenizer: Any, where: str) -> Callable[[], dict[str, bytes]]:
+    """Copy the models' configurations; return a function that writes them and the tokenizer, as name → content.
+
+    ``where``: the checkpoint's place, which adapters name as their base's if no other has it.
+    """
+    folders = {prefix: prefix.partition("/")[2] for prefix in models}
+    parts = [
+        (folders[prefix], _configurations(names.unwrap(module), os.path.join(where, folders[prefix], BASE[:-1])))
+        for prefix, module in models.items()
+    ]
 
     def write() -> dict[str, bytes]:
         with tempfile.TemporaryDirectory() as scratch:
@@ -131,19 +144,23 @@ def companions(models: Mapping[str, nn.Module], tokenizer: Any) -> Callable[[], 
     return write
 
 
-def _configurations(module: Any) -> list[tuple[str, Callable[[str], Any]]]:
+def _configurations(module: Any, base_path: str) -> list[tuple[str, Callable[[str], Any]]]:
     """Return (folder, function that saves to it) for copies of a transformers or PEFT model's configurations."""
     found: list[tuple[str, Callable[[str], Any]]] = []
+    folder = ""
     if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
         base = module.get_base_model()
         for adapter, own in module.peft_config.items():
             copied = copy.deepcopy(own)
             copied.inference_mode = True  # as PEFT itself saves it, like the mapping below
+            started = str(getattr(copied, "init_lora_weights", "")).lower()
+            if not copied.base_model_name_or_path or started.startswith(_CHANGES_BASE):
+                copied.base_model_name_or_path = base_path
             kind = _torch.own_class(base)
             mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
             save = functools.partial(copied.save_pretrained, auto_mapping_dict=None if copied.task_type else mapping)
             found.append((_adapter_folder(module, adapter), save))
-        module = base
+        module, folder = base, BASE
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained"):
         return found
@@ -152,8 +169,8 @@ def _configurations(module: Any) -> list[tuple[str, Callable[[str], Any]]]:
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if len(dtypes) == 1 and hasattr(copied, "dtype"):
         copied.dtype = dtypes.pop()
-    found.append(("", copied.save_pretrained))
+    found.append((folder, copied.save_pretrained))
     generation = getattr(module, "generation_config", None)
     if generation is not None and getattr(module, "can_generate", bool)():
-        found.append(("", copy.deepcopy(generation).save_pretrained))
+        found.append((folder, copy.deepcopy(generation).save_pretrained))
     return found

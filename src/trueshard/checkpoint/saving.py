@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.checkpoint import layout, ranks, state
+from trueshard.checkpoint.catalogue import is_url
 from trueshard.checkpoint.format import FileRecord, Manifest, TensorEntry, crc32, crc32_joined
 from trueshard.checkpoint.ranks import RankGroup, check_same
 from trueshard.checkpoint.writing import LocalWriter, RemoteWriter, Written, writer_for
@@ -187,7 +188,8 @@ def _prepare(
     headers = {}
     if writer.positioned:
         headers = layout.lay_out(manifest.tensors, layout.file_keys(models, manifest.tensors), marked=True)
-    return SaveJob(writer, group, manifest, headers, layout.companions(models, tokenizer), mine, verify)
+    companions = layout.companions(models, tokenizer, str(path) if is_url(path) else os.path.abspath(path))
+    return SaveJob(writer, group, manifest, headers, companions, mine, verify)
 
 
 def _check_kind(key: str, tensor: torch.Tensor) -> None:

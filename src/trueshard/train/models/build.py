@@ -222,6 +222,11 @@ def _from_files(config: Config) -> Any:
     file = path / "config.json" if path.is_dir() or section.path else path
     if not path.exists():
         raise UserError(f"{key}: {path} does not exist; give a Hugging Face model directory on this machine")
+    if (path / "adapter_config.json").exists():
+        raise UserError(
+            f"{key}: {path} is a checkpoint of an adapter and its base; make one model of them first: "
+            f"trueshard export {path} OUT --to merged"
+        )
     if not file.is_file():
         raise UserError(f"{key}: {path} is not a model directory: it has no config.json; give one that has")
     try:
@@ -230,11 +235,6 @@ def _from_files(config: Config) -> Any:
         said = f'{key}: {file} is not a transformers configuration ({with_kind(error)}); it needs a "model_type"'
         raise UserError(said) from None
     _check_known(config, model_type, f"{key}: {file}")
-    if section.path and (path / "adapter" / "adapter_config.json").exists():
-        raise UserError(
-            f"model.path: {path} is a checkpoint of an adapter and its base; make one model of them first: "
-            f"trueshard export {path} OUT --to merged"
-        )
     if section.path and not any(found for pattern in WEIGHTS for found in path.glob(pattern)):
         raise UserError(
             f"model.path: {path} has no weights ({', '.join(WEIGHTS)}); to train from scratch use model.config instead"
