@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from messages import lacking
+import trueshard
+from messages import lacking, naming
+from trueshard import errors
 from trueshard.cli import main
+from trueshard.train.running import worker
 
 CONFIG = """
 [run]
@@ -295,3 +300,53 @@ def test_help_lists_the_commands(capfd: pytest.CaptureFixture[str]) -> None:
     shown = capfd.readouterr().out
     assert "train" in shown
     assert "demo" in shown
+
+
+def test_only_what_the_program_refuses_is_a_line_and_all_else_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="invalid literal"), errors.refused():
+        int("x")
+    with pytest.raises(errors.UserError, match="no checkpoint"), errors.refused():
+        trueshard.check(tmp_path / "nothing")
+    with pytest.raises(errors.UserError, match="nothing"), errors.refused():
+        (tmp_path / "nothing").read_text()
+    with pytest.raises(ConnectionResetError), errors.refused():
+        raise ConnectionResetError("by a library")
+    assert main(["check", str(tmp_path / "nothing")]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert main(["check", str(tmp_path / "nothing"), "--traceback"]) == 2
+    assert lacking(capsys.readouterr().err, "Traceback", "catalogue.py", "trueshard: no checkpoint") == []
+
+
+def test_a_lost_rank_is_known_by_what_raised() -> None:
+    def of(error: Exception) -> bool:
+        try:
+            raise error
+        except Exception as raised:
+            return worker._lost_peer(raised)
+
+    assert not of(RuntimeError("request timeout: gloo, connection reset"))
+    assert not of(TimeoutError("timed out"))
+    assert of(torch.distributed.DistNetworkError("gone"))
+    assert of(errors.RankFailed("shard() failed on rank 1"))
+
+
+def test_a_folder_of_a_run_points_to_its_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=naming("run's folder", "checkpoints/latest")):
+        trueshard.check(tmp_path / "run")
+
+
+def test_two_checkpoints_are_compared_by_checksums_or_by_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trueshard.save(tmp_path / "one", model=torch.nn.Linear(3, 3))
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    file = tmp_path / "two" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x77")
+    pair = [str(tmp_path / "one"), str(tmp_path / "two")]
+    assert main(["inspect", *pair]) == 0
+    assert lacking(capsys.readouterr().out, "3 tensors are equal", "checksums", "--bytes", "nothing differs") == []
+    assert main(["inspect", *pair, "--bytes"]) == 0
+    assert lacking(capsys.readouterr().out, "2 tensors are equal", "by their bytes", "other values") == []

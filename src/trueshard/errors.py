@@ -1,11 +1,14 @@
-"""The exception for wrong inputs, its one-line text, and the extra that installs a missing package."""
+"""The exception for wrong inputs, its one-line text, what made an error, and the extra that installs a package."""
 
 from __future__ import annotations
 
 import contextlib
+import dis
 import errno
 from collections.abc import Iterator
 from pathlib import Path
+
+_HERE = str(Path(__file__).parent)
 
 
 class UserError(Exception):
@@ -53,14 +56,37 @@ def with_extra() -> Iterator[None]:
         raise ModuleNotFoundError(line, name=error.name, path=error.path) from error
 
 
+class RankFailed(RuntimeError):
+    """Raised where another rank failed, and this one has nothing to add."""
+
+
+def raised_in(error: BaseException) -> tuple[str, bool]:
+    """Return the file in which an error was raised, and whether a ``raise`` made it; else it is compiled code's."""
+    trace = error.__traceback__
+    if trace is None:
+        return "", False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    here = (each.opname for each in dis.get_instructions(code) if each.offset == trace.tb_lasti)
+    return code.co_filename, next(here, "") == "RAISE_VARARGS"
+
+
+def is_defect(error: BaseException) -> bool:
+    """True unless a ``raise`` of TrueShard made the error, or the system for a file that the user named."""
+    file, by_raise = raised_in(error)
+    named = isinstance(error, OSError) and error.filename is not None
+    return getattr(error, "is_defect", False) or not (named or (by_raise and file.startswith(_HERE)))
+
+
 @contextlib.contextmanager
 def refused() -> Iterator[None]:
-    """Turn ValueError, OSError and ImportError inside into a ``UserError`` of one line."""
+    """Turn ValueError, OSError and ImportError inside into a ``UserError`` of one line, unless they are a defect."""
     try:
         yield
-    except BrokenPipeError:
-        raise
     except (ValueError, OSError, ImportError) as error:
+        if is_defect(error):
+            raise
         raise UserError(one_line(error)) from error
 
 

@@ -1,12 +1,14 @@
 """The command line: parse, call, print. What a command does lives in the module it calls.
 
 A wrong input is one line on stderr and exit code 2, whether the option parser finds it or a command; so is a package
-that is not installed.
+that is not installed. ``--traceback``, anywhere, shows where it was found. All else that is raised is a defect, and
+shows its traceback always.
 """
 
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
 
 from trueshard.errors import UserError, extra_line
@@ -14,11 +16,14 @@ from trueshard.errors import UserError, extra_line
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments` (default: those of the process); returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        from trueshard.cli.commands import run
+        from trueshard.cli.commands import TRACEBACK, run
 
-        return run(list(sys.argv[1:] if arguments is None else arguments) or ["--help"])
+        return run([each for each in given if each != TRACEBACK] or ["--help"])
     except UserError as error:
+        if TRACEBACK in given:
+            traceback.print_exception(error)
         return _wrong(str(error))
     except ModuleNotFoundError as error:
         if (line := extra_line(error)) is None:

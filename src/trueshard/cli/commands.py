@@ -22,6 +22,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """The option parser's error: click's class, or that of the copy of click inside newer releases of typer."""
 
+TRACEBACK = "--traceback"
+
 PROCESSES_A_CORE = 4
 """Most processes per core in a trial of `doctor`: each imports torch first."""
 
@@ -31,6 +33,7 @@ assert USAGE_ERROR.__name__ == "UsageError"
 @app.callback(invoke_without_command=True)
 def _trueshard(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+    traceback: Annotated[bool, typer.Option(TRACEBACK, help="Show where a wrong input was found.")] = False,
 ) -> None:
     """Fully-sharded training on PyTorch FSDP2."""
     if version:
@@ -88,11 +91,14 @@ def check(checkpoint: Checkpoint) -> None:
 def inspect(
     checkpoint: Checkpoint,
     other: Annotated[str | None, typer.Argument(help="Another, to say what differs.", metavar="[OTHER]")] = None,
+    read: Annotated[
+        bool, typer.Option("--bytes", help="Compare tensors by their bytes, not by saved checksums.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Say what is in a checkpoint or a Hugging Face directory, or what differs between two."""
     with refused():
-        found = trueshard.inspect(checkpoint, other)
+        found = trueshard.inspect(checkpoint, other, read=read)
         print(found.to_json() if as_json else found)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trueshard.distributed import device_of, gather_objects, is_simulated
+from trueshard.errors import RankFailed
 from trueshard.model.intent import Intent
 
 _BLOCK = 1 << 22
@@ -53,7 +54,7 @@ def together(mesh: DeviceMesh) -> Iterator[None]:
         raise error
     for rank, message in enumerate(told):
         if message is not None:
-            raise RuntimeError(f"shard() failed on rank {rank}, so it was undone on every rank: {message}")
+            raise RankFailed(f"shard() failed on rank {rank}, so it was undone on every rank: {message}")
 
 
 @torch.no_grad()

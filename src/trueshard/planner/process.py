@@ -36,7 +36,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from trueshard import _torch
-from trueshard.errors import with_kind
+from trueshard.errors import is_defect, with_kind
 from trueshard.launching import how, start_helper
 from trueshard.model import intent
 from trueshard.planner.inputs.fake_tensors import READERS, plain_attributes
@@ -342,6 +342,7 @@ def _worked_out(request: bytes) -> bytes:
         function, arguments = pickle.loads(packed)
         return dumped(("answer", (pkgutil.resolve_name(function)(*arguments), None, "")))
     except BaseException as error:
+        error.is_defect = is_defect(error)  # type: ignore[attr-defined] # its traceback stays here
         where = f"\n{traceback.format_exc()}"
         try:
             return dumped(("answer", (None, error, where)))

@@ -181,8 +181,18 @@ def reference(case: Case, progress: Progress) -> Reference:
         record=record,
         constant_buffers=constant,
         plain=_plain_distance(case, subject, losses, progress) if case.changes_arithmetic else None,
-        notes=subject.notes,
+        notes=[*subject.notes, *_batch_norms(again.model)],
     )
+
+
+def _batch_norms(model: nn.Module) -> list[str]:
+    every = [each for each in model.modules() if isinstance(each, _torch.BatchNorm) and each.training]
+    if all(isinstance(each, nn.SyncBatchNorm) for each in every):
+        return []
+    return [
+        "The model has batch normalisation, which sees one rank's part of the batch: it does not compute what one "
+        "device computes. Use nn.SyncBatchNorm.convert_sync_batchnorm(model)."
+    ]
 
 
 def _floors(

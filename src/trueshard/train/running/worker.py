@@ -22,6 +22,7 @@ import traceback
 import uuid
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from trueshard.distributed import ensure_process_group
-from trueshard.errors import UserError, one_line
+from trueshard.errors import RankFailed, UserError, one_line, raised_in
 from trueshard.launching import FAILED, STOPPED, USER_ERROR
 from trueshard.machine import cpu_cores
 from trueshard.train.config import Config
@@ -329,10 +330,12 @@ def _out_of_memory(worker: _Worker, shortage: out_of_memory.Shortage) -> _End:
 
 
 def _lost_peer(error: Exception) -> bool:
-    """Return True if an error looks like the consequence of another rank's end."""
-    signs = "connection closed by peer|connection reset|gloo|nccl|broken pipe|failed on rank|timed out|timeout"
-    said = isinstance(error, RuntimeError) and re.search(signs, str(error), re.IGNORECASE)
-    return isinstance(error, dist.DistError) or bool(said)
+    """Return True if an error is the consequence of another rank's end: the communication library made it."""
+    file, by_raise = raised_in(error)
+    path = Path(file).parts
+    communicates = "distributed" in path and "torch" in path and "tensor" not in path
+    failed = type(error) is RuntimeError and not by_raise and communicates
+    return isinstance(error, (dist.DistError, RankFailed)) or failed
 
 
 def _leave(worker: _Worker, end: _End) -> NoReturn:
