@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import stepping
 import trueshard
 from gathering import whole
 from handmade_training import Case, Report, batch, ids, parameters, same
@@ -22,6 +23,7 @@ from messages import naming
 from models import LAZY
 from models.handmade import Block, Buffers, Methods, Scalar, Stack, TiedBlocks, TiedLanguageModel
 from parity import Ranks, assert_same
+from resting import all_but
 
 # 3. Trainability
 
@@ -327,6 +329,63 @@ def gradient_penalty(rank: int, world_size: int) -> Report:
                 report[f"{policy} {seed}"] = model(batch(9, 0, 1))
         report[policy] = parameters(model)
     return report
+
+
+class Potential(Stack):
+    """Gives energies and the forces that they make, as potentials between atoms do."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x.detach().requires_grad_(True)
+        with torch.enable_grad():
+            energy = super().forward(x).square().sum(1)
+            (force,) = torch.autograd.grad(energy.sum(), x, create_graph=self.training)
+        return energy, force
+
+
+def interrupted_penalty(rank: int, world_size: int, between: str) -> Report:
+    """Other passes between the two backwards of a gradient penalty."""
+    report: Report = {}
+    for policy in ("never", "default", "always"):
+        torch.manual_seed(0)
+        model = Potential() if between == "in the forward" else Stack()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02, eps=1e-3)
+        if world_size > 1:
+            trueshard.shard(model, optimizer, reshard_after_forward=policy)
+        for seed in range(3):
+            x, y = (batch(seed + n, rank, world_size).requires_grad_(True) for n in (0, 10))
+            if between == "in the forward":
+                energy, force = model(x)
+                (energy.mean() + force.square().sum(1).mean()).backward()
+                model.eval()
+                report[f"{policy} {seed}"] = model(batch(9, 0, 1))
+                model.train()
+            else:
+                (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+                if between == "a backward":
+                    model(y).pow(2).sum(1).mean().backward()
+                elif between == "no_grad":
+                    with torch.no_grad():
+                        report[f"{policy} {seed}"] = model(batch(9, 0, 1))
+                elif between == "a second penalty":
+                    (other,) = torch.autograd.grad(model(y).sum(), y, create_graph=True)
+                    grad = grad + other
+                loss = model(y).pow(2).sum(1).mean() if between != "a backward" else 0.0
+                (loss + grad.pow(2).sum(1).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report[policy] = parameters(model)
+    return report
+
+
+@pytest.mark.parametrize(
+    "between",
+    all_but(
+        ["a forward", "in the forward"],
+        ["a forward", "no_grad", "a backward", "a second penalty", "in the forward"],
+    ),
+)
+def test_double_backward_works_with_other_passes_in_between(between: str, alone: Ranks, sizes: list[Ranks]) -> None:
+    stepping.same(interrupted_penalty, alone, sizes, between)
 
 
 def test_double_backward_works(alone: Ranks, sizes: list[Ranks]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from torch import nn
 
 import trueshard
 from gathering import whole
+from messages import lacking
 from models.handmade import Stack
 from parity import Ranks
 from stepping import same
+from trueshard.runtime.engine import sharded
 from trueshard.runtime.methods import methods_that_compute
 
 
@@ -105,3 +108,29 @@ def called(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_methods_are_those_of_one_process(alone: Ranks, sizes: list[Ranks]) -> None:
     same(called, alone, sizes)
+
+
+class Stray(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.first.weight.mean() if self.training else super().forward(x)
+
+
+def stray(rank: int, world_size: int) -> Any:
+    torch.manual_seed(0)
+    model = Stray()
+    trueshard.shard(model, units="Linear", reshard_after_forward="always")
+    policies, words = [], []
+    for training in (False, True, True):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.train(training)(torch.ones(2, 8)).sum().backward()
+        words.append([str(each.message) for each in caught if "unit 'first' is read outside" in str(each.message)])
+        policies.append(sharded(model).plan.unit("first").reshard_after_forward)
+    return policies, words
+
+
+def test_a_parameter_read_outside_its_forward_changes_the_plan_and_is_said_once(ranks2: Ranks) -> None:
+    for policies, words in ranks2.run(stray):
+        assert policies == [True, False, False]
+        assert [len(each) for each in words] == [0, 1, 0]
+        assert lacking(words[1][0], "'first'", "reshard_after_forward") == []

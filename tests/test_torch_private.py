@@ -93,6 +93,13 @@ CALLED = {
     "memory_identity",
     "drop_unreduced",
     "has_unreduced",
+    "sharded_places",
+    "call_before_backward",
+    "keep_gathered",
+    "store",
+    "read_numbers_of_the_whole",
+    "draw_as_one_device",
+    "assign_data_with",
 }
 
 
@@ -306,6 +313,54 @@ def averaging(rank: int, world_size: int) -> None:
                 old, new = [torch.zeros(3), *old, torch.zeros(2)], [torch.full((3,), 4.0), *new, torch.full((2,), 4.0)]
             function(old, new, torch.tensor(1))
             assert {value for each in old for value in _torch.local(each).tolist()} == {2.0}
+
+
+def numbers(rank: int, world_size: int) -> None:
+    """Numbers read from DTensors, and random ones drawn into them; the store of the default group."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh, read = init_device_mesh("cpu", (world_size,)), []
+    _torch.read_numbers_of_the_whole(read.append)
+    _torch.draw_as_one_device()
+    tensor = DTensor.from_local(torch.full((2,), rank + 1.0), mesh, [Shard(0)])
+    assert (tensor.sum().item(), f"{tensor.max():.1f}", float(tensor.detach().min())) == (6.0, "2.0", 1.0)
+    assert len(read) == 3
+    given: list[Any] = []
+    _torch.assign_data_with(lambda *pair: given.append(pair))
+    tensor.data = tensor
+    assert given == [(tensor, tensor)]
+    torch.manual_seed(0)
+    assert torch.equal(tensor.normal_().full_tensor(), torch.empty(4).normal_(generator=torch.manual_seed(0)))
+    _torch.store().set(f"numbers/{rank}", "here")
+    _torch.store().wait([f"numbers/{each}" for each in range(world_size)])
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.two.weight = self.one.weight
+
+    model = fully_shard(Tied(), mesh=mesh)
+    model.unshard()
+    weight, end = model.one.weight, _torch.keep_gathered(model)
+    model.reshard()
+    assert weight.untyped_storage().nbytes() == weight.nbytes
+    end()
+    assert weight.untyped_storage().nbytes() == 0
+    begun: list[int] = []
+    _torch.call_before_backward([model], lambda: begun.append(1))
+    model.forward = lambda x: model.one(x)
+    model(torch.ones(1, 4)).sum().backward()
+    assert begun == [1]
+    ((_, sharded, gathered, places),) = _torch.sharded_places(model)
+    assert sharded is model.one.weight
+    assert gathered is weight
+    assert places == [(model.one, "weight"), (model.two, "weight")]
+
+
+def test_numbers(ranks2: Ranks) -> None:
+    ranks2.run(numbers)
 
 
 def test_averaging(ranks2: Ranks) -> None:

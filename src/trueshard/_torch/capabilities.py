@@ -25,9 +25,10 @@ _FSDP = "torch.distributed.fsdp._fully_shard"
 NEEDED = {
     f"{_FSDP}._fsdp_state.FSDPState": "_lazy_init _is_root _state_ctx _training_state _auto_reshard_after_forward",
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup": "fsdp_params is_unsharded _init_mp_dtypes mesh_info "
-    "post_forward_mesh_info unshard wait_for_unshard post_forward post_backward",
+    "post_forward_mesh_info unshard wait_for_unshard post_forward pre_backward post_backward",
     f"{_FSDP}._fsdp_param.FSDPParam": "_unsharded_param _param_fqn sharded_param offload_to_cpu mp_policy "
-    "all_gather_outputs unsharded_accumulated_grad reset_sharded_param post_forward_mesh_info _orig_size "
+    "_module_info free_unsharded_param all_gather_outputs unsharded_accumulated_grad reset_sharded_param "
+    "post_forward_mesh_info _orig_size "
     "_init_sharded_post_forward_param_metadata",
     "torch.distributed.fsdp.FSDPModule": "_get_fsdp_state _orig_cls_mro_index",
     "torch.distributed.tensor.DTensor": "_local_tensor _op_dispatcher",

@@ -102,6 +102,17 @@ def gathered_parameters(root: nn.Module, *, recurse: bool = True) -> Iterator[tu
             yield parameter._param_fqn or "?", parameter.sharded_param, parameter._unsharded_param
 
 
+def sharded_places(
+    root: nn.Module,
+) -> Iterator[tuple[str, nn.Parameter, nn.Parameter | None, list[tuple[nn.Module, str]]]]:
+    """Yield (name, sharded parameter, gathered parameter, places that FSDP2 writes them to); a tie has several."""
+    for parameter in _parameters_below(root):
+        info = parameter._module_info
+        places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+        gathered = getattr(parameter, "_unsharded_param", None)
+        yield parameter._param_fqn or info.param_name, parameter.sharded_param, gathered, places
+
+
 def offloaded(root: nn.Module) -> set[int]:
     """Return the ``id`` of each sharded parameter that rests on the CPU between uses; the meta device hides it."""
     return {id(each.sharded_param) for each in _parameters_below(root) if each.offload_to_cpu}
@@ -125,6 +136,40 @@ def gathered_units(modules: Iterable[ShardedModule]) -> Callable[[], list[Sharde
     """
     records = [(module, group) for module in modules for group in _groups(module)]
     return lambda: [module for module, group in records if group.is_unsharded]
+
+
+def call_before_backward(modules: Iterable[ShardedModule], function: Callable[[], None]) -> None:
+    """Call ``function()`` where the backward of a unit begins, also of one whose forward is inside another's."""
+
+    def announced(pre_backward: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            function()
+            return pre_backward(*args, **kwargs)
+
+        return begin
+
+    for group in (group for module in modules for group in _groups(module)):
+        group.pre_backward = announced(group.pre_backward)
+
+
+def keep_gathered(root: nn.Module) -> Callable[[], None]:
+    """Free no memory of gathered parameters until the function that this returns is called.
+
+    They come and go in their modules as ever. The public setters of the reshard policies hold only for the forwards and
+    backwards that begin later.
+    """
+    parameters = list(_parameters_below(root))
+    for parameter in parameters:
+        parameter.free_unsharded_param = lambda: None
+
+    def end() -> None:
+        for parameter in parameters:
+            del parameter.free_unsharded_param
+            info = parameter._module_info
+            if info.module._parameters[info.param_name] is not getattr(parameter, "_unsharded_param", None):
+                parameter.free_unsharded_param()
+
+    return end
 
 
 def in_pass(module: nn.Module) -> bool:

@@ -122,6 +122,11 @@ def world() -> Any:
     return torch.distributed.distributed_c10d._get_default_group()
 
 
+def store() -> Any:
+    """Return the store through which the ranks of the default process group met."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def timeout_of(group: Any) -> Any:
     """Return the time limit that the user gave a process group; None if torch does not say."""
     for device in ("cpu", "cuda"):

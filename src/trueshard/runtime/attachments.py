@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -21,10 +20,9 @@ from trueshard.model.intent import attributes_of
 from trueshard.model.names import Held
 from trueshard.optim.rebind import shard_like
 from trueshard.plans import Plan, Unit
-from trueshard.runtime import methods
+from trueshard.runtime import additions, methods
 from trueshard.runtime.gradients import GradientHooks
-from trueshard.runtime.passes import Runtime, State
-from trueshard.runtime.replicated import ReplicatedGradients, WholeParameter
+from trueshard.runtime.passes import Runtime
 
 
 @dataclass
@@ -43,31 +41,27 @@ class Attachments:
     """``id`` of each original parameter → the parameter that took its place."""
 
     def __post_init__(self) -> None:
-        plan, mesh = self.plan, self.mesh
-        replicated = {each.name for each in plan.replicated}
-        compute = plan.mixed_precision.compute if plan.mixed_precision else None
-        dtype = getattr(torch, compute) if compute else None
-        self.whole = {o.name: WholeParameter(o, mesh, dtype) for o in self.originals if o.name in replicated}
-        self.runtime = Runtime(self.root, plan, mesh, ReplicatedGradients(list(self.whole.values()), mesh))
-        self._unit_of = {module: unit for unit in plan.units for module in unit.modules}
+        self.runtime = Runtime(self.root, self.plan, self.mesh)
+        self._unit_of = {module: unit for unit in self.plan.units for module in unit.modules}
         self._name_of = {id(module): name for name, module in self.modules.items()}
 
     def move(self) -> None:
         """Move all, and install the runtime: the model is ready for its first pass."""
         runtime = self.runtime
         by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {unit.name: [] for unit in self.plan.units}
+        replicated = {each.name for each in self.plan.replicated}
         for original in self.originals:
             module, attribute = original.places[0]
+            unit = self._enclosing_unit(module)
+            if original.name in replicated:
+                runtime.hold_whole(original, self._module(unit))
             new = _torch.own_parameters(module)[attribute]
             assert new is not None
             self.new_of[id(original.tensor)] = new
             new.__dict__.update(attributes_of(original.tensor))
             if original.tensor.grad is not None and isinstance(new, DTensor):
                 new.grad = shard_like(original.tensor.grad, new)
-            unit = self._enclosing_unit(module)
-            if (whole := self.whole.get(original.name)) is not None:
-                self._move_whole(whole, self._module(unit))
-            else:
+            if original.name not in replicated:
                 by_unit[unit.name].append((original.name, new))
                 self._move_sharded(original, new, unit)
         with_lists = self._units_with_lists()
@@ -81,6 +75,8 @@ class Attachments:
         if not any(parameter.is_meta for parameter in self.new_of.values()):
             _torch.initialise(self.root)
         runtime.install()
+        runtime.settle_added = additions.settle
+        additions.follow(runtime, [(each, self._module(self._enclosing_unit(each))) for each in self.modules.values()])
 
     def _units_with_lists(self) -> set[str]:
         """Return the units that gather members of a list of modules, of which a rank may use some and not others."""
@@ -101,13 +97,6 @@ class Attachments:
         assert isinstance(module, ShardedModule)
         return module
 
-    def _move_whole(self, whole: WholeParameter, unit: ShardedModule) -> None:
-        runtime = self.runtime
-        whole.computing = lambda: (
-            torch.compiler.is_compiling() or runtime.is_in(State.PASS) or _torch.in_backward() or _torch.in_pass(unit)
-        )
-        whole.used = runtime.begin_backward
-
     def _move_sharded(self, original: Held, new: nn.Parameter, unit: Unit) -> None:
         gathers = original.name in self.hooked
         if gathers or GradientHooks.on(original.tensor):
@@ -121,7 +110,7 @@ class Attachments:
         runtime = self.runtime
         methods.gather_in_submodules(runtime)
         compiled_root = _torch.is_compiled_in_place(self.root)
-        for unit in self.plan.units:
+        for number, unit in enumerate(self.plan.units):
             module = self._module(unit)
             if unit.kind in ("root", "block") and len(unit.modules) == 1 and not compiled_root:
                 methods.gather_in_methods(runtime, module, methods.methods_that_compute(module))
@@ -129,6 +118,7 @@ class Attachments:
                 runtime.share_passes_in("generate")
             for name in unit.modules:
                 self.modules[name].__dict__["_trueshard_root"] = runtime
+                runtime.numbers[self.modules[name]] = number
             if unit.kind in ("tied", "dtype"):
                 methods.after_gathering(self._around(unit), module.unshard)
 

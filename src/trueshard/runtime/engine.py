@@ -25,6 +25,7 @@ from trueshard.optim.rebind import rebind
 from trueshard.optim.stepping import bind, unwatch, watch
 from trueshard.plans import Plan
 from trueshard.runtime import apply
+from trueshard.runtime.access import agree_to_read, assign_data
 from trueshard.runtime.passes import Runtime, runtime_of
 
 
@@ -67,6 +68,9 @@ def shard(
             watch(names.unwrap(model), replaced)
             _torch.find_every_inf()
             _torch.average_mixed_lists()
+            _torch.read_numbers_of_the_whole(agree_to_read)
+            _torch.draw_as_one_device()
+            _torch.assign_data_with(assign_data)
             for optimizer, verdict in zip(optimizers, verdicts, strict=True):
                 bind(optimizer, verdict)
     except BaseException:

@@ -7,8 +7,8 @@ What a model is doing is the list ``Runtime.states``, outermost first; empty: id
 - ``SHARED``: a method such as ``generate``, whose passes share what they gather; it is freed at the method's end.
 - ``READ``: a unit is being gathered because somebody reads its parameter outside its forward.
 - ``BACKWARD``: gradients are being computed. Ends in a callback of autograd, or at the next pass after an exception.
-- ``DOUBLE``: from a backward with ``create_graph=True`` to the end of the next. The graph of the first one holds
-  gathered parameters, so nothing is freed, whatever the reshard policy is.
+- ``DOUBLE``: from a backward with ``create_graph=True`` until a shard is written to, as the optimizer's step does. The
+  graph of that backward holds gathered parameters, so their memory is not freed, whatever runs in between.
 
 Before a pass, what an exception cut short is cleared, writes to gathered parameters go to their shards, units whose
 shards were written to are freed (FSDP2 would keep the root gathered and compute with old values), and newly unfrozen
@@ -18,8 +18,10 @@ replicated parameters are averaged.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -31,12 +33,13 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.model import names
+from trueshard.model.names import Held
 from trueshard.model.snapshot import Trace
 from trueshard.optim import stepping
 from trueshard.optim.rebind import shard_like
 from trueshard.plans import Plan
 from trueshard.runtime.gradients import GradientHooks, Usage, call_after_gradient
-from trueshard.runtime.replicated import ReplicatedGradients
+from trueshard.runtime.replicated import ReplicatedGradients, WholeParameter
 
 KEY = "_trueshard"
 
@@ -54,20 +57,25 @@ class State(enum.Enum):
 class Runtime:
     """The record of one ``shard()``, kept on the root module."""
 
-    def __init__(self, root: ShardedModule, plan: Plan, mesh: DeviceMesh, replicated: ReplicatedGradients) -> None:
+    def __init__(self, root: ShardedModule, plan: Plan, mesh: DeviceMesh) -> None:
         self.root = root
         self.plan = plan
         self.mesh = mesh
-        self.replicated = replicated
+        self.replicated = ReplicatedGradients(mesh)
         self.usage = Usage(mesh)
         self.meshes: dict[Any, DeviceMesh] = {}
         """Smaller meshes, for units that reshard to a number of ranks."""
         self.units: dict[ShardedModule, list[nn.Parameter]] = {}
         """A unit's first module → its sharded parameters, in the plan's order."""
+        self.numbers: dict[nn.Module, int] = {}
+        """A module of a unit → the unit's place in the plan."""
         self.gathered: Callable[[], list[ShardedModule]] = list
         """Return the units that are gathered now."""
         self.hooked: list[ShardedModule] = []
         """Units with a parameter on which the user set a gradient hook: they reduce in every backward."""
+        self.added: list[WholeParameter] = []
+        """Parameters that the user added since the last pass."""
+        self.settle_added: Callable[[Runtime], None] = lambda _: None
         self.accumulating = False
         """True while gradients add up on each rank without being reduced: the user's setting, not a state."""
         self.trace: Trace | None = None
@@ -85,7 +93,11 @@ class Runtime:
         self._inference_buffers = False
         """True once FSDP2's buffers were made outside inference mode."""
         self._second_handles: list[Any] = []
-        """Of the hooks that detect the second backward of a double backward."""
+        """Of the hooks that refuse gradients with a graph, in a double backward."""
+        self._version_of_double: int | None = None
+        """Sum of the versions of all shards when a double backward began; None: none is on."""
+        self._end_of_keeping: Callable[[], None] = lambda: None
+        """Lets gathered parameters be freed again, after a double backward."""
 
     def is_in(self, *states: State) -> bool:
         """True if any of ``states`` is on."""
@@ -103,6 +115,7 @@ class Runtime:
         root: Any = self.root
         root.__dict__[KEY] = self
         self.gathered = _torch.gathered_units(self.units)
+        _torch.call_before_backward(self.units, self._begin_double_backward)
         self._trainable = self._trainability()
         self._adopt_hooks()
         root.register_load_state_dict_pre_hook(self._shard_loaded)
@@ -146,7 +159,12 @@ class Runtime:
             _torch.reset_iteration(self.root)
             self.drop_unreduced()
             self._end_state_of_backward()
-        self._end_double_backward()
+            self._end_double_backward()
+        if self.is_in(State.DOUBLE) and self._version_of_double != sum(map(self._version, self.units)):
+            self._end_double_backward()
+        self.replicated.forget_removed()
+        if self.added:
+            self.settle_added(self)
         gathered = self.gathered()
         self._write_back(gathered)
         for module in gathered:
@@ -248,8 +266,7 @@ class Runtime:
 
     def _output_gradient(self, grad: torch.Tensor) -> None:
         """Autograd has the gradient of a pass's output: a backward begins, or goes on."""
-        if torch.is_grad_enabled():
-            self._begin_double_backward()
+        self._begin_double_backward()
         if not self.is_in(State.BACKWARD):
             for module in self._gathered_at_end:
                 module.unshard()  # again, if state_dict() or the backward of another pass freed it
@@ -285,11 +302,12 @@ class Runtime:
             hooks.put_back(parameter)
 
     def _begin_double_backward(self) -> None:
-        """Keep parameters gathered from this backward, which has ``create_graph=True``, to the end of the next."""
-        if self.is_in(State.DOUBLE):
+        """Keep parameters gathered from now on: a backward has ``create_graph=True``."""
+        if self.is_in(State.DOUBLE) or not torch.is_grad_enabled():
             return
-        self.states.append(State.DOUBLE)
-        self.root.set_reshard_after_backward(False)
+        self.states.insert(0, State.DOUBLE)
+        self._version_of_double = sum(map(self._version, self.units))
+        self._end_of_keeping = _torch.keep_gathered(self.root)
         trainable = [each for _, _, each in _torch.gathered_parameters(self.root) if each.requires_grad]
         self._second_handles = [call_after_gradient(each, self._second_gradient) for each in trainable]
 
@@ -299,7 +317,6 @@ class Runtime:
                 "backward(create_graph=True) leaves gradients that have a graph themselves, and ranks cannot average "
                 "those: use torch.autograd.grad(outputs, inputs, create_graph=True), then backward() on what follows"
             )
-        _torch.at_end_of_backward(self._end_double_backward)
 
     def _end_double_backward(self) -> None:
         """End a double backward, or give it up; nothing if none is on."""
@@ -307,9 +324,8 @@ class Runtime:
             self._leave_state(State.DOUBLE)
             for handle in self._second_handles:
                 handle.remove()
-            self._second_handles = []
-            self.root.set_reshard_after_backward(True)
-            self.free()
+            self._second_handles, self._version_of_double = [], None
+            self._end_of_keeping()
 
     # Hooks and readers
 
@@ -324,6 +340,17 @@ class Runtime:
         if unit not in self.hooked:
             self.hooked.append(unit)
 
+    def hold_whole(self, held: Held, unit: ShardedModule) -> WholeParameter:
+        """From now on, hold a parameter of ``unit`` whole on every rank, and average its gradient."""
+        mixed = self.plan.mixed_precision
+        whole = WholeParameter(held, self.mesh, getattr(torch, mixed.compute) if mixed and mixed.compute else None)
+        whole.computing = lambda: (
+            torch.compiler.is_compiling() or self.is_in(State.PASS) or _torch.in_backward() or _torch.in_pass(unit)
+        )
+        whole.used = self.begin_backward
+        self.replicated.parameters.append(whole)
+        return whole
+
     def _adopt_hooks(self) -> None:
         """Take over hooks set on shards after ``shard()``: FSDP2 writes their gradients, so autograd calls none."""
         for unit, parameters in self.units.items():
@@ -337,7 +364,18 @@ class Runtime:
         """Gather a unit whose parameter is read outside its forward, and from now on keep it to the end of backward.
 
         The unit's own hooks know nothing of this use, so they would neither free it after nor gather it for backward.
+        The plan shows the unit's new policy, and a warning says it.
         """
+        number = self.numbers[module]
+        units = list(self.plan.units)
+        if (policy := units[number].reshard_after_forward) is not False:
+            warnings.warn(
+                f"a parameter of unit {units[number].name!r} is read outside its forward, so the unit stays gathered "
+                f"from there to the end of backward, not reshard_after_forward={policy!r} as planned",
+                stacklevel=3,
+            )
+            units[number] = dataclasses.replace(units[number], reshard_after_forward=False)
+            self.plan = dataclasses.replace(self.plan, units=tuple(units))
         self.states.append(State.READ)
         try:
             module.unshard()

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class WholeParameter:
 
     def __init__(self, original: Held, mesh: DeviceMesh, compute: torch.dtype | None) -> None:
         self.places, self.compute = original.places, compute
+        self.original: torch.Tensor | None = None
+        """What the user assigned, if that was after ``shard()``."""
         self.hooks = GradientHooks(original.tensor) if GradientHooks.on(original.tensor) else None
         self._attributes = attributes_of(original.tensor)
         self.computing: Callable[[], bool] = lambda: False
@@ -51,6 +53,18 @@ class WholeParameter:
         parameter = _torch.own_parameters(module)[attribute]
         assert parameter is not None
         return parameter
+
+    def put(self, module: nn.Module, attribute: str) -> None:
+        """Give the parameter another place: a tie."""
+        self.places.append((module, attribute))
+        _torch.own_parameters(module)[attribute] = self.parameter
+        module.__dict__.setdefault(_KEY, {})[attribute] = self
+
+    def leave(self, module: nn.Module, attribute: str) -> None:
+        """Forget a place that something else is assigned to."""
+        if (module, attribute) in self.places:
+            self.places.remove((module, attribute))
+            del module.__dict__[_KEY][attribute]
 
     def refresh(self) -> None:
         """Follow changes of the parameter: ``requires_grad_()``, ``to_empty()``, an assigned state dict."""
@@ -98,11 +112,20 @@ class HoldsWhole(nn.Module):
 
 
 class ReplicatedGradients:
-    """Averages the gradients of replicated parameters, in the model's order, over ranks."""
+    """Averages the gradients of replicated parameters over ranks."""
 
-    def __init__(self, parameters: Sequence[WholeParameter], mesh: DeviceMesh) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.parameters: list[WholeParameter] = []
+        """In the same order on every rank."""
         self.mesh = mesh
+
+    def forget_removed(self) -> None:
+        """Forget parameters that their modules do not have any more."""
+        for whole in self.parameters:
+            for module, attribute in list(whole.places):
+                if _torch.own_parameters(module).get(attribute) is None:
+                    whole.leave(module, attribute)
+        self.parameters = [whole for whole in self.parameters if whole.places]
 
     @torch.no_grad()
     def reduce(self, *, only_hooked: bool = False) -> None:

@@ -1,0 +1,157 @@
+"""Operators that DTensor gets wrong, put right for the whole process. Its table of handlers has no public place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from trueshard._torch.tensors import local
+
+_aten = torch.ops.aten
+_RANDOM_IN_PLACE = (
+    "normal_",
+    "uniform_",
+    "bernoulli_",
+    "exponential_",
+    "log_normal_",
+    "cauchy_",
+    "geometric_",
+    "random_",
+)
+_RANDOM_LIKE = ("randn_like", "rand_like", "randint_like")
+
+
+def find_every_inf() -> None:
+    """Let a gradient scaler see the infs of every gradient in a list, on whichever ranks they are.
+
+    torch's DTensor handler of the scaler's operator reduces what each rank found as the *first* gradient of the list is
+    placed. With a replicated gradient at the head it reduces nothing, with two meshes over one of them, and ranks part:
+    some skip the step. Handlers of DTensor's operators have no public place. For a list that is placed all alike this
+    one computes the same.
+    """
+    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[operator] = _unscale
+
+
+def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    grads, found_inf, *rest = args
+    operator([local(grad) for grad in grads], found_inf, *rest, **kwargs)
+    placed = {(g.device_mesh, g.placements): None for g in grads if isinstance(g, DTensor)}
+    over = {(m, d): m.size(d) for m, placements in placed for d, p in enumerate(placements) if not p.is_replicate()}
+    # From few ranks to many: what is found among the few reaches all. Equally many: as in the list, on every rank.
+    for mesh, dim in sorted(over, key=lambda each: over[each]):
+        torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, mesh.get_group(dim))
+
+
+def average_mixed_lists() -> None:
+    """Let torch's averaging functions (EMA, SWA) take lists in which plain tensors stand beside DTensors.
+
+    ``AveragedModel(use_buffers=True)`` puts parameters and buffers into one list, which DTensor refuses. Its public
+    switch for that, ``implicit_replication``, would have to be on around the user's own call. A list that is not mixed
+    goes its usual way.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    aten = torch.ops.aten
+    for each in (aten._foreach_lerp_.Scalar, aten._foreach_sub.List, aten._foreach_addcdiv_.Scalar):
+        handlers.setdefault(each, _apart)
+
+
+def _apart(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+    """Run a list operator on the DTensors of its lists, and on the plain tensors, each by themselves."""
+    first = args[0]
+    kinds = [isinstance(tensor, DTensor) for tensor in first]
+    found: dict[int, torch.Tensor] = {}
+    for kind in set(kinds):
+        places = [i for i, each in enumerate(kinds) if each is kind]
+        some = [[arg[i] for i in places] if isinstance(arg, (list, tuple)) else arg for arg in args]
+        found.update(zip(places, _without_handler(operator, some, kwargs) or (), strict=False))
+    return [found[i] for i in range(len(first))] if found else None
+
+
+def _without_handler(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call an operator as DTensor does without its handler here."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(operator)
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        handlers[operator] = handler
+
+
+def read_numbers_of_the_whole(agree: Callable[[DTensor], Any]) -> None:
+    """Let ``.item()``, ``float()``, ``bool()`` and f-strings of a DTensor give the number of the whole, on every rank.
+
+    DTensor gives this rank's part of a sum or a norm. ``agree`` is called before ranks exchange theirs, and raises
+    where not all of them do.
+    """
+
+    def read(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        (value,) = args
+        if all(placement.is_replicate() for placement in value.placements) or value.device_mesh.size() == 1:
+            return local(value).item()
+        agree(value)
+        with torch.no_grad():
+            return value.full_tensor().item()
+
+    def formatted(self: DTensor, specification: str) -> str:
+        return format(self.detach().item() if self.dim() == 0 and not self.is_meta else str(self), specification)
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[_aten._local_scalar_dense.default] = read
+    DTensor.__format__ = formatted  # type: ignore[assignment, method-assign]
+
+
+def assign_data_with(assign: Callable[[DTensor, torch.Tensor], None]) -> None:
+    """Let ``p.data = w`` of a DTensor call ``assign(p, w)``. torch changes the outer tensor alone: shards stay."""
+    inner: Any = torch.Tensor.data
+
+    def assigned(self: DTensor, value: torch.Tensor) -> None:
+        if local(self).is_meta:
+            inner.__set__(self, value)
+        else:
+            assign(self, value)
+
+    DTensor.data = property(inner.__get__, assigned)  # type: ignore[assignment]
+
+
+def draw_as_one_device() -> None:
+    """Let random operators on DTensors draw what one device draws from the same seed: the whole, of which each rank
+    keeps its part.
+
+    On CPUs every rank draws the same for its part; on other devices DTensor's offsets are those of no single device.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for names, handler in ((_RANDOM_IN_PLACE, _draw_in_place), (_RANDOM_LIKE, _draw_like)):
+        for packet in (getattr(_aten, name) for name in names):
+            overloads = (getattr(packet, name) for name in packet.overloads())
+            handlers.update((each, handler) for each in overloads if not each._schema.arguments[-1].is_out)
+
+
+def _draw_in_place(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    if local(target).is_meta or not _is_cut_by_rows(target) or any(isinstance(each, DTensor) for each in args[1:]):
+        return _without_handler(operator, args, kwargs)
+    whole = torch.empty(target.shape, dtype=target.dtype, device=local(target).device)
+    operator(whole, *args[1:], **kwargs)
+    local(target).copy_(_part(whole, target))
+    return target
+
+
+def _draw_like(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    like = args[0]
+    if local(like).is_meta or not _is_cut_by_rows(like):
+        return _without_handler(operator, args, kwargs)
+    whole = operator(torch.empty(like.shape, dtype=like.dtype, device=local(like).device), *args[1:], **kwargs)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _is_cut_by_rows(tensor: DTensor) -> bool:
+    return all(type(placement) in (Replicate, Shard) for placement in tensor.placements)
+
+
+def _part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    return local(distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None))

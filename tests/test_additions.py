@@ -1,0 +1,157 @@
+"""Contract: what the user gives a sharded model later trains as on one device, or the assignment is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn.utils import parametrize
+
+import trueshard
+from messages import naming
+from models.handmade import Scalar
+from parity import Ranks
+from stepping import same
+from trueshard.runtime.engine import sharded
+
+
+def head(model: nn.Module) -> None:
+    torch.manual_seed(7)
+    model.last = nn.Linear(8, 3)
+
+
+def parameter(model: nn.Module) -> None:
+    model.first.gain = nn.Parameter(torch.full((8,), 0.7))
+    model.first.register_forward_hook(lambda module, _, output: output * module.gain)
+
+
+def inside_a_block(model: nn.Module) -> None:
+    torch.manual_seed(8)
+    model.blocks[1].down = nn.Sequential(model.blocks[1].down, nn.Linear(8, 8), nn.Tanh())
+
+
+def layer(model: nn.Module) -> None:
+    torch.manual_seed(9)
+    model.last = nn.Sequential(model.last, nn.Linear(8, 8))
+    model.last[-1].bias = None
+
+
+def tie_among_new_ones(model: nn.Module) -> None:
+    torch.manual_seed(10)
+    shared = nn.Parameter(torch.randn(8, 8) / 3)
+    model.last = nn.Sequential(model.last, nn.Linear(8, 8), nn.Linear(8, 8))
+    model.last[1].weight = shared
+    model.last[2].weight = shared
+
+
+def twice(model: nn.Module) -> None:
+    head(model)
+    model.last.weight = nn.Parameter(torch.full((3, 8), 0.2))
+
+
+def fewer_blocks(model: nn.Module) -> None:
+    model.blocks = nn.ModuleList(list(model.blocks)[:2])
+
+
+CHANGES = [head, parameter, inside_a_block, layer, tie_among_new_ones, twice, fewer_blocks]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, rank: int, world_size: int) -> None:
+    rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
+    model(rows).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def changed(rank: int, world_size: int, change: int, gathered: bool) -> Any:
+    torch.manual_seed(0)
+    model = Scalar()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if world_size > 1:
+        trueshard.shard(model, optimizer, reshard_after_forward="never" if gathered else "default")
+    step(model, optimizer, 0, rank, world_size)
+    if gathered:
+        model(torch.ones(1, 8))
+    before = {id(parameter) for parameter in model.parameters()}
+    CHANGES[change](model)
+    new = [parameter for parameter in model.parameters() if id(parameter) not in before]
+    if new:
+        optimizer.add_param_group({"params": new, "lr": 0.05})
+    for seed in range(1, 4):
+        step(model, optimizer, seed, rank, world_size)
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, made, 4, rank, world_size)
+    return dict(model.named_parameters()), list(model.state_dict())
+
+
+@pytest.mark.parametrize("gathered", [False, True], ids=["freed", "gathered"])
+@pytest.mark.parametrize("change", range(len(CHANGES)), ids=[each.__name__ for each in CHANGES])
+def test_what_is_added_trains_as_on_one_device(change: int, gathered: bool, alone: Ranks, sizes: list[Ranks]) -> None:
+    same(changed, alone, sizes, change, gathered)
+
+
+def seeded_apart(rank: int, world_size: int) -> Any:
+    torch.manual_seed(0)
+    model = Scalar()
+    trueshard.shard(model)
+    torch.manual_seed(rank)
+    model.last = nn.Linear(8, 3)
+    with pytest.warns(UserWarning, match=r"'last\.weight', 'last\.bias'"):
+        model(torch.ones(1, 8))
+    return model.last.weight.detach().full_tensor(), [(r.name, r.why) for r in sharded(model).plan.replicated]
+
+
+def test_ranks_take_rank_0s_values_of_what_is_added(ranks3: Ranks) -> None:
+    torch.manual_seed(0)
+    expected = nn.Linear(8, 3).weight
+    for weight, replicated in ranks3.run(seeded_apart):
+        assert torch.equal(weight, expected)
+        assert ("last.weight", "added after shard()") in replicated
+
+
+def refused(rank: int, world_size: int) -> Any:
+    torch.manual_seed(0)
+    model = Scalar()
+    trueshard.shard(model)
+    with pytest.raises(RuntimeError, match=naming("last.weight", "before shard()")):
+        model.last.weight = nn.Parameter(torch.ones(8, 8))
+    with pytest.raises(RuntimeError, match=naming("first.weight", "weight", "before shard()")):
+        model.last.weight = model.first.weight
+    with pytest.raises(RuntimeError, match=naming("first.weight", "before shard()")):
+        model.extra = model.first.weight
+    model(torch.ones(1, 8)).sum().backward()
+    assert model.last.weight.grad is not None
+    with pytest.raises(RuntimeError, match=naming("last.weight", "before shard()")):
+        parametrize.register_parametrization(model.last, "weight", nn.Tanh())
+    embedded: Any = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=31, n_embd=8, n_layer=1, n_head=1, n_positions=8)
+    )
+    trueshard.shard(embedded)
+    with pytest.raises(RuntimeError, match=naming("c_attn", "get_peft_model()", "before shard()")):
+        peft.get_peft_model(embedded, peft.LoraConfig(target_modules=["c_attn"]))
+    assert embedded.resize_token_embeddings() is embedded.transformer.wte
+    with pytest.raises(RuntimeError, match=naming("31", "40", "resize_token_embeddings", "before shard()")):
+        embedded.resize_token_embeddings(40)
+
+
+def test_what_fsdp2_would_not_follow_is_refused_where_it_is_assigned(ranks2: Ranks) -> None:
+    ranks2.run(refused)
+
+
+def stale(rank: int, world_size: int) -> Any:
+    model = Scalar()
+    trueshard.shard(model)
+    new = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(new.parameters(), lr=0.1)
+    model.last = new
+    model(torch.ones(1, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match=naming("weight", "after shard()")):
+        optimizer.step()
+
+
+def test_an_optimizer_of_parameters_that_were_replaced_is_an_error(ranks2: Ranks) -> None:
+    ranks2.run(stale)
