@@ -8,8 +8,7 @@ TORCHAO := torchao==0.18.0
 BIN := .venv/bin
 READY := .venv/.ready
 # A worker a core; each test may start several processes of its own, of one thread each.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --maxprocesses 8 --dist worksteal
-WORKERS := $(shell $(PYTHON) -c 'import os; print(os.cpu_count())')
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test test-short test-rest test-all lint format bench docs tables clean
 .DEFAULT_GOAL := test
@@ -22,11 +21,10 @@ test: $(READY)
 	@$(MAKE) --no-print-directory --jobs=2 lint test-short
 
 test-short: $(READY)
-	$(PYTEST) -n $(WORKERS) --durations-file=build/durations.txt
+	$(PYTEST) --durations-file=build/durations.txt
 
-# One worker more than cores: these wait for time limits, and for processes that they start and kill.
 test-rest: $(READY)
-	$(PYTEST) -n $$(($(WORKERS) + 1)) -m rest --durations-file=build/durations-rest.txt
+	$(PYTEST) -m rest --durations-file=build/durations-rest.txt
 
 test-all: test test-rest
 

@@ -366,7 +366,7 @@ def test_replicas_are_whole_nodes_and_a_node_size_needs_several() -> None:
 
 @pytest.mark.rest
 def test_the_host_is_used_only_where_nothing_else_fits() -> None:
-    asked = space(tower(2))
+    asked = space(tower(4))
     evaluator = Evaluator(asked)
     least = {way: evaluator.evaluate(evaluator.uniform(Setting(1, 1, 1, way), "always", "full")) for way in OFFLOADS}
     without, on_host = (least[way].peak_reserved_bytes for way in OFFLOADS)
