@@ -24,6 +24,10 @@ _RANDOM_IN_PLACE = (
 _RANDOM_LIKE = ("randn_like", "rand_like", "randint_like")
 
 
+def _handlers() -> dict[Any, Any]:
+    return DTensor._op_dispatcher._custom_op_handlers
+
+
 def find_every_inf() -> None:
     """Let a gradient scaler see the infs of every gradient in a list, on whichever ranks they are.
 
@@ -32,9 +36,7 @@ def find_every_inf() -> None:
     some skip the step. Handlers of DTensor's operators have no public place. For a list that is placed all alike this
     one computes the same.
     """
-    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[operator] = _unscale
+    _handlers()[_aten._amp_foreach_non_finite_check_and_unscale_.default] = _unscale
 
 
 def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -54,10 +56,8 @@ def average_mixed_lists() -> None:
     switch for that, ``implicit_replication``, would have to be on around the user's own call. A list that is not mixed
     goes its usual way.
     """
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    aten = torch.ops.aten
-    for each in (aten._foreach_lerp_.Scalar, aten._foreach_sub.List, aten._foreach_addcdiv_.Scalar):
-        handlers.setdefault(each, _apart)
+    for each in (_aten._foreach_lerp_.Scalar, _aten._foreach_sub.List, _aten._foreach_addcdiv_.Scalar):
+        _handlers().setdefault(each, _apart)
 
 
 def _apart(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
@@ -74,12 +74,11 @@ def _apart(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 def _without_handler(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call an operator as DTensor does without its handler here."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(operator)
+    handler = _handlers().pop(operator)
     try:
         return operator(*args, **kwargs)
     finally:
-        handlers[operator] = handler
+        _handlers()[operator] = handler
 
 
 def read_numbers_of_the_whole(agree: Callable[[DTensor], Any]) -> None:
@@ -100,8 +99,7 @@ def read_numbers_of_the_whole(agree: Callable[[DTensor], Any]) -> None:
     def formatted(self: DTensor, specification: str) -> str:
         return format(self.detach().item() if self.dim() == 0 and not self.is_meta else str(self), specification)
 
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[_aten._local_scalar_dense.default] = read
+    _handlers()[_aten._local_scalar_dense.default] = read
     DTensor.__format__ = formatted  # type: ignore[assignment, method-assign]
 
 
@@ -124,34 +122,33 @@ def draw_as_one_device() -> None:
 
     On CPUs every rank draws the same for its part; on other devices DTensor's offsets are those of no single device.
     """
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for names, handler in ((_RANDOM_IN_PLACE, _draw_in_place), (_RANDOM_LIKE, _draw_like)):
         for packet in (getattr(_aten, name) for name in names):
             overloads = (getattr(packet, name) for name in packet.overloads())
-            handlers.update((each, handler) for each in overloads if not each._schema.arguments[-1].is_out)
+            _handlers().update((each, handler) for each in overloads if not each._schema.arguments[-1].is_out)
 
 
 def _draw_in_place(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
-    if local(target).is_meta or not _is_cut_by_rows(target) or any(isinstance(each, DTensor) for each in args[1:]):
+    if local(target).is_meta or not _can_cut(target) or any(isinstance(each, DTensor) for each in args[1:]):
         return _without_handler(operator, args, kwargs)
     whole = torch.empty(target.shape, dtype=target.dtype, device=local(target).device)
     operator(whole, *args[1:], **kwargs)
-    local(target).copy_(_part(whole, target))
+    local(target).copy_(local(_cut(whole, target)))
     return target
 
 
 def _draw_like(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like = args[0]
-    if local(like).is_meta or not _is_cut_by_rows(like):
+    if local(like).is_meta or not _can_cut(like):
         return _without_handler(operator, args, kwargs)
     whole = operator(torch.empty(like.shape, dtype=like.dtype, device=local(like).device), *args[1:], **kwargs)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return _cut(whole, like)
 
 
-def _is_cut_by_rows(tensor: DTensor) -> bool:
+def _can_cut(tensor: DTensor) -> bool:
     return all(type(placement) in (Replicate, Shard) for placement in tensor.placements)
 
 
-def _part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    return local(distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None))
+def _cut(whole: torch.Tensor, like: DTensor) -> DTensor:
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

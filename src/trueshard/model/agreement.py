@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -88,6 +89,16 @@ def take_from_first_rank(tensors: Sequence[tuple[str, torch.Tensor]], mesh: Devi
     # Along the first dimension only some ranks see a difference: let all of them name it.
     told: set[str] = set().union(*gather_objects([real[i][0] for i in sorted(differing)], mesh))
     return [name for name, _ in real if name in told]
+
+
+def warn_of_differing(what: str, differing: Sequence[str], made: str, *, stacklevel: int) -> None:
+    """Warn that the tensors ``differing`` had other values on other ranks; ``made``: before what to seed alike."""
+    shown = ", ".join(map(repr, differing[:5])) + (", …" if len(differing) > 5 else "")
+    warnings.warn(
+        f"{len(differing)} {what} differed between ranks and now have rank 0's values: {shown}. "
+        f"Seed every rank alike before making {made} to silence this.",
+        stacklevel=stacklevel,
+    )
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,11 +32,14 @@ from trueshard.model import agreement, names
 from trueshard.model.names import Held
 from trueshard.optim.stepping import watch
 from trueshard.plans import Replicated
-from trueshard.runtime.passes import Runtime
 from trueshard.runtime.replicated import HoldsWhole
 
-_Home = tuple[weakref.ref[Runtime], weakref.ref[ShardedModule]]
-_homes: weakref.WeakKeyDictionary[nn.Module, _Home] = weakref.WeakKeyDictionary()
+if TYPE_CHECKING:
+    from trueshard.runtime.passes import Runtime
+
+    Home = tuple[weakref.ref[Runtime], weakref.ref[ShardedModule]]
+
+_homes: weakref.WeakKeyDictionary[nn.Module, Home] = weakref.WeakKeyDictionary()
 """Module of a sharded model → its runtime, and the first module of its unit."""
 
 
@@ -81,7 +83,7 @@ def _module_assigned(parent: nn.Module, name: str, child: nn.Module | None) -> N
         _hold(runtime, unit, module, attribute, parameter)
 
 
-def _parameter_assigned(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+def _parameter_assigned(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
     home = _home(module)
     if home is None or _is_placed_by_fsdp(home[0], module, name, parameter):
         return None
@@ -89,18 +91,18 @@ def _parameter_assigned(module: nn.Module, name: str, parameter: nn.Parameter | 
     for whole in runtime.replicated.parameters:
         if (module, name) in whole.places and whole.parameter is not parameter:
             whole.leave(module, name)
-    runtime.replicated.forget_removed()
-    return None if parameter is None else _hold(runtime, unit, module, name, parameter)
+    return _hold(runtime, unit, module, name, parameter)
 
 
-def _is_placed_by_fsdp(runtime: Runtime, module: nn.Module, name: str, parameter: nn.Parameter | None) -> bool:
+def _is_placed_by_fsdp(runtime: Runtime, module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     """True if FSDP2 writes this parameter to this place itself; raise RuntimeError if it would not follow."""
     here = None
     for fqn, sharded, gathered, places in _torch.sharded_places(runtime.root):
-        if (module, name) in places:
+        is_here = (module, name) in places
+        if is_here:
             here = fqn
         if parameter is sharded or parameter is gathered:
-            if here == fqn:
+            if is_here:
                 return True
             raise RuntimeError(
                 f"{fqn!r} is sharded and would get a second place, {name!r}, of which FSDP2 does not know: tie or "
@@ -119,9 +121,9 @@ def _hold(
 ) -> nn.Parameter:
     """Hold a new parameter whole on every rank; return the one that takes its place."""
     runtime.replicated.forget_removed()
+    names.mix_in(module, HoldsWhole)
     for whole in runtime.replicated.parameters:
         if parameter is whole.parameter or parameter is whole.original:
-            names.mix_in(module, HoldsWhole)
             whole.put(module, attribute)
             return whole.parameter
     original = parameter
@@ -130,7 +132,6 @@ def _hold(
     if not parameter.is_meta:
         parameter.data = parameter.data.to(device_of(runtime.mesh))
     _torch.own_parameters(module)[attribute] = parameter
-    names.mix_in(module, HoldsWhole)
     whole = runtime.hold_whole(Held(parameter, [attribute], [(module, attribute)]), unit)
     whole.original = original
     watch(runtime.root, {attribute: original})
@@ -150,12 +151,7 @@ def settle(runtime: Runtime) -> None:
     kept = [(name_of[id(whole.parameter)], whole) for whole in added if id(whole.parameter) in name_of]
     copies = [(name, _torch.local(whole.parameter).detach().clone()) for name, whole in kept]
     if differing := agreement.take_from_first_rank(copies, runtime.mesh):
-        shown = ", ".join(map(repr, differing[:5])) + (", …" if len(differing) > 5 else "")
-        warnings.warn(
-            f"{len(differing)} parameters that were added after shard() differed between ranks and now have rank 0's "
-            f"values: {shown}. Seed every rank alike before making them to silence this.",
-            stacklevel=2,
-        )
+        agreement.warn_of_differing("parameters that were added after shard()", differing, "them", stacklevel=3)
         with torch.no_grad():
             for (_, whole), (_, value) in zip(kept, copies, strict=True):
                 _torch.local(whole.parameter).copy_(value)

@@ -75,7 +75,6 @@ class Attachments:
         if not any(parameter.is_meta for parameter in self.new_of.values()):
             _torch.initialise(self.root)
         runtime.install()
-        runtime.settle_added = additions.settle
         additions.follow(runtime, [(each, self._module(self._enclosing_unit(each))) for each in self.modules.values()])
 
     def _units_with_lists(self) -> set[str]:

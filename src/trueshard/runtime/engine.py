@@ -164,12 +164,7 @@ def _equalise(originals: intent.Originals, optimizers: Sequence[torch.optim.Opti
     }
     for kind, tensors in kinds.items():
         if differing := agreement.take_from_first_rank(tensors, mesh):
-            shown = ", ".join(map(repr, differing[:5])) + (", …" if len(differing) > 5 else "")
-            warnings.warn(
-                f"{len(differing)} {kind} differed between ranks and now have rank 0's values: {shown}. "
-                "Seed every rank alike before making the model to silence this.",
-                stacklevel=3,
-            )
+            agreement.warn_of_differing(kind, differing, "the model", stacklevel=4)
 
 
 def sharded(model: nn.Module) -> Runtime:

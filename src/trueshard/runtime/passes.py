@@ -38,6 +38,7 @@ from trueshard.model.snapshot import Trace
 from trueshard.optim import stepping
 from trueshard.optim.rebind import shard_like
 from trueshard.plans import Plan
+from trueshard.runtime import additions
 from trueshard.runtime.gradients import GradientHooks, Usage, call_after_gradient
 from trueshard.runtime.replicated import ReplicatedGradients, WholeParameter
 
@@ -75,7 +76,6 @@ class Runtime:
         """Units with a parameter on which the user set a gradient hook: they reduce in every backward."""
         self.added: list[WholeParameter] = []
         """Parameters that the user added since the last pass."""
-        self.settle_added: Callable[[Runtime], None] = lambda _: None
         self.accumulating = False
         """True while gradients add up on each rank without being reduced: the user's setting, not a state."""
         self.trace: Trace | None = None
@@ -164,7 +164,7 @@ class Runtime:
             self._end_double_backward()
         self.replicated.forget_removed()
         if self.added:
-            self.settle_added(self)
+            additions.settle(self)
         gathered = self.gathered()
         self._write_back(gathered)
         for module in gathered:
@@ -303,7 +303,7 @@ class Runtime:
 
     def _begin_double_backward(self) -> None:
         """Keep parameters gathered from now on: a backward has ``create_graph=True``."""
-        if self.is_in(State.DOUBLE) or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self.is_in(State.DOUBLE):
             return
         self.states.insert(0, State.DOUBLE)
         self._version_of_double = sum(map(self._version, self.units))

@@ -40,9 +40,8 @@ class WholeParameter:
         held = self.parameter.detach()  # not the original itself: a copy may have been given memory since
         shown = DTensor.from_local(held, mesh, [Replicate()] * mesh.ndim, run_check=False)
         parameter = nn.Parameter(shown, requires_grad=original.tensor.requires_grad)
-        for module, attribute in self.places:
-            _torch.own_parameters(module)[attribute] = parameter
-            module.__dict__.setdefault(_KEY, {})[attribute] = self
+        for place in self.places:
+            self._put(*place, parameter)
         self._memory: torch.Tensor | None = None
         self.refresh()
 
@@ -56,8 +55,11 @@ class WholeParameter:
 
     def put(self, module: nn.Module, attribute: str) -> None:
         """Give the parameter another place: a tie."""
+        self._put(module, attribute, self.parameter)
         self.places.append((module, attribute))
-        _torch.own_parameters(module)[attribute] = self.parameter
+
+    def _put(self, module: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
+        _torch.own_parameters(module)[attribute] = parameter
         module.__dict__.setdefault(_KEY, {})[attribute] = self
 
     def leave(self, module: nn.Module, attribute: str) -> None:
