@@ -46,7 +46,7 @@ def run(tell: Tell, quick: bool = False) -> Table:
         on_ranks(write_source, 1, folder, quick)
         for ranks in RANKS[: 1 if quick else None]:
             rows += _on(ranks, folder, tell, quick)
-        rows += _with_state(RANKS[0], folder, tell)
+        rows += _with_state(RANKS[0], folder, tell, quick)
     return Table(
         name="checkpoint",
         title="Loading and saving 1.2 billion parameters",
@@ -81,8 +81,8 @@ def write_source(folder: Path, small: bool) -> None:
     ways.write_source(folder, small=small)
 
 
-def _with_state(ranks: int, folder: Path, tell: Tell) -> list[Row]:
-    saved = on_ranks(measure_saves, ranks, folder, WITH_STATE, STATES, True)
+def _with_state(ranks: int, folder: Path, tell: Tell, quick: bool) -> list[Row]:
+    saved = on_ranks(measure_saves, ranks, folder, WITH_STATE, few(STATES, quick), True)
     loads = {way: slowest([each.loads[way] for each in saved]) for way in ways.RELOADS}
     rows = save_rows("save with AdamW", ranks, saved)
     rows.append(Row("load with AdamW, s", ranks, loads["trueshard"], "torch DCP", loads["torch DCP"], 1.0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ SAMPLES = 8
 FROM_FILE = "TrueShard, from the file"
 ALL = {**WAYS, FROM_FILE: ours.prepare_from_file}
 SHAPE = Shape(layers=16, hidden=384, intermediate=1024, heads=6, vocabulary=8192)
+SMALL = replace(SHAPE, layers=2, hidden=48, intermediate=128, vocabulary=256)
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,10 @@ class Began:
 
 
 def run(tell: Tell, quick: bool = False) -> Table:
-    """Every way."""
+    """Every way; ``quick``: of a small model."""
     found: dict[str, list[Began]] = {way: [] for way in ALL}
     with tempfile.TemporaryDirectory() as folder:
-        recipe = Recipe(SHAPE, Path(folder) / "model")
+        recipe = Recipe(SMALL if quick else SHAPE, Path(folder) / "model")
         on_ranks(recipe.write, 1)
         for i in range(few(SAMPLES, quick)):
             for way in list(ALL)[:: -1 if i % 2 else 1]:

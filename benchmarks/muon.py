@@ -102,7 +102,7 @@ class Timed:
 
 def run(tell: Tell, quick: bool = False) -> Table:
     """Bytes and time on ``RANKS`` processes; the owners' shares on each of ``OWNERS``. ``quick``: narrow blocks."""
-    shape = replace(_1B, hidden=256, intermediate=1024) if quick else _1B
+    shape = replace(_1B, hidden=128, intermediate=512) if quick else _1B
     gathering, owners = (on_ranks(count, RANKS, shape, owned) for owned in (False, True))
     timed = on_ranks(measure, RANKS, shape, few(SAMPLES, quick))
     elements = gathering[0].elements

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import gradients, memory
-from benchmarks.paired import Ratio, clocked, few, fours, interval, median
+from benchmarks.paired import Ratio, clocked, fours, interval, median
 from benchmarks.processes import on_ranks
 from benchmarks.table import Over, Table, Tell
 
@@ -52,10 +52,10 @@ class Block(nn.Module):
         return x
 
 
-def build(blocks: int) -> nn.Sequential:
-    """``MATRICES`` weights in ``blocks`` blocks, the same on every rank and at every call."""
+def build(matrices: int, blocks: int) -> nn.Sequential:
+    """``matrices`` weights in ``blocks`` blocks, the same on every rank and at every call."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(MATRICES // blocks) for _ in range(blocks)))
+    return nn.Sequential(*(Block(matrices // blocks) for _ in range(blocks)))
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class Case:
     """A class of ``torch.optim``."""
     words: dict[str, Any] = field(default_factory=dict)
     """Its arguments."""
+    matrices: int = MATRICES
     blocks: int = 32
     """Blocks among which the matrices are divided, each of them a unit."""
     clip: float | None = None
@@ -89,10 +90,9 @@ CASES = (
 
 
 def run(tell: Tell, quick: bool = False) -> Table:
-    """Every case, over two gloo processes."""
+    """Every case, over two gloo processes; ``quick``: the first, of few matrices."""
     rows, numbers, over = [], [], []
-    for case in CASES[: 1 if quick else None]:
-        case = replace(case, samples=few(case.samples, quick))
+    for case in [replace(CASES[0], samples=1, matrices=8, blocks=2)] if quick else CASES:
         found = on_ranks(measure, RANKS, case)
         cells: list[str] = []
         for each in (found[0].wall, found[0].processor, found[0].after_backward):
@@ -191,7 +191,7 @@ def prepare(case: Case, sharded: bool) -> Way:
     """
     import trueshard
 
-    model = build(case.blocks)
+    model = build(case.matrices, case.blocks)
     kind = getattr(torch.optim, case.kind)
     if sharded:
         optimizer = kind(model.parameters(), **case.words)

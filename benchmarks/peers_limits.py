@@ -42,14 +42,15 @@ STEPS = 3
 """Of which the last is measured: the first ones make optimizer state."""
 # The head is somewhat larger than a block, as in models of a few billion parameters.
 SHAPE = Shape(layers=8, hidden=256, intermediate=768, heads=4, vocabulary=4096, sequences=1, tokens=8)
+SMALL = replace(SHAPE, layers=2, hidden=64, intermediate=192, vocabulary=1024)
 
 
 def run(tell: Tell, quick: bool = False) -> Table:
-    """Every way, with all parameters trained and with adapters alone; ``quick``: the first."""
+    """Every way, with all parameters trained and with adapters alone; ``quick``: the first, of a small model."""
     rows: list[tuple[str, ...]] = []
     numbers, over = [], []
     with tempfile.TemporaryDirectory() as folder:
-        recipe = Recipe(SHAPE, Path(folder) / "model")
+        recipe = Recipe(SMALL if quick else SHAPE, Path(folder) / "model")
         on_ranks(recipe.write, 1)
         cases = (("all trained", recipe), ("LoRA", replace(recipe, lora=True)))
         for label, each in cases[: 1 if quick else None]:

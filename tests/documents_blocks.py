@@ -83,16 +83,20 @@ def is_parsed(command: str) -> bool:
 
 
 def shortened(command: str) -> str:
-    """What is run for a command: two processes and steps at most, a demo on less text; of `make` what it would do."""
+    """What is run for a command: two processes and steps at most, less text, a plan of one choice; of `make` what it
+    would do.
+    """
     for pattern, replacement in FEWER:
         command = re.sub(pattern, replacement, command)
     if re.match(r"make\b", command):
         return f"make --dry-run --directory {ROOT} {command.removeprefix('make')} > /dev/null"
-    if re.search(r"\btrueshard demo\b", command):
+    if re.search(r"\btrueshard (demo|train examples/pretrain\.toml)\b", command):
         command += " --set data.path=src/trueshard/optim"
     trains = re.search(r"\btrueshard (train|demo)\b", command)
     if trains and "train.steps=" not in command:
         command += " --set train.steps=2 --set sample.tokens=2"
+    if re.match(r"trueshard plan\b", command) and "--reshard-after-forward" not in command:
+        command += " --reshard-after-forward default --activation-checkpointing none"
     if re.search(r"\btrueshard verify\b", command):
         command += " --steps 2"
     return command

@@ -25,7 +25,7 @@ else:
 #: As the page's commands find it, whatever its Python sets meanwhile.
 ENVIRONMENT = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 #: Python programs: started without a shell, so that the process can be a fork (see forks.py).
-PROGRAMS = ("trueshard ", "torchrun ")
+PROGRAMS = ("trueshard", "torchrun", "python")
 
 
 def run(page: str) -> None:
@@ -54,10 +54,12 @@ def run_command(command: str) -> None:
         return
     command = shortened(command)
     print(f"$ {command}", flush=True)
-    if command.startswith(PROGRAMS) and not re.search(r"[|&;<>$*?]", command):
-        program, *rest = shlex.split(command)
-        words = [sys.executable, str(Path(sys.executable).with_name(program)), *rest]
-        forks.run(words, check=True, env=ENVIRONMENT, timeout=200)
+    words, variables = shlex.split(command), dict(ENVIRONMENT)
+    while re.match(r"\w+=", words[0]):
+        name, _, variables[name] = words.pop(0).partition("=")
+    if words[0] in PROGRAMS and not re.search(r"[|&;<>$*?]", command):
+        script = [] if words[0] == "python" else [str(Path(sys.executable).with_name(words[0]))]
+        forks.run([sys.executable, *script, *words[1:]], check=True, env=variables, timeout=200)
     else:
         subprocess.run(["bash", "-ec", command], check=True, env=ENVIRONMENT, timeout=200)
 

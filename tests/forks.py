@@ -107,6 +107,7 @@ class Popen(subprocess.Popen):
             "folder": os.path.join(os.getcwd(), os.fsdecode(asked["cwd"] or "")),
             "numbers": list(pairs),
             "session": bool(asked["start_new_session"]),
+            "ignored": forks_child.ignored_signals(),
         }
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)

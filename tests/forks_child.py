@@ -144,6 +144,7 @@ class Origin:
         gc.set_threshold(*self.thresholds)
 
 
+_PYTHON_IGNORES = {signal.SIGPIPE, signal.SIGXFSZ}
 _KEPT: list[Any] = []
 """What the parent's objects were, never freed: their ends would reach into files and threads that are the parent's."""
 _origin: Origin | None = None
@@ -176,7 +177,7 @@ def _fork_in_place(self: Any, *arguments: Any) -> None:
     ready, told = os.pipe()  # at its end when the child is in its session, as Popen returns after the exec
     pid = _forked()
     if pid == 0:
-        become(program, environment, folder, pairs, session=session, nested=True)
+        become(program, environment, folder, pairs, session=session, nested=True, ignored=ignored_signals())
     os.close(told)
     os.read(ready, 1)
     os.close(ready)
@@ -227,7 +228,8 @@ def _spawn(original: Callable[..., int], path: bytes, words: Sequence[Any], numb
     pid = _forked()
     if pid == 0:
         pairs = {number: number for number in (0, 1, 2, *numbers)}
-        become(program, dict(os.environ), os.getcwd(), pairs, session=False, nested=True)
+        ignored = ignored_signals()
+        become(program, dict(os.environ), os.getcwd(), pairs, session=False, nested=True, ignored=ignored)
     return pid
 
 
@@ -245,6 +247,7 @@ def become(
     *,
     session: bool,
     nested: bool,
+    ignored: Sequence[int],
     origin: Origin | None = None,
     started: Callable[[], None] = lambda: None,
 ) -> NoReturn:
@@ -253,6 +256,7 @@ def become(
     Args:
         pairs: the file descriptors that the program has, and those of this process that they are.
         nested: whether a program ran in this process before the fork.
+        ignored: the signals that whoever starts the program ignores: a process inherits that.
         started: called when other processes can see that the program has started.
     """
     origin = origin or _origin
@@ -261,7 +265,7 @@ def become(
         assert origin is not None
         if session:
             os.setsid()
-        _reset_signals()
+        _reset_signals(ignored)
         if nested:
             _drop_what_parents_print()
         started()
@@ -283,7 +287,12 @@ def become(
         os._exit(code)
 
 
-def _reset_signals() -> None:
+def ignored_signals() -> list[int]:
+    """The numbers of the signals that this process ignores, but those that Python itself does."""
+    return [int(each) for each in signal.valid_signals() - _PYTHON_IGNORES if signal.getsignal(each) is signal.SIG_IGN]
+
+
+def _reset_signals(ignored: Sequence[int]) -> None:
     signal.set_wakeup_fd(-1)
     faulthandler.disable()
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -291,9 +300,9 @@ def _reset_signals() -> None:
             faulthandler.unregister(number)
         with contextlib.suppress(OSError, ValueError):  # of the C library's own
             signal.signal(number, signal.SIG_DFL)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python has it
-        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (*_PYTHON_IGNORES, *ignored):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _drop_what_parents_print() -> None:

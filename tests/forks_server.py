@@ -142,6 +142,7 @@ class Server:
                     pairs,
                     session=session,
                     nested=False,
+                    ignored=request["ignored"],
                     origin=self.origin,
                     started=lambda: _answer(connection, os.getpid()),
                 )

@@ -15,7 +15,7 @@ class Expected:
     outcome: str
     """ "equal", "refused" or "alone" (it does not run on one device without TrueShard either), as `Compared` has it"""
     says: str
-    """For "equal" the manner of `classify`; else what the message has besides the name of the class."""
+    """For "equal" how its parameters are stepped; else what the message has besides the name of the class."""
 
 
 SHARDS = Expected("equal", "on shards")

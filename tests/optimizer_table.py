@@ -20,11 +20,12 @@ SIZES = (2, 3)
 INTRODUCTION = """\
 # Every optimizer, sharded
 
-Written by `make tables`, from the runs that `tests/test_every_optimizer.py` asserts on: each optimizer trains a tiny
-model on one process without TrueShard, and on two and three with it. The model has parameters of 0 to 4 dimensions that
-divide by neither number of ranks, two groups of different learning rate and weight decay, gradient clipping, and a
-branch whose parameters get a gradient in every other step only. A name with options is the class with these options;
-without, with its defaults (what happens every so many steps is set to happen within the run).
+Written by `make tables`, from runs that `tests/test_every_optimizer.py` asserts on, at three ranks for one of each
+kind: each optimizer trains a tiny model on one process without TrueShard, and on two and three with it. The model has
+parameters of 0 to 4 dimensions that divide by neither number of ranks, two groups of different learning rate and weight
+decay, gradient clipping, and a branch whose parameters get a gradient in every other step only. A name with options is
+the class with these options; without, with its defaults (what happens every so many steps is set to happen within the
+run).
 
 | outcome | means |
 |---|---|
@@ -51,7 +52,7 @@ def outcome(one: dict[str, Any], many: dict[str, Any]) -> str:
         return f"does not run on one device: {one['error']}"
     if "refused" in many:
         return f"refused: {reason(many['refused'])}"
-    return str(one["way"])
+    return str(many["way"])
 
 
 def reason(refusal: str) -> str:

@@ -103,11 +103,16 @@ def train(entry: Entry, model: nn.Module, optimizers: list[Any], rank: int, worl
     entry.finish(optimizers)
 
 
-def trained(rank: int, world_size: int, entry: Entry) -> dict[str, Any]:
-    """Parameters before and after, or the words in which ``shard()`` refused."""
+def trained(rank: int, world_size: int, entry: Entry, only: Sequence[str] = ()) -> dict[str, Any]:
+    """Parameters before and after, and how they were stepped, or the words in which ``shard()`` refused.
+
+    All parameters but ``only`` are frozen, if it names any.
+    """
     import trueshard
 
     model = build(entry)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not only or name in only)
     optimizers = entry.make(model)
     before = whole(dict(model.named_parameters()))
     if world_size > 1:
@@ -117,18 +122,19 @@ def trained(rank: int, world_size: int, entry: Entry) -> dict[str, Any]:
             if not str(error).startswith(f"{entry.cls.__name__} "):
                 raise
             return {"refused": str(error)}
+    way = stepped(optimizers[0]) if world_size > 1 else ""
     train(entry, model, optimizers, rank, world_size)
-    return {"before": before, "after": whole(dict(model.named_parameters()))}
+    return {"before": before, "after": whole(dict(model.named_parameters())), "way": way}
 
 
-def way(entry: Entry) -> str:
-    """How the class would step when sharded; "ValueError: ..." if it would be refused."""
-    from trueshard.optim.classify import classify, manner
+def stepped(optimizer: torch.optim.Optimizer) -> str:
+    """How its parameters are stepped, in the words of `classify`; all ranks hold and step one without dimensions."""
+    from trueshard.optim.classify import Verdict, manner
+    from trueshard.optim.stepping import roles_of
 
-    try:
-        return manner(classify(entry.make(build(entry))[0]))
-    except Exception as error:
-        return told(error)
+    roles = roles_of(optimizer)
+    cut = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.ndim]
+    return manner([Verdict(whole=roles[id(parameter)].is_mine is not None) for parameter in cut])
 
 
 def trial(rank: int, world_size: int, library: str, names: list[str]) -> dict[str, Any]:
@@ -144,10 +150,8 @@ def trial(rank: int, world_size: int, library: str, names: list[str]) -> dict[st
                 if world_size > 1:
                     raise
                 found[name] = {"error": told(error)}
-            if world_size == 1:
-                found[name]["way"] = way(entry)
-                if entry.full_precision:
-                    found[name]["full precision"] = trained(rank, world_size, entry.full_precision)["after"]
+            if world_size == 1 and entry.full_precision:
+                found[name]["full precision"] = trained(rank, world_size, entry.full_precision)["after"]
     return found
 
 

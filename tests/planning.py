@@ -231,7 +231,7 @@ def _cnn() -> nn.Module:
     )
 
 
-_DEEP = _LLAMA | {"num_hidden_layers": 10}
+_DEEP = _LLAMA | {"num_hidden_layers": 8}
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any, int]] = {
     "llama deep": _hub("LlamaForCausalLM", "LlamaConfig", **_DEEP),

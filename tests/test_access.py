@@ -149,3 +149,112 @@ def assigned(rank: int, world_size: int) -> Any:
 
 def test_data_that_is_assigned_is_taken_or_refused(alone: Ranks, sizes: list[Ranks]) -> None:
     same(assigned, alone, sizes)
+
+
+def differentiated(rank: int, world_size: int) -> Any:
+    model = build(world_size)
+    rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).chunk(world_size)[rank]
+    some = [model.blocks[0].up.weight, model.scale, model.last.bias]
+    found: list[Any] = [torch.autograd.grad(model(rows).pow(2).mean(), some)]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    loss = model(rows).pow(2).mean()
+    loss.backward(inputs=some, retain_graph=True)
+    assert [parameter.grad is not None for parameter in some] == [True] * 3
+    assert sum(parameter.grad is not None for parameter in model.parameters()) == 3
+    found.append([parameter.grad.clone() for parameter in some])
+    loss.backward()
+    found.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    found.append(torch.autograd.grad(model(rows).abs().mean(), list(model.parameters())))
+    found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    rows = rows.clone().requires_grad_()
+    found.append(torch.autograd.grad(model(rows).mean() + some[0].pow(2).sum(), some[0])[0])
+    assert rows.grad is None
+    found.append(torch.autograd.grad(model.first(rows).mean(), [model.first.bias, some[0]], allow_unused=True)[0])
+    with pytest.raises(RuntimeError, match="allow_unused"):
+        torch.autograd.grad(model.first(rows).sum(), some[:1])
+    return found
+
+
+def test_gradients_that_are_asked_for_are_those_of_the_whole(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(differentiated, alone, sizes)
+
+
+def not_differentiated(rank: int, world_size: int) -> Any:
+    model = build(world_size)
+    weight: Any = model.last.weight
+    rows = torch.ones(2, 8)
+    with pytest.raises(RuntimeError, match=naming("create_graph=True")):
+        torch.autograd.grad(model(rows).sum(), weight, create_graph=True)
+    hidden = rows.requires_grad_() * 2
+    with pytest.raises(RuntimeError, match=naming("no leaf")):
+        torch.autograd.grad(model(hidden).sum(), [weight, hidden])
+    model.zero_grad()
+    with trueshard.accumulate(model, last=False):
+        model(rows).sum().backward()
+        with pytest.raises(RuntimeError, match=naming("accumulate(model, last=False)")):
+            torch.autograd.grad(model(rows).sum(), weight)
+
+
+def test_gradients_that_cannot_be_had_are_refused(ranks2: Ranks) -> None:
+    ranks2.run(not_differentiated)
+
+
+def penalised(rank: int, world_size: int) -> Any:
+    torch.manual_seed(0)
+    model = Scalar()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    average = [parameter.detach().clone() for parameter in model.parameters()]
+    importance = [torch.rand_like(parameter) for parameter in before]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+    rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).chunk(world_size)[rank]
+    own = list(model.parameters())
+    for _ in range(3):
+        loss = model(rows).pow(2).mean()
+        l1 = torch.zeros(())
+        for parameter in own:
+            l1 = l1 + parameter.abs().sum()
+        l2 = sum((i * (p - b) ** 2).sum() for i, p, b in zip(importance, own, before, strict=True))
+        together = torch.stack([parameter.pow(2).sum() for parameter in own]).sum()
+        (loss + 0.01 * l1 - 0.1 * -l2 + together / 100 + own[0] * rows.mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, parameter in zip(average, own, strict=True):
+                mean.mul_(0.5).add_(parameter, alpha=0.5)
+    with torch.no_grad():
+        own[1].lerp_(average[1], 0.3)
+        own[2].copy_(average[2])
+        own[3].sub_(average[3], alpha=0.1)
+        own[4][2] = 7.0
+        own[6][1:9, 2] = own[6][0, :].sum()
+    arrays = [own[6].detach().numpy(), own[0].detach().numpy()]
+    return average, [torch.from_numpy(each.copy()) for each in arrays], dict(model.named_parameters())
+
+
+def test_plain_tensors_compute_with_sharded_ones(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(penalised, alone, sizes)
+
+
+def refused(rank: int, world_size: int) -> Any:
+    model = build(world_size)
+    weight: Any = model.last.weight
+    loss = model(torch.ones(2, 8)).sum()
+    with pytest.raises(RuntimeError, match=naming("loss = loss + ")):
+        loss += weight.pow(2).sum()
+    other = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
+    with pytest.raises(RuntimeError, match=naming("functional_call", "last.weight", "before shard()")):
+        torch.func.functional_call(model, {"last.weight": other["last.weight"]}, torch.ones(2, 8))
+    with pytest.raises(RuntimeError, match=naming("functional_call", "scale")):
+        torch.func.functional_call(model, {"scale": other["scale"]}, torch.ones(2, 8))
+    own = torch.func.functional_call(model, dict(model.named_parameters()), torch.ones(2, 8))
+    assert torch.equal(own, model(torch.ones(2, 8)))
+    plain = nn.Linear(2, 2)
+    torch.func.functional_call(plain, {"bias": torch.zeros(2)}, torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match=naming("no_grad()")):
+        weight[0] = 1
+
+
+def test_what_cannot_be_followed_names_the_remedy(ranks2: Ranks) -> None:
+    ranks2.run(refused)

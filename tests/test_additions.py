@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from typing import Any
 
 import peft
@@ -9,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 import trueshard
@@ -136,6 +140,15 @@ def refused(rank: int, world_size: int) -> Any:
     assert embedded.resize_token_embeddings() is embedded.transformer.wte
     with pytest.raises(RuntimeError, match=naming("31", "40", "resize_token_embeddings", "before shard()")):
         embedded.resize_token_embeddings(40)
+    for write in (pickle.dumps, lambda it: torch.save(it, io.BytesIO()), lambda it: it.save_pretrained("nowhere")):
+        with pytest.raises(RuntimeError, match=naming("trueshard.save(folder, model=model)")):
+            write(embedded)
+    with pytest.raises(RuntimeError, match=naming("sharded", "DistributedDataParallel", "trueshard.Trainer")):
+        DistributedDataParallel(nn.Sequential(embedded))
+    words = torch.ones(2, 4, dtype=torch.long)
+    embedded.eval()
+    assert torch.equal(copy.deepcopy(embedded)(words).logits, embedded(words).logits)
+    DistributedDataParallel(nn.Linear(2, 2))
 
 
 def test_what_fsdp2_would_not_follow_is_refused_where_it_is_assigned(ranks2: Ranks) -> None:

@@ -110,7 +110,16 @@ def test_private_modules_of_torch_are_imported_in_one_package() -> None:
 
 
 #: Private names that are not torch's: Python's own, and what transformers puts on its models.
-OF_OTHERS = {"_exit", "_getframe", "_fields", "_from_config", "_init_weights", "_name_or_path", "_no_split_modules"}
+OF_OTHERS = {
+    "_exit",
+    "_getframe",
+    "_current_frames",
+    "_fields",
+    "_from_config",
+    "_init_weights",
+    "_name_or_path",
+    "_no_split_modules",
+}
 OF_OTHERS |= {"_gradient_checkpointing_func"}
 
 #: A name that torch keeps on modules or tensors is torch's even where a class of ours has one of the same name.

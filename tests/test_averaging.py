@@ -21,8 +21,7 @@ from torch.optim.swa_utils import (
 import trueshard
 from gathering import whole
 from models.handmade import WIDTH, Block, Scalar
-from parity import Ranks, assert_same
-from resting import all_but
+from parity import Pool, Ranks, assert_same
 
 Report = dict[str, Any]
 
@@ -92,21 +91,27 @@ def averaged(rank: int, world_size: int, way: str, early: bool) -> Report:
     return report
 
 
+IN_SHORT = ("default", "ema, by list", "buffers by parameter")
+LATE = ("default", "swa, by list", "ema of a model of floats, with buffers")
+"""What a copy has when it is made is the same for those by parameter."""
+ON_THREE = (("ema, by parameter", True), ("default, with buffers", False))
+
+
 @pytest.mark.parametrize(
-    "early",
+    ("way", "early", "count"),
     [
-        pytest.param(True, id="made before the first step"),
-        pytest.param(False, id="made after it", marks=pytest.mark.rest),
+        *(pytest.param(way, True, 2, marks=() if way in IN_SHORT else pytest.mark.rest) for way in WAYS),
+        *(pytest.param(way, False, 2, marks=pytest.mark.rest) for way in LATE),
+        *(pytest.param(way, early, 3, marks=pytest.mark.rest) for way, early in ON_THREE),
     ],
 )
-@pytest.mark.parametrize("way", all_but(["default", "ema, by list", "buffers by parameter"], WAYS))
 def test_an_averaged_copy_is_that_of_the_unsharded_model(
-    way: str, early: bool, alone: Ranks, sizes: list[Ranks]
+    way: str, early: bool, count: int, alone: Ranks, pool: Pool
 ) -> None:
+    """Made before the first step, or after it."""
     (expected,) = alone.run(averaged, way, early)
-    for ranks in sizes:
-        for found in ranks.run(averaged, way, early):
-            assert_same(found, expected, rtol=1e-4, atol=1e-5)
+    for found in Ranks(count, pool).run(averaged, way, early):
+        assert_same(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def held(model: nn.Module) -> int:

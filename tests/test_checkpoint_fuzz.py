@@ -37,7 +37,7 @@ ROOM = 1 << 30
 Examples = Callable[[int], settings]
 
 
-@pytest.fixture(params=[pytest.param(10, id="a tenth"), pytest.param(1, id="all", marks=pytest.mark.rest)])
+@pytest.fixture(params=[pytest.param(5, id="a fifth"), pytest.param(1, id="all", marks=pytest.mark.rest)])
 def examples(request: pytest.FixtureRequest) -> Examples:
     """Settings with so many examples, or a part of them."""
     unchecked = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
@@ -230,7 +230,7 @@ def headed(table: Any, rest: bytes) -> bytes:
 
 
 def test_a_manifest_of_changed_values(saved: Path, copied: Path, reader: Reader, examples: Examples) -> None:
-    @examples(400)
+    @examples(200)
     @given(changed(manifest_of(saved)))
     def run(table: Any) -> None:
         (copied / MANIFEST).write_bytes(stamped(table))
@@ -266,7 +266,7 @@ def test_an_export_of_changed_values_writes_where_it_was_told(
 ) -> None:
     out, beside = saved.with_name("out"), {path.name for path in saved.parent.iterdir()}
 
-    @examples(60)
+    @examples(30)
     @given(changed(manifest_of(saved)))
     def run(table: Any) -> None:
         (copied / MANIFEST).write_bytes(stamped(table))
@@ -285,7 +285,7 @@ def test_a_manifest_of_any_json_or_bytes(copied: Path, reader: Reader, examples:
         st.sampled_from(["tensors", "models", "optimizers", "more", "rng", "files", "about", "format"]), anything
     )
 
-    @examples(200)
+    @examples(100)
     @given(st.one_of(tables.map(stamped), anything.map(lambda each: json.dumps(each).encode()), st.binary(max_size=64)))
     def run(data: bytes) -> None:
         (copied / MANIFEST).write_bytes(data)
@@ -342,7 +342,7 @@ def test_a_header_of_changed_values(
     plain.parent.mkdir()
     table, rest = header_of(saved / where)
 
-    @examples(150)
+    @examples(75)
     @given(changed(table))
     def run(table: Any) -> None:
         (path / where).write_bytes(headed(table, rest))
@@ -363,7 +363,7 @@ def test_a_safetensors_file_of_any_bytes(tmp_path: Path, reader: Reader, example
         st.builds(headed, anything, st.binary(max_size=16)),
     )
 
-    @examples(300)
+    @examples(150)
     @given(data)
     def run(data: bytes) -> None:
         file.write_bytes(data)
@@ -385,7 +385,7 @@ def test_what_lies_beside_tensors(name: str, saved: Path, tmp_path: Path, reader
         "adapter_config.json": {"peft_type": "LORA", "r": 2, "target_modules": ["hidden"], "lora_alpha": 1},
     }[name]
 
-    @examples(150)
+    @examples(75)
     @given(changed(real) | anything)
     def run(table: Any) -> None:
         (tmp_path / name).write_text(json.dumps(table))

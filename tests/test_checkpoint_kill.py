@@ -36,7 +36,7 @@ import trueshard
 from damage import bits, build, fill, tensors_of
 from parity import _environment
 
-ROUNDS = [5, pytest.param(20, marks=pytest.mark.rest)]
+ROUNDS = [5, pytest.param(10, marks=pytest.mark.rest)]
 LIMIT = 20.0
 """seconds for a collective, and for a rank to end once another was killed"""
 LONGEST = 0.25

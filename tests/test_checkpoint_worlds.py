@@ -2,8 +2,8 @@
 
 Every setup is trained, saved, and trained on. Processes that were started afterwards load it over models and optimizers
 whose every number was overwritten. What a load must bring back is held against what was there when ``save`` was called,
-on every rank, to the last bit. Every setup is saved at three world sizes, and each size loads its own and one other;
-the rest takes a few setups from every layout to every other.
+on every rank, to the last bit. Every setup is saved at two or three world sizes, and each size loads its own and one
+other; the rest takes two setups from every layout to every other.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ import trueshard
 from checkpointing import LAYOUTS, SETUPS, draw, everything, go_on, scribble, seed, started
 from parity import Pool, Ranks, assert_same
 
-SIZES = ("1", "2", "3", "4")
 FEW = ("without dimensions", "Muon and SGD")
-"""setups that the rest saves and loads in every layout, not only at every world size"""
+"""setups that the rest saves and loads in every layout, not only at some world sizes"""
+PAIRS = (("1", "3"), ("2", "4"), ("1", "2"), ("2", "3"))
+"""world sizes that the other setups take in turn"""
 FIRST = "by owner and by element"
 """the setup that is not of the rest"""
 COMPILED = ("without dimensions",)
+COMPILED_LAYOUT = "compiled"
 PROGRESS = {"step": 3, "rate": 0.1, "seen": {7: [1, None, "two"], "pair": (1, 2.5)}}
 
 Outcome = dict[tuple[str, str, str], str]
@@ -36,9 +38,8 @@ Outcome = dict[tuple[str, str, str], str]
 def _layouts(name: str, how: str) -> list[str]:
     """Where a setup is saved and loaded."""
     if how == "layouts":
-        return [layout for layout in LAYOUTS if layout != "compiled" or name in COMPILED]
-    left_out = SIZES[2 + list(SETUPS).index(name) % 2]
-    return [size for size in SIZES if size != left_out]
+        return [layout for layout in LAYOUTS if layout != COMPILED_LAYOUT or name in COMPILED]
+    return ["1", "2", "3"] if name == FIRST else list(PAIRS[list(SETUPS).index(name) % len(PAIRS)])
 
 
 def _sources(name: str, layout: str, how: str) -> list[str]:
@@ -46,7 +47,16 @@ def _sources(name: str, layout: str, how: str) -> list[str]:
     layouts = _layouts(name, how)
     place = layouts.index(layout)
     turned = layouts[place:] + layouts[:place]
-    return turned[:2] if how == "short" else turned
+    return turned[:2] if how == "short" else [each for each in turned if each == layout or _is_of(name, layout, each)]
+
+
+def _is_of(name: str, one: str, two: str) -> bool:
+    """Whether this setup goes from the one layout to the other: each pair is of one of the few, and of each layout it
+    has every second."""
+    places = list(LAYOUTS)
+    if COMPILED_LAYOUT in (one, two):
+        return name in COMPILED
+    return (places.index(one) + places.index(two) + FEW.index(name)) % 2 == 1
 
 
 def save_all(rank: int, world_size: int, folder: str, layout: str, names: list[str]) -> dict[str, str]:
@@ -159,7 +169,12 @@ def _hold_short(names: list[str], pool: Pool, folder: Path) -> None:
 def test_any_layout_loads_into_any_other(name: str, pool: Pool, tmp_path: Path) -> None:
     """Not sharded, replicated and sharded, offloaded, compiled: each into each, and each resumes bitwise."""
     outcome = _tried(pool, tmp_path, [name], "layouts")
-    _hold(outcome, name, itertools.product(_layouts(name, "layouts"), repeat=2))
+    _hold(outcome, name, [(one, two) for two in _layouts(name, "layouts") for one in _sources(name, two, "layouts")])
+
+
+def test_some_setup_goes_from_every_layout_to_every_other() -> None:
+    taken = {(one, two) for name in FEW for two in _layouts(name, "layouts") for one in _sources(name, two, "layouts")}
+    assert taken == set(itertools.product(LAYOUTS, repeat=2))
 
 
 @pytest.mark.rest

@@ -343,9 +343,18 @@ def exact(rank: int, world_size: int, name: str) -> dict[str, Any]:
     return found
 
 
+FIRSTS = [next(name for name, (kind, _) in FOUND.items() if kind == each) for each in ("on shards", "by owner")]
+
+
 @pytest.mark.parametrize("name", all_but(list(FOUND)[::2], FOUND))
-def test_each_recognised_kind_equals_one_process(name: str, alone: Ranks, sizes: list[Ranks]) -> None:
-    same(exact, alone, sizes, name)
+def test_each_recognised_kind_equals_one_process(name: str, alone: Ranks, ranks2: Ranks) -> None:
+    same(exact, alone, [ranks2], name)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", [*FIRSTS, "rows", "a setting of one group", "look-ahead, bare, around one by owner"])
+def test_each_way_to_step_equals_one_process_on_three_ranks(name: str, alone: Ranks, ranks3: Ranks) -> None:
+    same(exact, alone, [ranks3], name)
 
 
 # Nothing of the user's is touched
@@ -371,6 +380,14 @@ def test_trying_leaves_everything_as_it_was(name: str) -> None:
     assert before.keys() == after.keys()
     for key, value in before.items():
         assert str(value) == str(after[key]), key
+
+
+def test_trying_seeds_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of the function by which torch seeds accelerators, so that it shows where there is none."""
+    optimizer, seeded = Made(build().parameters(), sign), list[int]()
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    classify(optimizer)
+    assert seeded == []
 
 
 def pictured(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

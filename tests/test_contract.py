@@ -402,6 +402,14 @@ def aliased(rank: int, world_size: int) -> None:
     trueshard.shard(model)
 
 
+def viewed_by_a_buffer(rank: int, world_size: int) -> None:
+    model = Stack()
+    model.register_buffer("row", model.first.weight.detach()[1])
+    model.register_buffer("copied", model.first.weight.detach()[1].clone())
+    model.register_buffer("copied_too", model.copied[2:])
+    trueshard.shard(model)
+
+
 def no_forward(rank: int, world_size: int) -> None:
     trueshard.shard(nn.ModuleList([Block(), Block()]))
 
@@ -446,6 +454,7 @@ def thawed_dtype(rank: int, world_size: int) -> None:
     [
         (lazy, naming("'1.weight'", "no shape", "once")),
         (aliased, naming("'first.weight'", "'last.weight'", "memory", "same Parameter")),
+        (viewed_by_a_buffer, naming("buffer 'row'", "'first.weight'", "copy")),
         (no_forward, naming("ModuleList", "forward")),
         (sparse, naming("'0'", "sparse=False")),
         (renormed, naming("'0'", "max_norm")),

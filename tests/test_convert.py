@@ -653,6 +653,21 @@ def test_the_report_has_a_line_for_each_key_that_was_given(tmp_path: Path) -> No
     assert "no equivalent" in report
 
 
+def test_what_is_dropped_and_changes_the_result_is_listed_and_is_the_exit_code(tmp_path: Path) -> None:
+    assert from_accelerate(tmp_path, min_num_params=100).dropped == []
+    assert convert(None, environment={"PARALLELISM_CONFIG_TP_SIZE": "2"}).dropped == ["PARALLELISM_CONFIG_TP_SIZE"]
+    assert from_hf(tmp_path, neftune_noise_alpha=5.0).dropped == ["neftune_noise_alpha"]
+    assert from_torchtitan(tmp_path, "[parallelism]\ntensor_parallel_degree = 4\n").dropped
+    assert from_torchtitan(tmp_path, "[parallelism]\ntensor_parallel_degree = 1\n").dropped == []
+    out = tmp_path / "out.toml"
+    file = written(tmp_path, "run.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\n")
+    command = [sys.executable, "-m", "trueshard", "convert", str(file), "--from", "accelerate", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 3
+    assert lacking(done.stdout.splitlines()[-2], "distributed_type", "deepspeed_config") == []
+    assert out.exists()
+
+
 def test_a_word_of_theirs_cannot_break_out_of_its_comment_or_string(tmp_path: Path) -> None:
     config = accepted(tmp_path, from_hf(tmp_path, output_dir='a"b\\\n[shard]\nx = 1'))
     assert config.run.dir == 'a"b\\\n[shard]\nx = 1'

@@ -1,8 +1,9 @@
 """Contract line 9: every optimizer computes, sharded, what it computes on one device, or is refused by name.
 
 `make test` runs torch's own and torchao's, and of the others one of each way to work, at two ranks; `make test-rest`
-runs all else at three. The catalogue finds the classes by itself; which way each is to step stands in
-`optimizer_expectations`, by hand, and ``docs/optimizers.md`` is held against what the code says of each.
+runs all else at two, and of each library the first of each kind at three. The catalogue finds the classes by itself;
+which way each is to step stands in `optimizer_expectations`, by hand, and ``docs/optimizers.md`` is held against what
+the code says of each.
 """
 
 from __future__ import annotations
@@ -34,6 +35,21 @@ def is_quick(library: str, name: str) -> bool:
     return library != "pytorch_optimizer" or name in REPRESENTATIVE
 
 
+def kind(library: str, name: str) -> tuple[Any, ...]:
+    """How it steps, whether its state is quantized, and how it is made and called."""
+    entry, special = entries(library)[name], entries(library)[name].special
+    return EXPECTED[library][name], entry.full_precision is None, special.make, special.take, special.trains
+
+
+def firsts(library: str) -> list[str]:
+    """The first of each kind that steps."""
+    found: dict[tuple[Any, ...], str] = {}
+    for name in entries(library):
+        if EXPECTED[library][name].outcome == "equal":
+            found.setdefault(kind(library, name), name)
+    return list(found.values())
+
+
 def batches() -> Iterator[Any]:
     """(library, names, number of ranks) of each test."""
     rest = pytest.mark.rest
@@ -41,7 +57,7 @@ def batches() -> Iterator[Any]:
         every = list(entries(library))
         quick = [name for name in every if is_quick(library, name)]
         others = [name for name in every if name not in quick]
-        for names, count, marks in ((quick, 2, ()), (others, 3, rest)):
+        for names, count, marks in ((quick, 2, ()), (others, 2, rest), (firsts(library), 3, rest)):
             for start in range(0, len(names), BATCH):
                 some = names[start : start + BATCH]
                 yield pytest.param(
@@ -67,7 +83,7 @@ def faults(sweep: Sweep, count: int, library: str, name: str) -> Iterator[str]:
     if compared.outcome != expected.outcome:
         yield f"{compared.outcome}, expected {expected.outcome}: {compared.words}"
         return
-    says = one["way"] if expected.outcome == "equal" else compared.words
+    says = many["way"] if expected.outcome == "equal" else compared.words
     if says != expected.says and (expected.outcome == "equal" or expected.says not in says):
         yield f"says {says!r}, expected {expected.says!r}"
     if expected.outcome == "refused" and not says.startswith(f"{entries(library)[name].cls.__name__} "):

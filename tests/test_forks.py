@@ -48,6 +48,16 @@ def test_code_ends_and_speaks_as_after_a_start(name: str, tmp_path: Path) -> Non
     assert fork == start
 
 
+@pytest.mark.parametrize("kind", ["start", "fork"])
+def test_an_ignored_signal_is_inherited(kind: str) -> None:
+    code = "import signal as s; print(s.getsignal(s.SIGINT), s.getsignal(s.SIGUSR1), s.getsignal(s.SIGTERM))"
+    parent = "import signal as s, subprocess, sys; s.signal(s.SIGINT, s.SIG_IGN); s.signal(s.SIGUSR1, s.SIG_IGN)"
+    parent += "; s.signal(s.SIGTERM, print); subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    run = {"start": subprocess.run, "fork": forks.run}[kind]
+    done = run([sys.executable, "-c", parent, code], capture_output=True, text=True)
+    assert done.stdout == "1 1 0\n"
+
+
 @pytest.mark.parametrize("words", [["no.py"], ["-m", "no_such"], ["own.py", "x"], ["-m", "own", "x"], ["-u", "own.py"]])
 def test_scripts_and_modules_run_as_after_a_start(words: list[str], tmp_path: Path) -> None:
     code = (
@@ -134,8 +144,10 @@ def test_a_process_is_waited_for_with_a_limit_and_killed() -> None:
 
 @pytest.mark.rest
 def test_forks_end_with_the_session_that_asked_for_them() -> None:
+    # The session is a fork itself, and so is its server, which needs not import all again.
     session = textwrap.dedent("""
         import os, signal, sys, forks
+        forks.start_server()
         command = [sys.executable, "-c", "import time; time.sleep(1000)"]
         print(*[forks.Popen(command, start_new_session=new).pid for new in (True, False)], flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -143,7 +155,7 @@ def test_forks_end_with_the_session_that_asked_for_them() -> None:
     environment = {key: value for key, value in os.environ.items() if key != forks.ADDRESS}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), environment.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", session]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    done = forks.run(command, env=environment, capture_output=True, text=True, timeout=250)
     pids = [int(each) for each in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     for pid in pids:

@@ -18,7 +18,6 @@ from gathering import whole
 from messages import naming
 from models.handmade import Scalar, Sometimes, Stack, TiedBlocks, Tiny
 from parity import Pool, Ranks, assert_same
-from resting import all_but
 
 Report = dict[str, Any]
 
@@ -76,13 +75,23 @@ def measured(rank: int, world_size: int, build: Callable[[], nn.Module], kind: s
     return report
 
 
-@pytest.mark.parametrize("kind", [pytest.param("SGD", marks=pytest.mark.rest), "AdamW"])
-@pytest.mark.parametrize("build", BUILDS)
+MORE_RANKS: list[tuple[Any, str, int, Any]] = [
+    *((build, "AdamW", 4, (2, 2)) for build in BUILDS),
+    (Tiny, "SGD", 2, None),
+    (frozen, "SGD", 4, None),
+    (Stack, "SGD", 3, None),
+]
+
+
 @pytest.mark.parametrize(
-    ("count", "shape"), all_but([(3, None)], [(2, None), (3, None), (4, None), (4, (2, 2))], unpack=True)
+    ("build", "kind", "count", "shape"),
+    [
+        *((build, "AdamW", 3, None) for build in BUILDS),
+        *(pytest.param(*each, marks=pytest.mark.rest) for each in MORE_RANKS),
+    ],
 )
 def test_norms_do_not_depend_on_the_ranks(
-    count: int, shape: Any, build: Callable[[], nn.Module], kind: str, alone: Ranks, pool: Pool
+    build: Callable[[], nn.Module], kind: str, count: int, shape: Any, alone: Ranks, pool: Pool
 ) -> None:
     (expected,) = alone.run(measured, build, kind)
     found = Ranks(count, pool).run(measured, build, kind, shape)

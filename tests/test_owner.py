@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import trueshard
 from messages import naming
-from parity import Ranks, assert_same
+from parity import Pool, Ranks, assert_same
 from stepping import WHOLE, Mixed, Whole, build, loss_of, parameters, same, train
 from traffic import Traffic
 from trueshard.optim import owners as owner
@@ -56,8 +56,8 @@ def test_owners_update_as_one_process(alone: Ranks, sizes: list[Ranks]) -> None:
 
 
 @pytest.mark.rest
-def test_in_several_batches(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(trained, alone, sizes, 150)
+def test_in_several_batches(alone: Ranks, ranks3: Ranks) -> None:
+    same(trained, alone, [ranks3], 150)
 
 
 @pytest.mark.rest
@@ -119,8 +119,8 @@ def closures(rank: int, world_size: int) -> Any:
     return found
 
 
-def test_a_closure_is_called_once_however_many_batches(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(closures, alone, sizes)
+def test_a_closure_is_called_once_however_many_batches(alone: Ranks, ranks2: Ranks) -> None:
+    same(closures, alone, [ranks2])
 
 
 # Memory and state
@@ -195,9 +195,9 @@ def state_dicts(rank: int, world_size: int, source: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("source", [pytest.param("itself", marks=pytest.mark.rest), "one process"])
-def test_state_dicts(source: str, alone: Ranks, sizes: list[Ranks]) -> None:
-    same(state_dicts, alone, sizes, source)
+@pytest.mark.parametrize(("source", "count"), [pytest.param("itself", 3, marks=pytest.mark.rest), ("one process", 2)])
+def test_state_dicts(source: str, count: int, alone: Ranks, pool: Pool) -> None:
+    same(state_dicts, alone, [Ranks(count, pool)], source)
 
 
 # Weights that others write
@@ -237,10 +237,11 @@ def written(rank: int, world_size: int, how: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "how", ["mul_", *(pytest.param(how, marks=pytest.mark.rest) for how in ("data", "swap", "load"))]
+    ("how", "count"),
+    [("mul_", 2), *(pytest.param(*each, marks=pytest.mark.rest) for each in (("data", 2), ("swap", 3), ("load", 3)))],
 )
-def test_weights_written_between_steps_reach_the_owner(how: str, alone: Ranks, sizes: list[Ranks]) -> None:
-    same(written, alone, sizes, how)
+def test_weights_written_between_steps_reach_the_owner(how: str, count: int, alone: Ranks, pool: Pool) -> None:
+    same(written, alone, [Ranks(count, pool)], how)
 
 
 def test_weights_written_on_one_rank_alone_reach_the_owner(alone: Ranks, ranks2: Ranks) -> None:
@@ -269,8 +270,8 @@ def groups_change(rank: int, world_size: int) -> Any:
 
 
 @pytest.mark.rest
-def test_groups_come_go_and_change_places(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(groups_change, alone, sizes)
+def test_groups_come_go_and_change_places(alone: Ranks, ranks3: Ranks) -> None:
+    same(groups_change, alone, [ranks3])
 
 
 class ByPlace(torch.optim.Optimizer):
@@ -386,8 +387,8 @@ def fails(rank: int, world_size: int) -> Any:
     return parameters(model)
 
 
-def test_after_an_exception_the_next_step_works(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(fails, alone, sizes)
+def test_after_an_exception_the_next_step_works(alone: Ranks, ranks2: Ranks) -> None:
+    same(fails, alone, [ranks2])
 
 
 # What it costs

@@ -115,19 +115,19 @@ def test_each_run_starts_from_a_clean_state(own: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "says"),
+    ("function", "says", "limit"),
     [
-        (rank_one_raises, "ValueError: no luck on rank 1"),
-        (rank_one_leaves, "rank 1 died with exit code 1"),
-        (rank_one_is_killed, "rank 1 died with signal SIGKILL"),
-        (rank_one_hangs, "rank 1 did not end"),
+        (rank_one_raises, "ValueError: no luck on rank 1", 6.0),
+        (rank_one_leaves, "rank 1 died with exit code 1", 6.0),
+        (rank_one_is_killed, "rank 1 died with signal SIGKILL", 6.0),
+        (rank_one_hangs, "rank 1 did not end", 3.0),
     ],
 )
-def test_a_failure_shows_every_rank_and_the_pool_goes_on(own: Pool, function: Any, says: str) -> None:
+def test_a_failure_shows_every_rank_and_the_pool_goes_on(own: Pool, function: Any, says: str, limit: float) -> None:
     ranks = Ranks(3, own)
     ranks.run(total, 0.0)
     with pytest.raises(RankFailure) as failure:
-        ranks.run(function, timeout=6.0)
+        ranks.run(function, timeout=limit)
     message = str(failure.value)
     assert says in message
     for rank in (0, 1, 2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import forks
 import trueshard
 from gathering import whole
 from handmade_training import Report, batch, ids, parameters, same
@@ -242,15 +242,20 @@ print(line, end="", flush=True)  # in one piece: two processes write to one pipe
 """
 
 
+LAUNCHER = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", sys.executable]
+
+
 @pytest.mark.rest
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]])
+@pytest.mark.parametrize("launcher", [[], LAUNCHER])
 def test_a_script_ends_by_itself(launcher: list[str], tmp_path: Path) -> None:
     """The group that shard() made is closed at exit: no warning, no hang, exit code 0."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
+    # The launcher may be a fork; the script's own processes are started anew, since their ends are what is seen here.
+    command = [*launcher, "-X", "utf8", str(script)]
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script)],
+    done = forks.run(
+        [sys.executable, *command],
         env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -132,16 +132,18 @@ def test_the_fixed_command_line(said: Said) -> None:
 @pytest.mark.rest
 def test_latest_is_the_newest_checkpoint(said: Said, folder: Path) -> None:
     trueshard.save(folder / "step-00000001", model=nn.Linear(2, 2))
-    (folder / "step-00000001" / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "step-00000001" / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
     assert json.loads(said("latest", *FIXED, "--json"))["model"] == "step-00000001"
 
 
+@pytest.mark.rest
 def test_a_configuration_may_be_named_itself_and_a_budget_too_small_is_no_error(said: Said) -> None:
     found = json.loads(said("tiny/config.json", *FIXED, "--memory", "1MiB", "--json"))
     assert found["fits"] is False
     assert found["budget_bytes"] == 1 << 20
 
 
+@pytest.mark.rest
 def test_a_plan_is_written_read_and_compared(said: Said, folder: Path) -> None:
     text = said("mine.py:make", *FEW, "--out", "a.json", "--html", "a.html")
     assert "mine.py:make on 2 × cpu" in text
@@ -157,6 +159,7 @@ def test_a_plan_is_written_read_and_compared(said: Said, folder: Path) -> None:
     assert sorted(path.name for path in folder.glob("*.*")) == ["a.html", "a.json", "b.json", "c.json", "mine.py"]
 
 
+@pytest.mark.rest
 def test_what_is_left_open_is_chosen(said: Said) -> None:
     text = said("mine.py:make", "--hardware", "cpu", "--ranks", "2", "--sequence", "8")
     assert "\nWhy\n  - Reshard " in text

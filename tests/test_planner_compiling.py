@@ -15,7 +15,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from resting import all_but
 from trueshard.choices import Choices
 from trueshard.planner import ledger
 from trueshard.planner.hardware import hardware
@@ -247,13 +246,14 @@ def saved_by_torch(dtype: torch.dtype) -> int:
 @pytest.mark.rest
 def test_a_block_keeps_as_much_as_torchs_partitioner_lets_it() -> None:
     """A block more keeps so much more: its input is the output of the one before it."""
-    by_layers = [kept(simulated("bfloat16", True, layers).steady) for layers in (2, 3)]
-    eagerly = [kept(simulated("bfloat16", False, layers).steady) for layers in (2, 3)]
+    by_layers = [kept(simulated("bfloat16", True, layers).steady) for layers in (1, 2)]
+    eagerly = [kept(simulated("bfloat16", False, layers).steady) for layers in (1, 2)]
     assert by_layers[1] - by_layers[0] == saved_by_torch(torch.bfloat16)
     assert by_layers[1] - by_layers[0] < 0.8 * (eagerly[1] - eagerly[0])
 
 
-@pytest.mark.parametrize("words", all_but(["bfloat16"], ["bfloat16", "selective", "full"]))
+@pytest.mark.rest
+@pytest.mark.parametrize("words", ["bfloat16", "selective", "full"])
 def test_compiled_blocks_need_no_more_memory_and_the_same_products(words: str) -> None:
     eager, fused = simulated(words, False), simulated(words, True)
     assert fused.plan.compile
@@ -273,7 +273,7 @@ def test_compiled_blocks_need_no_more_memory_and_the_same_products(words: str) -
 
 @pytest.mark.rest
 def test_a_checkpointed_block_keeps_less_by_the_output_of_its_last_product() -> None:
-    eager, fused = ([kept(simulated("selective", each, layers).steady) for layers in (2, 3)] for each in (False, True))
+    eager, fused = ([kept(simulated("selective", each, layers).steady) for layers in (1, 2)] for each in (False, True))
     assert (eager[1] - eager[0]) - (fused[1] - fused[0]) == 2 * 64 * 64 * 2
 
 
@@ -314,7 +314,7 @@ def test_blocks_that_repeat_are_extended_to_the_whole(words: str) -> None:
 
 @pytest.mark.rest
 def test_fused_kernels_take_less_time() -> None:
-    eager, fused = simulated("bfloat16", False, 3).steady, simulated("bfloat16", True, 3).steady
+    eager, fused = simulated("bfloat16", False).steady, simulated("bfloat16", True).steady
     device = hardware("h100")
     one, other = schedule(eager, device, 8, "compile"), schedule(fused, device, 8, "compile")
     assert other.compute_seconds <= one.compute_seconds

@@ -19,16 +19,18 @@ from transformers import (
 
 from trueshard.choices import Choices
 from trueshard.planner.inputs.factories import Factory
-from trueshard.planner.simulation.repeats import find_runs
+from trueshard.planner.simulation.repeats import FEWEST, find_runs
 from trueshard.planner.simulation.simulate import Simulation, simulate
 from trueshard.planner.trace import Allocation, Event, Free, Trace
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan, Unit
 
 SEQUENCE = 16
+FEW = FEWEST + 1
+"""Blocks of which enough are equal, though the last one is not freed after forward."""
 
 
-def llama(layers: int, **more: Any) -> nn.Module:
+def lora(layers: int) -> nn.Module:
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 56,
@@ -36,26 +38,17 @@ def llama(layers: int, **more: Any) -> nn.Module:
         "num_key_value_heads": 2,
         "vocab_size": 97,
     }
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False, **{**sizes, **more}))
-
-
-def lora(layers: int) -> nn.Module:
-    return get_peft_model(llama(layers), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-
-
-def half_frozen(layers: int) -> nn.Module:
-    model = llama(layers)
-    for block in model.model.layers[: layers // 2]:
-        block.requires_grad_(False)
-    return model
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False, **sizes))
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
 
 def t5(layers: int) -> nn.Module:
+    """Blocks of the decoder but the first are equal; its head is its embedding."""
     sizes = {"d_model": 32, "d_ff": 56, "d_kv": 8, "num_heads": 4, "vocab_size": 97}
     return T5ForConditionalGeneration(
         T5Config(
-            num_layers=layers,
-            num_decoder_layers=layers + 2,
+            num_layers=1,
+            num_decoder_layers=layers + 1,
             use_cache=False,
             dropout_rate=0.0,
             decoder_start_token_id=0,
@@ -64,14 +57,13 @@ def t5(layers: int) -> nn.Module:
     )
 
 
-class Alternating(nn.Module):
-    """Two kinds of blocks in turn, and one odd one at the end."""
+class Blocks(nn.Module):
+    """Blocks between an embedding and a head."""
 
-    def __init__(self, pairs: int) -> None:
+    def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()
         self.first = nn.Embedding(97, 32)
-        thin, wide = (lambda width: nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))), 80
-        self.blocks = nn.ModuleList([thin(wide if i % 2 else 48) for i in range(2 * pairs)] + [thin(64)])
+        self.blocks = nn.ModuleList(blocks)
         self.last = nn.Linear(32, 97)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
@@ -79,6 +71,33 @@ class Alternating(nn.Module):
         for block in self.blocks:
             hidden = hidden + block(hidden)
         return nn.functional.cross_entropy(self.last(hidden).flatten(0, 1), labels.flatten())
+
+
+class Block(nn.Sequential):
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))
+
+
+def equal(count: int) -> nn.Module:
+    return Blocks([Block(48) for _ in range(count)])
+
+
+def alternating(pairs: int) -> nn.Module:
+    """Two kinds of blocks in turn, and one odd one at the end."""
+    return Blocks([Block(80 if i % 2 else 48) for i in range(2 * pairs)] + [Block(64)])
+
+
+def half_gathered(count: int) -> nn.Module:
+    """Of each block, a part is a unit if `Block` is, and the rest is the root's."""
+    return Blocks([nn.Sequential(nn.Linear(32, 32), Block(48)) for _ in range(count)])
+
+
+def half_frozen(count: int) -> nn.Module:
+    """The first half is a run, and the second is another."""
+    model = equal(count)
+    for block in model.blocks[: count // 2]:
+        block.requires_grad_(False)
+    return model
 
 
 def adamw(**more: Any) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
@@ -150,24 +169,20 @@ def assert_equal(extended: Simulation, whole: Simulation) -> None:
 
 
 CASES: dict[str, Job] = {
-    "lora always, recomputed": job(
-        lambda: lora(10), words={"reshard_after_forward": "always", "activation_checkpointing": "full"}
+    "lora, always, recomputed, on a CPU": job(
+        lambda: lora(FEWEST), words={"reshard_after_forward": "always", "activation_checkpointing": "full"}, on_cpu=True
     ),
-    "llama never, selective, bf16": job(
-        lambda: llama(11),
+    "t5, never, selective, bf16": job(
+        lambda: t5(FEWEST),
         words={
             "reshard_after_forward": "never",
             "activation_checkpointing": "selective",
             "mixed_precision": "bf16",
         },
     ),
-    "llama, tied, 3 ranks, uneven": job(lambda: llama(10, tie_word_embeddings=True), ranks=(3,)),
-    "llama, replicas, accumulation": job(lambda: llama(10), ranks=(2, 2), accumulation=2),
-    "llama, two groups of SGD, first half frozen": job(lambda: half_frozen(20), by_kind),
-    "t5": job(lambda: t5(8)),
-    "alternating": job(lambda: Alternating(9)),
-    "offload": job(lambda: llama(10), words={"offload": "cpu"}),
-    "on a CPU": job(lambda: llama(10), on_cpu=True),
+    "alternating, replicas, accumulation": job(lambda: alternating(FEWEST), ranks=(2, 2), accumulation=2),
+    "two groups of SGD, first half frozen": job(lambda: half_frozen(2 * FEW), by_kind),
+    "offload, 3 ranks, uneven": job(lambda: equal(FEW), words={"offload": "cpu"}, ranks=(3,)),
 }
 
 
@@ -176,7 +191,7 @@ CASES: dict[str, Job] = {
 def test_an_extended_trace_is_the_whole_trace(name: str) -> None:
     extended, whole = simulate(CASES[name]), simulate(CASES[name], whole=True)
     assert extended.whole_because == ""
-    assert extended.models >= 2
+    assert extended.models == len(find_runs(CASES[name].workload.model(), whole.plan)) + 1 >= 2
     assert_equal(extended, whole)
 
 
@@ -186,7 +201,7 @@ class Growing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Embedding(97, 32)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(10))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(FEW))
         self.last = nn.Linear(32, 97)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -209,20 +224,20 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def test_runs_are_found_by_what_blocks_are() -> None:
-    model = Alternating(9)
+    model = alternating(9)
     (run,) = find_runs(model, plan_of(model))
     assert (run.container, run.start, run.period, run.count) == ("blocks", 0, 2, 9)
     model.blocks[7][0].weight.requires_grad_(False)
     assert [(run.start, run.count) for run in find_runs(model, plan_of(model))] == []
     with torch.device("meta"):
-        deep = llama(30)
-    deep.model.layers[3].self_attn.scaling = 0.3
+        deep = lora(30)
+    deep.base_model.model.model.layers[3].self_attn.scaling = 0.3
     (run,) = find_runs(deep, plan_of(deep))
-    assert (run.container, run.start, run.count) == ("model.layers", 4, 26)
+    assert (run.container, run.start, run.count) == ("base_model.model.model.layers", 4, 26)
 
 
 def test_blocks_that_share_a_parameter_are_no_run() -> None:
-    model = Alternating(9)
+    model = alternating(9)
     for block in model.blocks[:-1]:
         block[0].bias = model.blocks[0][0].bias if block[0].out_features == 48 else block[0].bias
     assert find_runs(model, plan_of(model)) == []
@@ -230,8 +245,9 @@ def test_blocks_that_share_a_parameter_are_no_run() -> None:
 
 @pytest.mark.rest
 def test_blocks_whose_parameters_the_root_gathers_are_no_run() -> None:
-    assert find_runs(model := Alternating(9), Plan(units=(Unit("", ("",), "root", 1, 4, 1, "float32"),))) == []
-    found = simulate(job(lambda: llama(10), words={"units": "LlamaMLP"}))
-    assert find_runs(llama(10), found.plan) == []
-    assert_equal(found, simulate(job(lambda: llama(10), words={"units": "LlamaMLP"}), whole=True))
-    assert len(model.blocks) == 19
+    assert find_runs(alternating(9), Plan(units=(Unit("", ("",), "root", 1, 4, 1, "float32"),))) == []
+    parts = job(lambda: half_gathered(FEW), words={"units": "Block"})
+    found = simulate(parts)
+    assert [unit.name for unit in found.plan.units] == ["", *(f"blocks.{i}.1" for i in range(FEW))]
+    assert find_runs(half_gathered(FEW), found.plan) == []
+    assert_equal(found, simulate(parts, whole=True))

@@ -171,9 +171,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(9))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.last = nn.Linear(32, 16)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -205,9 +205,10 @@ WORDS: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def simulated(words: str, offload: str, ranks: int = 4, whole: bool = True) -> Simulation:
+def simulated(words: str, offload: str, ranks: int = 4, blocks: int = 2, whole: bool = True) -> Simulation:
+    workload = dataclasses.replace(WORKLOAD, model=lambda: Net(blocks))
     job = Job(
-        WORKLOAD, (ranks,), microbatch=2, choices=Choices(**{**WORDS[words], "units": "Block", "offload": offload})
+        workload, (ranks,), microbatch=2, choices=Choices(**{**WORDS[words], "units": "Block", "offload": offload})
     )
     return simulate(job, whole=whole)
 
@@ -258,7 +259,7 @@ def test_device_memory_is_that_without_offloading_less_what_rests_on_the_host(wo
 
 @pytest.mark.parametrize("words", all_but(["cast"], ["plain", "cast"]))
 def test_blocks_that_repeat_are_extended_to_the_whole(words: str) -> None:
-    fewer, whole = simulated(words, "cpu", whole=False), simulated(words, "cpu")
+    fewer, whole = (simulated(words, "cpu", blocks=9, whole=each) for each in (False, True))
     assert fewer.whole_because == ""
     assert fewer.models > 1
     for one, other in ((fewer.first, whole.first), (fewer.steady, whole.steady)):
@@ -301,7 +302,7 @@ def test_a_trace_of_a_cpu_stays_as_it_is() -> None:
 
 @pytest.mark.rest
 def test_a_large_model_needs_less_of_the_device() -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "vocab_size": 128}
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 3, "vocab_size": 128}
     workload = dataclasses.replace(
         WORKLOAD,
         model=lambda: LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False)),
@@ -309,7 +310,7 @@ def test_a_large_model_needs_less_of_the_device() -> None:
         loss=lambda model, ids: model(input_ids=ids, labels=ids).loss,
     )
     on_device, on_host = (
-        simulate(Job(workload, (4,), choices=Choices(mixed_precision="bf16", offload=word))) for word in ("none", "cpu")
+        simulate(Job(workload, (2,), choices=Choices(mixed_precision="bf16", offload=word))) for word in ("none", "cpu")
     )
     peaks = [ledger.peak(each.steady) for each in (on_device, on_host)]
     assert peaks[1].by_kind["parameters"] < 1024  # the buffers of rotary embeddings

@@ -84,8 +84,7 @@ def test_a_module_a_function_and_a_file_are_the_same_plan(tmp_path: Any) -> None
     batch: Callable[[int, int], Any] = lambda samples, length: torch.zeros(samples, 16)  # noqa: E731
     plans = [
         trueshard.plan(model, hardware="cpu", ranks=2, batch=how, microbatch=4, **FIXED)
-        for model in (make(), make, f"{file}:make")
-        for how in (torch.zeros(4, 16), batch)
+        for model, how in ((make(), torch.zeros(4, 16)), (make, batch), (f"{file}:make", batch))
     ]
     assert all(plan == plans[0] for plan in plans)
     assert len({plan.forecast.peak_live_bytes for plan in plans if plan.forecast}) == 1

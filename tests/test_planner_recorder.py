@@ -26,7 +26,7 @@ EXPERTS = 4
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "vocab_size": VOCABULARY,
@@ -42,7 +42,7 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
-        LATENT | {"n_routed_experts": EXPERTS, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1},
+        LATENT | {"n_routed_experts": EXPERTS, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 0},
     ),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {"num_local_experts": EXPERTS, "head_dim": 16}),
 }
@@ -81,13 +81,13 @@ def flops(found: Simulation, op: str = "") -> int:
     return sum(each.flops for each in found.steady if isinstance(each, Kernel) and op in each.op)
 
 
-@pytest.mark.parametrize("name", all_but(["mixtral"], [*MIXTURES, "mixtral, bf16"]))
+@pytest.mark.parametrize("name", all_but(["mixtral"], MIXTURES))
 def test_experts_cost_the_same_however_they_are_called(name: str) -> None:
-    name, _, precision = name.partition(", ")
     model, config, sizes = MIXTURES[name]
     sizes = ROUTED | sizes
+    precision = "bf16" if name == "qwen3_moe" else None
     grouped, looped = (
-        run(lambda how=how: hub(model, config, **sizes, experts=how), mixed_precision=precision or None)
+        run(lambda how=how: hub(model, config, **sizes, experts=how), mixed_precision=precision)
         for how in ("grouped_mm", "eager")
     )
     assert flops(grouped) == flops(looped) > 0
@@ -164,8 +164,7 @@ def test_twins_of_parts_that_cannot_be_seen_in_another_dtype() -> None:
 
 @pytest.mark.rest
 def test_replicas_of_shards() -> None:
-    found = Setting("llama deep", words={"mixed_precision": "bf16"}, ranks=(2, 2)).simulated(whole=False)
-    assert found.models > 1, found.whole_because
+    found = Setting("perceptron", words={"mixed_precision": "bf16"}, ranks=(2, 2)).simulated()
     strides = {each.op: each.stride for each in found.steady if isinstance(each, Communication) and each.unit}
     assert (strides["all_gather"], strides["reduce_scatter"]) == (1, 1)
     assert 2 in {each.stride for each in found.steady if isinstance(each, Communication) and each.op == "all_reduce"}
@@ -180,7 +179,7 @@ def scores(found: Simulation, heads: int = 4, length: int = 32) -> int:
     )
 
 
-GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "use_cache": False}
+GPT2 = {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": VOCABULARY, "use_cache": False}
 ATTENDING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dropout": (lambda: hub("GPT2LMHeadModel", "GPT2Config", **GPT2), "efficient"),
     "wide queries": (lambda: hub("DeepseekV3ForCausalLM", "DeepseekV3Config", **ROUTED, **LATENT), "efficient"),
@@ -200,7 +199,7 @@ def test_attention_in_half_precision() -> None:
     found = run(ATTENDING["dropout"][0], mixed_precision="bf16", activation_checkpointing="selective")
     assert scores(found) == 0
     kernels = [each.op for each in found.steady if isinstance(each, Kernel) and "flash" in each.op]
-    assert len(kernels) == 4  # selective recomputation keeps what attention made
+    assert len(kernels) == 2  # forward and backward: selective recomputation keeps what attention made
 
 
 class Biased(nn.Module):

@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from optimizer_catalogue import entries
 from optimizer_trial import QUANTIZED_TOLERANCE, build, further, train, trained
-from parity import Ranks
+from parity import Pool, Ranks
 
 LIBRARY = "torchao.optim"
 QUANTIZED = ("Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8")
+COMPILED = ("even.weight", "uneven.weight", "head.bias")
+"""A shard of whole blocks, one that is not, and state that is not quantized."""
 
 
 def held(rank: int, world_size: int, name: str) -> dict[str, Any]:
@@ -46,26 +48,33 @@ def held(rank: int, world_size: int, name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_state_is_quantized_and_in_parts(name: str, alone: Ranks, sizes: list[Ranks]) -> None:
+@pytest.mark.parametrize(
+    ("name", "count"), [*((name, 2) for name in QUANTIZED), pytest.param(QUANTIZED[0], 3, marks=pytest.mark.rest)]
+)
+def test_state_is_quantized_and_in_parts(name: str, count: int, alone: Ranks, pool: Pool) -> None:
     (whole,) = alone.run(held, name)
-    for ranks in sizes:
-        parts = ranks.run(held, name)
-        for key, one in whole.items():
-            assert one["kind"].startswith("OptimState")
-            assert [part[key]["kind"] for part in parts] == [one["kind"]] * ranks.count
-            assert [part[key]["shape"] for part in parts] == [one["shape"]] * ranks.count
-            assert [part[key]["bytes"] for part in parts] == [one["bytes"] // ranks.count] * ranks.count
+    parts = Ranks(count, pool).run(held, name)
+    for key, one in whole.items():
+        assert one["kind"].startswith("OptimState")
+        assert [part[key]["kind"] for part in parts] == [one["kind"]] * count
+        assert [part[key]["shape"] for part in parts] == [one["shape"]] * count
+        assert [part[key]["bytes"] for part in parts] == [one["bytes"] // count] * count
 
 
 def compiled(rank: int, world_size: int, name: str) -> dict[str, Any]:
-    """`trained`, and on one rank in full precision too, with the compiler that these classes call themselves."""
+    """`trained`, and on one rank in full precision too, with the compiler that these classes call themselves.
+
+    Of `COMPILED` alone: each shape is compiled for itself.
+    """
+    from torch._inductor import config
+
     entry = entries(LIBRARY)[name]
-    with warnings.catch_warnings():
+    # To find out which vector instructions there are, inductor would compile a program for each.
+    with warnings.catch_warnings(), config.patch({"cpp.vec_isa_ok": False}):
         warnings.simplefilter("ignore")
-        found = trained(rank, world_size, entry)
+        found = trained(rank, world_size, entry, COMPILED)
         if world_size == 1 and entry.full_precision:
-            found["full precision"] = trained(rank, world_size, entry.full_precision)["after"]
+            found["full precision"] = trained(rank, world_size, entry.full_precision, COMPILED)["after"]
     return found
 
 

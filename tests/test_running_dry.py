@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from messages import lacking
 from running import project
 from trueshard.cli import main
 from trueshard.errors import UserError
@@ -34,6 +36,7 @@ def test_dry_run_prints_configuration_and_forecast_and_writes_nothing(
     assert "# llama on 2 × cpu" in out
     assert "# sequence 32 · microbatch 4 · AdamW" in out
     assert "tokens/s" in out
+    assert re.search(r"^# [\d,]+ samples of 32 tokens; 7 steps are [\d.]+ epochs$", out, re.MULTILINE)
     assert sorted(folder.rglob("*")) == before
 
 
@@ -42,6 +45,18 @@ def test_dry_run_on_other_hardware_takes_any_number_of_ranks(tmp_path: Path, mon
     monkeypatch.chdir(folder)
     config = load_config(Path("train.toml"), ["train.batch_size=64"])
     assert "# llama on 64 × h100, 8 ranks a node" in dry_run(config, 64, hardware="h100")
+
+
+def test_what_is_wrong_with_the_data_is_one_line_as_in_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = project(tmp_path / "dry")
+    monkeypatch.chdir(folder)
+    (folder / "rows.jsonl").write_text('{"text": "some words"}\n{"text": \n')
+    before = sorted(folder.rglob("*"))
+    assert main(["train", "train.toml", "--nproc", "2", "--set", "data.path=rows.jsonl", "--dry-run"]) == 2
+    assert lacking(capsys.readouterr().err, "rows.jsonl, line 2") == []
+    assert sorted(folder.rglob("*")) == before
 
 
 def test_unknown_hardware_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import forks
 from parity import Ranks
 from showing import record, trainer
 from trueshard.train.showing.metrics import Measures
-from trueshard.train.showing.report import Display, bar, figures, together
+from trueshard.train.showing.report import Display, bar, figures, fitting, together
 from trueshard.train.trainer import Callback, Trainer
 
 
@@ -93,7 +93,7 @@ def test_figures_that_have_no_room_are_left_out(width: int, words: int) -> None:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, _environ={})
     shown = bar(console)
     step = record(700, mfu=0.5, memory_planned=70 << 30, data_wait=0.1)
-    shown.add_task("", total=1000, completed=700, record=step)
+    shown.add_task("", total=1000, completed=700, figures=fitting(step, width))
     console.print(shown)
     assert isinstance(console.file, io.StringIO)
     (line,) = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", console.file.getvalue()).splitlines()

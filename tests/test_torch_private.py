@@ -44,7 +44,6 @@ CALLED = {
     "storage_identity",
     "version",
     "forget_gathered",
-    "is_initialised",
     "own_class",
     "call_first",
     "count_forward_hooks",
@@ -69,10 +68,15 @@ CALLED = {
     "specs_of",
     "world",
     "timeout_of",
+    "is_default_group",
+    "differentiate_with",
+    "check_functional_calls",
+    "take_plain_tensors",
+    "collectives_begun",
+    "unit_in",
     "is_placed_as",
     "join_shards",
     "addresses",
-    "begins_where",
     "called_by_mode",
     "engine_calls",
     "fake_tensors",
@@ -84,7 +88,6 @@ CALLED = {
     "offloaded",
     "one_chunk",
     "unseen_propagation",
-    "real_tensors",
     "simulated_world",
     "watch_communication",
     "watching_resizes",
@@ -229,10 +232,10 @@ def units(rank: int, world_size: int) -> None:
     fully_shard(model)
     assert _torch.own_class(model) is Stack is _torch.own_class(Stack())
     assert _torch.fsdp_modules(model) == [model, *model.blocks]
-    assert not _torch.is_initialised(model)
-    _torch.initialise(model)
-    assert _torch.is_initialised(model)
-    assert model._get_fsdp_state()._is_root
+    assert model._get_fsdp_state()._is_root is None
+    for _ in range(2):
+        _torch.initialise(model)
+        assert model._get_fsdp_state()._is_root
     gathered = _torch.gathered_units(_torch.fsdp_modules(model))
     assert gathered() == []
     inside: list[bool] = []
@@ -461,6 +464,12 @@ def neighbours(rank: int, world_size: int) -> None:
     assert all(shard is _torch.local(grad) for shard, grad in zip(shards, grads, strict=True))
     assert _torch.world() is torch.distributed.group.WORLD
     assert isinstance(_torch.timeout_of(_torch.world()), datetime.timedelta)
+    assert _torch.is_default_group(_torch.world())
+    assert not _torch.is_default_group(None)
+    begun = _torch.collectives_begun()
+    torch.distributed.barrier()
+    assert _torch.collectives_begun() == begun + 1
+    assert _torch.unit_in(sys._getframe()) is None
     assert _torch.is_placed_as(grads[0], members[0])
     elsewhere = DTensor.from_local(torch.ones(2), members[0].device_mesh, [Replicate()])
     wide = DTensor.from_local(torch.ones(2).double(), members[0].device_mesh, members[0].placements)
@@ -510,9 +519,6 @@ def test_fake_tensors_and_real_ones_among_them() -> None:
     starts = _torch.addresses([fake[2:], fake, torch.ones(1)])
     assert starts[0] - starts[1] == 8
     assert _torch.addresses([real[1:]]) == [real.data_ptr() + 4]
-    for tensor in (fake, real):
-        assert _torch.begins_where(tensor[:2], tensor)
-        assert not _torch.begins_where(tensor[2:], tensor)
 
 
 def test_resizes_are_seen() -> None:

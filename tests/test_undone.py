@@ -33,7 +33,7 @@ STAGES = [
     ("trueshard.model.intent", "difference"),
     ("trueshard.runtime.engine", "_warn"),
     ("trueshard.runtime.engine", "watch"),
-    ("trueshard._torch", "average_mixed_lists"),
+    ("trueshard.runtime.access", "open_tensors"),
     ("trueshard.runtime.engine", "bind"),
 ]
 EARLY_AND_LATE = ["capture", "_shard_unit", "bind"]

@@ -28,7 +28,7 @@ def ensure_process_group(timeout: datetime.timedelta | None = None, store: dist.
     """
     if dist.is_initialized():
         return
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     present = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
     if present and "RANK" in present and len(present) < len(_LAUNCHER_VARIABLES):
         missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
@@ -89,14 +89,12 @@ def replicated_mesh(copies: int) -> DeviceMesh:
 
 
 def _device_type() -> str:
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None
-        # A group that the user made for the CPU only cannot gather on the accelerator.
-        backends = dist.get_backend_config()
-        if accelerator.type in str(backends) or dist.get_backend() != "gloo":
-            return accelerator.type
-    return "cpu"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return "cpu"
+    # A group that the user made for the CPU only cannot gather on the accelerator.
+    usable = accelerator.type in str(dist.get_backend_config()) or dist.get_backend() != "gloo"
+    return accelerator.type if usable else "cpu"
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -106,9 +104,12 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Return the groups of more than one rank, one a dimension. Do not keep them: a reference keeps a group alive."""
-    return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+def all_reduce(values: torch.Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+    """Reduce ``values`` in place over all dimensions of the mesh, and return them. Collective."""
+    for dim in range(mesh.ndim):
+        if mesh.size(dim) > 1:
+            dist.all_reduce(values, op=op, group=mesh.get_group(dim))
+    return values
 
 
 def rows_of(total: int, rank: int, ranks: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _HERE = str(Path(__file__).parent)
@@ -24,9 +24,14 @@ def one_line(error: BaseException, most: int | None = None) -> str:
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
+def cut_line(error: BaseException) -> str:
+    """Return an error's line, cut to 200 characters."""
+    return one_line(error, 200)
+
+
 def with_kind(error: BaseException) -> str:
     """Return an error's class and its line, cut to 200 characters: many libraries say a name only."""
-    return f"{type(error).__name__}: {one_line(error, 200)}"
+    return f"{type(error).__name__}: {cut_line(error)}"
 
 
 _EXTRA_OF = {
@@ -88,6 +93,25 @@ def refused() -> Iterator[None]:
         if is_defect(error):
             raise
         raise UserError(one_line(error)) from error
+
+
+Kinds = type[Exception] | tuple[type[Exception], ...]
+
+
+@contextlib.contextmanager
+def explained(
+    problem: str, remedy: str, kinds: Kinds = Exception, detail: Callable[[BaseException], str] = with_kind
+) -> Iterator[None]:
+    """Turn errors of ``kinds`` inside into a ``UserError`` "problem (detail); remedy"; one that is there stays.
+
+    The default is all kinds: many libraries raise whatever they trip over.
+    """
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{problem} ({detail(error)}); {remedy}") from error
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ the shards lie in memory is found in its parameter groups alone.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -65,24 +66,22 @@ def forget(modules: Iterable[nn.Module]) -> None:
 
 
 def initialise(root: ShardedModule) -> None:
-    """Fix ``root`` as the root of its units, now and not at the first forward.
+    """Fix ``root`` as the root of its units, now and not at the first forward; nothing if it is fixed.
 
     Otherwise the first submodule called from outside ``forward`` would take the place of the root, and what FSDP2
     checks lazily (dtypes, ties) would fail in the first step instead of in ``shard()``.
     """
+    state = root._get_fsdp_state()
+    if state._is_root is not None:
+        return
     fake = [parameter for parameter in _parameters_below(root) if is_fake(parameter._sharded_param_data)]
     for parameter in fake:  # FSDP2 tells by addresses that its shards are padded already, and fake ones have none
         parameter.reset_sharded_param = lambda: None
     try:
-        root._get_fsdp_state()._lazy_init()
+        state._lazy_init()
     finally:
         for parameter in fake:
             parameter.__dict__.pop("reset_sharded_param", None)  # one that is tied is there twice
-
-
-def is_initialised(root: ShardedModule) -> bool:
-    """True if ``initialise`` was called, or a first forward did the same."""
-    return root._get_fsdp_state()._is_root is not None
 
 
 def refresh_dtypes(root: nn.Module) -> None:
@@ -299,6 +298,12 @@ def _separate_gradients(parameter: Any) -> None:
         return made(parameter, apart(grad))
 
     parameter.to_sharded_dtensor = separate
+
+
+def unit_in(frame: types.FrameType) -> str | None:
+    """Return the name of the unit for which FSDP2 runs this frame; None if it is no frame of a unit."""
+    group = frame.f_locals.get("self") if frame.f_code.co_filename.endswith("_fsdp_param_group.py") else None
+    return getattr(group, "_module_fqn", None)
 
 
 def watch_communication(module: ShardedModule, entered: Callable[[str], None], left: Callable[[], None]) -> None:

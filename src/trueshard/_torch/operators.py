@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,17 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from trueshard._torch.tensors import local
 
 _aten = torch.ops.aten
-_RANDOM_IN_PLACE = (
-    "normal_",
-    "uniform_",
-    "bernoulli_",
-    "exponential_",
-    "log_normal_",
-    "cauchy_",
-    "geometric_",
-    "random_",
-)
-_RANDOM_LIKE = ("randn_like", "rand_like", "randint_like")
+_RANDOM = "normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_"
+_RANDOM += " randn_like rand_like randint_like"
 
 
 def _handlers() -> dict[Any, Any]:
@@ -116,38 +108,88 @@ def assign_data_with(assign: Callable[[DTensor, torch.Tensor], None]) -> None:
     DTensor.data = property(inner.__get__, assigned)  # type: ignore[assignment]
 
 
+def take_plain_tensors(agree: Callable[[DTensor], Any], whole: Callable[[DTensor], torch.Tensor]) -> None:
+    """Let DTensors compute with plain tensors: a number with any, giving a plain one, others with one of their shape.
+
+    DTensor refuses plain tensors, or breaks in backward. A penalty that is added to a loss and weights that are held
+    against those of before are written so. ``numpy()`` gives the whole, and ``p[i] = x`` is written to the shards.
+    ``agree`` is called before ranks exchange values for one of them; ``whole`` makes a number plain.
+    """
+    for name in ("add", "sub", "mul", "truediv"):
+        for word in (f"__{name}__", f"__r{name}__"):
+            setattr(DTensor, word, _with_plain(getattr(torch.Tensor, word), whole))
+    for each in ("copy_", "add_", "sub_", "mul_", "lerp_"):
+        packet = getattr(_aten, each)
+        for overload in {"default", "Tensor", "Scalar"} & set(packet.overloads()):
+            _handlers().setdefault(getattr(packet, overload), _in_place)
+
+    def numpy(self: DTensor, *, force: bool = False) -> Any:
+        agree(self)
+        return self.full_tensor().numpy(force=force)
+
+    def write(self: DTensor, index: Any, value: Any) -> None:
+        if torch.is_grad_enabled() and self.requires_grad:
+            raise RuntimeError("a sharded tensor that requires grad is written to in place: do it under no_grad()")
+        with torch.no_grad():
+            values = self.full_tensor()
+            values[index] = value.full_tensor() if isinstance(value, DTensor) else value
+            self.copy_(_cut(values, self))
+
+    DTensor.numpy = numpy  # type: ignore[assignment, method-assign]
+    DTensor.__setitem__ = write  # type: ignore[assignment, method-assign]
+
+
+def _with_plain(
+    inner: Callable[[Any, Any], Any], whole: Callable[[DTensor], torch.Tensor]
+) -> Callable[[Any, Any], Any]:
+    @functools.wraps(inner)
+    def compute(self: DTensor, other: Any) -> Any:
+        if isinstance(other, torch.Tensor) and not isinstance(other, DTensor):
+            if self.dim() == 0:
+                return inner(whole(self), other)
+            if other.shape == self.shape and not other.requires_grad:
+                return inner(self, _cut(other, self))
+        return inner(self, other)
+
+    return compute
+
+
+def _in_place(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, other = args[:2]
+    one_kind = isinstance(target, DTensor) is isinstance(other, DTensor) or not isinstance(other, torch.Tensor)
+    if one_kind or other.dim() == 0 < target.dim():
+        return _without_handler(operator, args, kwargs)
+    if isinstance(target, DTensor):
+        if other.shape == target.shape:
+            other = _cut(other, target)
+        return _without_handler(operator, (target, other, *args[2:]), kwargs)
+    if torch.is_grad_enabled() and other.requires_grad:
+        raise RuntimeError("a plain tensor gets a sharded one in place (loss += …): write loss = loss + … instead")
+    return operator(target, other.full_tensor(), *args[2:], **kwargs)
+
+
 def draw_as_one_device() -> None:
     """Let random operators on DTensors draw what one device draws from the same seed: the whole, of which each rank
     keeps its part.
 
     On CPUs every rank draws the same for its part; on other devices DTensor's offsets are those of no single device.
     """
-    for names, handler in ((_RANDOM_IN_PLACE, _draw_in_place), (_RANDOM_LIKE, _draw_like)):
-        for packet in (getattr(_aten, name) for name in names):
-            overloads = (getattr(packet, name) for name in packet.overloads())
-            _handlers().update((each, handler) for each in overloads if not each._schema.arguments[-1].is_out)
+    for packet in (getattr(_aten, name) for name in _RANDOM.split()):
+        overloads = (getattr(packet, name) for name in packet.overloads())
+        _handlers().update((each, _draw) for each in overloads if not each._schema.arguments[-1].is_out)
 
 
-def _draw_in_place(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    target = args[0]
-    if local(target).is_meta or not _can_cut(target) or any(isinstance(each, DTensor) for each in args[1:]):
+def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given, *others = args
+    can_cut = all(type(placement) in (Replicate, Shard) for placement in given.placements)
+    if local(given).is_meta or not can_cut or any(isinstance(each, DTensor) for each in others):
         return _without_handler(operator, args, kwargs)
-    whole = torch.empty(target.shape, dtype=target.dtype, device=local(target).device)
-    operator(whole, *args[1:], **kwargs)
-    local(target).copy_(local(_cut(whole, target)))
-    return target
-
-
-def _draw_like(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    like = args[0]
-    if local(like).is_meta or not _can_cut(like):
-        return _without_handler(operator, args, kwargs)
-    whole = operator(torch.empty(like.shape, dtype=like.dtype, device=local(like).device), *args[1:], **kwargs)
-    return _cut(whole, like)
-
-
-def _can_cut(tensor: DTensor) -> bool:
-    return all(type(placement) in (Replicate, Shard) for placement in tensor.placements)
+    whole = torch.empty(given.shape, dtype=given.dtype, device=local(given).device)
+    part = _cut(operator(whole, *others, **kwargs), given)
+    if not operator._schema.is_mutable:
+        return part
+    local(given).copy_(local(part))
+    return given
 
 
 def _cut(whole: torch.Tensor, like: DTensor) -> DTensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -71,10 +71,8 @@ def makes_fake_tensors() -> bool:
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
-def real_tensors() -> AbstractContextManager[Any]:
-    """Inside, make real tensors in the middle of ``fake_tensors``."""
-    manager: AbstractContextManager[Any] = unset_fake_temporarily()
-    return manager
+#: Inside, make real tensors in the middle of ``fake_tensors``.
+real_tensors: Callable[[], AbstractContextManager[Any]] = unset_fake_temporarily
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -95,13 +93,6 @@ def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
     order: dict[int, int] = {}
     starts = [order.setdefault(storage_identity(each), len(order) + 1) << 48 for each in tensors]
     return [start + int(each.storage_offset()) * each.itemsize for start, each in zip(starts, tensors, strict=True)]
-
-
-def begins_where(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """True if the memory of both begins at one address."""
-    if type(two) is FakeTensor:
-        return storage_identity(one) == storage_identity(two) and one.storage_offset() == two.storage_offset()
-    return one.data_ptr() == two.data_ptr()
 
 
 @contextlib.contextmanager
@@ -168,17 +159,14 @@ def watching_resizes(resized: Callable[[Any, int], None]) -> AbstractContextMana
     return _replaced(torch.UntypedStorage, "resize_", resize)
 
 
-class _Chunks(Sequence[torch.Tensor]):
+class _Chunks:
     """``torch.chunk`` that makes each chunk when it is read; empty ones behind the last."""
 
     def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
-        self.tensor, self.chunks, self.dim = tensor, count, dim
+        self.tensor, self.dim = tensor, dim
         self.rows = -(-tensor.size(dim) // count)
 
-    def __len__(self) -> int:
-        return self.chunks
-
-    def __getitem__(self, number: Any) -> Any:
+    def __getitem__(self, number: int) -> torch.Tensor:
         start = self.rows * number
         left = self.tensor.size(self.dim) - start
         if left <= 0:

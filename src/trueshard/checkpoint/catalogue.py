@@ -31,7 +31,6 @@ from trueshard.checkpoint.format import (
     join,
     parse_header,
     parse_json,
-    references,
 )
 
 _STEMS = ("model", "diffusion_pytorch_model", "adapter_model")
@@ -225,7 +224,7 @@ class Catalogue:
 
     def value(self, saved: Any) -> Any:
         """Rebuild a value of the manifest, with the tensors it refers to."""
-        return join(saved, {key: self.whole(key) for key in references(saved)})
+        return join(saved, self.whole)
 
 
 def _as_tensor(data: memoryview, dtype: torch.dtype) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from trueshard.checkpoint.catalogue import Catalogue
-from trueshard.checkpoint.format import check_name, join, located, references
+from trueshard.checkpoint.format import check_name, join, located
 
 if TYPE_CHECKING:
     from trueshard.checkpoint.exporting import ExportSource
@@ -221,7 +221,7 @@ def _optimizer_content(catalogue: Catalogue, root: str, record: Any, key_of: dic
     def on_meta(value: Any, *where: Any) -> Any:
         for path, key in located(value):
             key_of[".".join(map(str, (root, *where, *path)))] = key
-        return join(value, {key: catalogue.entries[key].empty("meta") for key in references(value)})
+        return join(value, lambda key: catalogue.entries[key].empty("meta"))
 
     states = record["state"].items()
     groups = [

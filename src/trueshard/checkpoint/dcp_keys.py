@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -310,12 +309,11 @@ class _Interpreter:
 def _regrouped(of: Mapping[str, Any], own: list[list[str]]) -> list[dict[str, Any]]:
     """Return the optimizer's own groups, with settings that were saved by parameter."""
     groups: list[dict[str, Any]] = []
-    no_tensors: defaultdict[str, Any] = defaultdict(bool)  # to compare the rest
     for members in own:
         begin = len(groups)  # parameters saved with different settings cannot have been one group
         for name in (name for name in members if name in of):
-            plain = join(of[name], no_tensors)
-            same = next((one for one in groups[begin:] if join(one["settings"], no_tensors) == plain), None)
+            plain = join(of[name], type)  # without the tensors, to compare the rest
+            same = next((one for one in groups[begin:] if join(one["settings"], type) == plain), None)
             if same is None:
                 groups.append({"params": [name], "settings": of[name]})
             else:

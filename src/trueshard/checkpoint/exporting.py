@@ -38,8 +38,7 @@ from trueshard.checkpoint.writing import move_into_place
 from trueshard.model import names
 
 KINDS = ("hf", "safetensors", "adapter", "merged", "dcp")
-_COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-"""Suffixes of a Hugging Face directory's files other than weights."""
+COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # suffixes of a model's files other than weights
 ADAPTER_CONFIG = "adapter_config.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of a model's configuration, and of those of its parts
 _ADAPTER_IN_NAME = re.compile(
@@ -166,7 +165,7 @@ class ExportSource:
             names = []
         else:
             paths = sorted(directory.directory.iterdir())
-            names = [path.name for path in paths if path.suffix in _COMPANIONS and path.is_file()]
+            names = [path.name for path in paths if path.suffix in COMPANIONS and path.is_file()]
         found = {}
         for name in names:
             own = name.removeprefix(self.folder)

@@ -13,7 +13,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -197,8 +197,7 @@ class FileRecord:
 class Manifest:
     """Everything of a checkpoint but the tensors' bytes."""
 
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    """By path: ``model/<name>``, ``optimizer/<parameter>/<state>``, ``more/<path>``, ``rng``."""
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)  # by key, as ``state`` makes it
     models: dict[str, Any] = field(default_factory=dict)
     optimizers: dict[str, Any] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
@@ -301,18 +300,18 @@ def split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def join(value: Any, tensors: Mapping[str, Any]) -> Any:
-    """Invert ``split``; what is of no form of its stays as it is."""
+def join(value: Any, tensor_of: Callable[[str], Any]) -> Any:
+    """Invert ``split``; ``tensor_of`` gets the key of each tensor. What is of no form of its stays as it is."""
     if isinstance(value, dict):
         if "__tensor__" in value:
-            return tensors[value["__tensor__"]]
+            return tensor_of(value["__tensor__"])
         if "__dtype__" in value:
             return dtype_of(value["__dtype__"])
         if "__tuple__" in value:
-            return tuple(join(each, tensors) for each in value["__tuple__"])
+            return tuple(join(each, tensor_of) for each in value["__tuple__"])
         if "__dict__" in value:
-            return {key: join(each, tensors) for key, each in value["__dict__"]}
-    return [join(each, tensors) for each in value] if isinstance(value, list) else value
+            return {key: join(each, tensor_of) for key, each in value["__dict__"]}
+    return [join(each, tensor_of) for each in value] if isinstance(value, list) else value
 
 
 def located(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:

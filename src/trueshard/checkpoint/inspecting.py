@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
-from trueshard.checkpoint.format import TensorEntry, join, references
+from trueshard.checkpoint.format import TensorEntry, join
 from trueshard.text import size, table
 
 
@@ -197,7 +197,7 @@ def _inspected(catalogue: Catalogue) -> Inspected:
 
 def _readable(value: Any, catalogue: Catalogue) -> Any:
     """Rebuild a value of the manifest with dtype and shape in the place of each tensor."""
-    return join(value, {key: _dtype_and_shape(catalogue.entries[key]) for key in references(value)})
+    return join(value, lambda key: _dtype_and_shape(catalogue.entries[key]))
 
 
 def _dtype_and_shape(entry: TensorEntry) -> str:
@@ -247,7 +247,7 @@ def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspec
         changed,
         differ,
         len(same) - len(differ),
-        {key: (a, b) for key in facts[0] | facts[1] if (a := facts[0].get(key)) != (b := facts[1].get(key))},
+        {key: (a, b) for key in facts[0] | facts[1] if repr(a := facts[0].get(key)) != repr(b := facts[1].get(key))},
         read,
     )
 

@@ -23,10 +23,8 @@ from trueshard import _torch
 from trueshard.checkpoint.format import Piece, TensorEntry, make_header
 from trueshard.model import names
 
-BASE = "base/"
-"""Folder of a PEFT model's base."""
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-"""Ways to initialise LoRA (how their names begin) that change the base: the original is another model."""
+BASE = "base/"  # folder of a PEFT model's base
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations of LoRA (how names begin) that change the base
 LARGEST = 5_000_000_000  # bytes of tensors in one file, unless a single tensor has more
 
 

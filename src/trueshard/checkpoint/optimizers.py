@@ -26,8 +26,7 @@ class OptimizerLoad:
     roles: dict[int, Role]  # ``id`` of a sharded parameter → how the optimizer keeps its state
     settings: list[tuple[dict[str, Any], Any]] = field(default_factory=list)  # (group, its saved settings)
     parts: list[tuple[Any, Any]] = field(default_factory=list)  # (parameter or other key of the state, its saved state)
-    templates: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    """(key that is read, a meta tensor sharded as what is read), for checksums."""
+    templates: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # (key, meta tensor cut like it): checksums
 
     def apply(self) -> None:
         """Change the optimizer; its state dict remains the same object."""
@@ -41,7 +40,7 @@ class OptimizerLoad:
                 is_own = isinstance(key, torch.Tensor)
                 tensors[where] = _like(entry, path, key, self.roles.get(id(key))) if is_own else entry.empty()
                 self.catalogue.fill(where, tensors[where])
-            found[key] = join(value, tensors)
+            found[key] = join(value, tensors.__getitem__)
         self.optimizer.state.clear()
         self.optimizer.state.update(found)
 

@@ -7,9 +7,9 @@ collectives of training, and a rank that calls ``save`` or ``load`` alone ends i
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trueshard import _torch
 from trueshard.distributed import rows_of
 
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 class RankGroup:

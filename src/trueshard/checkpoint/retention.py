@@ -104,7 +104,7 @@ class Checkpoints:
         for step in self.steps():
             path = self.path(step) / MANIFEST
             try:
-                progress = join(Manifest.parse(path.read_bytes(), str(path)).more["progress"], {})
+                progress = join(Manifest.parse(path.read_bytes(), str(path)).more["progress"], lambda key: None)
                 value = progress["metrics"][self._metric]
             except (OSError, ValueError, LookupError, TypeError):  # damaged, or saved without the metric
                 continue

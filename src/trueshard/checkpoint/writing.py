@@ -14,7 +14,9 @@ import os
 import re
 import secrets
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,8 @@ from trueshard.files import locked
 
 _BEGUN = ".trueshard-partial"  # a file that a remote directory has until its manifest is there
 _PARTIAL = re.compile(r"(\..+\.partial-[0-9a-f]{8})(\.lock)?")
-OF_A_STEP = re.compile(r"step-(\d{8,})")
-"""Names of a run's checkpoints, beside which the link ``latest`` stands."""
+OF_A_STEP = re.compile(r"step-(\d{8,})")  # names of a run's checkpoints, beside which the link ``latest`` stands
+READ_TOGETHER = 64 * 2**20  # bytes of tensors after which they are read again, to verify them
 _PATIENCE = 10.0  # seconds to wait for a save that takes this one's new lock for a dead one's
 
 
@@ -36,8 +38,7 @@ _PATIENCE = 10.0  # seconds to wait for a save that takes this one's new lock fo
 class Written:
     """The checksums, pieces and files that one rank has written."""
 
-    parts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    """Key → (begin, end, checksum) of the rank's bytes of the tensor."""
+    parts: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # key → (begin, end, checksum) of its bytes
     pieces: dict[str, Piece] = field(default_factory=dict)  # key → where they are, if the rank has files of its own
     files: dict[str, FileRecord] = field(default_factory=dict)
 
@@ -84,22 +85,17 @@ class LocalWriter:
         by_file: dict[str, list[str]] = {}
         for key in mine:
             by_file.setdefault(entries[key].pieces[0].file, []).append(key)
-        for name, keys in by_file.items():
-            path = self._partial / name
-            with open(path, "r+b", buffering=0) as file:
-                descriptor = file.fileno()
-                for key in keys:
-                    begin, tensor = mine[key]
-                    data = as_bytes(tensor)
-                    with _naming(path, key):
-                        checksum = _write_at(descriptor, entries[key].pieces[0].begin + begin, data)
-                    written.parts[key] = begin, begin + len(data), checksum
-                with _naming(path):
-                    os.fsync(descriptor)
-                for key in keys if verify else []:
-                    begin, end, _ = written.parts[key]
-                    start = entries[key].pieces[0].begin
-                    _verify(_uncached(descriptor, start + begin, start + end), written.parts[key], path, key)
+        with ThreadPoolExecutor(1) as reader:  # what is written is read again while the next tensors are written
+            checks: list[Future[None]] = []
+            for name, keys in by_file.items():
+                path = self._partial / name
+                for places in _written_together(path, keys, mine, entries, written.parts):
+                    if verify and threading.current_thread() is threading.main_thread():
+                        checks.append(reader.submit(_read_again, path, places, written.parts))
+                    elif verify:  # in the background nobody waits, and at the interpreter's end no thread can start
+                        _read_again(path, places, written.parts)
+            for check in checks:
+                check.result()
         return written
 
     def publish(self, manifest: bytes) -> None:
@@ -112,6 +108,41 @@ class LocalWriter:
     def abandon(self) -> None:
         shutil.rmtree(self._partial, ignore_errors=True)
         self._lock.close()
+
+
+def _written_together(
+    path: Path,
+    keys: Iterable[str],
+    mine: Mapping[str, Any],
+    entries: Mapping[str, TensorEntry],
+    parts: dict[str, tuple[int, int, int]],
+) -> Iterator[dict[str, tuple[int, int]]]:
+    """Write this rank's rows of tensors to one file, and add to ``parts``; yield the places (first byte, end) of
+    each ``READ_TOGETHER`` bytes, and of the last ones once all is on the disk."""
+    places: dict[str, tuple[int, int]] = {}
+    with open(path, "r+b", buffering=0) as file:
+        for key in keys:
+            begin, tensor = mine[key]
+            data, start = as_bytes(tensor), entries[key].pieces[0].begin + begin
+            with _naming(path, key):
+                checksum = _write_at(file.fileno(), start, data)
+            parts[key] = begin, begin + len(data), checksum
+            places[key] = start, start + len(data)
+            if sum(end - begin for begin, end in places.values()) >= READ_TOGETHER:
+                yield places
+                places = {}
+        with _naming(path):
+            os.fsync(file.fileno())
+    yield places
+
+
+def _read_again(path: Path, places: Mapping[str, tuple[int, int]], parts: Mapping[str, tuple[int, int, int]]) -> None:
+    """Raise ``OSError`` if a tensor does not lie in the file at its place (first byte, end) as it was written."""
+    with open(path, "rb", buffering=0) as file:
+        with _naming(path):
+            getattr(os, "fdatasync", os.fsync)(file.fileno())  # only what is on the disk can be dropped from the cache
+        for key, (start, end) in places.items():
+            _verify(_uncached(file.fileno(), start, end), parts[key], path, key)
 
 
 def _write_file(path: Path, data: bytes, size: int = 0) -> None:

@@ -16,7 +16,7 @@ Nproc = Annotated[
     int | None, typer.Option("--nproc", help="Processes to start on this machine.", metavar="N", show_default=False)
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the resolved configuration and the plan, and write nothing.")
+    bool, typer.Option("--dry-run", help="Read the data, print the configuration and the plan, and write nothing.")
 ]
 Hardware = Annotated[
     str | None, typer.Option(help="With --dry-run: a device of the planner's catalogue.", metavar="NAME")
@@ -83,16 +83,21 @@ def convert(
     ranks: Annotated[int | None, typer.Option(help="Processes of the run.", metavar="N", min=1)] = None,
     out: Annotated[Path | None, typer.Option(help="The TOML file to write.", metavar="FILE")] = None,
 ) -> None:
-    """Turn another framework's configuration into one for `trueshard train`, and say what became of each key."""
+    """Turn another framework's configuration into one for `trueshard train`, and say what became of each key.
+
+    Exit code 3 if a key was dropped without which the run computes something else; the configuration is written still.
+    """
     from trueshard.convert.converting import convert as converted_from
 
     converted = converted_from(file, source, environment=os.environ, ranks=ranks, out=out)
     if out is None:
         print(converted.toml)
         print(converted.report(), file=sys.stderr)
-        return
-    converted.write(out)
-    print(converted.report())
+    else:
+        converted.write(out)
+        print(converted.report())
+    if converted.dropped:
+        raise typer.Exit(3)
 
 
 def _run(command: list[str], path: Path, overrides: list[str], nproc: int | None, on_cpu: int, **flags: bool) -> None:

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from trueshard.convert.engine import Draft, Entry, Rule, Wrong, nearest, our_fields, shown
-from trueshard.convert.tables import ENVIRONMENT, FILES, FRAMEWORKS, Framework
+from trueshard.convert.tables import ENVIRONMENT, FILES, FRAMEWORKS, Framework, table
 from trueshard.errors import UserError, one_line
 from trueshard.files import replace_text
 from trueshard.train.config import Config
@@ -35,14 +36,18 @@ class Converted:
     """A configuration, and how it came about."""
 
     source: str
-    title: str
-    """The framework in prose, and whether it was guessed."""
+    title: str  # the framework in prose, and whether it was guessed
     toml: str
-    entries: tuple[Entry, ...]
-    """What became of each key that was given, in order."""
-    missing: tuple[str, ...]
-    """Our keys that only the user can know; each stands in the text as a comment."""
+    entries: tuple[Entry, ...]  # what became of each key that was given, in order
+    missing: tuple[str, ...]  # our keys that only the user can know; each stands in the text as a comment
     command: str
+
+    @property
+    def dropped(self) -> list[str]:
+        """The keys that had no equivalent and without which the run computes something else."""
+        globs = table("shared")["changes"]
+        without = dict.fromkeys(each.key for each in self.entries if each.status == "none")
+        return [key for key in without if any(fnmatch(key.lower(), glob) for glob in globs)]
 
     def report(self) -> str:
         """Return a line for each key: what it became, how it differs, or why it has no equivalent."""
@@ -55,6 +60,8 @@ class Converted:
         lines += [f"{state.ljust(wide[0])}  {key.ljust(wide[1])}  {note}".rstrip() for state, key, note in rows]
         if self.missing:
             lines.append(f"Yours to set: {', '.join(self.missing)}.")
+        if self.dropped:
+            lines.append(f"Dropped, so the run computes something else: {', '.join(self.dropped)}.")
         return "\n".join([*lines, f"Start it: {self.command}"])
 
     def write(self, out: Path) -> None:
@@ -151,13 +158,12 @@ def _variables(content: str) -> dict[str, str]:
     return found
 
 
-READERS: dict[str, Callable[[str], Any]] = {
+READERS: dict[str, Callable[[str], Any]] = {  # by the suffix of a file
     **dict.fromkeys((".yaml", ".yml"), yaml.safe_load),
     ".json": json.loads,
     ".toml": tomllib.loads,
     **dict.fromkeys((".env", ".sh"), _variables),
 }
-"""Readers of files by their suffix."""
 
 
 def _guess(tree: Mapping[str, Any], path: Path) -> Framework:

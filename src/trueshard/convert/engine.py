@@ -36,43 +36,33 @@ class Wrong(ValueError):
 class Word:
     """One value of a key, where its rule lists them."""
 
-    sets: Mapping[str, Any]
-    """Our keys and their values; empty: nothing to set."""
+    sets: Mapping[str, Any]  # our keys and their values; empty: nothing to set
     differs: str = ""
-    none: str = ""
-    """Why there is no equivalent; empty: there is one."""
+    none: str = ""  # why there is no equivalent; empty: there is one
     always: str = "nothing to set"
-    copies: str = ""
-    """One whole copy of the model in each of the "ranks" or "machines"; empty: sharded over all."""
-    ask: tuple[str, str, str] | None = None
-    """Our key that is left to the user, an example (TOML), and what to give; "{}" is their word."""
+    copies: str = ""  # one whole copy of the model in each of the "ranks" or "machines"; empty: sharded over all
+    ask: tuple[str, str, str] | None = None  # our key left to the user, example, what to give; "{}": their word
 
 
 @dataclass(frozen=True)
 class Rule:
     keys: tuple[str, ...]
     kind: Kind
-    becomes: str
-    """Our key, an option of the command line, "always so" or "no equivalent"."""
+    becomes: str  # our key, an option of the command line, "always so" or "no equivalent"
     why: str
     shown: tuple[str, ...]
     default: Any = None
-    last: bool = False
-    """True: applied after all others, since it depends on them."""
+    last: bool = False  # true: applied after all others, since it depends on them
     read: Callable[[Any], Any] | None = None
     words: Mapping[str, Word] = field(default_factory=dict)
     unset: frozenset[Any] = frozenset()
     unless: Mapping[Any, str] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()
-    """Other keys; where none of them has a value other than "no", this one has no effect."""
-    yields: tuple[str, ...] = ()
-    """Other keys, any of which counts instead of this one."""
+    needs: tuple[str, ...] = ()  # other keys; where none of them has a value other than "no", this one has no effect
+    yields: tuple[str, ...] = ()  # other keys, any of which counts instead of this one
     when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Other keys, and the plain values with which alone this one counts; "absent" if the key has no value."""
-    otherwise: str = ""
-    """Why there is no equivalent where `when` does not hold; empty: it has no effect there either."""
-    beside: tuple[str, ...] = ()
-    """Other keys that the function reads."""
+    otherwise: str = ""  # why there is no equivalent where `when` does not hold; empty: it has no effect there either
+    beside: tuple[str, ...] = ()  # other keys that the function reads
     function: Callable[[Draft, str, Any], None] | None = None
 
 
@@ -81,30 +71,23 @@ class Entry:
     key: str
     value: Any
     status: Status
-    becomes: str
-    """`key = value` of ours, or empty."""
-    note: str
-    """What differs, or why there is no equivalent."""
+    becomes: str  # `key = value` of ours, or empty
+    note: str  # what differs, or why there is no equivalent
 
 
 @dataclass
 class Draft:
     """Our configuration in the making."""
 
-    rules: Mapping[str, Rule]
-    """The rule of each key that the source knows, or that is given."""
-    given: Mapping[str, Any]
-    """The source's keys, dotted, and their values."""
-    defaults: Mapping[str, Any]
-    """The source's values for keys that are absent."""
+    rules: Mapping[str, Rule]  # the rule of each key that the source knows, or that is given
+    given: Mapping[str, Any]  # the source's keys, dotted, and their values
+    defaults: Mapping[str, Any]  # the source's values for keys that are absent
     ranks: int | None
     name: str
     machines: int | None = None
     tree: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    """The comment beside each of our keys: where its value comes from."""
-    asked: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Our keys that only the user can know: an example of a value, as TOML, and what to give."""
+    origins: dict[str, str] = field(default_factory=dict)  # the comment beside each of our keys: its source
+    asked: dict[str, tuple[str, str]] = field(default_factory=dict)  # our keys left to the user: example, what to give
     entries: list[Entry] = field(default_factory=list)
     _by_default: set[str] = field(default_factory=set)
 

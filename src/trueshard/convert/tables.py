@@ -18,17 +18,17 @@ A table has what concerns the framework as a whole, then a `[[rule]]` for each k
 from __future__ import annotations
 
 import functools
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from trueshard.convert import composer, engine, huggingface, shared, torchtitan
+from trueshard.convert import engine
 from trueshard.convert.engine import Draft, Kind, Rule, Word
 from trueshard.train.parse import tomllib
 
 FOLDER = Path(__file__).with_name("frameworks")
-MODULES = {"composer": composer, "huggingface": huggingface, "shared": shared, "torchtitan": torchtitan}
 NOTHING = (None, "", "none")
 FIXED = {"always": "always so", "none": "no equivalent"}
 
@@ -40,14 +40,10 @@ class Framework:
     name: str
     title: str
     rules: tuple[Rule, ...]
-    finish: Callable[[Draft], None]
-    """Sets what several keys decide, such as batch sizes, and asks for what is missing."""
-    arrange: Callable[[dict[str, Any], Set[str]], dict[str, Any]]
-    """Turns older or shorter forms of a tree into the full present one; gets the known keys of the top level."""
-    marks: tuple[str, ...]
-    """Keys of the top level that only this kind has."""
-    silent: tuple[str, ...]
-    """A file of these sections alone says nothing of other keys; any other leaves them at their defaults."""
+    finish: Callable[[Draft], None]  # sets what several keys decide, such as batch sizes, and asks for what is missing
+    arrange: Callable[[dict[str, Any], Set[str]], dict[str, Any]]  # (tree, known sections) → its full present form
+    marks: tuple[str, ...]  # keys of the top level that only this kind has
+    silent: tuple[str, ...]  # a file of these sections alone says nothing of other keys, which else have defaults
 
     @functools.cached_property
     def index(self) -> dict[str, Rule]:
@@ -139,8 +135,7 @@ def _words(listed: Any, becomes: str) -> Iterator[tuple[str, Word]]:
 
 def _named(name: str) -> Any:
     """Return a reader of `engine`, or a function of the module before the dot."""
-    module, _, function = name.rpartition(".")
-    return getattr(MODULES[module] if module else engine, function)
+    return pkgutil.resolve_name(f"trueshard.convert.{name if '.' in name else f'engine.{name}'}")
 
 
 def _listed(value: Any) -> list[Any]:

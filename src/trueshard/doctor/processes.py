@@ -86,11 +86,14 @@ def tried(backend: str, ranks: int, limit: float) -> Iterator[Finding]:
         ended = run_ranks(line, ranks, environment=environment, logs=logs, limit=limit)
         ended.raise_for_signal()
         done = [_lines(folder / f"{each}.jsonl") for each in range(ranks)]
-        said = {each: last_line(last_lines(logs, each)) for each in ended.codes}
+        ends = {}
+        for each, code in ended.codes.items():
+            said = last_line(last_lines(logs, each))
+            ends[each] = f"rank {each} {how(code)}" + (f": {said}" if said else "")
     yield Finding(backend, f"{ranks} {'process' if ranks == 1 else 'processes'}")
     for task in TASKS:
-        if missing := [each for each, lines in enumerate(done) if task not in lines]:
-            task, why = _failure(task, done, ended.codes, said, missing, limit)
+        if any(task not in lines for lines in done):
+            task, why = _failure(task, done, ends, limit)
             yield Finding(f"{backend} {task}", why, "problem", _remedy(backend, task))
             return
         name = f"{backend} {task}"
@@ -108,21 +111,15 @@ def _lines(file: Path) -> dict[str, Line]:
     return {line["task"]: line for line in (json.loads(each) for each in text.splitlines() if each.endswith("}"))}
 
 
-def _failure(
-    task: str,
-    done: list[dict[str, Line]],
-    codes: Mapping[int, int],
-    said: Mapping[int, str],
-    missing: list[int],
-    limit: float,
-) -> tuple[str, str]:
+def _failure(task: str, done: list[dict[str, Line]], ends: Mapping[int, str], limit: float) -> tuple[str, str]:
     """Return what failed of a task that ranks did not do, and why: the first error, how one ended, or that none did."""
     for each, lines in enumerate(done):
         if "error" in lines:  # it ended the others, which may not have come as far
             return TASKS[len(lines) - 1], f"rank {each}: {lines['error']['wrong']}"
+    missing = [each for each, lines in enumerate(done) if task not in lines]
     for each in missing:
-        if each in codes:
-            return task, f"rank {each} {how(codes[each])}" + (f": {said[each]}" if said[each] else "")
+        if each in ends:
+            return task, ends[each]
     names = ", ".join(map(str, missing))
     return task, f"{'ranks' if len(missing) > 1 else 'rank'} {names} not done within {limit:.0f} seconds"
 

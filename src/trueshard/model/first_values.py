@@ -35,6 +35,5 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the storage of a tensor's local shard as bytes."""
     local = _torch.local(tensor)
     return torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage())

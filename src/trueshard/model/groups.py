@@ -83,7 +83,10 @@ class Grouping:
         for name, why in chosen.items():
             self.groups[name] = _Group((name,), "block", why)
         self.groups[""] = _Group(("",), "root", "root")
-        self._replicate_unshardable()
+        for parameter in self.parameters:
+            if parameter.tensor.ndim == 0 or parameter.tensor.numel() == 0:
+                kind = "empty" if parameter.tensor.ndim else "0-dim"
+                self.replicated[parameter.name] = f"{kind}: nothing to shard"
         self._join_ties()
         if split_embeddings:
             self._split_embeddings()
@@ -111,7 +114,6 @@ class Grouping:
         return {names.nearest_above(owner, member) for owner in parameter.owners}
 
     def _by_home(self) -> dict[str, list[_Parameter]]:
-        """Return the parameters that each group gathers, by its key."""
         member = self._members()
         found: dict[str, list[_Parameter]] = {key: [] for key in self.groups}
         for parameter in self.parameters:
@@ -121,12 +123,6 @@ class Grouping:
         return found
 
     # Steps
-
-    def _replicate_unshardable(self) -> None:
-        for parameter in self.parameters:
-            if parameter.tensor.ndim == 0 or parameter.tensor.numel() == 0:
-                kind = "empty" if parameter.tensor.ndim else "0-dim"
-                self.replicated[parameter.name] = f"{kind}: nothing to shard"
 
     def _join_ties(self) -> None:
         ties = [p for p in self.parameters if len(p.owners) > 1 and p.name not in self.replicated]
@@ -215,23 +211,22 @@ class Grouping:
 
     def units(self) -> tuple[Unit, ...]:
         """Return the units in the order of the model's modules, the root first."""
-        gathered = self._by_home()
-        found = [self._unit(key, group, [p.tensor for p in gathered[key]]) for key, group in self.groups.items()]
+        found = []
+        for key, gathered in self._by_home().items():
+            group, mine = self.groups[key], [parameter.tensor for parameter in gathered]
+            unit = Unit(
+                name=key,
+                modules=group.modules,
+                kind=group.kind,
+                parameters=sum(tensor.numel() for tensor in mine),
+                bytes=sum(tensor.nbytes for tensor in mine),
+                trainable=sum(tensor.numel() for tensor in mine if tensor.requires_grad),
+                dtype="+".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in mine})) or "-",
+                unshard_in_backward=group.kind != "embedding",
+                why=group.why,
+            )
+            found.append(unit)
         return tuple(sorted(found, key=lambda unit: self._order[unit.modules[0]]))
-
-    def _unit(self, key: str, group: _Group, mine: list[torch.Tensor]) -> Unit:
-        dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in mine})
-        return Unit(
-            name=key,
-            modules=group.modules,
-            kind=group.kind,
-            parameters=sum(tensor.numel() for tensor in mine),
-            bytes=sum(tensor.nbytes for tensor in mine),
-            trainable=sum(tensor.numel() for tensor in mine if tensor.requires_grad),
-            dtype="+".join(dtypes) or "-",
-            unshard_in_backward=group.kind != "embedding",
-            why=group.why,
-        )
 
     def replications(self) -> tuple[Replicated, ...]:
         """Return the parameters that every rank holds whole."""

@@ -20,6 +20,12 @@ from trueshard import _torch
 _CONTAINERS = tuple(key for key, value in nn.Module().__dict__.items() if isinstance(value, (dict, set)))
 
 
+def _refill(holder: Any, content: Any) -> None:
+    """Put back what a dictionary or a set held; the object stays."""
+    holder.clear()
+    holder.update(content)
+
+
 class _ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self.module, self.cls, self.attributes = module, type(module), dict(module.__dict__)
@@ -27,12 +33,9 @@ class _ModuleState:
 
     def restore(self) -> None:
         object.__setattr__(self.module, "__class__", self.cls)
-        self.module.__dict__.clear()
-        self.module.__dict__.update(self.attributes)
+        _refill(self.module.__dict__, self.attributes)
         for key, content in self.contents.items():
-            held = self.module.__dict__[key]
-            held.clear()
-            held.update(content)
+            _refill(self.attributes[key], content)
 
 
 class _TensorState:
@@ -43,26 +46,10 @@ class _TensorState:
 
     def restore(self) -> None:
         self.tensor.data = self.data
-        self.tensor.__dict__.clear()
-        self.tensor.__dict__.update(self.attributes)
+        _refill(self.tensor.__dict__, self.attributes)
         _torch.set_gradient_hooks(self.tensor, self.hooks)
         if self.tensor.is_leaf:
             self.tensor.grad = self.grad
-
-
-class _OptimizerState:
-    """Attributes and hooks of an optimizer; not its groups and state."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.attributes = optimizer, dict(vars(optimizer))
-        self.hooks = [(each, each.copy()) for key, each in self.attributes.items() if key.endswith("_hooks")]
-
-    def restore(self) -> None:
-        vars(self.optimizer).clear()
-        vars(self.optimizer).update(self.attributes)
-        for held, content in self.hooks:
-            held.clear()
-            held.update(content)
 
 
 class Snapshot:
@@ -81,8 +68,11 @@ class Snapshot:
         tensors |= {id(grad): grad for grad in grads}
         self.tensors = [_TensorState(tensor) for tensor in tensors.values()]
         self.groups = [(group, list(group["params"])) for o in optimizers for group in o.param_groups]
-        self.optimizers = [_OptimizerState(optimizer) for optimizer in optimizers]
-        self.states = [(optimizer.state, list(optimizer.state.items())) for optimizer in optimizers]
+        self.holders: list[tuple[Any, dict[Any, Any]]] = []
+        """Attributes, state and hooks of optimizers, each with what it holds."""
+        for optimizer in optimizers:
+            hooks = [value for key, value in vars(optimizer).items() if key.endswith("_hooks")]
+            self.holders += [(holder, dict(holder)) for holder in (vars(optimizer), optimizer.state, *hooks)]
 
     def restore(self) -> None:
         """Restore everything."""
@@ -91,13 +81,10 @@ class Snapshot:
             module.restore()
         for tensor in self.tensors:
             tensor.restore()
-        for optimizer in self.optimizers:
-            optimizer.restore()
         for group, parameters in self.groups:
             group["params"][:] = parameters
-        for state, items in self.states:
-            state.clear()
-            state.update(items)
+        for holder, content in self.holders:
+            _refill(holder, content)
 
 
 def _every_module(model: nn.Module) -> list[nn.Module]:
@@ -144,7 +131,7 @@ class Trace:
                 module.__dict__.update(changed)
                 for key, ids in hooks.items():
                     for handle in ids:
-                        module.__dict__[key].pop(handle, None) if isinstance(module.__dict__[key], dict) else None
+                        module.__dict__[key].pop(handle, None)
             yield
         finally:
             for state in now:

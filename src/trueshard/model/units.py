@@ -52,7 +52,6 @@ def choose_units(model: nn.Module, words: Any) -> dict[str, str]:
 
 
 def _spoken(words: Any) -> list[str | type]:
-    """Return the words as a list, without empty ones."""
     if words is None:
         return []
     if isinstance(words, (str, type)):

@@ -26,6 +26,7 @@ import numpy
 import torch
 from torch import nn
 
+from trueshard.distributed import rows_of
 from trueshard.errors import with_kind
 from trueshard.optim.rebind import by_shape, family
 from trueshard.optim.trial import LARGE_STEPS, RANKS, STEPS, Refused, Result, leaves, run, shapes_of
@@ -134,7 +135,6 @@ def _dtypes(group: dict[str, Any]) -> set[torch.dtype]:
 
 
 def _tried(optimizer: torch.optim.Optimizer) -> list[Verdict]:
-    """Raise Refused if the optimizer cannot be sharded, or cannot be tried."""
     _refuse_untried(optimizer)
     verdicts = [Verdict(rows=set()) for _ in optimizer.param_groups]
     random_states = random.getstate(), numpy.random.get_state()  # noqa: NPY002
@@ -238,18 +238,15 @@ def _steps_by_rows(
     attempt: Callable[..., Result], g: int, together: Result, members: list[int], verdict: Verdict
 ) -> bool:
     """True if the pieces of group ``g`` step as the whole; note in the verdict which of its state is in pieces, too."""
-    try:
-        pieces = [attempt(rank=rank, cut=g) for rank in range(RANKS)]
-    except Exception:
-        return False
-    joined = Result(
-        _join([piece.before for piece in pieces], members),
-        [_join([piece.later[i] for piece in pieces], members) for i in range(len(together.later))],
-        [],
-    )
-    agree = all(_same_settings(together, piece, (g, -1)) for piece in pieces)
-    if not agree or _differs(together, joined, members):
-        return False
+    pieces: list[Result] = []
+    for rank in range(RANKS):
+        try:
+            piece = attempt(rank=rank, cut=g)
+        except Exception:
+            return False
+        if not _same_settings(together, piece, (g, -1)) or _differs(together, piece, members, rank):
+            return False  # at the first that differs: trying is most of what sharding such an optimizer costs
+        pieces.append(piece)
     assert verdict.rows is not None
     for k in members:
         if together.before[k].ndim == 0:
@@ -257,23 +254,12 @@ def _steps_by_rows(
         for path, value in together.state[k].items():
             found = [piece.state[k].get(path) for piece in pieces]
             if _are_rows(found, value, together.before[k].shape[0]):
-                mine, other = verdict.rows, verdict.alike
+                verdict.rows.add(path)
             elif all(_same(piece, value) for piece in found):
-                mine, other = verdict.alike, verdict.rows
+                verdict.alike.add(path)
             else:
                 return False
-            mine.add(path)
-            if path in other:
-                return False
-    return True
-
-
-def _join(pieces: list[list[torch.Tensor]], members: list[int]) -> list[torch.Tensor]:
-    """Return tensors from their pieces; only ``members`` are cut, and of these not the 0-dim ones."""
-    return [
-        torch.cat(parts) if k in members and parts[0].ndim else parts[0]
-        for k, parts in enumerate(zip(*pieces, strict=True))
-    ]
+    return not verdict.rows & verdict.alike
 
 
 def _are_rows(pieces: list[Any], whole: Any, rows: int) -> bool:
@@ -309,11 +295,15 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _differs(one: Result, two: Result, members: Sequence[int]) -> bool:
+def _differs(one: Result, two: Result, members: Sequence[int], rank: int | None = None) -> bool:
+    """True if what became of ``members`` differs; with a ``rank``, ``two`` has the rows of it alone."""
     for k in members:
         for values, others in zip(one.later, two.later, strict=True):
             a, b = values[k].double(), others[k].double()
             limit = TOLERANCE * _largest((a - one.before[k].double()).abs())
+            if rank is not None and a.ndim:
+                start, count = rows_of(len(a), rank, RANKS)
+                a = a[start : start + count]
             if not torch.allclose(a, b, rtol=1e-6, atol=max(limit, 1e-12), equal_nan=True):
                 return True
     return False

@@ -45,7 +45,7 @@ class Owned:
     whole: nn.Parameter | None = None
     """On the owner, the whole value, unless the update needs none."""
     known: tuple[int, torch.Tensor] | None = None
-    """Version and bits of this rank's shard as the owner knows it."""
+    """``_now()`` of the shard that the owner knows."""
 
     @property
     def local(self) -> torch.Tensor:
@@ -54,27 +54,24 @@ class Owned:
 
     @property
     def is_mine(self) -> bool:
-        """True if this rank is the owner."""
         mesh = self.parameter.device_mesh
         return mesh.get_local_rank(mesh.ndim - 1) == self.owner
 
     def note(self) -> None:
         """Remember that the owner knows this rank's rows as they are."""
-        self.known = _torch.version(self.parameter), bits(self.local)
+        self.known = self._now()
 
     def is_stale(self) -> bool:
-        """True if someone wrote to this rank's rows; ``parameter.data`` has no version, so the bits are asked too."""
-        if self.known is None or self.known[0] != _torch.version(self.parameter):
-            return True
-        return bool(self.known[1] != bits(self.local))
+        """True if someone wrote to this rank's rows."""
+        return self.known != self._now()
+
+    def _now(self) -> tuple[int, torch.Tensor]:
+        """Return the version of this rank's rows and a sum over their bits: ``parameter.data`` has no version."""
+        integers = self.local.detach().contiguous().view(_INTEGER[self.local.itemsize])
+        return _torch.version(self.parameter), integers.sum(dtype=torch.int64)
 
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sum over the bits of ``tensor``: int64, 0-dim."""
-    return tensor.detach().contiguous().view(_INTEGER[tensor.itemsize]).sum(dtype=torch.int64)
 
 
 def update_cost(shape: Sequence[int]) -> int:
@@ -188,8 +185,6 @@ def _batches(members: Sequence[Owned]) -> Iterator[Batch]:
 
 
 class Owners:
-    """The owned parameters of one optimizer."""
-
     def __init__(self) -> None:
         self._of: dict[int, Owned] = {}
         """By ``id`` of the parameter."""

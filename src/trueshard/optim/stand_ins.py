@@ -105,7 +105,8 @@ class LocalShard(StandIn):
 
     def take_back(self) -> None:
         parameter, leaf = self.parameter, self.leaf
-        if not _torch.begins_where(leaf, self._memory):  # the optimizer assigned new memory: p.data = ...
+        own, now = _torch.addresses([self._memory, leaf])
+        if now != own:  # the optimizer assigned new memory: p.data = ...
             self._memory.copy_(leaf.detach())
             leaf.data = self._memory
         if leaf.grad is not self._grad:

@@ -32,14 +32,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueshard import _torch
-from trueshard.distributed import device_of, groups_of
+from trueshard.distributed import all_reduce, device_of
 from trueshard.optim.classify import Verdict, classify
 from trueshard.optim.owners import Owned, Owners
 from trueshard.optim.rebind import IsRows, by_shape, each_in, family
@@ -72,6 +71,11 @@ def unwatch(
     _roots.discard(root)
     for optimizer in optimizers:
         _bound.pop(optimizer, None)
+
+
+def sharded_models() -> list[nn.Module]:
+    """Return the sharded models of this process that are still held."""
+    return list(_roots)
 
 
 def set_unreduced(root: nn.Module, drop: Drop | None) -> None:
@@ -262,12 +266,8 @@ class Stepping:
                 self._stand_ins[g] = GroupStandIns(*each)
 
     def _owned(self) -> list[Owned]:
-        """Return the parameters that are updated by their owners."""
         cut = [(parameter, (g, i)) for g, each in enumerate(self._stand_ins) for i, parameter in each.owned]
         return self._owners.of(cut) if cut else []
-
-    def _lend(self, optimizer: torch.optim.Optimizer, stand_ins: Sequence[Sequence[StandIn]]) -> None:
-        self._swapped.enter_context(swapped(optimizer, stand_ins))
 
     # The hooks
 
@@ -291,7 +291,7 @@ class Stepping:
         if owned:
             self._step_owned(optimizer, local, owned, args, kwargs)
         else:
-            self._lend(optimizer, local)
+            self._swapped.enter_context(swapped(optimizer, local))
         return args, kwargs
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -338,13 +338,13 @@ class Stepping:
                 batch[each.place[0]][each.place[1]] = WholeTensor(each.parameter, leaf)
             if last and nothing_local:
                 self._sending = walk
-                self._lend(optimizer, batch)
+                self._swapped.enter_context(swapped(optimizer, batch))
                 return
             if members:
                 with _copied_settings(optimizer), contextlib.closing(self._swapped):
-                    self._lend(optimizer, batch)
+                    self._swapped.enter_context(swapped(optimizer, batch))
                     step(optimizer, *args[1:], **kwargs)
-        self._lend(optimizer, local)
+        self._swapped.enter_context(swapped(optimizer, local))
 
     def _settle_state(self, optimizer: torch.optim.Optimizer, owned: list[Owned]) -> None:
         """Give state from elsewhere (before sharding, a checkpoint) to its owner alone. Collective where it is cut."""
@@ -381,7 +381,7 @@ class Stepping:
                 raise
             self.states.pop()
             self._follow(optimizer)
-            self._lend(optimizer, [each.now(optimizer.state) for each in self._stand_ins])
+            self._swapped.enter_context(swapped(optimizer, [each.now(optimizer.state) for each in self._stand_ins]))
             if self._watches_random:
                 self._random = torch.get_rng_state()
             return loss
@@ -397,10 +397,8 @@ class Stepping:
             mesh = next((p.device_mesh for p in _members(optimizer) if isinstance(p, DTensor)), None)
             if mesh is None or isinstance(loss, DTensor) or not isinstance(loss, (float, torch.Tensor)):
                 return loss
-            mean = torch.as_tensor(loss).detach().to(device_of(mesh), torch.float64, copy=True)
-            for group in groups_of(mesh):
-                dist.all_reduce(mean, group=group)
-            mean /= mesh.size()
+            whole = torch.as_tensor(loss).detach().to(device_of(mesh), torch.float64, copy=True)
+            mean = all_reduce(whole, mesh) / mesh.size()
             told = float(mean) if isinstance(loss, float) else mean.to(loss)
             self._losses.append((told, loss))
             return told

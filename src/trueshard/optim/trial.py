@@ -65,26 +65,18 @@ def shapes_of(group: dict[str, Any], small: bool) -> list[tuple[int, ...]]:
     return found
 
 
-class _StandIn:
-    """A parameter in place of one of the user's, whole or a rank's piece; its values follow from its ``number``."""
+def _gradient(shape: tuple[int, ...], number: int, rank: int | None, step: int, factor: float) -> torch.Tensor:
+    """Return the same gradient in every trial, ``factor`` times as large.
 
-    def __init__(self, shape: tuple[int, ...], number: int, dtype: torch.dtype, rank: int | None) -> None:
-        self._shape, self._number, self._rank = shape, number, rank
-        self.parameter = nn.Parameter((0.1 * _values(shape, number, rank) + 0.1).to(dtype))
-
-    def give_gradient(self, step: int, factor: float) -> None:
-        """Give the same gradient in every trial, ``factor`` times as large.
-
-        It keeps its direction: what estimates a distance from how far it went must see progress.
-        """
-        shape, number, rank = self._shape, self._number, self._rank
-        value = _values(shape, number + 100, rank) + 0.3 * _values(shape, 1000 * (step + 1) + number, rank)
-        self.parameter.grad = (value * (factor * 3.0 ** (number % 4))).to(self.parameter.dtype)
+    It keeps its direction: what estimates a distance from how far it went must see progress.
+    """
+    value = _values(shape, number + 100, rank) + 0.3 * _values(shape, 1000 * (step + 1) + number, rank)
+    return value * (factor * 3.0 ** (number % 4))
 
 
 @functools.lru_cache(maxsize=1024)
 def _values(shape: tuple[int, ...], seed: int, rank: int | None) -> torch.Tensor:
-    """Return normal values, rows of very different size; of a ``rank`` its rows. Not to be written to."""
+    """Return normal values made from ``seed``, rows of very different size; of a ``rank`` its rows. Read-only."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator)
     if not shape:
@@ -119,25 +111,26 @@ def run(
     """
     trial = _copy(optimizer, fresh)
     numbers = itertools.count(1)
-    stand_ins = {
-        (g, i): _StandIn(shape, next(numbers), dtype, rank if g == cut else None)
+    kinds = {
+        (g, i): (shape, next(numbers), rank if g == cut else None)
         for g, each in enumerate(shapes)
         for i, shape in enumerate(each)
     }
+    stand_ins = {place: nn.Parameter((0.1 * _values(*kind) + 0.1).to(dtype)) for place, kind in kinds.items()}
     for g, group in enumerate(trial.param_groups):
-        group["params"][:] = [each.parameter for place, each in stand_ins.items() if place[0] == g]
+        group["params"][:] = [each for place, each in stand_ins.items() if place[0] == g]
         _make_visible(group)
     if remade:
         trial = _remake(optimizer, trial)
-    parameters = [each.parameter for each in stand_ins.values()]
+    parameters = list(stand_ins.values())
     before = [p.detach().clone() for p in parameters]
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # this one alone: `torch.manual_seed` would seed the user's accelerators
     drawn = _drawn()
     later = []
     for step, factor in enumerate([1.0] * steps + list(EXTREMES) * extreme):
         for place, each in stand_ins.items():
             if only in (None, place):
-                each.give_gradient(step, factor)
+                each.grad = _gradient(*kinds[place], step, factor).to(each.dtype)
         _step(trial)
         if step >= steps - 1:
             later.append([p.detach().clone() for p in parameters])

@@ -44,11 +44,6 @@ class Lifetime:
     freed: int
     """Position of the free; the number of events if it outlives the step."""
 
-    @property
-    def number(self) -> int:
-        """The storage's number."""
-        return self.allocation.storage
-
 
 @dataclass(frozen=True)
 class Curve:

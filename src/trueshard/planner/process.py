@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import inspect
 import io
@@ -194,7 +195,7 @@ class _Pickler(cloudpickle.Pickler):
         shape = tuple(tensor.shape)
         if not is_parameter and id(tensor) not in self._of_models:
             if tensor.untyped_storage().nbytes() > _SMALL or tensor.device.type != "cpu" or _torch.is_fake(tensor):
-                return _untouched, (shape, tensor.dtype)
+                return functools.partial(torch.empty, shape, dtype=tensor.dtype), ()  # unwritten, so it takes no memory
             return NotImplemented
         hooks = list((_torch.gradient_hooks(tensor)[0] or {}).values())
         made = (is_parameter, shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
@@ -206,11 +207,6 @@ def _meta(
 ) -> torch.Tensor:
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
-
-
-def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of memory that was never written to, and so takes none."""
-    return torch.empty(shape, dtype=dtype)
 
 
 def _set_tensor(tensor: torch.Tensor, state: tuple[dict[str, Any], list[Any]]) -> None:

@@ -7,25 +7,40 @@ others do next, and give a wrong number or wait for ever.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import os
 import sys
-import types
 import weakref
 from collections import Counter
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from trueshard import _torch
-from trueshard.distributed import is_simulated
+from trueshard.distributed import all_reduce, is_simulated
+from trueshard.optim.stepping import sharded_models
+from trueshard.runtime.passes import runtime_of
+from trueshard.runtime.waiting import time_limit, user_line
 
-_LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))
 _reads: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 """Process group → ranks of a mesh → number of reads so far."""
+
+
+@functools.cache
+def open_tensors() -> None:
+    """From now on, let sharded tensors of this process behave as whole ones where torch's do not."""
+    _torch.find_every_inf()
+    _torch.average_mixed_lists()
+    _torch.read_numbers_of_the_whole(agree_to_read)
+    _torch.draw_as_one_device()
+    _torch.assign_data_with(assign_data)
+    _torch.take_plain_tensors(agree_to_read, _Whole.apply)
+    _torch.differentiate_with(differentiate)
+    _torch.check_functional_calls(check_functional_call)
 
 
 def agree_to_read(value: DTensor) -> None:
@@ -38,15 +53,14 @@ def agree_to_read(value: DTensor) -> None:
     if is_simulated(mesh):
         return
     world, store = _torch.world(), _torch.store()
-    ranks, mine, site = tuple(mesh.mesh.flatten().tolist()), dist.get_rank(), _site()
+    ranks, mine, site = tuple(mesh.mesh.flatten().tolist()), dist.get_rank(), user_line(sys._getframe())
     counts = _reads.setdefault(world, Counter())
     counts[ranks] += 1
     place = f"trueshard/read/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
     keys = {rank: f"{place}/{counts[ranks]}/{rank}" for rank in ranks}
     store.set(keys[mine], f"{site}|{tuple(value.shape)}|{value.dtype}|{value.placements}")
-    limit = _torch.timeout_of(world) or timedelta(minutes=30)
     try:
-        store.wait(list(keys.values()), limit)
+        store.wait(list(keys.values()), time_limit(world))
     except RuntimeError:
         missing = [rank for rank in ranks if not store.check([keys[rank]])]
         raise RuntimeError(_words(site, f"ranks {missing} read none")) from None
@@ -58,12 +72,91 @@ def agree_to_read(value: DTensor) -> None:
     store.delete_key(f"{place}/{counts[ranks] - 1}/{mine}")
 
 
-def _site() -> str:
-    """Return file and line of the user's code that is running."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    return "?" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+class _Whole(torch.autograd.Function):
+    """A number of a DTensor as a plain tensor; its gradient is averaged over ranks, as that of a loss is."""
+
+    @staticmethod
+    def forward(ctx: Any, value: DTensor) -> torch.Tensor:
+        ctx.mesh = value.device_mesh
+        return value.full_tensor().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
+        mean = all_reduce(grad.clone(), ctx.mesh) / ctx.mesh.size()
+        return DTensor.from_local(mean, ctx.mesh, [Replicate()] * ctx.mesh.ndim, run_check=False)
+
+
+def differentiate(
+    engine: Callable[[Sequence[torch.Tensor], bool, bool], Any],
+    inputs: Sequence[torch.Tensor],
+    create_graph: bool,
+    allow_unused: bool,
+    accumulate: bool,
+) -> Any:
+    """Do ``torch.autograd.grad`` or ``backward(inputs=)`` for sharded parameters among ``inputs``.
+
+    The graph holds gathered parameters; their gradients reach the shards, reduced, at the end of a backward that adds
+    to ``.grad``. So ``grad`` is such a backward for these inputs alone, with ``.grad`` set aside.
+
+    Raises:
+        RuntimeError: with a graph of the gradients, under ``accumulate(last=False)``, beside a tensor that is no leaf,
+            or for an input that is not used, as torch does.
+    """
+    runtimes = [runtime for root in sharded_models() if (runtime := runtime_of(root)) is not None]
+    pairs = [pair for runtime in runtimes for pair in runtime.in_graph()]
+    sharded_of = {id(each): sharded for sharded, leaf in pairs for each in (sharded, leaf)}
+    if not any(id(each) in sharded_of for each in inputs):
+        return engine(inputs, allow_unused, accumulate)
+    leaf_of = {id(sharded): leaf for sharded, leaf in pairs}
+    inputs = [sharded_of.get(id(each), each) for each in inputs]  # between forward and backward, names give leaves
+    if create_graph:
+        raise RuntimeError(_cannot("have a graph (create_graph=True), since ranks average numbers"))
+    if any(runtime.accumulating or runtime.has_unreduced() for runtime in runtimes):
+        raise RuntimeError(_cannot("be told from what accumulate(model, last=False) has summed; call it outside"))
+    if not all(each.is_leaf for each in inputs):
+        raise RuntimeError(_cannot("be taken together with those of a tensor that is no leaf; use two calls"))
+    targets = list(dict.fromkeys(own for each in inputs for own in (each, leaf_of.get(id(each), each))))
+    if accumulate:
+        return engine(targets, True, True)
+    before = [each.grad for each in inputs]
+    for each in inputs:
+        each.grad = None
+    try:
+        engine(targets, True, True)
+        found = [each.grad for each in inputs]
+    finally:
+        for each, grad in zip(inputs, before, strict=True):
+            each.grad = grad
+    unused = [i for i, grad in enumerate(found) if grad is None]
+    if unused and not allow_unused:
+        raise RuntimeError(f"inputs {unused} of autograd.grad() are not used in the graph; pass allow_unused=True")
+    return tuple(found)
+
+
+def _cannot(words: str) -> str:
+    return f"the gradients of sharded parameters that autograd.grad() or backward(inputs=...) gives cannot {words}"
+
+
+def check_functional_call(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise RuntimeError if ``functional_call`` gives a sharded parameter another value, which FSDP2 would not see."""
+    placed = {place: known for root in sharded_models() for place, *known in _places(root)}
+    for name, tensor in tensors.items() if placed else ():
+        path, _, attribute = name.rpartition(".")
+        known = placed.get((module.get_submodule(path), attribute))
+        if known is not None and all(tensor is not each for each in known):
+            raise RuntimeError(
+                f"functional_call() gives {name!r} another value, and FSDP2 would compute with the one that it "
+                "sharded: write the value into the parameter for the call, or call the model before shard()"
+            )
+
+
+def _places(root: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """Yield ((module, attribute), the sharded parameter, its gathered one) for each place of each parameter."""
+    for _, sharded, gathered, places in _torch.sharded_places(root):
+        yield from ((place, sharded, gathered) for place in places)
+    if (runtime := runtime_of(root)) is not None:
+        for whole in runtime.replicated.parameters:
+            yield from ((place, whole.parameter, whole.leaf) for place in whole.places)
 
 
 @torch.no_grad()

@@ -4,7 +4,8 @@
   those that FSDP2 cannot shard. Before the next pass ranks take rank 0's values, as in ``shard()``.
 - A module that the model has already may move to another place (PEFT puts one into its adapter).
 - A parameter that is sharded cannot be replaced or get a second place, since FSDP2 would go on with what it knows: the
-  assignment raises.
+  assignment raises. So do pickling, ``save_pretrained()`` and ``DistributedDataParallel``, which would take a shard for
+  the whole.
 
 torch's hooks on registration tell of each assignment, in every module of the process.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from trueshard import _torch
 from trueshard._torch import ShardedModule
@@ -47,13 +50,45 @@ def follow(runtime: Runtime, units: Iterable[tuple[nn.Module, ShardedModule]]) -
     """From now on, take what is assigned to modules of a model; ``units``: each module, and the module of its unit."""
     for module, unit in units:
         _homes[module] = weakref.ref(runtime), weakref.ref(unit)
-    if (resize := getattr(runtime.root, "resize_token_embeddings", None)) is not None:
-        runtime.root.__dict__["resize_token_embeddings"] = functools.partial(_resize, resize)
+    root: Any = runtime.root
+    if (resize := getattr(root, "resize_token_embeddings", None)) is not None:
+        root.__dict__["resize_token_embeddings"] = functools.partial(_resize, resize)
+    for method in ("save_pretrained", "push_to_hub"):
+        if hasattr(root, method):
+            root.__dict__[method] = functools.partial(_refuse_to_write, f"{method}()")
+    root.__dict__["__reduce_ex__"] = functools.partial(_reduce, root)
     _listen()
+
+
+def _reduce(root: nn.Module, protocol: Any) -> Any:
+    """Let a sharded model be copied, and not pickled."""
+    if sys._getframe(1).f_globals.get("__name__") == "copy":
+        return type(root).__reduce_ex__(root, protocol)
+    return _refuse_to_write("pickle, or torch.save() of the model itself,")
+
+
+def _refuse_to_write(what: str, *_: Any, **__: Any) -> Any:
+    raise RuntimeError(
+        f"{what} would write this rank's shards of a sharded model: call trueshard.save(folder, model=model) on every "
+        "rank, which writes a folder that from_pretrained() reads"
+    )
+
+
+def _refuse_replicas(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    if any(_home(each) is not None for each in module.modules()):
+        raise RuntimeError(
+            "the model is sharded, so DistributedDataParallel (in which Accelerate and transformers' Trainer wrap it) "
+            "cannot hold it: train it with a loop of your own or trueshard.Trainer, or give them the unsharded model"
+        )
+    _replicate(self, module, *args, **kwargs)
+
+
+_replicate = DistributedDataParallel.__init__
 
 
 @functools.cache
 def _listen() -> None:
+    DistributedDataParallel.__init__ = functools.wraps(_replicate)(_refuse_replicas)  # type: ignore[method-assign]
     register_module_module_registration_hook(_module_assigned)
     register_module_parameter_registration_hook(_parameter_assigned)  # type: ignore[arg-type]
 

@@ -18,15 +18,16 @@ from trueshard.choices import Choices
 from trueshard.model import agreement, intent, names
 from trueshard.model.groups import Grouping
 from trueshard.model.intent import refuse
+from trueshard.model.names import Held
 from trueshard.model.snapshot import Snapshot
 from trueshard.model.units import choose_units
 from trueshard.optim.classify import classify, manner, refusal
 from trueshard.optim.rebind import rebind
 from trueshard.optim.stepping import bind, unwatch, watch
 from trueshard.plans import Plan
-from trueshard.runtime import apply
-from trueshard.runtime.access import agree_to_read, assign_data
+from trueshard.runtime import access, apply
 from trueshard.runtime.passes import Runtime, runtime_of
+from trueshard.runtime.waiting import watch_ranks
 
 
 def shard(
@@ -37,6 +38,8 @@ def shard(
 ) -> Plan:
     """Shard ``model`` and ``optimizers`` by a plan, or by choices without ``"auto"``; see ``trueshard.shard``."""
     mesh = distributed.ensure_mesh(mesh)
+    if not distributed.is_simulated(mesh):
+        watch_ranks()
     with agreement.together(mesh):
         _torch.check_torch()
         check_arguments(model, optimizers, how)
@@ -45,32 +48,28 @@ def shard(
     try:
         with agreement.together(mesh):
             names.hide_wrappers(model)
-            before, originals = intent.capture(model, optimizers)
-            refuse(names.unwrap(model), originals.parameters)
+            before, parameters, buffers = intent.capture(model, optimizers)
+            refuse(names.unwrap(model), parameters, buffers)
             resolved = resolve(model, how, tuple(mesh.shape))
             verdicts = [classify(optimizer) for optimizer in optimizers]
         facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key != "units"]
         facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
         facts += [(f"optimizer {i}'s way to step", manner(each)) for i, each in enumerate(verdicts)]
         agreement.agree_on_structure(before, facts, mesh)
-        hooked = [p.name for p in originals.parameters if _torch.gradient_hooks(p.tensor)[0]]
+        hooked = [p.name for p in parameters if _torch.gradient_hooks(p.tensor)[0]]
         hooked_anywhere: set[str] = set().union(*distributed.gather_objects(hooked, mesh))
         with agreement.together(mesh):
-            _equalise(originals, optimizers, mesh)
+            _equalise(parameters, buffers, optimizers, mesh)
             new_of = apply.apply(model, resolved, mesh, hooked=hooked_anywhere)
             for optimizer, verdict in zip(optimizers, verdicts, strict=True):
                 rebind(optimizer, new_of, [each.is_rows for each in verdict])
-            after, _ = intent.capture(model, optimizers)
+            after, *_ = intent.capture(model, optimizers)
             if words := intent.difference(before, after):
                 raise RuntimeError(f"sharding would change the model: {words}")
             _warn(model, resolved, mesh)
-            replaced = {p.name: p.tensor for p in originals.parameters if new_of[id(p.tensor)] is not p.tensor}
+            replaced = {p.name: p.tensor for p in parameters if new_of[id(p.tensor)] is not p.tensor}
             watch(names.unwrap(model), replaced)
-            _torch.find_every_inf()
-            _torch.average_mixed_lists()
-            _torch.read_numbers_of_the_whole(agree_to_read)
-            _torch.draw_as_one_device()
-            _torch.assign_data_with(assign_data)
+            access.open_tensors()
             for optimizer, verdict in zip(optimizers, verdicts, strict=True):
                 bind(optimizer, verdict)
     except BaseException:
@@ -146,12 +145,14 @@ def resolve(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> Pl
     return choices.apply_words(plan, ranks[-1])
 
 
-def _equalise(originals: intent.Originals, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh) -> None:
+def _equalise(
+    parameters: list[Held], buffers: list[Held], optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh
+) -> None:
     """Take rank 0's values where ranks were initialised differently, with a warning."""
-    name_of = {held.tensor: held.name for held in originals.parameters}
+    name_of = {held.tensor: held.name for held in parameters}
     kinds = {
-        "parameters": [(held.name, held.tensor) for held in originals.parameters],
-        "buffers": [(held.name, held.tensor) for held in originals.buffers],
+        "parameters": [(held.name, held.tensor) for held in parameters],
+        "buffers": [(held.name, held.tensor) for held in buffers],
         "gradients": [(name, tensor.grad) for tensor, name in name_of.items() if tensor.grad is not None],
         "tensors of optimizer state": [
             (f"{name_of[parameter]}.{key}", value)

@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trueshard import _torch
 from trueshard._torch import ShardedModule
-from trueshard.distributed import device_of, gather_objects, groups_of
+from trueshard.distributed import all_reduce, device_of, gather_objects
 
 
 @torch.no_grad()
@@ -66,7 +66,6 @@ class GradientHooks:
 
     @staticmethod
     def on(tensor: torch.Tensor) -> bool:
-        """True if any hook is set on ``tensor``."""
         return any(_torch.gradient_hooks(tensor))
 
     def transform(self, whole: torch.Tensor) -> torch.Tensor:
@@ -125,7 +124,6 @@ class Usage:
             self._elsewhere += parameters
 
     def begin(self) -> None:
-        """Begin a backward."""
         if self._empty is None:
             self._empty = {id(p) for _, parameters in self._lists for p in parameters if p.grad is None}
         for module, _ in self._lists:
@@ -154,11 +152,9 @@ class Usage:
         parameters = [p for _, parameters in self._lists for p in parameters if p.requires_grad]
         if empty is None or not parameters:
             return
-        used = [id(p) in self._used for p in parameters]
-        reached = torch.tensor(used, dtype=torch.uint8, device=device_of(self.mesh))
-        for group in groups_of(self.mesh):
-            dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=group)
-        for parameter, flag in zip(parameters, reached.tolist(), strict=True):
+        used = torch.tensor([id(p) in self._used for p in parameters], dtype=torch.uint8, device=device_of(self.mesh))
+        reached = all_reduce(used, self.mesh, dist.ReduceOp.MAX).tolist()
+        for parameter, flag in zip(parameters, reached, strict=True):
             if not flag and id(parameter) in empty:
                 parameter.grad = None
         self._used.clear()
@@ -166,9 +162,8 @@ class Usage:
     def _compare(self, missing: list[str]) -> None:
         digest = int.from_bytes(hashlib.sha256("\n".join(missing).encode()).digest()[:7], "big")
         both = torch.tensor([digest, -digest], dtype=torch.int64, device=device_of(self.mesh))
-        for group in groups_of(self.mesh):
-            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-        if int(both[0]) == -int(both[1]):
+        most, least = all_reduce(both, self.mesh, dist.ReduceOp.MAX).tolist()
+        if most == -least:
             return
         everyone: list[Any] = gather_objects(missing, self.mesh)
         name = next(name for name in sorted(set().union(*everyone)) if not all(name in each for each in everyone))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,26 +32,23 @@ def methods_that_compute(module: nn.Module) -> list[str]:
     """Return the methods of ``module``, without ``forward``, that need its parameters gathered."""
     children = {name for name, child in _torch.own_modules(module).items() if child is not None}
     attributes = children | set(_torch.own_parameters(module))
-    functions = dict(_methods(type(module)))
+    functions = _methods(type(module))
     reads = {name for name, function in functions.items() if names_in(function) & attributes}
     while more := {name for name in functions if name not in reads and names_in(functions[name]) & reads}:
         reads |= more
     return sorted(name for name in reads if not writes_parameters(functions[name], attributes))
 
 
-def _methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
-    """Yield the user's own methods of a module class, as Python functions."""
-    seen: set[str] = set()
-    for base in cls.__mro__:
-        if base is nn.Module:
-            return
-        if f"{base.__module__}.".startswith(_LIBRARIES):
-            continue
+def _methods(cls: type[nn.Module]) -> dict[str, types.FunctionType]:
+    """Return the user's own methods of a module class, as Python functions."""
+    found: dict[str, types.FunctionType] = {}
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    for base in (base for base in bases if not f"{base.__module__}.".startswith(_LIBRARIES)):
         for name, value in vars(base).items():
             hidden = name.startswith("__") or name == "forward" or hasattr(nn.Module, name)
-            if name not in seen and not hidden and inspect.isfunction(value) and not inspect.isgeneratorfunction(value):
-                seen.add(name)
-                yield name, value
+            if not hidden and inspect.isfunction(value) and not inspect.isgeneratorfunction(value):
+                found.setdefault(name, value)
+    return found
 
 
 def in_a_pass(

@@ -18,6 +18,7 @@ replicated parameters are averaged.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -92,15 +93,12 @@ class Runtime:
         self._trainable: list[Any] = []
         self._inference_buffers = False
         """True once FSDP2's buffers were made outside inference mode."""
-        self._second_handles: list[Any] = []
-        """Of the hooks that refuse gradients with a graph, in a double backward."""
-        self._version_of_double: int | None = None
-        """Sum of the versions of all shards when a double backward began; None: none is on."""
-        self._end_of_keeping: Callable[[], None] = lambda: None
-        """Lets gathered parameters be freed again, after a double backward."""
+        self._double = contextlib.ExitStack()
+        """Closing it ends a double backward, or gives it up; nothing happens if none is on."""
+        self._version_of_double = 0
+        """Sum of the versions of all shards when the last double backward began."""
 
     def is_in(self, *states: State) -> bool:
-        """True if any of ``states`` is on."""
         return any(state in self.states for state in states)
 
     def _leave_state(self, state: State) -> None:
@@ -153,15 +151,14 @@ class Runtime:
         self.states.append(State.PASS)
 
     def _begin_outermost(self) -> None:
-        if not _torch.is_initialised(self.root):  # was on the meta device
-            _torch.initialise(self.root)
+        _torch.initialise(self.root)  # nothing, but for a model that was on the meta device
         if _torch.interrupted(self.root):
             _torch.reset_iteration(self.root)
             self.drop_unreduced()
             self._end_state_of_backward()
-            self._end_double_backward()
+            self._double.close()
         if self.is_in(State.DOUBLE) and self._version_of_double != sum(map(self._version, self.units)):
-            self._end_double_backward()
+            self._double.close()
         self.replicated.forget_removed()
         if self.added:
             additions.settle(self)
@@ -180,7 +177,6 @@ class Runtime:
         self._gathered_before = set(self.gathered()) if gathered else set()
 
     def leave(self) -> None:
-        """Leave a pass, whether it returned or raised."""
         self._leave_state(State.PASS)
         if not self.is_in(State.PASS, State.SHARED) and not torch.is_grad_enabled() and not _torch.in_backward():
             self.free(self._gathered_before)
@@ -292,7 +288,7 @@ class Runtime:
         """Drop gradients that are summed on this rank and not reduced; ``of``: those of parameters with these ids."""
         _torch.drop_unreduced(self.root, of)
         self.replicated.forget(of)
-        if of is None or not (_torch.has_unreduced(self.root) or self.replicated.has_unreduced()):
+        if of is None or not self.has_unreduced():
             self.usage.forget()
             stepping.set_unreduced(self.root, None)
 
@@ -306,10 +302,12 @@ class Runtime:
         if not torch.is_grad_enabled() or self.is_in(State.DOUBLE):
             return
         self.states.insert(0, State.DOUBLE)
+        self._double.callback(self._leave_state, State.DOUBLE)
         self._version_of_double = sum(map(self._version, self.units))
-        self._end_of_keeping = _torch.keep_gathered(self.root)
-        trainable = [each for _, _, each in _torch.gathered_parameters(self.root) if each.requires_grad]
-        self._second_handles = [call_after_gradient(each, self._second_gradient) for each in trainable]
+        self._double.callback(_torch.keep_gathered(self.root))
+        for _, _, gathered in _torch.gathered_parameters(self.root):
+            if gathered.requires_grad:
+                self._double.callback(call_after_gradient(gathered, self._second_gradient).remove)
 
     def _second_gradient(self, _: torch.Tensor) -> None:
         if torch.is_grad_enabled():
@@ -318,14 +316,13 @@ class Runtime:
                 "those: use torch.autograd.grad(outputs, inputs, create_graph=True), then backward() on what follows"
             )
 
-    def _end_double_backward(self) -> None:
-        """End a double backward, or give it up; nothing if none is on."""
-        if self.is_in(State.DOUBLE):
-            self._leave_state(State.DOUBLE)
-            for handle in self._second_handles:
-                handle.remove()
-            self._second_handles, self._version_of_double = [], None
-            self._end_of_keeping()
+    def in_graph(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Return each parameter with the leaf that stands for it in the graph of a forward."""
+        gathered = [(sharded, leaf) for _, sharded, leaf in _torch.gathered_parameters(self.root)]
+        return gathered + [(whole.parameter, whole.leaf) for whole in self.replicated.parameters]
+
+    def has_unreduced(self) -> bool:
+        return _torch.has_unreduced(self.root) or self.replicated.has_unreduced()
 
     # Hooks and readers
 

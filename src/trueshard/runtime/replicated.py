@@ -12,13 +12,12 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from trueshard import _torch
-from trueshard.distributed import groups_of
+from trueshard.distributed import all_reduce
 from trueshard.model.intent import attributes_of
 from trueshard.model.names import Held
 from trueshard.runtime.gradients import GradientHooks, add_gradient, call_after_gradient
@@ -122,7 +121,6 @@ class ReplicatedGradients:
         self.mesh = mesh
 
     def forget_removed(self) -> None:
-        """Forget parameters that their modules do not have any more."""
         for whole in self.parameters:
             for module, attribute in list(whole.places):
                 if _torch.own_parameters(module).get(attribute) is None:
@@ -139,9 +137,7 @@ class ReplicatedGradients:
             if whole.parameter.requires_grad and (hooked or not only_hooked):
                 by_device.setdefault(whole.leaf.device, []).append(whole)
         for device, members in by_device.items():
-            for whole, grad in zip(members, self._average(device, members), strict=True):
-                if grad is not None:
-                    whole.deliver(grad)
+            self._reduce_on(device, members)
 
     def forget(self, of: Collection[int] | None = None) -> None:
         """Drop gradients that are not reduced yet; ``of``: those of parameters with these ids."""
@@ -150,10 +146,9 @@ class ReplicatedGradients:
                 whole.leaf.grad = None
 
     def has_unreduced(self) -> bool:
-        """True if a gradient is not reduced yet."""
         return any(whole.leaf.grad is not None for whole in self.parameters)
 
-    def _average(self, device: torch.device, members: list[WholeParameter]) -> list[torch.Tensor | None]:
+    def _reduce_on(self, device: torch.device, members: list[WholeParameter]) -> None:
         # A flag per parameter says whether a rank has a gradient: one that no rank used keeps its gradient None.
         grads = [whole.leaf.grad for whole in members]
         wide = any(whole.leaf.dtype in (torch.float64, torch.complex128) for whole in members)
@@ -163,15 +158,12 @@ class ReplicatedGradients:
             _real(torch.zeros_like(whole.leaf) if grad is None else grad).reshape(-1).to(dtype)
             for whole, grad in zip(members, grads, strict=True)
         ]
-        flat = torch.cat([used, *parts])
-        for group in groups_of(self.mesh):
-            dist.all_reduce(flat, group=group)
+        flat = all_reduce(torch.cat([used, *parts]), self.mesh)
         flags = flat[: len(members)].tolist()
         pieces = flat[len(members) :].div_(self.mesh.size()).split([part.numel() for part in parts])
-        return [
-            _shaped_as(whole.leaf, piece) if flag else None
-            for flag, piece, whole in zip(flags, pieces, members, strict=True)
-        ]
+        for flag, piece, whole in zip(flags, pieces, members, strict=True):
+            if flag:
+                whole.deliver(_shaped_as(whole.leaf, piece))
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trueshard.distributed import device_of, groups_of
+from trueshard.distributed import all_reduce, device_of
 from trueshard.model import names
+from trueshard.optim.shards import widest_float
 from trueshard.runtime.passes import runtime_of
 
 
@@ -67,9 +68,7 @@ class TokenMean:
         shared = torch.as_tensor(loss_sum).detach().double().reshape(())
         if self._mesh is not None:
             device = device_of(self._mesh)
-            shared = shared.to(device, torch.float32 if device.type == "mps" else torch.float64)
-            for group in groups_of(self._mesh):
-                dist.all_reduce(shared, group=group)
+            shared = all_reduce(shared.to(device, widest_float(device), copy=True), self._mesh)
         return shared.item() / self.total
 
 
@@ -114,10 +113,8 @@ def token_mean(model: nn.Module, tokens: int | torch.Tensor) -> TokenMean:
     except (TypeError, ValueError) as caught:
         count, error = 0, caught
     # A flag says that a rank was given something else: if it raised at once, the others would wait in the all-reduce.
-    shared = torch.tensor([count, error is not None], device=None if mesh is None else device_of(mesh))
-    for group in [] if mesh is None else groups_of(mesh):
-        dist.all_reduce(shared, group=group)
-    total, errors = shared.tolist()
+    shared = torch.tensor([count, error is not None])
+    total, errors = (shared if mesh is None else all_reduce(shared.to(device_of(mesh)), mesh)).tolist()
     if error is not None:
         raise error
     if errors:

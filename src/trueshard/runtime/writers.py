@@ -67,27 +67,21 @@ class _Reader:
         return any(map(self._writes, nodes))
 
     def _bind(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Assign):
-            pairs = [(target, node.value) for target in node.targets]
-        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
-            pairs = [(node.target, node.value)]
-        elif isinstance(node, (ast.For, ast.comprehension)):
-            pairs = [(node.target, node.iter)]
-        else:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.comprehension)):
             return
-        for target, value in pairs:
-            if self._is_parameter(value):
-                self._bound |= {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        value = node.iter if isinstance(node, (ast.For, ast.comprehension)) else node.value
+        if value is not None and self._is_parameter(value):
+            every = (each for target in targets for each in ast.walk(target))
+            self._bound |= {each.id for each in every if isinstance(each, ast.Name)}
 
     def _is_parameter(self, node: ast.AST) -> bool:
         """True for what may be a parameter, a module, or a collection of them."""
         if isinstance(node, ast.Name):
             return node.id in self._bound
-        if isinstance(node, ast.Attribute):
-            if isinstance(node.value, ast.Name) and node.value.id == self._this:
-                return node.attr in self._attributes
-            return self._is_parameter(node.value)
-        if isinstance(node, (ast.Subscript, ast.Starred)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._this:
+            return node.attr in self._attributes
+        if isinstance(node, (ast.Attribute, ast.Subscript, ast.Starred)):
             return self._is_parameter(node.value)
         if isinstance(node, (ast.Tuple, ast.List)):
             return any(map(self._is_parameter, node.elts))
@@ -103,13 +97,13 @@ class _Reader:
     def _writes(self, node: ast.AST) -> bool:
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Attribute) and _is_in_place(node.func.attr):
-                return self._is_parameter(node.func.value) or any(map(self._is_parameter, node.args))
-            if isinstance(node.func, ast.Name) and _is_in_place(node.func.id):
-                return any(map(self._is_parameter, node.args))
-            if isinstance(node.func, ast.Name) and node.func.id == "setattr" and node.args:
+                return any(map(self._is_parameter, [node.func.value, *node.args]))
+            if not isinstance(node.func, ast.Name):
+                return False
+            if node.func.id == "setattr" and node.args:
                 first = node.args[0]
                 return self._is_parameter(first) or (isinstance(first, ast.Name) and first.id == self._this)
-            return False
+            return _is_in_place(node.func.id) and any(map(self._is_parameter, node.args))
         targets: list[ast.expr] = []
         if isinstance(node, (ast.Assign, ast.Delete)):
             targets = node.targets

@@ -73,7 +73,10 @@ class ModelSection(Section):
     """The model: exactly one of `path`, `config` and `architecture`."""
 
     path: Text | None = None
-    """Hugging Face model directory with weights, to continue from; a checkpoint is one, and "…/latest" the newest."""
+    """Hugging Face model directory with weights, to continue from; a checkpoint is one, and "…/latest" the newest. Or
+    `owner/name` of a model on the hub, which is fetched into its cache."""
+    revision: Text | None = None
+    """With `owner/name`: branch, tag or commit. A run keeps the commit that it began with."""
     config: Text | None = None
     """A `config.json`, or a directory that has one: the same architecture, trained from scratch."""
     architecture: Text | None = None
@@ -93,12 +96,20 @@ class ModelSection(Section):
     def _fields_of_architecture(self) -> ModelSection:
         if self.fields and self.architecture is None:
             raise ValueError("model.fields goes with model.architecture only; remove it, or set that")
+        if self.revision is not None and self.path is None:
+            raise ValueError("model.revision goes with model.path only; remove it, or set that")
         return self
 
     def place(self) -> Path:
-        """Return the path that `path` or `config` names; for a folder's "latest", the newest checkpoint there."""
-        from trueshard.checkpoint.catalogue import latest, names_newest
+        """Return the path that `path` or `config` names; for a folder's "latest", the newest checkpoint there.
 
+        Raises `UserError` for a name on the hub whose files cannot be had.
+        """
+        from trueshard.checkpoint.catalogue import latest, names_newest
+        from trueshard.train.models.hub import fetch, is_hub_name
+
+        if self.path is not None and is_hub_name(self.path):
+            return fetch(self.path, self.revision)
         path = Path(self.path or self.config or "").expanduser()
         if names_newest(path):
             return latest(path.parent) or path

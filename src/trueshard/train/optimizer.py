@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from trueshard.errors import UserError, one_line
+from trueshard.errors import UserError, explained, one_line
 from trueshard.train.config import OptimizerSection, ScheduleSection
 from trueshard.train.models.parameters import match_globs
 
@@ -36,14 +36,12 @@ def build_optimizer(section: OptimizerSection, named: Iterable[tuple[str, nn.Par
         arguments["betas"] = tuple(section.betas)
     if section.weight_decay is not None:
         arguments["weight_decay"] = section.weight_decay
-    try:
+    problem = f"[optimizer]: {section.class_path} refuses its arguments"
+    with explained(problem, "correct them", (TypeError, ValueError, RuntimeError), one_line):
         default = inspect.signature(kind).parameters.get("weight_decay")
         decay = arguments.get("weight_decay", None if default is None else default.default)
         decays = isinstance(decay, (int, float)) and decay > 0
         return kind(_groups(section, trainable, decays), **arguments)
-    except (TypeError, ValueError, RuntimeError) as error:
-        said = f"[optimizer]: {section.class_path} refuses its arguments ({one_line(error)}); correct them"
-        raise UserError(said) from None
 
 
 def check_optimizer(section: OptimizerSection) -> None:
@@ -56,10 +54,8 @@ def imported_class(path: str, base: type, key: str) -> Any:
     """Return the class at an import path, a subclass of `base`. Raise `UserError`, naming `key`, if there is none."""
     module_name, _, name = path.rpartition(".")
     home = base.__module__ if base is not torch.optim.Optimizer else "torch.optim"
-    try:
+    with explained(f"{key}: {path!r} cannot be imported", "install it, or correct the path", ImportError, str):
         module = importlib.import_module(module_name or home)
-    except ImportError as error:
-        raise UserError(f"{key}: {path!r} cannot be imported ({error}); install it, or correct the path") from None
     kind = getattr(module, name, None)
     if isinstance(kind, type) and issubclass(kind, base):
         return kind
@@ -152,10 +148,9 @@ def check_schedule(section: ScheduleSection) -> None:
 def _scheduler(path: str, arguments: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:
     kind = imported_class(path, LRScheduler, "schedule.class")
     given = {key: _value(value, optimizer) for key, value in arguments.items()}
-    try:
+    kinds = (TypeError, ValueError, LookupError, AttributeError, ZeroDivisionError)
+    with explained(f"schedule.arguments: {path} refuses them", "correct them", kinds, one_line):
         return kind(optimizer=optimizer, **given)
-    except (TypeError, ValueError, LookupError, AttributeError, ZeroDivisionError) as error:
-        raise UserError(f"schedule.arguments: {path} refuses them ({one_line(error)}); correct them") from None
 
 
 def _value(value: Any, optimizer: torch.optim.Optimizer) -> Any:
@@ -166,9 +161,8 @@ def _value(value: Any, optimizer: torch.optim.Optimizer) -> Any:
         return _scheduler(value["class"], value.get("arguments", {}), optimizer)
     if isinstance(value, str) and value.count(":") == 1:
         module, name = value.split(":")
-        try:
+        problem, kinds = f"schedule.arguments: {value!r} is no function", (ImportError, AttributeError, ValueError)
+        with explained(problem, "give module:function", kinds, str):
             function = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UserError(f"schedule.arguments: {value!r} is no function ({error}); give module:function") from None
         return function if hasattr(function, "__dict__") else functools.partial(function)  # torch saves its __dict__
     return value

@@ -28,8 +28,8 @@ else:
 
 REPLACES = {
     "model.path": ("model.config", "model.architecture", "model.fields", "tokenizer.vocab_size"),
-    "model.config": ("model.path", "model.architecture", "model.fields"),
-    "model.architecture": ("model.path", "model.config"),
+    "model.config": ("model.path", "model.revision", "model.architecture", "model.fields"),
+    "model.architecture": ("model.path", "model.revision", "model.config"),
     "tokenizer.path": ("tokenizer.vocab_size",),
     "tokenizer.vocab_size": ("tokenizer.path",),
     "data.path": ("data.sources",),
@@ -76,19 +76,14 @@ def _override(tree: dict[str, Any], text: str) -> None:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise UserError(f"--set {text}: {'.'.join(parts[:depth])} is a value, not a table; set it itself")
-    table[last] = _toml_value(value.strip())
-
-
-def _toml_value(text: str) -> Any:
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = tomllib.loads(f"value = {value.strip()}")
     except tomllib.TOMLDecodeError:
-        return text
-    return parsed["value"] if list(parsed) == ["value"] else text
+        parsed = {}
+    table[last] = parsed["value"] if list(parsed) == ["value"] else value.strip()
 
 
 def _describe(error: ValidationError) -> str:
-    """Describe the first problem, and count the others."""
     problems: dict[str, list[Any]] = {}  # of a union, each branch has one
     for item in error.errors():
         problems.setdefault(_dotted(item["loc"]), []).append(item)

@@ -63,6 +63,17 @@ class Callback:
         """Restore what ``state_dict`` returned."""
 
 
+def over_ranks(
+    values: Iterable[float | torch.Tensor], device: torch.device, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> list[float]:
+    """Return each value reduced over ranks, in float64, which holds bytes exactly. Collective."""
+    shared = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(shared, op)
+    reduced: list[float] = shared.tolist()
+    return reduced
+
+
 class NonFiniteLoss(ArithmeticError):
     """A loss or a gradient was NaN or infinite, and no more such steps may be skipped."""
 
@@ -212,7 +223,7 @@ class Trainer:
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         norm = float(clip_grad_norm_(self.model.parameters(), limit))
         lost = self._saving is not None and self._saving.done and self._saving.failure is not None
-        total, read, wishes, failures = self._sum([loss_sum, tokens, self.wants_stop(), lost])
+        total, read, wishes, failures = over_ranks([loss_sum, tokens, self.wants_stop(), lost], self.device)
         if failures:
             self._wait_for_checkpoint()  # raises on every rank what went wrong on one
         loss, self.step, self.tokens = total / mean.total, self.step + 1, self.tokens + int(read)
@@ -235,7 +246,6 @@ class Trainer:
         }
 
     def _update(self, loss: float, norm: float) -> None:
-        """Step the optimizer, unless the loss is not finite."""
         # A scaler skips a step whose gradients overflow, and halves.
         if math.isfinite(loss) and (math.isfinite(norm) or self.scaler is not None):
             self._scaling.step(self.optimizer)
@@ -285,7 +295,7 @@ class Trainer:
         while True:
             fresh = next(batches, None)
             batch = batch if fresh is None else fresh
-            more, empty = self._sum([fresh is not None, batch is None])
+            more, empty = over_ranks([fresh is not None, batch is None], self.device)
             if not more:
                 break
             if empty:
@@ -293,7 +303,7 @@ class Trainer:
             part = float(self.loss(self.model, self._to_device(batch)))
             if fresh is not None:
                 sums = [sums[0] + part, sums[1] + self.loss.count(batch)]
-        total, count = self._sum(sums)
+        total, count = over_ranks(sums, self.device)
         if not count:
             raise ValueError("the evaluation has no target; give it data that has")
         return [total, count]
@@ -364,14 +374,6 @@ class Trainer:
         if self._saving is not None and self.checkpoints is not None:
             self._saving.wait()
             self.checkpoints.prune()
-
-    def _sum(self, values: Sequence[float | torch.Tensor]) -> list[float]:
-        """Return each value summed over ranks."""
-        shared = torch.tensor([float(value) for value in values], dtype=torch.float64, device=self.device)
-        if dist.is_initialized():
-            dist.all_reduce(shared)
-        added: list[float] = shared.tolist()
-        return added
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0

@@ -231,19 +231,22 @@ class Structure:
 
 
 def structure_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Structure:
-    found, _ = intent.capture(model, optimizers)
-    records = (*found.parameters, *found.buffers)
+    _, parameters, buffers = intent.capture(model, optimizers)
+    held = (*parameters, *buffers)
+    name_of = {id(each.tensor): each.name for each in parameters}
     listed = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
     return Structure(
         names=(*listed, *(f"state_dict: {key}" for key in unwrap(model).state_dict(keep_vars=True))),
-        dtypes={each.name: f"{each.dtype} {list(each.shape)}" for each in records},
-        trainability={each.name: each.requires_grad for each in found.parameters},
-        ties=tuple(each.names for each in records if len(each.names) > 1),
+        dtypes={each.name: f"{each.tensor.dtype} {list(each.tensor.shape)}" for each in held},
+        trainability={each.name: each.tensor.requires_grad for each in parameters},
+        ties=tuple(tuple(each.names) for each in held if len(each.names) > 1),
         membership={
-            f"{record.kind} {number}, group {place}": {"params": tuple(group.parameters)}
-            | {key: _plain(value) for key, value in group.settings.items()}
-            for number, record in enumerate(found.optimizers)
-            for place, group in enumerate(record.groups)
+            f"{type(optimizer).__name__} {number}, group {place}": {
+                key: tuple(name_of[id(each)] for each in value) if key == "params" else _plain(value)
+                for key, value in group.items()
+            }
+            for number, optimizer in enumerate(optimizers)
+            for place, group in enumerate(optimizer.param_groups)
         },
     )
 

@@ -31,8 +31,7 @@ from trueshard.verification.subjects import Case, ShardRefused
 from trueshard.verification.training import Progress
 
 RUNS = {"reference": reference, "sharded": sharded, "restored": restored}
-LEAST_SPACE = 1 << 20
-"""Free bytes below which what the processes leave to each other may be cut off."""
+LEAST_SPACE = 1 << 20  # free bytes below which what the processes leave to each other may be cut off
 
 
 def start(case: Case, run: str, ranks: int, limit: float) -> Any:

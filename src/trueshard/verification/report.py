@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 
 Status = Literal["held", "broken", "not reached"]
 
-VALUES = {kind: kind for kind in ("losses", "gradients", "gradient norm", "parameters", "buffers")}
+VALUES = {kind: kind for kind in ("losses", "gradients", "gradient norm", "parameters", "buffers")}  # → its point
 VALUES["state"] = "optimizer state"
-"""By kind of values, the name of its point."""
-ASPECTS = {aspect: aspect for aspect in ("names", "dtypes", "trainability", "ties")}
+ASPECTS = {aspect: aspect for aspect in ("names", "dtypes", "trainability", "ties")}  # of the structure → its point
 ASPECTS["membership"] = "optimizer membership"
-"""By aspect of the structure, the name of its point."""
 ROUND_TRIP, CONTINUED, NO_SIDE_EFFECT = "checkpoint round trip", "training from it", "save without side effect"
 PLAIN = "mixed precision, compiling"
 NEAR_LOSSES, NEAR_MOVED = 0.05, 0.8
@@ -54,12 +52,10 @@ class Failure:
 
     rank: int
     stage: str
-    kind: str
-    """``"refused"`` by ``shard()``, a wrong ``"input"``, or ``"failed"``."""
+    kind: str  # ``"refused"`` by ``shard()``, a wrong ``"input"``, or ``"failed"``
     words: str
     trace: str
-    at: float
-    """Seconds since the epoch: the first failure is the cause."""
+    at: float  # seconds since the epoch: the first failure is the cause
 
 
 @dataclass(frozen=True)

@@ -27,39 +27,22 @@ import trueshard
 from trueshard import _torch
 from trueshard.errors import one_line
 from trueshard.model.names import unwrap
-from trueshard.verification.compare import (
-    FLOORS,
-    SHAKE,
-    Comparison,
-    Named,
-    Structure,
-    TensorStore,
-    Tolerances,
-    differences,
-    differences_on_disk,
-    distance,
-    gathered_tensors,
-    structure_of,
-    values_of,
-    whole,
-)
+from trueshard.verification import compare
+from trueshard.verification.compare import FLOORS, Comparison, Named, Structure, TensorStore, Tolerances
 from trueshard.verification.subjects import Case, Subject, TrainingSetup
 from trueshard.verification.training import Comparer, Progress, RunRecord, Watcher, subject_of, train, wrong_dtypes
 
 CHECKPOINT = "checkpoint"
 SAVED = ("parameters", "buffers", "state")  # kinds of values that a checkpoint holds
 WORDS = {"parameters": "parameter", "gradients": "the gradient of", "buffers": "buffer", "state": "optimizer state"}
-RankState = dict[str, Any]  # this rank's values, by a description of each
 
 
 @dataclass(frozen=True)
 class Reference:
     """Result of the reference, with which the other runs are compared; its tensors are on disk."""
 
-    setting: Mapping[str, Any]
-    """Name, parameters and optimizers, for the report."""
-    structure: Structure
-    """Structure of the model before its first step."""
+    setting: Mapping[str, Any]  # name, parameters and optimizers, for the report
+    structure: Structure  # structure of the model before its first step
     tolerances: Tolerances
     record: RunRecord
     constant_buffers: Sequence[str]
@@ -74,11 +57,10 @@ class StepRecorder(Watcher):
 
     def __init__(self, store: TensorStore) -> None:
         self._store = store
-        self.short: dict[int, torch.dtype] = {}
-        """By number of the optimizer, the 16-bit dtype in which it computes what is stored in a wider one."""
+        self.short: dict[int, torch.dtype] = {}  # optimizer's number → 16-bit dtype in which it computes wider values
 
     def see(self, kind: str, step: int, values: Named) -> None:
-        for name, tensor in gathered_tensors(values):
+        for name, tensor in compare.gathered_tensors(values):
             self._store.write(kind, step, name, tensor)
 
     @contextlib.contextmanager
@@ -132,7 +114,7 @@ class RoundingNoise(Comparer):
         wide, some = part.double(), part != 0
         usual = wide[some].square().mean().sqrt() if bool(some.any()) else 0.0
         change = torch.rand(part.shape, generator=self._random, dtype=torch.float64).mul_(2).sub_(1).to(part.device)
-        change *= SHAKE * torch.finfo(dtype).eps
+        change *= compare.SHAKE * torch.finfo(dtype).eps
         part.copy_(torch.where(some, wide + change * (wide.abs() + usual), wide))
 
 
@@ -143,7 +125,7 @@ def reference(case: Case, progress: Progress) -> Reference:
     build = subject.sharded if case.changes_arithmetic else subject.plain
     progress.stage = "building the model"
     setup = build()
-    structure = structure_of(setup.model, setup.optimizers)
+    structure = compare.structure_of(setup.model, setup.optimizers)
     losses = train(case, subject, setup, record, recorder, progress)
     _check_trains(subject.name, losses, store, case.steps)
     constant = [
@@ -159,8 +141,8 @@ def reference(case: Case, progress: Progress) -> Reference:
     if again.model is setup.model:
         raise ValueError(f"{subject.name} gives the same model each time it is called; make a new one there")
     del setup
-    for key, value in gathered_tensors(values_of("parameters", again.model)):
-        if distance(value, store.read("parameters", 0, key))[0]:
+    for key, value in compare.gathered_tensors(compare.values_of("parameters", again.model)):
+        if compare.distance(value, store.read("parameters", 0, key))[0]:
             raise ValueError(
                 f"{subject.name} gives {key!r} other values each time it is called, although the random generators of "
                 "Python, numpy and torch are seeded before: make it repeatable"
@@ -220,12 +202,12 @@ def _plain_distance(case: Case, subject: Subject, losses: Sequence[float], progr
     plain = train(case, subject, setup, RunRecord(), Watcher(), progress)
     store = case.tensors("reference")
     apart = moved = 0.0
-    for name, value in values_of("parameters", setup.model).items():
+    for name, value in compare.values_of("parameters", setup.model).items():
         before, after = (store.read("parameters", step, name).double() for step in (0, case.steps))
-        apart += float((whole(value).double() - after).square().sum())
-        moved += float((whole(value).double() - before).square().sum())
+        apart += float((compare.whole(value).double() - after).square().sum())
+        moved += float((compare.whole(value).double() - before).square().sum())
     pairs = zip(*(torch.tensor(each, dtype=torch.float64) for each in (losses, plain)), strict=True)
-    return max(distance(*pair)[1] for pair in pairs), math.sqrt(apart / moved) if moved else float(apart > 0)
+    return max(compare.distance(*pair)[1] for pair in pairs), math.sqrt(apart / moved) if moved else float(apart > 0)
 
 
 def _check_trains(name: str, losses: Sequence[float], store: TensorStore, steps: int) -> None:
@@ -283,10 +265,8 @@ class CheckpointComparer(Comparer):
     def __init__(self, case: Case, known: Reference, progress: Progress) -> None:
         super().__init__(case.tensors("reference"), known.tolerances, known.constant_buffers, case.steps)
         self._case, self._known, self._progress = case, known, progress
-        self.disturbed: list[str] = []
-        """Side effects of a save, in words."""
-        self.disk: list[str] = []
-        """Differences of a checkpoint's own listing, in words."""
+        self.disturbed: list[str] = []  # side effects of a save, in words
+        self.disk: list[str] = []  # differences of a checkpoint's own listing, in words
 
     def begin(self, setup: TrainingSetup) -> None:
         super().begin(setup)
@@ -310,11 +290,11 @@ class CheckpointComparer(Comparer):
         if self._is_first:
             listing = trueshard.inspect(str(self._case.folder / name))
             assert isinstance(listing, trueshard.Inspected)
-            self.disk += differences_on_disk(listing, self._known.structure)
+            self.disk += compare.differences_on_disk(listing, self._known.structure)
         if step:
             saved = self._case.tensors("saved")
             for kind in SAVED:
-                for key, tensor in gathered_tensors(values_of(kind, setup.model, setup.optimizers)):
+                for key, tensor in compare.gathered_tensors(compare.values_of(kind, setup.model, setup.optimizers)):
                     if self._is_first:
                         saved.write(kind, step, key, tensor)
 
@@ -328,14 +308,14 @@ class CheckpointComparer(Comparer):
         trueshard.load(self._case.folder / CHECKPOINT, **_saved(setup))
         self._progress.stage = "after loading the checkpoint"
         for kind in SAVED:
-            values = values_of(kind, setup.model, setup.optimizers)
+            values = compare.values_of(kind, setup.model, setup.optimizers)
             self.compare(kind, self._case.save_after, values, self._case.tensors("saved"), exactly=True)
         loaded, self.found = self.found, []
         return loaded, _structure_differences(setup, self._known)
 
 
 def _structure_differences(setup: TrainingSetup, known: Reference) -> dict[str, str]:
-    return differences(structure_of(setup.model, setup.optimizers), known.structure)
+    return compare.differences(compare.structure_of(setup.model, setup.optimizers), known.structure)
 
 
 def _saved(setup: TrainingSetup) -> dict[str, Any]:
@@ -348,8 +328,8 @@ def _saved(setup: TrainingSetup) -> dict[str, Any]:
 @torch.no_grad()
 def overwrite(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Change this rank's part of all that a checkpoint holds: also persistent buffers and numbers of groups."""
-    values = [*unwrap(model).state_dict(keep_vars=True).values(), *values_of("state", model, optimizers).values()]
-    for value in values:
+    state = compare.values_of("state", model, optimizers)
+    for value in (*unwrap(model).state_dict(keep_vars=True).values(), *state.values()):
         if isinstance(value, torch.Tensor):
             part = _torch.local(value.detach())
             part.logical_not_() if part.dtype == torch.bool else part.add_(1)
@@ -366,11 +346,12 @@ def _other(value: Any) -> Any:
     return value
 
 
-def rank_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> RankState:
+def rank_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return this rank's values, by a description of each."""
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in _walk(model, optimizers)}
 
 
-def changes(before: RankState, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+def changes(before: Mapping[str, Any], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
     after = dict(_walk(model, optimizers))
     words = [f"removed {key}" for key in before if key not in after]
     words += [f"made {key}" for key in after if key not in before]
@@ -379,14 +360,14 @@ def changes(before: RankState, model: nn.Module, optimizers: Sequence[torch.opti
         if not (isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and one.dtype == two.dtype):
             is_same = type(one) is type(two) and not isinstance(one, torch.Tensor) and (one is two or one == two)
             words += [] if is_same else [f"changed {key}"]
-        elif largest := distance(two, one)[0]:
+        elif largest := compare.distance(two, one)[0]:
             words.append(f"changed {key} by up to {largest:.3g}")
     return words
 
 
 def _walk(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, Any]]:
     for kind, words in WORDS.items():
-        for name, value in values_of(kind, model, optimizers).items():
+        for name, value in compare.values_of(kind, model, optimizers).items():
             yield f"{words} {name!r}", _torch.local(value.detach()) if isinstance(value, torch.Tensor) else value
     for name, parameter in model.named_parameters():
         yield f"requires_grad of {name!r}", parameter.requires_grad

@@ -31,16 +31,9 @@ from trueshard.choices import Choices
 from trueshard.distributed import replicated_mesh
 from trueshard.errors import one_line
 from trueshard.model import names
+from trueshard.planner.inputs import factories
 from trueshard.planner.inputs.batches import model_loss
-from trueshard.planner.inputs.factories import (
-    Factory,
-    Original,
-    Parts,
-    explained,
-    from_callable,
-    from_file,
-    optimizers_among,
-)
+from trueshard.planner.inputs.factories import Factory, Original, Parts
 from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.planner.inputs.optimizers import checked, optimizers_of
 from trueshard.planner.inputs.workloads import model_feed
@@ -48,41 +41,33 @@ from trueshard.plans import Plan
 from trueshard.train.losses import Loss, Mean
 from trueshard.verification.compare import TensorStore
 
-SAMPLES = 2
-"""Samples of a part, if the batch is made here."""
-SEQUENCE = 32
-"""Tokens of a sample, at most, if the batch is made here."""
+SAMPLES = 2  # samples of a part, if the batch is made here
+SEQUENCE = 32  # tokens of a sample, at most, if the batch is made here
 FIRST_SCALE = 1024.0
 """Loss scale for float16 to begin with: with torch's own, 65536, steps are skipped until it has come down."""
+# Names of the number of layers in transformers configurations:
 COUNTS: tuple[str, ...] = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 COUNTS += ("encoder_layers", "decoder_layers", "num_decoder_layers")
-"""Names of the number of layers in transformers configurations."""
 
 
 @dataclass(frozen=True)
 class Case:
     """One verification: the same data in each of its processes."""
 
-    folder: Path
-    """Temporary folder for what the processes leave to each other."""
-    source: Any
-    """``"file.py:factory"``, a function, a module as an ``Original``, or a training configuration."""
+    folder: Path  # temporary folder for what the processes leave to each other
+    source: Any  # ``"file.py:factory"``, a function, a module as an ``Original``, or a training configuration
     plan: Plan | None
     choices: Choices
-    replicate: int
-    """Copies of the model: a 2-D mesh (replicate, shard) if more than one."""
+    replicate: int  # copies of the model: a 2-D mesh (replicate, shard) if more than one
     ranks: int
-    other_ranks: int
-    """Ranks on which the checkpoint is loaded; one of it and ``ranks`` divides the other."""
+    other_ranks: int  # ranks on which the checkpoint is loaded; one of it and ``ranks`` divides the other
     steps: int
-    save_after: int
-    """Step after which a checkpoint is written, from which other ranks go on."""
+    save_after: int  # step after which a checkpoint is written, from which other ranks go on
     seed: int
     layers: int | None
     sequence: int | None
     optimizer: str | None
-    threads: int
-    """Threads of each process: with another number, sums are taken in another order."""
+    threads: int  # threads of each process: with another number, sums are taken in another order
     timeout: float
 
     def put(self, name: str, value: Any) -> None:
@@ -120,8 +105,7 @@ class TrainingSetup:
     optimizers: Sequence[torch.optim.Optimizer]
     loss: Loss
     scaler: torch.amp.GradScaler | None = None
-    plan: Plan | None = None
-    """The plan by which the model was sharded; None: it is plain."""
+    plan: Plan | None = None  # the plan by which the model was sharded; None: it is plain
 
 
 class Subject(Protocol):
@@ -214,11 +198,11 @@ class FactorySubject:
         seed_all(case.seed)  # a file may make its batch when it is imported
         self._factory: Factory | Original
         if isinstance(case.source, str):
-            self._factory = from_file(case.source, guarded=False)
+            self._factory = factories.from_file(case.source, guarded=False)
         elif isinstance(case.source, Original):
             self._factory = case.source
         else:
-            self._factory = from_callable(case.source)
+            self._factory = factories.from_callable(case.source)
             self._factory.file = None  # its lines are in no file that the user named
         self.name = self._factory.name
         self.max_norm = math.inf
@@ -266,12 +250,12 @@ class FactorySubject:
         seed_all(self._case.seed)
         if isinstance(factory, Original):
             given = factory.beside
-            optimizers = optimizers_among(given)
+            optimizers = factories.optimizers_among(given)
             return Parts(*copy.deepcopy((factory.module, given.get("batch"), given.get("loss"), optimizers)))
         function: Callable[..., Any] = factory.function
         if self._case.layers is not None and "layers" in inspect.signature(function).parameters:
             function = functools.partial(function, layers=self._case.layers)
-        with explained(factory.name, factory.file, factory.folder):
+        with factories.explained(factory.name, factory.file, factory.folder):
             result = function()
         return factory.parts_of(result)
 

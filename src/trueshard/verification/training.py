@@ -26,32 +26,22 @@ from trueshard.errors import UserError
 from trueshard.model.names import named_modules
 from trueshard.planner.inputs.factories import Original
 from trueshard.planner.inputs.fake_tensors import mapped
-from trueshard.verification.compare import (
-    Comparison,
-    Named,
-    TensorStore,
-    Tolerances,
-    distance,
-    gathered_tensors,
-    values_of,
-)
+from trueshard.verification import compare
+from trueshard.verification.compare import Comparison, Named, TensorStore, Tolerances
 from trueshard.verification.subjects import Case, FactorySubject, Subject, TrainingSetup, seed_all, tensors_of
 
 
 @dataclass
 class Progress:
-    stage: str = "beginning"
-    """What this process does, for the report of a failure."""
+    stage: str = "beginning"  # what this process does, for the report of a failure
 
 
 @dataclass
 class RunRecord:
     """The batches and clipping of the first run, which every later run has to repeat."""
 
-    limits: dict[int, float] = field(default_factory=dict)
-    """Norm to which the gradients of a step are clipped."""
-    checksums: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    """Checksum of each microbatch, by step, part and number."""
+    limits: dict[int, float] = field(default_factory=dict)  # norm to which the gradients of a step are clipped
+    checksums: dict[tuple[int, int, int], int] = field(default_factory=dict)  # by step, part and microbatch
 
     def check_batch(self, name: str, place: tuple[int, int, int], batch: Any) -> None:
         """Keep the checksum of a microbatch, or raise ``UserError`` if another one is known."""
@@ -73,11 +63,11 @@ class Watcher:
 
     def begin(self, setup: TrainingSetup) -> None:
         for kind in ("parameters", "buffers"):
-            self.see(kind, 0, values_of(kind, setup.model))
+            self.see(kind, 0, compare.values_of(kind, setup.model))
 
     def gradients(self, step: int, setup: TrainingSetup) -> None:
         """Called before gradients are clipped."""
-        self.see("gradients", step, values_of("gradients", setup.model))
+        self.see("gradients", step, compare.values_of("gradients", setup.model))
 
     def stepping(self, number: int) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -87,7 +77,7 @@ class Watcher:
         self.see("losses", step, {"": loss})
         self.see("gradient norm", step, {"": norm})
         for kind in ("parameters", "buffers", "state"):
-            self.see(kind, step, values_of(kind, setup.model, setup.optimizers))
+            self.see(kind, step, compare.values_of(kind, setup.model, setup.optimizers))
 
 
 class Comparer(Watcher):
@@ -120,7 +110,7 @@ class Comparer(Watcher):
         expected = set(store.names(kind, step)) if self._is_first else set()
         if only is not None:
             expected, values = expected & set(only), {name: each for name, each in values.items() if name in only}
-        for name, tensor in gathered_tensors(values):
+        for name, tensor in compare.gathered_tensors(values):
             if not self._is_first:
                 continue
             if name not in expected:
@@ -134,7 +124,7 @@ class Comparer(Watcher):
                 continue
             start = self._store.read(kind, 0, name) if kind == "parameters" and step and not exactly else None
             tolerance = 0.0 if exactly else self._tolerances.of(kind, step, name)
-            self.found.append(Comparison(kind, step, name, *distance(tensor, known, start), tolerance))
+            self.found.append(Comparison(kind, step, name, *compare.distance(tensor, known, start), tolerance))
         self.found += [Comparison.fault(kind, step, name, "is missing") for name in sorted(expected)]
 
 

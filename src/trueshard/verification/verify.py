@@ -24,8 +24,7 @@ from trueshard.verification.subjects import Case
 if TYPE_CHECKING:
     from trueshard.train.config import Config
 
-COLLECTIVE = 0.5
-"""Part of the time limit that a collective may take: a rank that waits for another says so before all are ended."""
+COLLECTIVE = 0.5  # of the time limit: a rank that waits for another in vain says so before all are ended
 
 
 def verify(
@@ -139,11 +138,7 @@ def _run(case: Case, limit: float, notes: list[str]) -> Verified:
     restored = None if isinstance(sharded, Failure) else start(case, "restored", case.other_ranks, limit)
     setting = {
         **known.setting,
-        "ranks": case.ranks,
-        "other_ranks": case.other_ranks,
-        "steps": case.steps,
-        "save_after": case.save_after,
-        "layers": case.layers,
+        **{name: getattr(case, name) for name in ("ranks", "other_ranks", "steps", "save_after", "layers")},
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "reference": "one rank, the same plan" if case.changes_arithmetic else "one process, not sharded",

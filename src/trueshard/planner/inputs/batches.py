@@ -50,8 +50,7 @@ def model_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         output = model(**inputs)
     else:
         output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-    scalar = _scalar(output)
-    return scalar if scalar is not None else _compared(_first(output), target)
+    return _loss_of(output, target)
 
 
 def example_feed(example: Any, loss: Loss = model_loss) -> Feed:
@@ -135,8 +134,7 @@ def _token_feed(root: nn.Module, wanted: str, targets: str, vocabulary: int, seq
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         ids, labels = batch
         output = model(ids, **{targets: labels}) if targets else model(ids)
-        scalar = _scalar(output)
-        return scalar if scalar is not None else _compared(_first(output), labels)
+        return _loss_of(output, labels)
 
     how = f"forward's own, from {targets}" if targets else "cross entropy of its logits in float32, or its scalar"
     said = f"The batch is token ids below {vocabulary} ({wanted}) with the next one as label; the loss is {how}."
@@ -212,7 +210,10 @@ def _first(output: Any) -> torch.Tensor:
     raise ValueError("the model's output holds no tensor with a gradient; give loss=, a function (model, batch)")
 
 
-def _compared(output: torch.Tensor, target: Any) -> torch.Tensor:
+def _loss_of(outputs: Any, target: Any) -> torch.Tensor:
+    if (scalar := _scalar(outputs)) is not None:
+        return scalar
+    output = _first(outputs)
     if isinstance(target, torch.Tensor):
         if target.shape == output.shape and target.is_floating_point():
             return functional.mse_loss(output.float(), target.float())

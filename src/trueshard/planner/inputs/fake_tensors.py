@@ -102,14 +102,13 @@ def make_fake(model: nn.Module, dtype: torch.dtype | None = None) -> dict[int, t
 def _stand_ins(model: nn.Module, dtype: torch.dtype | None) -> dict[int, Any]:
     made: dict[int, Any] = {}
     for kind in ("parameters", "buffers"):
-        for name, _, _, tensor in names.named_tensors(model, kind):
-            if is_lazy(tensor):
+        for held in names.held_tensors(model, kind):
+            if is_lazy(held.tensor):
                 raise ValueError(
-                    f"{name!r} has no shape yet (its module initialises itself at the first forward): give the sizes "
-                    "when the module is made, or run the model once before planning"
+                    f"{held.name!r} has no shape yet (its module initialises itself at the first forward): give the "
+                    "sizes when the module is made, or run the model once before planning"
                 )
-            if id(tensor) not in made:
-                made[id(tensor)] = _stand_in(tensor, dtype)
+            made[id(held.tensor)] = _stand_in(held.tensor, dtype)
     return made
 
 

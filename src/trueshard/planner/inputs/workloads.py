@@ -66,12 +66,14 @@ def workload_of(
         feed = _feed_of_factory(made, sequence, batch, has_loss=loss is not None)
         own = made.parts.optimizers is not None and optimizer is None
     stored = ["Parameters are stored in float32."] if isinstance(source, Configuration) and dtype is None else []
+    # Without transformers' checks of values, such as that there are as many image tokens as features.
+    unchecked = mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1")
     return Workload(
         name=source.name,
         model=made.model,
         optimizers=made.optimizers if own else optimizers_of(optimizer or "adamw"),
         batch=feed.batch,
-        loss=_without_value_checks(loss or feed.loss),
+        loss=unchecked(loss or feed.loss),
         sequence=feed.sequence,
         clip=clip,
         assumptions=(*assumptions, *feed.assumptions, *stored),
@@ -145,16 +147,6 @@ def _feed_of_factory(made: _Made, sequence: int | None, batch: Any, has_loss: bo
 
 def _feed_of(batch: Any, loss: Loss, sequence: int | None) -> Feed:
     return Feed(batch, loss, sequence or 2048) if callable(batch) else example_feed(batch, loss)
-
-
-def _without_value_checks(loss: Loss) -> Loss:
-    """Leave out transformers' checks of values, such as that there are as many image tokens as features."""
-
-    def unchecked(model: nn.Module, batch: Any) -> torch.Tensor:
-        with mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"):
-            return loss(model, batch)
-
-    return unchecked
 
 
 def _off_meta(value: Any) -> Any:

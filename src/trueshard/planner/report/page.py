@@ -47,6 +47,7 @@ def _data(study: Study) -> dict[str, Any]:
     forecast = study.forecast
     live = ledger.curve(study.trace)
     peak = ledger.peak(study.trace, live)
+    mine, *others = report.every_plan(study)
     return {
         "headline": report.headline(forecast),
         "settings": report.settings(study),
@@ -59,7 +60,7 @@ def _data(study: Study) -> dict[str, Any]:
         "memory": _memory(study, live, peak),
         "lanes": thinning.lanes(study.trace, study.timeline, SPANS),
         "phases": thinning.phases(study.timeline),
-        "alternatives": _alternatives(study),
+        "alternatives": [{**mine, "words": "This plan"}, *others],
         "tensors": _tensors(study, peak),
         "units": report.unit_rows(study),
         "reasons": list(dict.fromkeys(study.reasons)),
@@ -124,21 +125,6 @@ def _bands(study: Study, live: Curve) -> list[Collapsed[str]]:
         label = rows[0].name if len(rows) == 1 else ", ".join(row.name or "(root)" for row in rows)
         found.append(Collapsed(label, tuple(band)))
     return found
-
-
-def _alternatives(study: Study) -> list[dict[str, Any]]:
-    return [
-        {
-            "words": words if number else "This plan",
-            "memory": each.peak_reserved_bytes,
-            "speed": each.tokens_per_second_per_rank,
-            "step": each.step_seconds,
-            "mfu": each.mfu,
-            "fits": each.fits,
-            "front": on_front,
-        }
-        for number, (words, each, on_front) in enumerate(report.compared(study))
-    ]
 
 
 def _tensors(study: Study, peak: Peak) -> list[dict[str, Any]]:

@@ -53,12 +53,12 @@ function aboutPlan(plan) {
   return [
     element("p", {}, element("b", {}, plan.words)),
     element("table", {}, ...[
-      ["reserved", bytes(plan.memory)],
-      ["tokens/s a rank", number(plan.speed)],
-      ["step", duration(plan.step)],
+      ["reserved", bytes(plan.peak_reserved_bytes)],
+      ["tokens/s a rank", number(plan.tokens_per_second_per_rank)],
+      ["step", duration(plan.step_seconds)],
       ["MFU", `${number(plan.mfu * 100, 1)}%`],
     ].map(([name, value]) => element("tr", {}, element("td", {}, name), element("td", {}, value)))),
-    element("p", { class: "dim" }, plan.fits ? (plan.front ? "fits; on the Pareto front" : "fits") : "does not fit"),
+    element("p", { class: "dim" }, plan.fits ? (plan.on_front ? "fits; on the Pareto front" : "fits") : "does not fit"),
   ];
 }
 
@@ -78,8 +78,8 @@ function scatter() {
   if (plans.length < 2) return;
   const box = $("scatter"), wide = Math.max(box.clientWidth, 280), high = Math.max(280, Math.min(420, wide * 0.4));
   const [left, right, top, foot] = [76, 16, 14, 50];
-  const [x0, x1] = range(plans.map((plan) => plan.memory), [data.budget]);
-  const [y0, y1] = range(plans.map((plan) => plan.speed));
+  const [x0, x1] = range(plans.map((plan) => plan.peak_reserved_bytes), [data.budget]);
+  const [y0, y1] = range(plans.map((plan) => plan.tokens_per_second_per_rank));
   const x = (value) => left + ((value - x0) / (x1 - x0)) * (wide - left - right);
   const y = (value) => high - foot - ((value - y0) / (y1 - y0)) * (high - top - foot);
   const marks = [];
@@ -101,28 +101,28 @@ function scatter() {
     marks.push(element("line", { class: "budget", x1: at, x2: at, y1: top, y2: high - foot }));
     marks.push(element("text", { class: "budget-words", x: tight ? at - 6 : at + 6, y: high - foot - 8, "text-anchor": tight ? "end" : "start" }, `budget ${bytes(data.budget)}`));
   }
-  const front = plans.filter((plan) => plan.front).sort((a, b) => a.memory - b.memory);
+  const front = plans.filter((plan) => plan.on_front).sort((a, b) => a.peak_reserved_bytes - b.peak_reserved_bytes);
   if (front.length) {
-    let path = `M${x(front[0].memory)},${high - foot}V${y(front[0].speed)}`;
-    for (const plan of front.slice(1)) path += `H${x(plan.memory)}V${y(plan.speed)}`;
-    marks.push(element("path", { class: "front", d: `${path}H${x(Math.max(Math.min(x1, data.budget), front.at(-1).memory))}` }));
+    let path = `M${x(front[0].peak_reserved_bytes)},${high - foot}V${y(front[0].tokens_per_second_per_rank)}`;
+    for (const plan of front.slice(1)) path += `H${x(plan.peak_reserved_bytes)}V${y(plan.tokens_per_second_per_rank)}`;
+    marks.push(element("path", { class: "front", d: `${path}H${x(Math.max(Math.min(x1, data.budget), front.at(-1).peak_reserved_bytes))}` }));
   }
-  const order = [...plans].reverse().sort((a, b) => Number(a.front) - Number(b.front));
-  for (const plan of order) marks.push(dot(plan, x(plan.memory), y(plan.speed), front.indexOf(plan) + 1));
+  const order = [...plans].reverse().sort((a, b) => Number(a.on_front) - Number(b.on_front));
+  for (const plan of order) marks.push(dot(plan, x(plan.peak_reserved_bytes), y(plan.tokens_per_second_per_rank), front.indexOf(plan) + 1));
   box.replaceChildren(element("svg", { viewBox: `0 0 ${wide} ${high}`, role: "group", "aria-label": "Plans by memory and speed" }, ...marks));
 }
 
 function dot(plan, x, y, rank) {
   const chosen = plan === data.alternatives[0];
-  const kind = `${plan.fits ? "" : "unfit"} ${plan.front ? "front-dot" : ""} ${chosen ? "chosen" : ""}`;
+  const kind = `${plan.fits ? "" : "unfit"} ${plan.on_front ? "front-dot" : ""} ${chosen ? "chosen" : ""}`;
   const show = () => {
     $("scatter-tip").replaceChildren(...aboutPlan(plan));
     place($("scatter-tip"), $("scatter-plot"), x, y);
   };
   const hide = () => ($("scatter-tip").hidden = true);
-  const said = `${plan.words}: ${bytes(plan.memory)}, ${number(plan.speed)} tokens a second, ${plan.fits ? "fits" : "does not fit"}`;
+  const said = `${plan.words}: ${bytes(plan.peak_reserved_bytes)}, ${number(plan.tokens_per_second_per_rank)} tokens a second, ${plan.fits ? "fits" : "does not fit"}`;
   const circle = element("circle", {
-    class: `dot ${kind}`, cx: x, cy: y, r: plan.front || chosen ? 7 : 5, tabindex: 0, role: "img", "aria-label": said,
+    class: `dot ${kind}`, cx: x, cy: y, r: plan.on_front || chosen ? 7 : 5, tabindex: 0, role: "img", "aria-label": said,
     onpointerenter: show, onpointerleave: hide, onfocus: show, onblur: hide,
   });
   const label = element("text", { class: "chosen-words", x: x + 12, y: y + 4.5 }, "this plan");
@@ -131,14 +131,14 @@ function dot(plan, x, y, rank) {
 }
 
 function frontTable() {
-  const rows = data.alternatives.filter((plan) => plan.front).sort((a, b) => a.memory - b.memory);
-  if (!data.alternatives[0].front) rows.push(data.alternatives[0]);
+  const rows = data.alternatives.filter((plan) => plan.on_front).sort((a, b) => a.peak_reserved_bytes - b.peak_reserved_bytes);
+  if (!data.alternatives[0].on_front) rows.push(data.alternatives[0]);
   $("front").append(table([
-    { head: "", cell: (row) => (row.front ? `${rows.indexOf(row) + 1}` : "") },
+    { head: "", cell: (row) => (row.on_front ? `${rows.indexOf(row) + 1}` : "") },
     { head: "Plan", wide: true, cell: (row) => row.words },
-    { head: "Reserved", number: true, cell: (row) => bytes(row.memory) },
-    { head: "Tokens/s a rank", number: true, cell: (row) => number(row.speed) },
-    { head: "Step", number: true, cell: (row) => duration(row.step) },
+    { head: "Reserved", number: true, cell: (row) => bytes(row.peak_reserved_bytes) },
+    { head: "Tokens/s a rank", number: true, cell: (row) => number(row.tokens_per_second_per_rank) },
+    { head: "Step", number: true, cell: (row) => duration(row.step_seconds) },
     { head: "MFU", number: true, cell: (row) => `${number(row.mfu * 100, 1)}%` },
   ], rows, { mark: (row) => (row === data.alternatives[0] ? "chosen" : "") }));
 }

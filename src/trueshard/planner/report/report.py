@@ -11,7 +11,7 @@ from typing import Any
 from trueshard.planner import ledger
 from trueshard.planner.ledger import UnitUse
 from trueshard.planner.report.compare import collapse, times
-from trueshard.planner.workload import Study
+from trueshard.planner.workload import Alternative, Study
 from trueshard.plans import Forecast
 from trueshard.text import size, table
 
@@ -43,10 +43,10 @@ def as_json(study: Study) -> dict[str, Any]:
     ``words``, ``on_front`` (no other plan that fits is both faster and smaller) and the forecast's fields.
     """
     uses = ledger.by_unit(study.trace)
-    (_, _, on_front), *others = compared(study)
+    mine, *others = every_plan(study)
     return {
         **dataclasses.asdict(study.forecast),
-        "on_front": on_front,
+        "on_front": mine["on_front"],
         "units": [
             {**dataclasses.asdict(unit), **dataclasses.asdict(uses.get(unit.name, _NOTHING))}
             for unit in study.plan.units
@@ -54,18 +54,18 @@ def as_json(study: Study) -> dict[str, Any]:
         "plan": json.loads(study.plan.to_json()),
         "reasons": list(study.reasons),
         "assumptions": list(study.assumptions),
-        "alternatives": [
-            {"words": words, "on_front": on_front, **dataclasses.asdict(forecast)}
-            for words, forecast, on_front in others
-        ],
+        "alternatives": others,
     }
 
 
-def compared(study: Study) -> list[tuple[str, Forecast, bool]]:
-    """Return (words, forecast, whether on the Pareto front) of this plan, then of all alternatives."""
-    every = [("this plan", study.forecast), *((each.words, each.forecast) for each in study.alternatives)]
-    front = pareto([forecast for _, forecast in every])
-    return [(words, forecast, number in front) for number, (words, forecast) in enumerate(every)]
+def every_plan(study: Study) -> list[dict[str, Any]]:
+    """Return ``words``, ``on_front`` and the forecast's fields of this plan, then of all alternatives."""
+    every = [Alternative("this plan", study.forecast), *study.alternatives]
+    front = pareto([each.forecast for each in every])
+    return [
+        {"words": each.words, "on_front": number in front, **dataclasses.asdict(each.forecast)}
+        for number, each in enumerate(every)
+    ]
 
 
 def pareto(forecasts: Sequence[Forecast]) -> list[int]:
@@ -180,7 +180,7 @@ def _units(study: Study) -> list[str]:
         (_short(each.name, 40), "", f"{each.parameters:,}", "", "", "replicated", "", "", "")
         for each in study.plan.replicated
     ]
-    lines = [line.rstrip() for line in table(head, rows, right=(1, 2, 3, 7, 8))]
+    lines = table(head, rows, right=(1, 2, 3, 7, 8))
     if any(unit["count"] > 1 for unit in units):
         lines.append("Parameters and size are those of one unit; memory at the peak and traffic those of the row.")
     return ["Units", *lines]
@@ -235,17 +235,17 @@ def _unit_reasons(study: Study) -> Iterator[str]:
 def _alternatives(study: Study) -> list[str]:
     if not study.alternatives:
         return []
-    front = [(forecast, words) for words, forecast, on_front in compared(study) if on_front]
+    front = [each for each in every_plan(study) if each["on_front"]]
     rows = [
-        (size(each.peak_reserved_bytes), f"{each.tokens_per_second_per_rank:,.0f}", _short(words, 80))
-        for each, words in sorted(front, key=lambda plan: plan[0].peak_reserved_bytes)
+        (size(each["peak_reserved_bytes"]), f"{each['tokens_per_second_per_rank']:,.0f}", _short(each["words"], 80))
+        for each in sorted(front, key=lambda each: each["peak_reserved_bytes"])
     ]
     count = f"{len(study.alternatives):,} other plan{'s were' if len(study.alternatives) > 1 else ' was'} worked out"
     if not rows:
         return [f"{count}, none fits"]
     return [
         f"{count}; of those that fit, nothing is both smaller and faster than these:",
-        *(f"  {line.rstrip()}" for line in table(("reserved", "tokens/s", "plan"), rows, right=(0, 1))),
+        *(f"  {line}" for line in table(("reserved", "tokens/s", "plan"), rows, right=(0, 1))),
     ]
 
 
@@ -258,7 +258,7 @@ def _listed(title: str, sentences: Sequence[str]) -> list[str]:
 
 
 def _indented(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
-    return [f"  {line.rstrip()}" for line in table(("",) * len(rows[0]), rows, right)[2:]]
+    return [f"  {line}" for line in table(("",) * len(rows[0]), rows, right)[2:]]
 
 
 def _short(words: str, width: int) -> str:

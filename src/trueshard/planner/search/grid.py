@@ -49,18 +49,18 @@ class Grid:
 
 def whole_grids(evaluator: Evaluator, setting: Setting) -> list[Grid]:
     """Return a grid for each grouping, with an axis for each free value of a unit; none if one exceeds ``WHOLE``."""
-    found = []
+    found, levels = [], _levels(evaluator, setting)
     for split, grouping in evaluator.groupings(setting.replicate).items():
         freed, again = sum(grouping.free_reshard), sum(grouping.free_recompute)
-        last = len(_levels(evaluator, setting)) - 1
-        sizes = [last + 1] * freed + [len(RECOMPUTE)] * again
+        sizes = [len(levels)] * freed + [len(RECOMPUTE)] * again
         if math.prod(sizes) > WHOLE:
             return []
         positions = np.array(list(itertools.product(*map(range, sizes))), dtype=np.int64)
-        starts = ((0,) * len(sizes), *((last,) * freed + (level,) * again for level in (2, 1, 0)))
+        starts = ((0,) * len(sizes), *((len(levels) - 1,) * freed + (level,) * again for level in (2, 1, 0)))
 
         def candidate(at: Sequence[int], split: bool = split, freed: int = freed) -> Candidate:
-            return _by_levels(evaluator, setting, split, at[:freed], at[freed:])
+            recompute = [RECOMPUTE[level] for level in at[freed:]]
+            return evaluator.candidate(setting, split, [levels[level] for level in at[:freed]], recompute)
 
         found.append(Grid(positions, starts, candidate, is_whole=True))
     return found
@@ -75,7 +75,8 @@ def count_grid(evaluator: Evaluator, setting: Setting, around: Sequence[int] | N
     """
     groupings = evaluator.groupings(setting.replicate)
     blocks, again = sum(_free_blocks(groupings[False])), sum(groupings[False].free_recompute)
-    last = len(_levels(evaluator, setting)) - 1
+    levels = _levels(evaluator, setting)
+    last = len(levels) - 1
     others = last if len(_free_blocks(groupings[False])) > blocks else 0
     sizes = [again] * 2 + [blocks] * last
     axes = [_counts(size, None if around is None else around[axis]) for axis, size in enumerate(sizes)]
@@ -89,9 +90,11 @@ def count_grid(evaluator: Evaluator, setting: Setting, around: Sequence[int] | N
         split = at[-1] == last and True in groupings
         number = itertools.count()
         reshard = [
-            _level(next(number), at[2:-1]) if is_block else at[-1] for is_block in _free_blocks(groupings[split])
+            levels[_level(next(number), at[2:-1]) if is_block else at[-1]]
+            for is_block in _free_blocks(groupings[split])
         ]
-        return _by_levels(evaluator, setting, split, reshard, [_level(each, at[:2]) for each in range(again)])
+        recompute = [RECOMPUTE[_level(each, at[:2])] for each in range(again)]
+        return evaluator.candidate(setting, split, reshard, recompute)
 
     always = (*[blocks] * last, others)
     starts = ((0,) * (last + 3), (again, again, *always), (0, 0, *always), (again, 0, *always))
@@ -122,21 +125,6 @@ def _counts(blocks: int, around: int | None) -> list[int]:
     if around is not None:
         near = range(max(0, around - step), min(blocks, around + step) + 1)
     return sorted({0, *near, max(0, blocks - 1), blocks})
-
-
-def _by_levels(
-    evaluator: Evaluator, setting: Setting, split: bool, reshard: Sequence[int], recompute: Sequence[int]
-) -> Candidate:
-    """Return the candidate with these levels for the free values of its units, in order."""
-    grouping, levels = evaluator.groupings(setting.replicate)[split], _levels(evaluator, setting)
-    freed, again = iter(reshard), iter(recompute)
-    units = list(zip(grouping.plan.units, grouping.free_reshard, grouping.free_recompute, strict=True))
-    return Candidate(
-        setting,
-        split,
-        tuple(levels[next(freed)] if free else unit.reshard_after_forward for unit, free, _ in units),
-        tuple(RECOMPUTE[next(again)] if free else unit.activation_checkpointing for unit, _, free in units),
-    )
 
 
 def branch_and_bound(

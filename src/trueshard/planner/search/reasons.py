@@ -91,24 +91,22 @@ def check_largest_unit(evaluator: Evaluator) -> None:
     plan = list(evaluator.groupings(replicate).values())[-1].plan
     compute = (plan.mixed_precision or MixedPrecision()).compute
 
-    def gathered(unit: Unit) -> int:
-        return unit.parameters * getattr(torch, compute).itemsize if compute else unit.bytes
+    def sizes(unit: Unit) -> tuple[int, int, int]:
+        """Return the bytes that a unit takes at least, gathered, and its shard's."""
+        gathered = unit.parameters * getattr(torch, compute).itemsize if compute else unit.bytes
+        shard = unit.bytes // plan.ranks[-1]
+        return gathered + (0 if "cpu" in space.offloads else shard), gathered, shard
 
-    def shard(unit: Unit) -> int:
-        return unit.bytes // plan.ranks[-1]
-
-    def needs(unit: Unit) -> int:
-        return gathered(unit) + (0 if "cpu" in space.offloads else shard(unit))
-
-    unit = max(plan.units, key=needs)
-    if needs(unit) <= budget:
+    unit = max(plan.units, key=lambda each: sizes(each)[0])
+    least, gathered, shard = sizes(unit)
+    if least <= budget:
         return
     frugal = _frugal(evaluator, space.offloads[0])
     study = evaluator.studies[frugal]
     name = repr(unit.name) if unit.name else "the root"
     raise NothingFits(
         f"{size(budget)} is less than one unit of {space.workload.name} takes: {name} is "
-        f"{size(gathered(unit))} when it is gathered, and its shard {size(shard(unit))}; the most frugal plan reserves "
+        f"{size(gathered)} when it is gathered, and its shard {size(shard)}; the most frugal plan reserves "
         f"{size(study.forecast.peak_reserved_bytes)}: raise memory, or make smaller units with units=",
         study,
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
+import itertools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -168,19 +169,27 @@ class Evaluator:
         )
         return Grouping(plan, tuple(map(operator.ne, never, always)), tuple(map(operator.ne, none, full)))
 
+    def candidate(
+        self, setting: Setting, split: bool, reshard: Iterable[bool | int], recompute: Iterable[Recompute]
+    ) -> Candidate:
+        """Return the candidate with these values where its units' are free, in order."""
+        grouping, freed, again = self.groupings(setting.replicate)[split], iter(reshard), iter(recompute)
+        units = list(zip(grouping.plan.units, grouping.free_reshard, grouping.free_recompute, strict=True))
+        return Candidate(
+            setting,
+            split,
+            tuple(next(freed) if free else unit.reshard_after_forward for unit, free, _ in units),
+            tuple(next(again) if free else unit.activation_checkpointing for unit, _, free in units),
+        )
+
     def uniform(self, setting: Setting, reshard: str | int, recompute: Recompute) -> Candidate:
         """Return the candidate with all that is free set by two words, in the grouping ``shard()`` makes for them."""
         groupings = self.groupings(setting.replicate)
         split = reshard not in ("default", "never") and True in groupings
-        grouping, plan = groupings[split], groupings[split].plan
+        plan = groupings[split].plan
         wanted = choices.reshard_values(plan, reshard, plan.ranks[-1])
-        units = list(zip(plan.units, wanted, grouping.free_reshard, grouping.free_recompute, strict=True))
-        return Candidate(
-            setting,
-            split,
-            tuple(value if free else unit.reshard_after_forward for unit, value, free, _ in units),
-            tuple(recompute if free else unit.activation_checkpointing for unit, _, _, free in units),
-        )
+        freed = itertools.compress(wanted, groupings[split].free_reshard)
+        return self.candidate(setting, split, freed, itertools.repeat(recompute))
 
     def plan(self, candidate: Candidate) -> Plan:
         """Return a plan that ``shard()`` takes as it stands, and whose words say the same as its units."""

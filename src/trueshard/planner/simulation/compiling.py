@@ -60,8 +60,9 @@ def compiled(trace: Trace, plan: Plan) -> Trace:
         if blocks[forward[1]]:
             _recompute(flow, forward)
         _free_unread(flow, forward, backward[0])
-    for storage in flow.results():
-        _fuse(flow, storage)
+    for storage in flow.storages.values():  # oldest first
+        if storage.allocation.kind in _RESULTS and storage.made >= 0 and flow.is_fused(storage):
+            _fuse(flow, storage)
     return flow.rewritten()
 
 
@@ -82,7 +83,9 @@ class _DataFlow:
     def __init__(self, trace: Trace, blocks: set[str]) -> None:
         self.trace = trace
         self.events = trace.events
-        self.storages = {each.number: _Storage(each.allocation, each.made, each.freed) for each in lifetimes(trace)}
+        self.storages = {
+            each.allocation.storage: _Storage(each.allocation, each.made, each.freed) for each in lifetimes(trace)
+        }
         self.kernels: dict[_Graph, list[int]] = defaultdict(list)
         self.graph_of: dict[int, _Graph] = {}
         self.run_of: dict[int, int] = {}
@@ -125,15 +128,7 @@ class _DataFlow:
 
     def sources(self, storage: _Storage) -> list[_Storage]:
         numbers = dict.fromkeys(number for i in storage.makers for number in self.kernel(i).reads)
-        return [self.storages[number] for number in numbers if number != storage.number]
-
-    def results(self) -> list[_Storage]:
-        """Return the results of fusable operators, oldest first."""
-        return [
-            each
-            for each in self.storages.values()
-            if each.allocation.kind in _RESULTS and each.made >= 0 and self.is_fused(each)
-        ]
+        return [self.storages[number] for number in numbers if number != storage.allocation.storage]
 
     def rewritten(self) -> Trace:
         moved: dict[int, list[_Storage]] = defaultdict(list)
@@ -151,7 +146,7 @@ class _DataFlow:
                 events.append(dataclasses.replace(event, after=tuple(at[each] for each in event.after)))
             elif not isinstance(event, Free):
                 events.append(event)
-            events += [Free(event.place, each.number, each.allocation.bytes) for each in moved[i]]
+            events += [Free(event.place, each.allocation.storage, each.allocation.bytes) for each in moved[i]]
         return Trace(events, self.trace.resident)
 
     def _allocation(self, storage: _Storage) -> Allocation:
@@ -177,15 +172,25 @@ def _recompute(flow: _DataFlow, forward: _Graph) -> None:
         if storage.made < first
     }
     wanted = {number: readers for number, readers in wanted.items() if readers}
-    kept = _cut(flow, forward, known, wanted)
+    if not wanted:
+        return
+    made_from = networkx.DiGraph()
+    made_from.add_nodes_from(known)
+    for number, storage in known.items():
+        if flow.graph(storage) == forward:
+            made_from.add_edges_from((number, source.allocation.storage) for source in flow.sources(storage))
+    kept = _cut(flow, forward, known, wanted, made_from)
+    made_from.remove_edges_from(list(made_from.out_edges(kept)))
     for number, readers in wanted.items():
         storage = known[number]
         if number in kept or flow.graph(storage) != forward:
             continue
         last = readers[-1]
-        for each in _ancestors(flow, forward, storage, kept):
-            each.freed = max(each.freed, _free_position(flow, last))
-            each.readers = sorted({*each.readers, *readers})
+        for ancestor in kept & networkx.descendants(made_from, number):
+            each = known[ancestor]
+            if each.allocation.kind not in _FREE_TO_KEEP:
+                each.freed = max(each.freed, _free_position(flow, last))
+                each.readers = sorted({*each.readers, *readers})
         storage.readers = [i for i in storage.readers if i not in readers]
 
 
@@ -206,20 +211,26 @@ def _storages_of(flow: _DataFlow, forward: _Graph) -> dict[int, _Storage]:
     return {number: flow.storages[number] for number in numbers}
 
 
-def _cut(flow: _DataFlow, forward: _Graph, known: dict[int, _Storage], wanted: dict[int, list[int]]) -> set[int]:
+def _cut(
+    flow: _DataFlow,
+    forward: _Graph,
+    known: dict[int, _Storage],
+    wanted: dict[int, list[int]],
+    made_from: networkx.DiGraph,
+) -> set[int]:
     """Return the storages to keep. Nodes are (index in ``known``, side), so that equal blocks are cut alike."""
     index = {number: i for i, number in enumerate(known)}
-    distance = _distances(flow, forward, known, wanted)
+    distances = networkx.multi_source_dijkstra_path_length(made_from, set(wanted))
     graph = networkx.DiGraph()
     graph.add_nodes_from(("source", "sink"))
     for number, storage in known.items():
         here = index[number]
-        graph.add_edge((here, 0), (here, 1), capacity=_weight(flow, storage, forward, distance.get(number, 100)))
+        graph.add_edge((here, 0), (here, 1), capacity=_weight(flow, storage, forward, distances.get(number, 100)))
         if not _may_be_recomputed(flow, forward, storage, wanted.get(number, [])):
             graph.add_edge("source", (here, 0))
         else:
-            for source in flow.sources(storage):
-                graph.add_edge((index[source.number], 1), (here, 0))
+            for source in made_from.successors(number):
+                graph.add_edge((index[source], 1), (here, 0))
         if number in wanted:
             graph.add_edge((here, 1), "sink")
     _, (near, far) = networkx.minimum_cut(graph, "source", "sink")
@@ -236,41 +247,11 @@ def _may_be_recomputed(flow: _DataFlow, forward: _Graph, storage: _Storage, read
 
 
 def _weight(flow: _DataFlow, storage: _Storage, forward: _Graph, distance: int) -> int:
+    """``distance``: operators between the storage and the nearest one of backward."""
     if storage.allocation.kind in _FREE_TO_KEEP:
         return 0
     exists = flow.graph(storage) != forward or any(i not in flow.run_of for i in (*storage.makers, *storage.readers))
-    return int(storage.allocation.bytes * FARTHER ** min(distance, 100)) * (1 if exists else 2)
-
-
-def _distances(
-    flow: _DataFlow, forward: _Graph, known: dict[int, _Storage], wanted: dict[int, list[int]]
-) -> dict[int, int]:
-    """Map storages to the number of operators from them to the nearest one of backward, that one included."""
-    found = dict.fromkeys(wanted, 1)
-    row = list(wanted)
-    for number in row:
-        if flow.graph(known[number]) == forward:
-            for source in flow.sources(known[number]):
-                if source.number not in found:
-                    found[source.number] = found[number] + 1
-                    row.append(source.number)
-    return found
-
-
-def _ancestors(flow: _DataFlow, forward: _Graph, storage: _Storage, kept: set[int]) -> list[_Storage]:
-    """Return the kept storages from which one is recomputed."""
-    found: dict[int, _Storage] = {}
-    row, seen = [storage], {storage.number}
-    for each in row:
-        for source in flow.sources(each):
-            if source.number in seen:
-                continue
-            seen.add(source.number)
-            if source.number in kept:
-                found[source.number] = source
-            elif flow.graph(source) == forward:
-                row.append(source)
-    return [each for each in found.values() if each.allocation.kind not in _FREE_TO_KEEP]
+    return int(storage.allocation.bytes * FARTHER ** min(distance + 1, 100)) * (1 if exists else 2)
 
 
 # Rule 3: what never exists

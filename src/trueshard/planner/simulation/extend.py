@@ -138,28 +138,20 @@ def extend(base: Labelled, fewer: Sequence[Labelled], runs: Sequence[Run]) -> Tr
     return made
 
 
-_AMOUNTS: dict[type, tuple[str, ...]] = {
-    Kernel: ("flops", "read", "written"),
-    Communication: ("received", "bytes"),
-    Allocation: ("bytes",),
-    Free: ("bytes",),
-    Transfer: ("bytes",),
-}
+_AMOUNTS = ("flops", "read", "written", "received", "bytes")
 """Fields that may grow with the number of blocks."""
 
-_TRAITS: dict[type, tuple[str, ...]] = {
-    Kernel: ("op", "dtype", "causal", "recomputed"),
-    Communication: ("op", "stream", "ranks", "stride", "dtype"),
-    Allocation: ("stream", "kind", "dtype"),
-    Free: (),
-    Transfer: ("direction",),
-}
+_TRAITS = ("op", "stream", "ranks", "stride", "kind", "dtype", "causal", "recomputed", "direction")
 """Fields that are the same for any number of blocks, as is the phase."""
 
 
 def _kind(event: Event) -> tuple[Any, ...]:
-    traits = (getattr(event, name) for name in _TRAITS[type(event)])
+    traits = (getattr(event, name) for name in _TRAITS if hasattr(event, name))
     return (type(event).__name__.lower(), event.place.phase, *traits)
+
+
+def _amounts(event: Event) -> dict[str, int]:
+    return {name: getattr(event, name) for name in _AMOUNTS if hasattr(event, name)}
 
 
 def _block_trace(base: Labelled, label: Label) -> list[tuple[Any, ...]]:
@@ -167,9 +159,8 @@ def _block_trace(base: Labelled, label: Label) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     for at, (item, own) in enumerate(zip(base.items, base.labels, strict=True)):
         if own == label:
-            amounts = (getattr(item, name) for name in _AMOUNTS[type(item)])
             references = (_relative(base.labels[each], base.ordinals[each], label) for each in _references(base, item))
-            found.append((at < base.residents, *_kind(item), *amounts, *references))
+            found.append((at < base.residents, *_kind(item), *_amounts(item).values(), *references))
     return found
 
 
@@ -199,21 +190,18 @@ def _check_middle(base: Labelled, r: int) -> None:
 def _growth(base: Labelled, less: Labelled, r: int) -> dict[tuple[int, str], int]:
     """Map (index, amount) of items that are there once to how much that grows with each block."""
     kept = [at for at, label in enumerate(base.labels) if label != (r, COPIED)]
-    if [_after_removal(base.labels[at], r) for at in kept] != less.labels:
+    behind: dict[Label, Label] = {(r, block): (r, block - 1) for block in range(COPIED + 1, KEPT)}
+    if [behind.get(base.labels[at], base.labels[at]) for at in kept] != less.labels:
         raise NotPeriodicError("a block more does not add one block's events and memory")
     found: dict[tuple[int, str], int] = {}
     for at, other in zip(kept, less.items, strict=True):
         item = base.items[at]
         if _kind(item) != _kind(other):
             raise NotPeriodicError(f"a block more changes other events: {_kind(item)}, {_kind(other)}")
-        for name in _AMOUNTS[type(item)]:
-            if difference := getattr(item, name) - getattr(other, name):
+        for name, amount in _amounts(item).items():
+            if difference := amount - getattr(other, name):
                 found[at, name] = difference
     return found
-
-
-def _after_removal(label: Label, r: int) -> Label:
-    return (r, label[1] - 1) if label is not None and label[0] == r and label[1] > COPIED else label
 
 
 class _Extension:
@@ -281,9 +269,9 @@ class _Extension:
         elif references:
             positions = (each - self.residents for after in references for each in self._indices(after, old, new))
             changes["after"] = tuple(sorted(positions))
-        for name in _AMOUNTS[type(item)]:
+        for name, amount in _amounts(item).items():
             if more := self.growth[index, name]:
-                changes[name] = max(0, getattr(item, name) + more)
+                changes[name] = max(0, amount + more)
                 if isinstance(item, Allocation):
                     changes["shape"] = ()  # it is unknown which dimension grows
         return dataclasses.replace(item, **changes)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from trueshard.planner import ledger
 from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Stream, Trace, Transfer
@@ -69,7 +68,7 @@ class _Offloading:
             else:
                 self._operate(i, event)
             if i in gradients:
-                self._to_host(gradients[i])
+                self._to_host(*gradients[i])
         return Trace(self.events, resident)
 
     def _register_on_host(self, made: Allocation) -> bool:
@@ -144,35 +143,25 @@ class _Offloading:
             self.events.append(Free(self.events[-1].place, each.storage, each.bytes))
         held.clear()
 
-    def _to_host(self, reduced: _ReducedGradient) -> None:
-        for each in reduced.reductions:
+    def _to_host(self, gradient: Allocation, reductions: list[int], stream: Stream, is_kept: bool) -> None:
+        for each in reductions:
             self.sent[each] = len(self.events)
-        gradient = reduced.allocation
         place = self.events[-1].place
-        self.events.append(Transfer(place, "to_host", gradient.bytes, gradient.unit, reduced.stream))
+        self.events.append(Transfer(place, "to_host", gradient.bytes, gradient.unit, stream))
         self.kept.append(gradient)
-        if not reduced.is_kept:
+        if not is_kept:
             self._free(self.kept)
         self.host[gradient.storage] = gradient
 
 
-@dataclass(frozen=True)
-class _ReducedGradient:
-    """A reduced gradient that outlives backward."""
+def _reduced_gradients(trace: Trace) -> dict[int, tuple[Allocation, list[int], Stream, bool]]:
+    """Map the position of the last event that works on each gradient that outlives backward to the gradient.
 
-    allocation: Allocation
-    reductions: list[int]
-    """Positions of the collectives that reduced it."""
-    stream: Stream
-    """Stream of the last event that works on it."""
-    is_kept: bool
-    """True if it was all-reduced: FSDP2 keeps such memory until backward ends."""
-
-
-def _reduced_gradients(trace: Trace) -> dict[int, _ReducedGradient]:
-    """Map the position of the last event that works on each gradient to the gradient."""
+    With it are the positions of the collectives that reduced it, the stream of that event, and whether it was
+    all-reduced: FSDP2 keeps such memory until backward ends.
+    """
     events = trace.events
-    found: dict[int, _ReducedGradient] = {}
+    found: dict[int, tuple[Allocation, list[int], Stream, bool]] = {}
     for each in ledger.lifetimes(trace):
         made, i = each.allocation, each.made
         if i < 0 or made.kind != "gradients" or made.stream not in _REDUCING:
@@ -192,5 +181,5 @@ def _reduced_gradients(trace: Trace) -> dict[int, _ReducedGradient]:
                 if isinstance(other, Communication):
                     reductions.append(j)
                     is_kept |= other.op == "all_reduce" and j > i
-        found[last] = _ReducedGradient(made, reductions, stream, is_kept)
+        found[last] = made, reductions, stream, is_kept
     return found

@@ -52,9 +52,7 @@ def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
 
 def nbytes(value: torch.Tensor | Iterable[Any]) -> int:
     """Return the bytes of a tensor's elements, or of all tensors in a nested list."""
-    if isinstance(value, torch.Tensor):
-        return int(value.numel()) * value.itemsize
-    return sum(nbytes(each) for each in value)
+    return sum(each.nbytes for each in tensors_of([value]))
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -8,7 +8,6 @@ one that ``forward`` makes without ``device=`` lies on the CPU.
 from __future__ import annotations
 
 import contextlib
-import math
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -65,9 +64,8 @@ def preflight(job: Job) -> list[Problem]:
     workload, how = job.workload, job.plan or job.choices
     # Compiled modules run eagerly: a compiled kernel would read the memory that fake tensors do not have.
     eagerly = torch.compiler.set_stance("force_eager")
-    with quietly(), warnings.catch_warnings(), _torch.simulated_world(job.rank, math.prod(job.ranks)), eagerly:
+    with quietly(), warnings.catch_warnings(), simulated_mesh(job, "cpu") as mesh, eagerly:
         warnings.simplefilter("ignore")
-        mesh = simulated_mesh("cpu", job.ranks)
         # Two of many equal blocks run first. All run if there is a problem: for the names, and to be certain.
         for shorter in (True, False):
             problems.clear()
@@ -257,7 +255,8 @@ class _Watch(TorchFunctionMode):
             return out
         if name in _PRODUCTS:
             self._check_dtypes(name, tensors)
-        on_cpu = [(each, problem) for each in tensors if (problem := self._problem_of(each)) is not None]
+        problems = ((each, self._attributes.get(id(each)) or self._on_cpu.get(each)) for each in tensors)
+        on_cpu = [(each, problem) for each, problem in problems if problem is not None]
         if not on_cpu:
             return out
         if func in _MOVERS and _moves(args, kwargs):  # its own tensor, even if it is on the device already
@@ -275,9 +274,6 @@ class _Watch(TorchFunctionMode):
         if len(dtypes) > 1 and not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
             what = f"{name.strip('_')} of {' and '.join(dtypes)}{_line()}: its operands must have one dtype"
             self._add(Problem(self.where() or "loss", what, "cast one of them", "error"))
-
-    def _problem_of(self, tensor: torch.Tensor) -> Problem | None:
-        return self._attributes.get(id(tensor)) or self._on_cpu.get(tensor)
 
     def _mark(self, out: Any, problem: Problem) -> None:
         for each in _torch.tensors_in(out):

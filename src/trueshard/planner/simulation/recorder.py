@@ -134,7 +134,6 @@ class Recorder(_torch.DispatchMode):
     def _gone(self, key: int) -> None:
         for table in (self._references, self._written_by, self._before_resize):
             table.pop(key, None)
-        self.values.forget(key)
         self._release(key)
 
     def _release(self, key: int) -> None:

@@ -185,14 +185,10 @@ def _measured(job: Job) -> tuple[int, int, float]:
 def world(job: Job, kind: str) -> Iterator[DeviceMesh]:
     """Simulate the job's mesh in this process; random states and warning filters are restored afterwards."""
     gpus = [torch.cuda.current_device()] if kind == "cuda" else []
-    with (
-        warnings.catch_warnings(),
-        torch.random.fork_rng(gpus),
-        _torch.simulated_world(job.rank, math.prod(job.ranks)),
-    ):
+    with warnings.catch_warnings(), torch.random.fork_rng(gpus), simulated_mesh(job, kind) as mesh:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        yield simulated_mesh(kind, job.ranks)
+        yield mesh
 
 
 def ready(job: Job, mesh: DeviceMesh, device: torch.device) -> Callable[[], None]:
@@ -217,10 +213,10 @@ def ready(job: Job, mesh: DeviceMesh, device: torch.device) -> Callable[[], None
 def _materialise(root: nn.Module, device: torch.device) -> None:
     """Allocate a model that was sharded on the meta device, and fill it; parameters stay the same objects."""
     for kind in ("parameters", "buffers"):
-        for tensor in {id(tensor): tensor for _, _, _, tensor in names.named_tensors(root, kind)}.values():
-            if tensor.is_meta:
-                give_memory(tensor, None, device)
-                _fill(_torch.local(tensor), kind)
+        for held in names.held_tensors(root, kind):
+            if held.tensor.is_meta:
+                give_memory(held.tensor, None, device)
+                _fill(_torch.local(held.tensor), kind)
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

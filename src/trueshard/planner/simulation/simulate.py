@@ -94,38 +94,33 @@ def simulate(job: Job, *, whole: bool = False) -> Simulation:
         ValueError: ``shard()`` refuses the job.
         Exception: raised by the workload's own functions.
     """
-    with warnings.catch_warnings(record=True) as caught, _torch.simulated_world(job.rank, math.prod(job.ranks)):
+    with warnings.catch_warnings(record=True) as caught, simulated_mesh(job, "cpu") as mesh:
         warnings.simplefilter("always")
-        mesh = simulated_mesh("cpu", job.ranks)
         with _torch.fake_tensors(), _torch.one_chunk(), _torch.unseen_propagation():
-            made = _simulate(job, mesh, whole)
+            model = job.workload.model()
+            plan = engine.resolve(model, job.plan or job.choices, job.ranks)
+            runs = [] if whole else find_runs(model, plan)
+            try:
+                made = _run_shortened(job, mesh, model, plan, runs) if runs else _run(job, mesh, model, plan)
+            except NotPeriodicError as reason:
+                made = _run(job, mesh, job.workload.model(), plan)
+                made.whole_because = str(reason)
+    made.plan = plan
     of_libraries = (DeprecationWarning, FutureWarning)  # about their own use of other libraries
     made.warnings = sorted({str(each.message) for each in caught if not issubclass(each.category, of_libraries)})
     return made
 
 
-def simulated_mesh(device_type: str, ranks: tuple[int, ...]) -> DeviceMesh:
-    """Return a mesh of the simulated world.
+@contextlib.contextmanager
+def simulated_mesh(job: Job, device_type: str) -> Iterator[DeviceMesh]:
+    """Simulate the job's world as its rank, and yield its mesh.
 
     Its dimensions have names of their own: DTensor caches by mesh, and a real mesh that is equal must not get the
     simulated one's groups, which are gone.
     """
-    return init_device_mesh(
-        device_type, ranks, mesh_dim_names=("simulated_replicas", "simulated_shards")[-len(ranks) :]
-    )
-
-
-def _simulate(job: Job, mesh: DeviceMesh, whole: bool) -> Simulation:
-    model = job.workload.model()
-    plan = engine.resolve(model, job.plan or job.choices, job.ranks)
-    runs = [] if whole else find_runs(model, plan)
-    try:
-        made = _run_shortened(job, mesh, model, plan, runs) if runs else _run(job, mesh, model, plan)
-    except NotPeriodicError as reason:
-        made = _run(job, mesh, job.workload.model(), plan)
-        made.whole_because = str(reason)
-    made.plan = plan
-    return made
+    dimensions = ("simulated_replicas", "simulated_shards")[-len(job.ranks) :]
+    with _torch.simulated_world(job.rank, math.prod(job.ranks)):
+        yield init_device_mesh(device_type, job.ranks, mesh_dim_names=dimensions)
 
 
 def _run_shortened(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, runs: list[Run]) -> Simulation:

@@ -14,6 +14,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from trueshard.planner.simulation.operators import run_operator, short_name, ten
 
 LARGEST = 32 << 10
 """Bytes of the largest storage that has a real copy."""
+
+_ATEN = torch.ops.aten
 
 EQUAL_SHARES = "Which tokens go to which expert depends on data: all experts are taken to get equal shares."
 EVERYTHING = "How many elements are selected depends on data: where that is unknown, all are taken to be."
@@ -48,17 +51,37 @@ _TRUTH_PRESERVING = {"any", "all", "bitwise_or", "bitwise_and", "logical_or", "l
 }
 
 
+_INDEX_RESULTS = {"topk": 1, "sort": 1, "argsort": 0, "argmax": 0, "argmin": 0}
+"""Operators that make indices along a dimension → position of these among the results."""
+_COPIES = {"_to_copy", "clone"}
+_FOLLOWED = {*_INDEX_RESULTS, *_COPIES, "sum", "scatter", "scatter_", "eq", "ne", "gt"}
+_IDENTITIES = {("ne", 0), ("gt", 0), ("eq", 1)}
+"""Comparisons that leave a mask as it is."""
+
+
+@dataclass(slots=True)
+class _Facts:
+    """What is known of a fake storage."""
+
+    real: torch.Tensor | None = None
+    """Its values: 1-D, uint8, as long as the storage."""
+    rarely_true: bool = False
+    """A flag that usually is false."""
+    extreme: str = ""
+    """The operator, of a maximum or minimum."""
+    bound: int = 0
+    """Exclusive upper bound of indices; 0: unknown."""
+    share: float | None = None
+    """Share of a mask's elements that are true."""
+
+
 class KnownValues(_torch.DispatchMode):
     """Real copies of small fake storages. As a dispatch mode it follows what runs before recording begins."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Keys are identities of fake storages.
-        self._real: dict[int, torch.Tensor] = {}  # 1-D, uint8, as long as the storage
-        self._rarely_true: set[int] = set()
-        self._extremes: dict[int, str] = {}  # storages of a maximum or minimum: the operator
-        self._tracked: set[int] = set()
-        self._sizes = _DataDependentSizes(self._real_view)
+        self._facts: weakref.WeakKeyDictionary[Any, _Facts] = weakref.WeakKeyDictionary()
+        """By storage."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
@@ -68,24 +91,10 @@ class KnownValues(_torch.DispatchMode):
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self.read(args[0])
-        out, outputs = self.run(func, args, kwargs, tensors_of((*args, *kwargs.values())))
-        for tensor in outputs:
-            key = _torch.storage_identity(tensor)
-            if _torch.is_fake(tensor) and key not in self._tracked:
-                self._tracked.add(key)
-                weakref.finalize(tensor.untyped_storage(), self.forget, key)
-        return out
+        return self.run(func, args, kwargs, tensors_of((*args, *kwargs.values())))[0]
 
-    def forget(self, storage: int) -> None:
-        """Drop what is known of a storage that was freed."""
-        self._invalidate(storage)
-        self._extremes.pop(storage, None)
-        self._tracked.discard(storage)
-        self._sizes.forget(storage)
-
-    def _invalidate(self, storage: int) -> None:
-        self._real.pop(storage, None)
-        self._rarely_true.discard(storage)
+    def _known(self, tensor: torch.Tensor) -> _Facts:
+        return self._facts.setdefault(tensor.untyped_storage(), _Facts())
 
     def run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         """Run ``func`` on fake tensors, and on the real copies if all ``inputs``, its tensors, have some.
@@ -93,8 +102,8 @@ class KnownValues(_torch.DispatchMode):
         Returns:
             Its fake result, and the tensors in that.
         """
-        if self._sizes.concerns(func, args):
-            out, real = self._sizes.run(func, args, kwargs)
+        if _has_unknown_size(func, args):
+            out, real = self._run_with_unknown_size(func, args, kwargs)
             outputs = tensors_of([out])
             if real is not None:
                 with _torch.real_tensors():
@@ -115,7 +124,7 @@ class KnownValues(_torch.DispatchMode):
             with _torch.real_tensors():
                 return real.item()
         if tensor.dtype == torch.bool:
-            return _torch.storage_identity(tensor) not in self._rarely_true
+            return not self._known(tensor).rarely_true
         return 0.5 if tensor.is_floating_point() else 1
 
     def _follow(
@@ -123,17 +132,18 @@ class KnownValues(_torch.DispatchMode):
     ) -> None:
         name = short_name(func)
         self._follow_truth(name, inputs, outputs)
-        self._sizes.follow(name, args, outputs)
+        self._follow_sizes(name, args, outputs)
         if name in _UNREAD or not self._concerns(name, inputs, outputs):
             return
         written = written_arguments(func, args, kwargs)
         if not self._is_computable(name, inputs, written) or torch.Tag.nondeterministic_seeded in func.tags:
             for tensor in (*written, *outputs):
-                self._invalidate(_torch.storage_identity(tensor))
+                known = self._known(tensor)
+                known.real, known.rarely_true = None, False
             return
         for tensor in written:
             if self._real_view(tensor) is None:
-                self._real[_torch.storage_identity(tensor)] = _zeroed(tensor)
+                self._known(tensor).real = _zeroed(tensor)
         with _torch.real_tensors():
             real_args, real_kwargs = _torch.map_only(
                 torch.Tensor, lambda each: each if (real := self._real_view(each)) is None else real, (args, kwargs)
@@ -144,29 +154,30 @@ class KnownValues(_torch.DispatchMode):
 
     def _remember(self, outputs: list[torch.Tensor], values: list[Any]) -> None:
         for fake, value in zip(outputs, values, strict=False):
-            key, size = _torch.storage_identity(fake), fake.untyped_storage().nbytes()
-            if key not in self._real and isinstance(value, torch.Tensor) and size <= LARGEST and _torch.is_fake(fake):
-                memory = self._real[key] = _zeroed(fake)
+            small = fake.untyped_storage().nbytes() <= LARGEST and _torch.is_fake(fake)
+            if small and isinstance(value, torch.Tensor) and self._known(fake).real is None:
+                memory = _zeroed(fake)
                 _view_as(fake, memory).copy_(value)
+                self._known(fake).real = memory
 
     def _follow_truth(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Track extremes, and flags that are usually false."""
         if name in ("max", "min", "amax", "amin"):
-            self._extremes[_torch.storage_identity(outputs[0])] = name
+            self._known(outputs[0]).extreme = name
         if len(outputs) != 1 or outputs[0].dtype != torch.bool:
             return
-        keys = [_torch.storage_identity(each) for each in inputs]
-        derived = name in _TRUTH_PRESERVING and any(key in self._rarely_true for key in keys)
-        checked = bool(keys) and (self._extremes.get(keys[0], ""), name) in _RARELY_TRUE_OF_EXTREMES
+        known = [self._known(each) for each in inputs]
+        derived = name in _TRUTH_PRESERVING and any(each.rarely_true for each in known)
+        checked = bool(known) and (known[0].extreme, name) in _RARELY_TRUE_OF_EXTREMES
         if name in _RARELY_TRUE or derived or checked:
-            self._rarely_true.add(_torch.storage_identity(outputs[0]))
+            self._known(outputs[0]).rarely_true = True
 
     def _concerns(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
         if any(tensor.untyped_storage().nbytes() > LARGEST for tensor in outputs):
             return False
         if not inputs:
             return bool(outputs)
-        known = (_torch.storage_identity(each) in self._real or not _torch.is_fake(each) for each in inputs)
+        known = (self._known(each).real is not None or not _torch.is_fake(each) for each in inputs)
         return name in _OVERWRITING or any(known)
 
     def _is_computable(self, name: str, inputs: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
@@ -184,82 +195,35 @@ class KnownValues(_torch.DispatchMode):
 
     def _real_view(self, fake: torch.Tensor) -> torch.Tensor | None:
         """Return the real copy of a fake tensor, shaped and laid out like it; None if its values are unknown."""
-        memory = self._real.get(_torch.storage_identity(fake))
+        memory = self._known(fake).real
         if memory is None or memory.numel() % fake.itemsize:  # the latter: a view of a part, in another dtype
             return None
         with _torch.real_tensors():
             return _view_as(fake, memory)
 
+    # Sizes that depend on values: bounds of indices and shares of masks are followed for them.
 
-def _zeroed(fake: torch.Tensor) -> torch.Tensor:
-    with _torch.real_tensors():
-        return torch.zeros(fake.untyped_storage().nbytes(), dtype=torch.uint8)
-
-
-def _view_as(fake: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    return memory.view(fake.dtype).as_strided(fake.shape, fake.stride(), int(fake.storage_offset()))
-
-
-# Sizes that depend on values
-
-_ATEN = torch.ops.aten
-_INDEX_RESULTS = {"topk": 1, "sort": 1, "argsort": 0, "argmax": 0, "argmin": 0}
-"""Operators that make indices along a dimension → position of these among the results."""
-_COPIES = {"_to_copy", "clone"}
-_FOLLOWED = {*_INDEX_RESULTS, *_COPIES, "sum", "scatter", "scatter_", "eq", "ne", "gt"}
-_IDENTITIES = {("ne", 0), ("gt", 0), ("eq", 1)}
-"""Comparisons that leave a mask as it is."""
-
-
-class _DataDependentSizes:
-    """Run operators whose result sizes depend on values; track bounds of indices and shares of masks for that."""
-
-    def __init__(self, values: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        self._values = values
-        # Keys are identities of storages.
-        self._bounds: dict[int, int] = {}  # of indices: exclusive upper bound
-        self._shares: dict[int, float] = {}  # of masks: share of elements that are true
-
-    def forget(self, storage: int) -> None:
-        self._bounds.pop(storage, None)
-        self._shares.pop(storage, None)
-
-    def follow(self, name: str, args: Any, outputs: Sequence[torch.Tensor]) -> None:
+    def _follow_sizes(self, name: str, args: Any, outputs: Sequence[torch.Tensor]) -> None:
         if name not in _FOLLOWED:
             return
         if name in _INDEX_RESULTS and len(outputs) > _INDEX_RESULTS[name]:
-            self._bounds[_torch.storage_identity(outputs[_INDEX_RESULTS[name]])] = _size(args[0], _dim(name, args))
-        elif name in _COPIES:
-            self._copy(args[0], outputs[0])
+            self._known(outputs[_INDEX_RESULTS[name]]).bound = _size(args[0], _dim(name, args))
         elif name == "sum":
-            if _torch.storage_identity(args[0]) in self._shares:
-                self._shares[_torch.storage_identity(outputs[0])] = 1.0  # every expert has some tokens
+            if self._known(args[0]).share is not None:
+                self._known(outputs[0]).share = 1.0  # every expert has some tokens
         elif name in ("scatter", "scatter_") and outputs[0].dim():
             index, dim = args[2], args[1]
-            bound = self._bounds.get(_torch.storage_identity(index), _size(outputs[0], dim))
-            self._shares[_torch.storage_identity(outputs[0])] = min(1.0, _size(index, dim) / max(1, bound))
-        elif name == "eq" and (bound := self._bounds.get(_torch.storage_identity(args[0]), 0)):
-            self._shares[_torch.storage_identity(outputs[0])] = 1 / bound  # fake tensors make one_hot this way, too
-        elif not isinstance(args[1], torch.Tensor) and (name, args[1]) in _IDENTITIES:
-            self._copy(args[0], outputs[0])
+            bound = self._known(index).bound or _size(outputs[0], dim)
+            self._known(outputs[0]).share = min(1.0, _size(index, dim) / max(1, bound))
+        elif name == "eq" and (bound := self._known(args[0]).bound):
+            self._known(outputs[0]).share = 1 / bound  # fake tensors make one_hot this way, too
+        elif name in _COPIES or (not isinstance(args[1], torch.Tensor) and (name, args[1]) in _IDENTITIES):
+            known, made = self._known(args[0]), self._known(outputs[0])
+            made.bound, made.share = known.bound, known.share
 
-    def _copy(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        for table in (self._bounds, self._shares):
-            found = table.get(_torch.storage_identity(source))
-            if found is not None:
-                table[_torch.storage_identity(result)] = found  # type: ignore[assignment]
-
-    def concerns(self, func: Any, args: Any) -> bool:
-        """True if the shapes of ``func``'s results depend on values."""
-        if func is _ATEN.index.Tensor:
-            return any(map(_is_mask, args[1]))
-        if func is _ATEN.repeat_interleave.Tensor:
-            return len(args) < 2
-        return func in _RULES
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Run ``func``, which ``concerns`` selected; return its fake result and its values (None if unknown)."""
-        given = {id(each): self._values(each) for each in _torch.tensors_in((args, kwargs))}
+    def _run_with_unknown_size(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Run ``func``, whose results' shapes depend on values; return its fake result and its values, or None."""
+        given = {id(each): self._real_view(each) for each in _torch.tensors_in((args, kwargs))}
         if all(each is not None for each in given.values()):
             with _torch.real_tensors():
                 real = func(*_torch.map_only(torch.Tensor, lambda each: given[id(each)], args), **kwargs)
@@ -272,10 +236,10 @@ class _DataDependentSizes:
 
     def _count(self, mask: torch.Tensor) -> int:
         """Return how many elements of ``mask`` are true, and warn if that is a guess."""
-        if (values := self._values(mask)) is not None:
+        if (values := self._real_view(mask)) is not None:
             with _torch.real_tensors():
                 return int(values.count_nonzero())
-        share = self._shares.get(_torch.storage_identity(mask))
+        share = self._known(mask).share
         warnings.warn(EVERYTHING if share is None else EQUAL_SHARES, stacklevel=2)
         return math.ceil(mask.numel() * (1.0 if share is None else share) - 1e-6)
 
@@ -305,7 +269,7 @@ class _DataDependentSizes:
         return source.new_empty(count), *(source.new_empty(n, dtype=torch.int64) for n in (source.shape, (count,)))
 
     def bincount(self, source: torch.Tensor, weights: Any = None, minlength: int = 0) -> torch.Tensor:
-        bound = self._bounds.get(_torch.storage_identity(source), 1)
+        bound = self._known(source).bound or 1
         return source.new_empty(max(minlength, bound), dtype=torch.int64 if weights is None else weights.dtype)
 
     def ctc_loss(self, scores: torch.Tensor, targets: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,15 +280,33 @@ class _DataDependentSizes:
 
 
 _RULES: dict[Any, Callable[..., Any]] = {
-    _ATEN.nonzero.default: _DataDependentSizes.nonzero,
-    _ATEN.index.Tensor: _DataDependentSizes.index,
-    _ATEN.masked_select.default: _DataDependentSizes.masked_select,
-    _ATEN.repeat_interleave.Tensor: _DataDependentSizes.repeat_interleave,
-    _ATEN._unique2.default: _DataDependentSizes.unique,
-    _ATEN.unique_consecutive.default: _DataDependentSizes.unique,
-    _ATEN.bincount.default: _DataDependentSizes.bincount,
-    _ATEN._ctc_loss.Tensor: _DataDependentSizes.ctc_loss,
+    _ATEN.nonzero.default: KnownValues.nonzero,
+    _ATEN.index.Tensor: KnownValues.index,
+    _ATEN.masked_select.default: KnownValues.masked_select,
+    _ATEN.repeat_interleave.Tensor: KnownValues.repeat_interleave,
+    _ATEN._unique2.default: KnownValues.unique,
+    _ATEN.unique_consecutive.default: KnownValues.unique,
+    _ATEN.bincount.default: KnownValues.bincount,
+    _ATEN._ctc_loss.Tensor: KnownValues.ctc_loss,
 }
+
+
+def _has_unknown_size(func: Any, args: Any) -> bool:
+    """True if the shapes of ``func``'s results depend on values."""
+    if func is _ATEN.index.Tensor:
+        return any(map(_is_mask, args[1]))
+    if func is _ATEN.repeat_interleave.Tensor:
+        return len(args) < 2
+    return func in _RULES
+
+
+def _zeroed(fake: torch.Tensor) -> torch.Tensor:
+    with _torch.real_tensors():
+        return torch.zeros(fake.untyped_storage().nbytes(), dtype=torch.uint8)
+
+
+def _view_as(fake: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    return memory.view(fake.dtype).as_strided(fake.shape, fake.stride(), int(fake.storage_offset()))
 
 
 def _is_mask(index: Any) -> bool:

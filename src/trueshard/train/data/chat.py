@@ -15,14 +15,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from trueshard.errors import UserError, with_kind
+from trueshard.errors import UserError, explained
 from trueshard.model import names
 from trueshard.train.data.samples import Document
 from trueshard.train.data.sources import Fields, Record
@@ -142,8 +141,7 @@ def _part(part: Any, where: str) -> Message:
     )
 
 
-@dataclass(frozen=True)
-class Rendered:
+class Rendered(NamedTuple):
     """A conversation as text, and the spans of its targets."""
 
     text: str
@@ -162,17 +160,31 @@ class ChatTemplate:
     def render(self, found: list[Message], where: str, tools: Any = None, asked: int = 0) -> Rendered:
         """Render a conversation; its first ``asked`` messages have no targets. Raises `UserError` if that fails."""
         text, marked = self._text(found, where, tools)
-        begin = len(self._prefix(found[:asked], text, where, tools)) if asked else 0
+
+        def prefix(count: int, prompt: bool = False) -> int:
+            """Return the length of the first messages in the text."""
+            written, _ = self._text(found[:count], where, tools, prompt) if count or prompt else ("", [])
+            if not text.startswith(written):
+                raise UserError(
+                    f"{where}: the chat template writes earlier messages otherwise once more follow, so what the "
+                    "assistant says cannot be told apart; set tokenizer.chat_template to one with {% generation %}, or "
+                    "data.answers_only = false"
+                )
+            return len(written)
+
+        begin = prefix(asked)
         if not self.answers_only:
             spans = [(begin, len(text))]
         elif self._marked:
             spans = [span for span in marked if span[0] >= begin]
         else:
-            spans = [
-                self._turn(found, number, text, where, tools)
-                for number, message in enumerate(found)
-                if message["role"] == "assistant" and number >= asked
-            ]
+            spans = []
+            for number, message in enumerate(found):
+                if message["role"] == "assistant" and number >= asked:
+                    first, last = prefix(number, prompt=True), prefix(number + 1)
+                    said = text[first:last].rstrip()
+                    # A line break after the token that ends a turn is nobody's; without that token, it is the end.
+                    spans.append((first, first + len(said) if said.endswith(self._ends) else last))
         if not any(first < last for first, last in spans):
             raise UserError(f"{where}: there is nothing that the assistant says, so nothing to learn; leave it out")
         return Rendered(text, spans)
@@ -185,32 +197,14 @@ class ChatTemplate:
             for ids, places, each in zip(found["input_ids"], found["offset_mapping"], rendered, strict=True)
         ]
 
-    def _turn(self, found: list[Message], number: int, text: str, where: str, tools: Any) -> Span:
-        """Return the span of a turn of the assistant, without its header, with the token that ends it."""
-        begin = len(self._prefix(found[:number], text, where, tools, prompt=True))
-        end = len(self._prefix(found[: number + 1], text, where, tools))
-        said = text[begin:end].rstrip()
-        # A line break after the token that ends a turn belongs to nobody; without such a token, it is the end.
-        return begin, begin + len(said) if said.endswith(self._ends) else end
-
-    def _prefix(self, part: list[Message], text: str, where: str, tools: Any, prompt: bool = False) -> str:
-        written, _ = self._text(part, where, tools, prompt) if part or prompt else ("", [])
-        if not text.startswith(written):
-            raise UserError(
-                f"{where}: the chat template writes earlier messages otherwise once more follow, so what the assistant "
-                "says cannot be told apart; set tokenizer.chat_template to one with {% generation %}, or "
-                "data.answers_only = false"
-            )
-        return written
-
-    def _text(
-        self, found: list[Message], where: str, tools: Any = None, prompt: bool = False
-    ) -> tuple[str, list[Span]]:
+    def _text(self, found: list[Message], where: str, tools: Any, prompt: bool = False) -> tuple[str, list[Span]]:
         """Return the text, and the spans that the template marks."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        try:
+        problem = f"{where}: the chat template refuses it"
+        remedy = "correct it, or set tokenizer.chat_template"
+        with explained(problem, remedy, (TemplateError, TypeError, ValueError, KeyError)):
             rendered: Any = render_jinja_template(
                 conversations=[found],
                 tools=tools,
@@ -219,9 +213,6 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **self.tokenizer.special_tokens_map,
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            said = f"{where}: the chat template refuses it ({with_kind(error)})"
-            raise UserError(f"{said}; correct it, or set tokenizer.chat_template") from None
         text, marked = rendered
         return str(text[0]), list(marked[0]) if marked else []
 

@@ -22,22 +22,10 @@ import numpy as np
 from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.train.config import DataSection
+from trueshard.train.data import samples
 from trueshard.train.data.chat import ChatTemplate, encode_chats, flat, messages, spoken, texts
 from trueshard.train.data.order import draws
-from trueshard.train.data.samples import (
-    Collate,
-    Document,
-    Sample,
-    pack,
-    packed,
-    pad_ends,
-    pad_pairs,
-    sequence,
-    span,
-    stack,
-    truncate,
-    whole,
-)
+from trueshard.train.data.samples import Collate, Document, Sample
 from trueshard.train.data.sources import DataSource, Fields, Record
 from trueshard.train.data.vision import VisionCollate, encode_vision, vision_messages
 
@@ -88,16 +76,16 @@ def format_of(section: DataSection, length: int, tokenizer: Any, processor: Any)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     vocabulary = 1 + max(tokenizer.get_vocab().values())
     if section.format == "text":
-        return Format("joined", partial(encode_texts, tokenizer, section.field), single, stack, vocabulary)
+        return Format("joined", partial(encode_texts, tokenizer, section.field), single, samples.stack, vocabulary)
     if section.format == "vision":
         return Format("kept", encode_vision, single, VisionCollate(processor, length, section.answers_only), None)
     if section.format == "preference":
         pairs = partial(encode_pairs, ChatTemplate(tokenizer, answers_only=True))
-        return Format("single", pairs, paired, partial(pad_pairs, pad), vocabulary)
+        return Format("single", pairs, paired, partial(samples.pad_pairs, pad), vocabulary)
     chats = partial(encode_chats, ChatTemplate(tokenizer, section.answers_only))
     if not section.packing:
-        return Format("single", chats, single, partial(pad_ends, pad), vocabulary)
-    return Format("packed", chats, partial(packed, length=length, pad=pad), stack, vocabulary)
+        return Format("single", chats, single, partial(samples.pad_ends, pad), vocabulary)
+    return Format("packed", chats, partial(samples.packed, length=length, pad=pad), samples.stack, vocabulary)
 
 
 def texts_of(section: DataSection, record: Record) -> Iterator[str]:
@@ -136,7 +124,7 @@ def encode_texts(tokenizer: Any, field: str, records: Sequence[Record], folder: 
     kept = [text for text in said if text.strip()]
     found = iter(tokenizer(kept, add_special_tokens=False)["input_ids"] if kept else [])
     end = tokenizer.eos_token_id
-    return [(whole(np.array([*next(found), end], np.int64)),) if text.strip() else () for text in said]
+    return [(samples.whole(np.array([*next(found), end], np.int64)),) if text.strip() else () for text in said]
 
 
 def plain_text(field: str, record: Record) -> str:
@@ -226,7 +214,6 @@ class SourceStream:
             )
 
     def _once(self) -> Iterator[Placed]:
-        """Iterate over the samples of one pass, in the order of the source."""
         if self._form.layout == "kept":
             for record in self._source.records():
                 yield {"messages": vision_messages(record), "where": record.where}, record.where
@@ -234,9 +221,10 @@ class SourceStream:
             yield from self._joined()
         elif self._form.layout == "packed":
             for group in batched(self._documents(), TOGETHER):
-                for members in pack([len(document.ids) - 1 for (document,), _ in group], self._length):
+                for members in samples.pack([len(document.ids) - 1 for (document,), _ in group], self._length):
                     parts = [group[number] for number in members]
-                    yield self._form.sample([document for (document,), _ in parts]), span([each for _, each in parts])
+                    together = [document for (document,), _ in parts]
+                    yield self._form.sample(together), samples.span([each for _, each in parts])
         else:
             for documents, where in self._documents():
                 yield self._form.sample(documents), where
@@ -244,7 +232,7 @@ class SourceStream:
     def _documents(self) -> Iterator[tuple[tuple[Document, ...], str]]:
         """Iterate over the documents of each record that has any, and its origin."""
         for record, found in self._form.documents(self._source, Path()):  # streamed formats put no files beside them
-            if documents := truncate(found, self._length) if self._form.cut else found:
+            if documents := samples.truncate(found, self._length) if self._form.cut else found:
                 yield documents, record.where
 
     def _joined(self) -> Iterator[Placed]:
@@ -254,16 +242,16 @@ class SourceStream:
             places.append(where)
             full = max(0, len(tokens) - 1) // self._length * self._length
             for start in range(0, full, self._length):
-                yield sequence(tokens, start, self._length), span(places)
+                yield samples.sequence(tokens, start, self._length), samples.span(places)
             if full:
                 tokens, places = tokens[full:], [where]
 
 
-def shuffled(samples: Iterable[Placed], seed: int) -> Iterator[Placed]:
+def shuffled(placed: Iterable[Placed], seed: int) -> Iterator[Placed]:
     """Yield the samples, each drawn from the next ``BUFFER`` ones."""
     buffer: list[Placed] = []
     chances = draws(seed, BUFFER)
-    for sample in samples:
+    for sample in placed:
         if len(buffer) < BUFFER:
             buffer.append(sample)
             continue

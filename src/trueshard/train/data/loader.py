@@ -276,7 +276,6 @@ class EndlessLoader:
         return iter(self._loader)
 
     def _generators(self) -> list[torch.Generator]:
-        """Return the generators of the loader and its samplers."""
         batches = getattr(self._loader, "batch_sampler", None)
         owners = (self._loader, getattr(self._loader, "sampler", None), batches, getattr(batches, "sampler", None))
         found = [getattr(owner, "generator", None) for owner in owners]

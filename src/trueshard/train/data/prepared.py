@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from trueshard.errors import UserError
-from trueshard.train.config import Config, EvaluationSection, SourceSection
+from trueshard.train.config import Config, SourceSection
 from trueshard.train.data import tokenizer as tokenizers
-from trueshard.train.data.formats import Format, SourceStream, format_of, texts_of
+from trueshard.train.data.formats import SourceStream, format_of, texts_of
 from trueshard.train.data.order import Mixture, StreamMixture
 from trueshard.train.data.samples import Collate, Samples, Stream
 from trueshard.train.data.sources import DataSource, find, hash_of
@@ -92,7 +92,6 @@ def prepare(config: Config, *, frozen: bool, make: bool) -> Prepared:
 
 
 def _make(config: Config, sources: list[DataSource], held: list[DataSource], processor: Any, folder: Path) -> None:
-    """Write tokenizer, evaluation data and, unless streamed, training data."""
     given = (config.tokenizer, config.model, config.data.format)
     tokenizer = processor.tokenizer if processor is not None else tokenizers.load_tokenizer(*given)
     _announce(config, sources, tokenizer is None)
@@ -125,6 +124,11 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
         tokenizers.set_chat_template(config.tokenizer, processor.tokenizer, processor)
     section, length = config.evaluation, config.train.sequence_length
     form = format_of(config.data, length, _tokenizer(folder), processor)
+
+    def stored(place: Path, own: Summary | None, part: str) -> list[StoredSamples]:
+        assert own is not None
+        return [StoredSamples(place, own, form, *ranges[part], length) for ranges in own.ranges]
+
     train: Samples | Stream
     if config.data.streaming:
         streams = [SourceStream(source, form, length) for source in sources]
@@ -132,50 +136,34 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
             stream.check()
         train = StreamMixture(streams, [source.weight for source in sources])
     else:
-        train = _stored(config, form, folder, summary)
-    evaluation = None if section is None else _held_out(config, section, form, folder, summary)
-    return Prepared(folder, summary, train, evaluation, form.collate)
-
-
-def _stored(config: Config, form: Format, folder: Path, summary: Summary) -> Mixture:
-    key, places = "data.sources", config.data.sources
-    if config.data.path is not None:
-        key, places = "data.path", [SourceSection(path=config.data.path)]
-    parts = _parts(config, form, folder, summary, "train")
-    for place, part in zip(places, parts, strict=True):
-        if not len(part):
-            raise UserError(
-                f"{key}: {place.path}, without what is held out, has fewer tokens than one sequence of "
-                f"train.sequence_length + 1 = {config.train.sequence_length + 1}; add to it, or lower "
-                "evaluation.fraction or train.sequence_length"
-            )
-    return Mixture(parts, [place.weight for place in places])
-
-
-def _held_out(config: Config, section: EvaluationSection, form: Format, folder: Path, summary: Summary) -> Mixture:
+        key, places = "data.sources", config.data.sources
+        if config.data.path is not None:
+            key, places = "data.path", [SourceSection(path=config.data.path)]
+        parts = stored(folder, summary, "train")
+        for place, part in zip(places, parts, strict=True):
+            if not len(part):
+                raise UserError(
+                    f"{key}: {place.path}, without what is held out, has fewer tokens than one sequence of "
+                    f"train.sequence_length + 1 = {length + 1}; add to it, or lower evaluation.fraction or "
+                    "train.sequence_length"
+                )
+        train = Mixture(parts, [place.weight for place in places])
+    if section is None:
+        return Prepared(folder, summary, train, None, form.collate)
     if section.path is None:
-        found = _parts(config, form, folder, summary, "evaluation")
+        held = stored(folder, summary, "evaluation")
         said = f"{section.fraction} of the data is less than one sequence"
         problem = f"fraction: {said}; raise it, or set evaluation.path"
     else:
-        own = read_summary(folder / "evaluation")
-        assert own is not None
-        found, length = _parts(config, form, folder / "evaluation", own, "train"), config.train.sequence_length
+        held = stored(folder / "evaluation", read_summary(folder / "evaluation"), "train")
         problem = f"path: {section.path} is less than one sequence of train.sequence_length = {length}; add to it"
-    kept = [part for part in found if len(part)]
-    if not kept:
+    held = [part for part in held if len(part)]
+    if not held:
         raise UserError(f"evaluation.{problem}")
-    return Mixture(kept, [1.0] * len(kept))
-
-
-def _parts(config: Config, form: Format, folder: Path, summary: Summary, part: str) -> list[StoredSamples]:
-    """Return the samples of a part ("train" or "evaluation") of each source."""
-    length = config.train.sequence_length
-    return [StoredSamples(folder, summary, form, *ranges[part], length) for ranges in summary.ranges]
+    return Prepared(folder, summary, train, Mixture(held, [1.0] * len(held)), form.collate)
 
 
 def _identity(config: Config) -> dict[str, Any]:
-    """Return the settings that determine the data, as JSON values."""
     every = config.identity()
     kept = {key: value for key, value in every.items() if key.startswith(("tokenizer.", "data.", "evaluation."))}
     # Joined text is the same for every length of sequence.
@@ -184,7 +172,6 @@ def _identity(config: Config) -> dict[str, Any]:
 
 
 def _fingerprint(config: Config, sources: list[DataSource]) -> str:
-    """Hash the state of all files to read: data and tokenizer."""
     tokenizer = tokenizers.fingerprint(config.tokenizer, config.model)
     return hash_of([tokenizer, [each.fingerprint() for each in sources]])
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from trueshard.errors import UserError, one_line, with_kind
+from trueshard.errors import UserError, cut_line, explained, one_line
 from trueshard.train.config import TEXT_FILES, DataSection
 
 Fields = dict[str, Any]
@@ -90,17 +90,13 @@ class HubSource(DataSource):
 
     def records(self) -> Iterator[Record]:
         file, row = self.files[0], 0
-        try:
+        remedy = "correct data.path, data.subset or data.split, or see that there is a network"
+        with explained(f"{self.key}: {self.name!r} cannot be read", remedy, (OSError, ValueError, RuntimeError)):
             # As plain values: images stay the stored bytes.
             for table in self._load().with_format("arrow").iter(batch_size=256):
                 for fields in table.to_pylist():
                     row += 1
                     yield Record(fields, 0, row, place(file, row), Path(file).parent)
-        except (OSError, ValueError, RuntimeError) as error:  # raised by `datasets` for names, splits and damage
-            raise UserError(
-                f"{self.key}: {self.name!r} cannot be read ({with_kind(error)}); correct data.path, data.subset or "
-                "data.split, or see that there is a network"
-            ) from None
 
     def size(self) -> int | None:
         return None
@@ -211,7 +207,6 @@ def _check_one_split(key: str, root: Path, files: Sequence[Path]) -> None:
 
 
 def _walk(root: Path, without: Callable[[str], bool] = lambda name: name.startswith(".")) -> list[Path]:
-    """Return all files below a folder, sorted by relative path."""
     found: list[Path] = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if not without(name)]
@@ -230,13 +225,9 @@ def _revision(name: str, key: str) -> str | None:
 
     if is_offline_mode():
         return None
-    try:
+    remedy = "correct it, or see that there is a network (HF_HUB_OFFLINE=1 reads what was fetched before)"
+    with explained(f"{key}: {name!r} is no folder or file here, and not to be had from the hub", remedy):
         return HfApi().dataset_info(name, timeout=20).sha
-    except Exception as error:  # network, hub and client each raise their own classes
-        raise UserError(
-            f"{key}: {name!r} is no folder or file here, and not to be had from the hub ({with_kind(error)}); correct "
-            "it, or see that there is a network (HF_HUB_OFFLINE=1 reads what was fetched before)"
-        ) from None
 
 
 def states(files: Iterable[Path]) -> list[list[Any]]:
@@ -333,13 +324,10 @@ def _table(file: Path) -> Iterator[tuple[Fields, int]]:
     from pyarrow import ArrowInvalid
     from pyarrow.parquet import ParquetFile
 
-    try:
-        with ParquetFile(file) as table:
-            rows = (row for batch in table.iter_batches(batch_size=256) for row in batch.to_pylist())
-            for number, row in enumerate(rows, start=1):
-                yield row, number
-    except ArrowInvalid as error:
-        raise UserError(f"{file}: not a Parquet file ({one_line(error, 200)}); fetch it again") from None
+    refused = explained(f"{file}: not a Parquet file", "fetch it again", ArrowInvalid, cut_line)
+    with refused, ParquetFile(file) as table:
+        rows = (row for batch in table.iter_batches(batch_size=256) for row in batch.to_pylist())
+        yield from ((row, number) for number, row in enumerate(rows, start=1))
 
 
 READERS: dict[str, Callable[[Path], Iterator[tuple[Fields, int]]]] = {

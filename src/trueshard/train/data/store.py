@@ -122,7 +122,6 @@ def build(
 def _write(
     source: DataSource, number: int, writer: DocumentWriter, length: int, fraction: float, cuts: Counter[str]
 ) -> list[int]:
-    """Write the documents of a source, and return their number for each record that has any."""
     form, sizes = writer.form, []
     with tempfile.TemporaryFile(dir=writer.folder) as later:
         for record, found in form.documents(source, writer.folder):
@@ -255,7 +254,6 @@ class StoredSamples:
         return span([place(self._files[source][file], line) for source, file, line, _ in origins])
 
     def _documents(self, index: int) -> Sequence[int]:
-        """Return the numbers of the documents in a sequence."""
         if self._joined:
             start = self._first + index * self._length
             begin, end = np.searchsorted(self._places[:, 3], [start, start + self._length], side="right").tolist()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trueshard.errors import UserError, one_line
+from trueshard.errors import UserError, cut_line, explained
 from trueshard.train.config import ModelSection, TokenizerSection
 from trueshard.train.data.sources import states
 
@@ -38,13 +38,11 @@ def load_tokenizer(section: TokenizerSection, model: ModelSection, data_format: 
     files = [path / name for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")]
     if not path.is_file() and not any(file.exists() for file in files):
         raise UserError(f"{key}: {path} holds no tokenizer; {remedy}")
-    try:
+    with explained(f"{key}: the tokenizer in {path} cannot be read", remedy, detail=cut_line):
         if path.is_file():
             tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=_end_token(path))
         else:
             tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # transformers and tokenizers raise whatever the damage leads to
-        raise UserError(f"{key}: the tokenizer in {path} cannot be read ({one_line(error, 200)}); {remedy}") from None
     if tokenizer.eos_token_id is None:
         raise UserError(f"{key}: the tokenizer in {path} has no end-of-text token (eos_token); {remedy}")
     if data_format != "text" and not tokenizer.is_fast:
@@ -64,10 +62,8 @@ def load_processor(section: TokenizerSection, model: ModelSection) -> Any:
         said = "tokenizer.vocab_size: images need a processor that knows their tokens, which cannot be trained"
         raise UserError(f"{said}; set tokenizer.path to a directory with a processor instead")
     remedy = "give a directory of a vision-language model"
-    try:
+    with explained(f"{key}: no processor can be read from {path}", remedy, detail=cut_line):
         processor = AutoProcessor.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # transformers raises whatever the damage leads to
-        raise UserError(f"{key}: no processor can be read from {path} ({one_line(error, 200)}); {remedy}") from None
     if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
         raise UserError(f"{key}: {path} has no processor of images (preprocessor_config.json); {remedy}")
     return processor
@@ -99,10 +95,8 @@ def set_chat_template(section: TokenizerSection, tokenizer: Any, processor: Any 
     image = getattr(processor, "image_token", IMAGE)
     template = own or CHATML.replace(IMAGE, image)
     if (name := section.chat_template) is not None:
-        try:
+        with explained(f"tokenizer.chat_template: {name} cannot be read", "give a Jinja file", detail=str):
             template = Path(name).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"tokenizer.chat_template: {name} cannot be read ({error}); give a Jinja file") from None
         if not template.strip():
             raise UserError(f"tokenizer.chat_template: {name} is empty; give a Jinja file")
     for each in (tokenizer, processor):
@@ -123,7 +117,6 @@ def fingerprint(section: TokenizerSection, model: ModelSection) -> list[list[Any
 
 
 def _place(section: TokenizerSection, model: ModelSection) -> tuple[str, Path]:
-    """Return the setting that locates the tokenizer, and the path."""
     if section.path:
         return "tokenizer.path", Path(section.path).expanduser()
     path = model.place()

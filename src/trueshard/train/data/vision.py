@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trueshard.errors import UserError, one_line
+from trueshard.errors import UserError, cut_line, explained
 from trueshard.train.data.chat import ChatTemplate, Message, conversation, place_images
 from trueshard.train.data.samples import Batch, Document, Ids, Sample, pad_ends, whole
 from trueshard.train.data.sources import Record
@@ -26,18 +26,14 @@ from trueshard.train.data.tokenizer import IMAGE
 
 def encode_vision(records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
     """Return one document a record: its messages as JSON. Images held as bytes go to `images/` in ``folder``."""
-    return [(_document(folder / "images", vision_messages(each)),) for each in records]
-
-
-def _document(folder: Path, found: list[Message]) -> Document:
-    for message in found:
-        for part in message["content"]:
-            if isinstance(part.get("image"), bytes):
-                name = hashlib.sha256(part["image"]).hexdigest()[:32]
-                folder.mkdir(exist_ok=True)
-                (folder / name).write_bytes(part["image"])
-                part["image"] = f"{folder.name}/{name}"
-    return whole(np.frombuffer(json.dumps(found).encode(), dtype=np.uint8))
+    conversations = [vision_messages(each) for each in records]
+    for part in (part for found in conversations for message in found for part in message["content"]):
+        if isinstance(part.get("image"), bytes):
+            name = f"images/{hashlib.sha256(part['image']).hexdigest()[:32]}"
+            (folder / "images").mkdir(exist_ok=True)
+            (folder / name).write_bytes(part["image"])
+            part["image"] = name
+    return [(whole(np.frombuffer(json.dumps(found).encode(), dtype=np.uint8)),) for found in conversations]
 
 
 def vision_messages(record: Record) -> list[Message]:
@@ -76,13 +72,11 @@ def read_image(image: str | bytes, where: str, verify: bool = False) -> Any:
     """Return an image, a path or bytes, in RGB; with ``verify``, only check it, without decoding."""
     from PIL import Image
 
-    try:
-        with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
-            return opened.verify() if verify else opened.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        name = "an image in the data" if isinstance(image, bytes) else f"the image {image}"
-        said = f"{where}: {name} cannot be read ({one_line(error, 200)}); replace it, or leave it out"
-        raise UserError(said) from None
+    name = "an image in the data" if isinstance(image, bytes) else f"the image {image}"
+    kinds = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+    refused = explained(f"{where}: {name} cannot be read", "replace it, or leave it out", kinds, cut_line)
+    with refused, Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
+        return opened.verify() if verify else opened.convert("RGB")
 
 
 class VisionCollate:

@@ -25,7 +25,7 @@ import trueshard
 from trueshard import _torch
 from trueshard.checkpoint.format import MANIFEST
 from trueshard.checkpoint.layout import adapted_keys
-from trueshard.errors import UserError, one_line, with_kind
+from trueshard.errors import UserError, explained, one_line
 from trueshard.model import names
 from trueshard.model.first_values import initialisers, is_unwritten, mark_unwritten
 from trueshard.model.units import choose_units
@@ -40,7 +40,6 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def _auto(config: Config) -> Any:
-    """Return the auto class of transformers for `data.format`."""
     import transformers
 
     is_vision = config.data.format == "vision"
@@ -58,13 +57,8 @@ def architecture(config: Config, vocab_size: int, image_token: int | None = None
     settings = _from_fields(config, vocab_size) if section.architecture else _from_files(config)
     if image_token is not None:
         _set_image_token(section, settings, image_token)
-    try:
+    with explained(f"{key}: no model can be built from it", "correct its configuration"):
         model: Any = empty(config, settings, checking=True)
-    except UserError:
-        raise
-    except Exception as error:  # whatever the modelling code trips over
-        said = f"{key}: no model can be built from it ({with_kind(error)}); correct its configuration"
-        raise UserError(said) from None
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < vocab_size:
         raise UserError(
@@ -106,11 +100,9 @@ def with_values(config: Config, settings: Any) -> nn.Module:
         if config.model.path is None:
             return _changed(config, auto.from_config(settings, dtype=dtype))
         path = config.model.place()
-        try:
+        problem = f"model.path: the weights in {path} cannot be loaded"
+        with explained(problem, "check the files", (OSError, ValueError, RuntimeError)):
             base = auto.from_pretrained(str(path), config=settings, dtype=dtype, local_files_only=True)
-        except (OSError, ValueError, RuntimeError) as error:
-            said = f"model.path: the weights in {path} cannot be loaded ({with_kind(error)}); check the files"
-            raise UserError(said) from error
         return _changed(config, base.train())
 
 
@@ -131,7 +123,6 @@ def plain_settings(settings: Any) -> dict[str, Any]:
 
 
 def _changed(config: Config, base: Any, checking: bool = False) -> nn.Module:
-    """Quantise, adapt and freeze a model."""
     model: nn.Module = base
     section, adapter = config.model, config.adapter
     if section.quantize != "none":
@@ -163,7 +154,6 @@ def _quantise(base: Any, kind: Quantization, adapter: AdapterSection | None, che
 
 
 def _key_of(section: ModelSection) -> str:
-    """Return the key that names the model."""
     return next(f"model.{name}" for name in ("path", "config", "architecture") if getattr(section, name) is not None)
 
 
@@ -184,11 +174,8 @@ def _from_fields(config: Config, vocab_size: int) -> Any:
         fields["text_config"] = text | {"vocab_size": vocab_size}
         if getattr(default, "vision_config", None) is not None and "vision_config" in fields:
             fields["vision_config"] = {"model_type": default.vision_config.model_type} | dict(fields["vision_config"])
-    try:
+    with explained(f"model.fields: {section.architecture} refuses them", "correct them"):
         return AutoConfig.for_model(section.architecture, **fields)
-    except Exception as error:  # transformers validates in several ways
-        said = f"model.fields: {section.architecture} refuses them ({with_kind(error)}); correct them"
-        raise UserError(said) from None
 
 
 def _check_fields(fields: Mapping[str, Any], default: Any, where: str, what: str) -> None:
@@ -229,20 +216,15 @@ def _from_files(config: Config) -> Any:
         )
     if not file.is_file():
         raise UserError(f"{key}: {path} is not a model directory: it has no config.json; give one that has")
-    try:
+    with explained(f"{key}: {file} is not a transformers configuration", 'it needs a "model_type"'):
         model_type = json.loads(file.read_text(encoding="utf-8"))["model_type"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        said = f'{key}: {file} is not a transformers configuration ({with_kind(error)}); it needs a "model_type"'
-        raise UserError(said) from None
     _check_known(config, model_type, f"{key}: {file}")
     if section.path and not any(found for pattern in WEIGHTS for found in path.glob(pattern)):
         raise UserError(
             f"model.path: {path} has no weights ({', '.join(WEIGHTS)}); to train from scratch use model.config instead"
         )
-    try:
+    with explained(f"{key}: {file} is refused by transformers", "correct it"):
         settings = AutoConfig.from_pretrained(str(file), local_files_only=True)
-    except Exception as error:  # transformers validates in several ways
-        raise UserError(f"{key}: {file} is refused by transformers ({with_kind(error)}); correct it") from None
     settings._name_or_path = str(file.parent.absolute()) if section.path else ""  # PEFT records the base's place
     return settings
 
@@ -291,12 +273,10 @@ def fill(config: Config, model: nn.Module) -> None:
     settings = root.get_base_model().config if hasattr(root, "peft_config") else root.config
     if any(isinstance(module, QuantizedLinear) for module in root.modules()):
         _fill_quantised(config, settings, root)
-    elif config.model.path is not None:
-        _read(config, settings, root)
-    else:
+    elif config.model.path is None or not _read(config, settings, root):
         device = resting_device(root)
         give_memory(root)
-        if not _initialise_blocks(root, empty(config, settings), config.train.seed, device):
+        if config.model.path or not _initialise_blocks(root, empty(config, settings), config.train.seed, device):
             copy_module(root, with_values(config, settings))
         elif hasattr(root, "peft_config"):
             adapters.initialise(root, empty(config, settings), config.train.seed, device)
@@ -316,13 +296,12 @@ def _fill_quantised(config: Config, settings: Any, root: nn.Module) -> None:
     copy_module(root, twin)
 
 
-def _read(config: Config, settings: Any, root: nn.Module) -> None:
+def _read(config: Config, settings: Any, root: nn.Module) -> bool:
+    """Read this rank's rows from files; return False if they cannot be had by reading rows."""
     path = config.model.place()
     adapted = hasattr(root, "peft_config")
     if not any(path.glob("*.safetensors")):
-        give_memory(root)
-        copy_module(root, with_values(config, settings))
-        return
+        return False
     if adapted:
         adapters.initialise(root, empty(config, settings), config.train.seed, resting_device(root))
     known: dict[str, str] | None = None  # name → name before the model was adapted
@@ -333,9 +312,7 @@ def _read(config: Config, settings: Any, root: nn.Module) -> None:
     except (ValueError, OSError) as error:
         text = one_line(error)
         if "more than reading bytes" in text:  # transformers can assemble it
-            give_memory(root)
-            copy_module(root, with_values(config, settings))
-            return
+            return False
         raise UserError(f"model.path: {text}") from error
     added = adapters.added(root) if adapted else set()
     lacking = sorted({*found.missing, *found.mismatched} - added)
@@ -347,6 +324,7 @@ def _read(config: Config, settings: Any, root: nn.Module) -> None:
     if found.unexpected and (not dist.is_initialized() or dist.get_rank() == 0):
         kind, unused = _torch.own_class(root).__name__, found.unexpected
         warnings.warn(f"{path} has {len(unused)} tensors that {kind} does not use, such as {unused[0]!r}", stacklevel=2)
+    return True
 
 
 @torch.no_grad()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ from trueshard.train.config import Config
 from trueshard.train.data.prepared import Prepared, prepare
 from trueshard.train.data.tokenizer import load_processor, load_tokenizer
 from trueshard.train.models.build import architecture, plain_settings, quiet_transformers
+from trueshard.train.models.hub import is_hub_name
 from trueshard.train.optimizer import check_optimizer, check_schedule
 from trueshard.train.running import resuming
 from trueshard.train.showing.trackers import trackers
@@ -55,11 +58,18 @@ class Ready:
 
 
 def located(config: Config) -> Config:
-    """Return `config` with `model.path = "…/latest"` resolved to the checkpoint that the run began with, or begins."""
-    given = Path(config.model.path or "")
+    """Return `config` with `model.path = "…/latest"` resolved to the checkpoint that the run began with, or begins.
+
+    Likewise the `model.revision` of a name on the hub: to the commit.
+    """
+    known = resuming.read_settings(config.run.folder).get("identity", {})
+    given, begun = Path(config.model.path or ""), known.get("model.path")
+    if config.model.path is not None and is_hub_name(config.model.path):
+        began_so = begun == config.model.path and config.model.revision is None
+        commit = (known.get("model.revision") if began_so else None) or config.model.place().name
+        return resuming.with_settings(config, {"model.revision": commit})
     if not names_newest(given.expanduser()):
         return config
-    begun = resuming.read_settings(config.run.folder).get("identity", {}).get("model.path")
     newest = trueshard.latest(given.expanduser().parent)
     if begun is not None and Path(begun).parent == given.parent:
         found = begun
@@ -82,9 +92,23 @@ def check(config: Config, ranks: int, make: bool = True, override: bool = False)
         check_writable(config.run.folder)
     with written_to(config.run.folder):
         data = prepare(config, frozen=bool(saved) or not make, make=make)
-    train = config.train
-    steps = train.steps or max(1, math.ceil((train.epochs or 0) * len(data) / train.batch_size))
+    steps = config.train.steps or steps_of_epochs(config, len(data))
     return Ready(settings, data, saved[-1] if saved else 0, steps, changes)
+
+
+def steps_of_epochs(config: Config, samples: int) -> int:
+    """Return the optimizer steps of `train.epochs` over ``samples``."""
+    return max(1, math.ceil((config.train.epochs or 0) * samples / config.train.batch_size))
+
+
+def count_samples(config: Config) -> int | None:
+    """Read the data as a run would, and keep nothing; return the number of training samples, None if streamed.
+
+    Raises `UserError`.
+    """
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        data = prepare(resuming.with_settings(config, {"run.dir": folder}), frozen=False, make=True)
+        return None if config.data.streaming else len(data)
 
 
 def check_settings(config: Config, ranks: int) -> Any:

@@ -35,7 +35,7 @@ from trueshard.train.models.build import empty
 from trueshard.train.optimizer import build_optimizer
 from trueshard.train.parse import toml_key, toml_value
 from trueshard.train.running import resuming
-from trueshard.train.running.checks import check_nproc, check_settings, default_nproc
+from trueshard.train.running.checks import check_nproc, check_settings, count_samples, default_nproc, steps_of_epochs
 
 SILENT = ("include",)
 """Keys that mean more if they are given, even with their default."""
@@ -111,8 +111,9 @@ def write(folder: Path, found: Study | Unplanned | Plan) -> None:
 
 
 def dry_run(config: Config, nproc: int | None = None, *, hardware: str | None = None) -> str:
-    """Return the resolved configuration as TOML, and its forecast as comments. Raises `UserError` for wrong settings.
+    """Return the resolved configuration as TOML, and its forecast as comments.
 
+    The data are read, and what is wrong with them raises `UserError`, as wrong settings do.
     With ``hardware``, a device of the planner's catalogue or a TOML file of that form, ``nproc`` may be any number.
     """
     ranks = default_nproc(1) if nproc is None else nproc
@@ -121,7 +122,7 @@ def dry_run(config: Config, nproc: int | None = None, *, hardware: str | None = 
     with refused():
         named = None if hardware is None else catalogue.hardware(hardware)
     config = resuming.tightened(config, ranks)
-    settings = check_settings(config, ranks)
+    settings, samples = check_settings(config, ranks), count_samples(config)
     try:
         here = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         device = named or hardware_here(here, ranks)
@@ -129,6 +130,10 @@ def dry_run(config: Config, nproc: int | None = None, *, hardware: str | None = 
         told = report.text(study(config, settings, ranks, device, node, in_place=True))
     except Unplanned as error:
         told = f"No forecast of memory and speed: {error}"
+    if samples is not None:
+        steps = config.train.steps or steps_of_epochs(config, samples)
+        epochs, length = steps * config.train.batch_size / samples, config.train.sequence_length
+        told = f"{samples:,} samples of {length} tokens; {steps:,} steps are {epochs:.3g} epochs\n{told}"
     comments = "\n".join(f"# {line}".rstrip() for line in told.splitlines())
     return f"{toml(config)}\n{comments}"
 

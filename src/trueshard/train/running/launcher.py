@@ -21,18 +21,7 @@ import torch.distributed as dist
 from trueshard.errors import UserError
 from trueshard.launching import FAILED, STOPPED, USER_ERROR, Ended, how, python_command, run_ranks
 from trueshard.train.config import Config
-from trueshard.train.running import resuming
-from trueshard.train.running.checks import (
-    Ready,
-    check,
-    check_nproc,
-    checkpoints_of,
-    default_nproc,
-    held,
-    located,
-    tell_changes,
-    tell_if_complete,
-)
+from trueshard.train.running import checks, resuming
 from trueshard.train.running.worker import OUT_OF_MEMORY, RUN_ID, launcher_of, work
 
 STOP_GRACE = 600
@@ -57,23 +46,23 @@ def start(
         if nproc is not None:
             raise UserError(f"--nproc {nproc}: {launcher} has already started the processes; leave --nproc out")
         work(config, override=override, profile=profile)
-    nproc = default_nproc(cpu_processes) if nproc is None else nproc
-    check_nproc(nproc)
-    with held(config.run.folder):
-        ready = check(located(resuming.tightened(config, nproc)), nproc, override=override)
-    tell_changes(ready)
-    if tell_if_complete(config.run.folder, ready, aloud=True):
+    nproc = checks.default_nproc(cpu_processes) if nproc is None else nproc
+    checks.check_nproc(nproc)
+    with checks.held(config.run.folder):
+        ready = checks.check(checks.located(resuming.tightened(config, nproc)), nproc, override=override)
+    checks.tell_changes(ready)
+    if checks.tell_if_complete(config.run.folder, ready, aloud=True):
         return 0
     try:
         code = _supervise(config, ready, command, nproc)
     except KeyboardInterrupt:
         code = STOPPED
-    if code == STOPPED and not checkpoints_of(config).steps():
+    if code == STOPPED and not checks.checkpoints_of(config).steps():
         print("Stopped before the first checkpoint; the same command begins again.")
     return code
 
 
-def _supervise(config: Config, ready: Ready, command: Sequence[str], nproc: int) -> int:
+def _supervise(config: Config, ready: checks.Ready, command: Sequence[str], nproc: int) -> int:
     """Start the workers until they are done or starting them again would not help; return the exit code."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     restarts = 0

@@ -151,8 +151,6 @@ def find_remedy(config: Config, settings: Any, ranks: int, local_ranks: int, dev
 
 
 class _RemedySearch:
-    """Forecasts of one configuration and of changes of it."""
-
     def __init__(
         self, config: Config, settings: Any, ranks: int, local_ranks: int, device: torch.device, shortage: Shortage
     ) -> None:

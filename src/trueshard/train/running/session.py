@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,7 +29,7 @@ from trueshard.train.running.checks import Ready, checkpoints_of
 from trueshard.train.showing import metrics, report, trackers
 from trueshard.train.showing.plot import draw_loss
 from trueshard.train.showing.profile import Profile
-from trueshard.train.trainer import Callback, NonFiniteLoss, Trainer
+from trueshard.train.trainer import Callback, NonFiniteLoss, Trainer, over_ranks
 
 PROFILED = (3, 5)
 """First and last step that `--profile` records: caches and allocators are warm by then."""
@@ -171,7 +173,10 @@ def build_trainer(
     optimizer = build_optimizer(config.optimizer, model.named_parameters())
     plan = shard(config.shard, model, optimizer)
     fill(config, model)
-    torch.manual_seed((train.seed + 1 + dist.get_rank()) % 2**63)  # dropout draws from it: different on each rank
+    seed = (train.seed + 1 + dist.get_rank()) % 2**63  # dropout draws from it: different on each rank
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)  # noqa: NPY002
     loss = choose_loss(config, settings, model)
     loader, evaluation = _loaders(config, data, device)
     profiles = [Profile(config.run.folder / "profile", *PROFILED)] if profile else []
@@ -249,10 +254,7 @@ def check_apart(model: nn.Module, device: torch.device) -> None:
         raise UserError(f"data.packing: {kind} takes no position_ids, so packed documents mix; {remedy}") from error
     finally:
         model.train(training)
-    worst = torch.tensor([leak, noise], device=device)
-    if dist.is_initialized():
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    leak, noise = worst.tolist()
+    leak, noise = over_ranks([leak, noise], device, dist.ReduceOp.MAX)
     if leak > 4 * (noise + torch.finfo(torch.float32).eps):
         raise UserError(f"data.packing: {kind} lets a document in a packed sequence see those before it; {remedy}")
 
@@ -275,7 +277,6 @@ def _influences(model: nn.Module, device: torch.device) -> tuple[float, float]:
 
 
 def _loaders(config: Config, data: Prepared, device: torch.device) -> tuple[Loader, EvaluationLoader | None]:
-    """Return this rank's batches to train on, and those to evaluate on, if there are any."""
     train, ranks = config.train, dist.get_world_size()
     here: dict[str, Any] = {"rank": dist.get_rank(), "ranks": ranks, "device": device}
     loader = Loader(

@@ -189,8 +189,6 @@ class StopRequest:
 
 @dataclass
 class _End:
-    """The end of this rank: its exit code and message."""
-
     code: int
     message: str = ""
     hold_back: bool = False

@@ -28,7 +28,7 @@ from trueshard.errors import UserError
 from trueshard.files import replace_text
 from trueshard.planner.hardware import hardware, recognise
 from trueshard.train.data.loader import Loader
-from trueshard.train.trainer import Callback, Trainer
+from trueshard.train.trainer import Callback, Trainer, over_ranks
 
 NAME = "metrics.jsonl"
 
@@ -91,7 +91,9 @@ class Measures(Callback):
             record["mfu"] = rate * self._flops / (self._peak * trainer.ranks)
         if isinstance(trainer.loader, Loader):
             record |= trainer.loader.state_dict()
-        record |= _largest(_memory(trainer.device) | {"data_wait": record["data_wait"]}, trainer.device)
+        memory = _memory(trainer.device)
+        largest = over_ranks([record["data_wait"], *memory.values()], trainer.device, dist.ReduceOp.MAX)
+        record |= {"data_wait": largest[0]} | dict(zip(memory, map(int, largest[1:]), strict=True))
         if self._planned is not None:
             record["memory_planned"] = self._planned
 
@@ -103,16 +105,6 @@ def _memory(device: torch.device) -> dict[str, int]:
     allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     return {"memory_allocated": allocated, "memory_reserved": reserved}
-
-
-def _largest(values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Return each value's maximum over ranks; integers stay integers (float64 holds bytes exactly)."""
-    if not dist.is_initialized():
-        return values
-    shared = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
-    dist.all_reduce(shared, dist.ReduceOp.MAX)
-    found = zip(values.items(), shared.tolist(), strict=True)
-    return {key: type(value)(most) for (key, value), most in found}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
-from rich.text import Text
 
 from trueshard.train.trainer import Callback, Trainer
 
@@ -55,7 +54,9 @@ class Display(Callback):
         console = Console(highlight=False)
         if self._shown and console.is_terminal and not console.is_dumb_terminal:
             self._bar = bar(console)
-            self._task = self._bar.add_task("", total=trainer.steps, completed=trainer.step, record={})
+            self._task = self._bar.add_task(
+                "", total=trainer.steps, completed=trainer.step, figures="[dim]first step …"
+            )
             self._bar.start()
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
@@ -74,7 +75,8 @@ class Display(Callback):
             self._since = []
         if self._bar is not None:
             self._since = self._since[-self._log_every :]
-            self._bar.update(self._task, completed=step, record=together(self._since))
+            shown = fitting(together(self._since), self._bar.console.width)
+            self._bar.update(self._task, completed=step, figures=shown)
 
     def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
         if self._shown:
@@ -113,27 +115,17 @@ def figures(record: dict[str, Any]) -> dict[str, str]:
     return said
 
 
-class _Figures(ProgressColumn):
-    """The values of the last step for which the terminal has room."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(Column(no_wrap=True))
-        self._console = console
-
-    def render(self, task: Task) -> Text:
-        record = task.fields["record"]
-        if not record:
-            return Text("first step …", style="dim")
-        room = [words for key, words in figures(record).items() if self._console.width >= WIDTHS[key]]
-        return Text("  ".join(room))
+def fitting(record: dict[str, Any], width: int) -> str:
+    """Return the values of a step for which a terminal of `width` columns has room."""
+    return "  ".join(words for key, words in figures(record).items() if width >= WIDTHS[key])
 
 
 def bar(console: Console) -> Progress:
-    """Return a progress bar whose task has a field `record`: the last step's, or empty."""
+    """Return a progress bar whose task has a field `figures`, a text."""
     return Progress(
         TextColumn("step [bold]{task.completed}[/]/{task.total}", table_column=Column(no_wrap=True)),
         BarColumn(bar_width=None, table_column=Column(ratio=1)),
-        _Figures(console),
+        TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True)),
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
         console=console,
         expand=True,

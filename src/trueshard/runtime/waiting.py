@@ -1,0 +1,162 @@
+"""Say where each rank is when ranks wait for one another in vain: a thread of each rank looks now and then.
+
+It looks at the stack of the thread that called ``shard()``, a few times in half a minute, and writes where that is to
+the store that the ranks were started with. Once a rank has waited in one collective for half a minute, one of those
+that wait logs a line that names the slowest; and once more shortly before the process group's time limit, which ends
+the run. A step itself does nothing for this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trueshard import _torch
+from trueshard.log import logger
+
+PATIENCE = 30.0
+"""Seconds that a rank may wait before it is said; a third of the time limit, if that is less."""
+LOOKS = 6
+"""Looks in that time."""
+
+_TORCH, _OWN = (f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent))
+_COLLECTIVES = [f"{_TORCH}distributed{os.sep}{name}.py" for name in ("distributed_c10d", "_functional_collectives")]
+_WAITS = {"agree_to_read"}
+"""Functions of TrueShard that wait for the others without a collective."""
+_CALLED = {"shard", "save", "load", "accumulate", "clip_grad_norm_", "step", "generate"}
+"""What users call that has collectives and is neither forward nor backward."""
+_KEY = "trueshard/waiting"
+_watched: Any = None
+"""The process group whose ranks are watched."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a rank is."""
+
+    calls: int
+    """Collectives that it has begun."""
+    collective: str
+    """The one it is in; empty: none."""
+    unit: str | None
+    phase: str
+    """``"forward"``, ``"backward"``, or the function that the user called: ``"step()"``, ``"save()"``."""
+    line: str
+    """Of the user's code."""
+
+    def __str__(self) -> str:
+        of = "" if self.unit is None else f" of unit {self.unit or '(root)'!r}"
+        words = [f"in {self.collective}{of}" if self.collective else "", self.phase, self.line]
+        return ", ".join(filter(None, words))
+
+
+def watch_ranks() -> None:
+    """From now on, say where ranks are if they wait in vain; nothing in one process. Called by each rank."""
+    global _watched
+    world = _torch.world()
+    if dist.get_world_size() == 1 or _watched is world:
+        return
+    try:
+        store = _torch.store().clone()  # of its own: a wait in another thread would block it
+    except (AttributeError, RuntimeError):  # an older torch, or a kind of store without: nothing is said then
+        return
+    _watched = world
+    known = world, store, dist.get_rank(), dist.get_world_size(), threading.get_ident()
+    threading.Thread(target=_watch, args=known, name="trueshard-waiting", daemon=True).start()
+
+
+def time_limit(group: Any) -> timedelta:
+    """Return how long ranks of a process group wait for one another; half an hour if torch does not say."""
+    return _torch.timeout_of(group) or timedelta(minutes=30)
+
+
+def _watch(group: Any, store: Any, rank: int, ranks: int, thread: int) -> None:
+    """Look where ``thread`` of this rank is until the process group or the store is gone."""
+    limit = time_limit(group).total_seconds()
+    patience = min(PATIENCE, limit / 3)
+    pause, here, since = patience / LOOKS, None, time.monotonic()
+    due: list[float] = []
+    try:
+        while _torch.is_default_group(group):
+            place = place_of(sys._current_frames().get(thread), _torch.collectives_begun())
+            waited = time.monotonic() - since
+            if place != here:
+                store.set(f"{_KEY}/{rank}", json.dumps(dataclasses.astuple(place)))
+                here, since, due = place, time.monotonic(), [limit - 3 * pause, patience]
+            elif place.collective and due and waited >= due[-1]:
+                end = f"; the time limit of {limit:.0f} s ends this run" if due.pop() != patience else ""
+                if store.add(f"{_KEY}/said/{place.calls}/{place.collective}/{end}", 1) == 1:  # of all, one says it
+                    keys = [f"{_KEY}/{each}" for each in range(ranks)]
+                    found = [Place(*json.loads(store.get(key))) if store.check([key]) else None for key in keys]
+                    places = described(dict(enumerate(found)))
+                    logger.warning("ranks have waited for %.0f s: %s%s", waited, places, end)
+            time.sleep(pause)
+    except RuntimeError:  # the process with the store has ended
+        return
+
+
+def place_of(frame: types.FrameType | None, calls: int = 0) -> Place:
+    """Return where the thread with this innermost ``frame`` is."""
+    collective = phase = called = ""
+    unit = None
+    for each in _outwards(frame):
+        file, name = each.f_code.co_filename, each.f_code.co_name
+        if file in _COLLECTIVES or name in _WAITS:
+            collective = name
+        elif unit is None:
+            unit = _torch.unit_in(each)
+        if name in _CALLED and file.startswith((_TORCH, _OWN)):
+            called = f"{name}()"
+        elif not phase and name in ("_engine_run_backward", "_call_impl"):
+            phase = "backward" if name == "_engine_run_backward" else "forward"
+    return Place(calls, collective, unit, phase or called, user_line(frame))
+
+
+def described(places: Mapping[int, Place | None]) -> str:
+    """Return which ranks are where, the slowest first; None: the rank has not come to ``shard()``."""
+    at: dict[Place | None, list[int]] = {}
+    for rank, place in places.items():
+        at.setdefault(place, []).append(rank)
+    # Who has begun fewer collectives is behind; of those with as many, who is in none.
+    order = sorted(at, key=lambda place: (-1, False) if place is None else (place.calls, bool(place.collective)))
+    told = [f"{_ranks(at[place])} {'has not called shard()' if place is None else place}" for place in order]
+    told[0] += " (slowest)" if len(told) > 1 else ""
+    return "; ".join(told)
+
+
+def user_line(frame: types.FrameType | None) -> str:
+    """Return ``file:line`` of the innermost frame that is not torch's or TrueShard's; ``?`` if there is none."""
+    for each in _outwards(frame):
+        if not each.f_code.co_filename.startswith((_TORCH, _OWN)):
+            return f"{os.path.basename(each.f_code.co_filename)}:{each.f_lineno}"
+    return "?"
+
+
+def _outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Return ``rank 3``, ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    told = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {told}"
