@@ -167,6 +167,19 @@ def test_what_is_left_open_is_chosen(said: Said) -> None:
     assert re.search(r"\d+ other plans", text)
 
 
+@pytest.mark.parametrize(("hardware", "compute"), [("h100", "bfloat16"), ("cpu", None)])
+def test_what_is_left_out_is_said_with_the_option_that_changes_it(said: Said, hardware: str, compute: str | None) -> None:
+    words = ["tiny", "--hardware", hardware, "--ranks", "2", *FIXED[-4:]]
+    text = said(*words)
+    assert ("computes in bfloat16, reduces in float32" in text) == (compute == "bfloat16")
+    assumed = text.partition("Taken for granted")[2].partition("Units\nunit")[0]
+    for option in ("param_dtype", "storage_dtype", "optimizer", "sequence"):
+        assert f"({option})" in assumed
+    assert (json.loads(said(*words, "--json"))["plan"]["mixed_precision"] or {}).get("compute") == compute
+    told = said(*words, "--param-dtype", "fp32", "--sequence", "64", "--optimizer", "sgd", "--storage-dtype", "bf16")
+    assert not any(f"({option})" in told for option in ("param_dtype", "storage_dtype", "optimizer", "sequence"))
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

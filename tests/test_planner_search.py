@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,11 +17,10 @@ from trueshard import choices as policies
 from trueshard.choices import Choices
 from trueshard.planner.forecasting import Cluster, study
 from trueshard.planner.hardware import hardware
-from trueshard.planner.search.grid import Grid, branch_and_bound
-from trueshard.planner.search.search import STUDIES, choose
+from trueshard.planner.search.search import choose
 from trueshard.planner.search.space import RECOMPUTE, Evaluator, Offload, Setting, Space, batches, meshes
 from trueshard.planner.workload import Job, NothingFits, Study, Workload
-from trueshard.plans import Forecast, MixedPrecision, Plan
+from trueshard.plans import MixedPrecision, Plan
 from trueshard.runtime import engine
 from trueshard.text import size
 
@@ -191,76 +188,6 @@ def test_the_search_finds_the_least_time_of_all_plans(
         assert 1 / found.forecast.tokens_per_second_per_rank == pytest.approx(least, rel=1e-9)
 
 
-class Pretended:
-    """Time and memory of plans by hand: sums over coordinates, with memory a maximum of two of them."""
-
-    def __init__(self, sizes: tuple[int, ...], seed: int) -> None:
-        numbers = np.random.default_rng(seed)
-        self.costs = [np.cumsum([0, *numbers.integers(0, 9, size - 1)]) for size in sizes]
-        self.saved = [[np.cumsum([0, *numbers.integers(0, 9, size - 1)]) for size in sizes] for _ in range(2)]
-        self.bases = numbers.integers(60, 90, 2)
-
-    def figures(self, at: Any) -> tuple[float, float]:
-        seconds = 100 + sum(cost[i] for cost, i in zip(self.costs, at, strict=True))
-        peaks = [
-            base - sum(saved[i] for saved, i in zip(each, at, strict=True))
-            for base, each in zip(self.bases, self.saved, strict=True)
-        ]
-        return float(seconds), float(max(peaks))
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_branch_and_bound_finds_the_least_cost_of_a_whole_grid(seed: int) -> None:
-    sizes = [(2, 2, 3, 3), (3, 3, 3), (2, 2, 2, 3, 3, 3), (2, 3, 3)][seed % 4]
-    pretended = Pretended(sizes, seed)
-    positions = np.array(list(itertools.product(*map(range, sizes))))
-    figures = [pretended.figures(at) for at in positions]
-    gib = 1 << 30  # beside which the slack of the allocator is small
-    peaks = sorted(peak for _, peak in figures)
-    budget = int(peaks[(seed * 7) % len(peaks)]) * gib
-    evaluated: list[tuple[float, bool]] = []
-
-    def evaluate(at: Any) -> Forecast:
-        seconds, peak = pretended.figures(at)
-        evaluated.append((seconds, peak * gib <= budget))
-        return a_forecast(seconds, int(peak) * gib, budget)
-
-    starts = ((0,) * len(sizes), tuple(size - 1 for size in sizes))
-    grid = Grid(positions, starts, tuple, is_whole=True)  # type: ignore[arg-type]
-    at = branch_and_bound(grid, evaluate, lambda: min([s for s, fits in evaluated if fits], default=math.inf))
-    assert at is not None
-    assert pretended.figures(at)[0] == min(seconds for seconds, peak in figures if peak * gib <= budget)
-    assert len(evaluated) < len(positions)
-
-
-def test_what_should_take_the_least_memory_may_take_a_little_more() -> None:
-    """The caching allocator reserves whole segments: that the last candidate lacks little rules out no other."""
-    positions = np.arange(12)[:, None]
-    budget = 300 * MIB
-    peaks = {8: 296, 9: 300, 10: 310, 11: 312}
-
-    def evaluate(at: Any) -> Forecast:
-        return a_forecast(1 + at[0], peaks.get(at[0], 400 - 10 * at[0]) * MIB, budget)
-
-    grid = Grid(positions, ((0,), (11,)), tuple, is_whole=False)  # type: ignore[arg-type]
-    found = branch_and_bound(grid, evaluate, lambda: math.inf)
-    assert found is not None
-    assert evaluate(found).fits
-
-
-def a_forecast(seconds: float, reserved: int, budget: int) -> Forecast:
-    blank: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(Forecast)}
-    return Forecast(
-        **{
-            **blank,
-            "tokens_per_second_per_rank": 1 / seconds,
-            "peak_reserved_bytes": reserved,
-            "budget_bytes": budget,
-            "fits": reserved <= budget,
-        }
-    )
-
-
 # Many blocks
 
 DEEP = 4
@@ -284,7 +211,7 @@ def test_many_blocks_are_mixed_and_few_plans_worked_out(deep: Study) -> None:
     assert deep.forecast.tokens_per_second_per_rank >= max(f.tokens_per_second_per_rank for f in uniform if f.fits)
     kinds = {unit.activation_checkpointing for unit in deep.plan.units if unit.kind == "block"}
     assert len(kinds) > 1
-    assert len(deep.alternatives) < STUDIES + 9
+    assert len(deep.alternatives) < 20
     words = [each.words for each in deep.alternatives]
     assert len(set(words)) == len(words)
     assert "microbatch 4, reshard always, recompute full" in words
@@ -316,6 +243,32 @@ def test_every_choice_has_its_reason_with_figures(deep: Study) -> None:
     assert "lacks" in deep.reasons[1]
     assert "%" in deep.reasons[0]
     assert deep.reasons[2].startswith("Offload none: ")
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_interrupted_it_is_the_best_so_far(after: int) -> None:
+    lines: list[str] = []
+
+    def interrupt(line: str) -> None:
+        lines.append(line)
+        if len(lines) == after:
+            raise KeyboardInterrupt
+
+    asked = space(tower(2))  # all of it fits, the most frugal plan is first
+    found = choose(asked, interrupt)
+    assert len(found.alternatives) + 1 == after
+    assert found.assumptions[-1].startswith("Interrupted")
+    assert f"{after} plans" in found.assumptions[-1]
+    assert f"{after} plans compared" in lines[-1]
+    assert f"{found.forecast.tokens_per_second_per_rank:,.0f} tokens/s" in lines[-1]
+
+
+def test_interrupted_before_anything_fits_it_stops() -> None:
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        choose(space(tower(2), 100 * MIB), interrupt)
 
 
 # What is fixed stays

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
+from rich.console import Console
 
 from trueshard.choices import OFFLOAD_WORDS, RECOMPUTE_WORDS, RESHARD_WORDS, Choices, PrecisionWord, reshard_word
 from trueshard.errors import UserError, refused
@@ -90,9 +91,6 @@ def plan(
             return
         if not model:
             raise UserError("plan needs a MODEL: a folder with a config.json, that file, or file.py:factory")
-        from trueshard.planner.simulation import rehearse as rehearsing
-        from trueshard.planner.solve import solve, space_of
-
         request = Request(
             model=model,
             hardware=hardware,
@@ -109,17 +107,21 @@ def plan(
             units=units or Choices.units,
             reshard_after_forward=reshard_word(reshard_after_forward),
             activation_checkpointing=activation_checkpointing,
-            mixed_precision=_precision(param_dtype, reduce_dtype),
+            mixed_precision=_precision(param_dtype, reduce_dtype) or "auto",
             compile=compiled,
             offload=offload,
             plan=None if given is None else read_plan(given),
         )
-        if rehearse:
-            rehearsing.require_gpu()
         for file in (out, html):
             if file is not None:
                 check_writable(file)
-        found = solve(request)
+        with Console(stderr=True).status(f"Building {model} on fake tensors") as status:
+            from trueshard.planner.simulation import rehearse as rehearsing
+            from trueshard.planner.solve import solve, space_of
+
+            if rehearse:
+                rehearsing.require_gpu()
+            found = solve(request, status.update)
         if out is not None:
             replace_text(out, found.plan.to_json() + "\n")
         if html is not None:

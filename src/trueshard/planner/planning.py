@@ -22,7 +22,7 @@ from trueshard.choices import Choices
 from trueshard.log import timed
 from trueshard.model.names import nearest
 from trueshard.planner import process
-from trueshard.planner.hardware import Hardware, hardware_here
+from trueshard.planner.hardware import Hardware, hardware, hardware_here
 from trueshard.planner.inputs.fake_tensors import refuse_sharded
 from trueshard.planner.trace import Trace
 from trueshard.planner.workload import NothingFits
@@ -62,6 +62,7 @@ class Request:
     reshard_after_forward: Any = "auto"
     activation_checkpointing: Any = "auto"
     mixed_precision: MixedPrecisionPolicy | str | None = None
+    """As of ``shard``; ``"auto"``: ``"bf16"``, on a CPU None."""
     compile: bool = False
     offload: str | None = None
     """As of ``shard``; ``"auto"``: if nothing fits without; None: that where anything is free, else not."""
@@ -77,7 +78,14 @@ class Request:
     def choices(self) -> Choices:
         """Return the options of ``shard()``."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Choices)}
+        if self.mixed_precision == "auto":
+            given["mixed_precision"] = "bf16" if self.device().streams and self.plan is None else None
         return Choices(**given | {"offload": self.offload or "none"})
+
+    def device(self) -> Hardware:
+        """Return the hardware; raises ValueError if it is not known."""
+        given = self.hardware
+        return given if isinstance(given, Hardware) else hardware(os.fspath(given))
 
 
 @timed("plan")

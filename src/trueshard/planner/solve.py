@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from trueshard import _torch
 from trueshard.choices import DEFAULTS, Choices, is_free
-from trueshard.planner.hardware import Hardware, hardware
+from trueshard.planner.hardware import Hardware
 from trueshard.planner.inputs.workloads import is_size, workload_of
 from trueshard.planner.planning import Request
 from trueshard.planner.search.search import choose
@@ -29,13 +28,29 @@ _GROUP = "_planned_group"
 """Attribute of a parameter: (optimizer, group) that holds it. It goes along when the model is copied."""
 
 
-def solve(request: Request) -> Study:
-    """Return the study of the best plan; raises as ``trueshard.plan``."""
+def solve(request: Request, progress: Callable[[str], object] = lambda line: None) -> Study:
+    """Return the study of the best plan; raises as ``trueshard.plan``. ``progress`` gets a line for each plan."""
     request.choices().replace(memory=None).check_alone(request.plan, defaults=FREE)
     space, is_open = space_of(request)
     warnings = _preflight(space, request.plan)
-    found = choose(space) if is_open and request.plan is None else _of_one_plan(space, request.plan)
-    return dataclasses.replace(found, assumptions=(*found.assumptions, *warnings))
+    found = choose(space, progress) if is_open and request.plan is None else _of_one_plan(space, request.plan)
+    return dataclasses.replace(found, assumptions=(*_left_out(request, space), *found.assumptions, *warnings))
+
+
+def _left_out(request: Request, space: Space) -> list[str]:
+    """Return what stands for options that were left out, each with the option that changes it."""
+    mixed, said = space.choices.mixed_precision, []
+    if request.mixed_precision == "auto" and request.plan is None:
+        said.append(
+            "Units compute in the dtype that they are stored in (param_dtype)."
+            if mixed is None
+            else "Units compute in bfloat16 (param_dtype), and gradients are reduced in float32 (reduce_dtype)."
+        )
+    if space.optimizer == "adamw" and request.optimizer is None:
+        said.append("The optimizer is AdamW (optimizer).")
+    if request.sequence is None and space.workload.sequence > 1:
+        said.append(f"A sample has {space.workload.sequence:,} tokens (sequence).")
+    return said
 
 
 def best_plan(request: Request) -> Plan:
@@ -84,8 +99,7 @@ def _over(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> to
 
 def space_of(request: Request) -> tuple[Space, bool]:
     """Return the plans that are asked for, and whether there is anything to choose."""
-    given, choices, own = request.hardware, request.choices(), request.optimizer
-    device = given if isinstance(given, Hardware) else hardware(os.fspath(given))
+    device, choices, own = request.device(), request.choices(), request.optimizer
     workload = workload_of(
         request.model,
         sequence=request.sequence,

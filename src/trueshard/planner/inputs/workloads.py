@@ -57,7 +57,8 @@ def workload_of(
     dtype = None if storage_dtype is None else getattr(torch, dtype_name("storage_dtype", storage_dtype))
     made = _Made(source, dtype)
     if isinstance(source, Configuration):
-        assumptions, own = source.assumptions, False
+        assumptions, own = list(source.assumptions), False
+        assumptions += ["Parameters are stored in float32 (storage_dtype)."] if dtype is None else []
         feed = (
             hub_feed(source.cls, source.settings, sequence) if batch is None else _feed_of(batch, model_loss, sequence)
         )
@@ -65,7 +66,6 @@ def workload_of(
         assumptions = []
         feed = _feed_of_factory(made, sequence, batch, has_loss=loss is not None)
         own = made.parts.optimizers is not None and optimizer is None
-    stored = ["Parameters are stored in float32."] if isinstance(source, Configuration) and dtype is None else []
     # Without transformers' checks of values, such as that there are as many image tokens as features.
     unchecked = mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1")
     return Workload(
@@ -76,7 +76,7 @@ def workload_of(
         loss=unchecked(loss or feed.loss),
         sequence=feed.sequence,
         clip=clip,
-        assumptions=(*assumptions, *feed.assumptions, *stored),
+        assumptions=(*assumptions, *feed.assumptions),
     )
 
 

@@ -24,12 +24,12 @@ def text(study: Study) -> str:
     forecast = study.forecast
     blocks = [
         [line for words in (headline(forecast), settings(study)) for line in textwrap.wrap(words, WIDTH)],
+        _listed("Taken for granted", study.assumptions),
         _units(study),
         _memory(forecast),
         _communication(forecast),
         _time(study),
         _listed("Why", (*study.reasons, *_unit_reasons(study))),
-        _listed("Taken for granted", study.assumptions),
         _alternatives(study),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)

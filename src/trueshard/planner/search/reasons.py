@@ -211,7 +211,7 @@ def reasons(evaluator: Evaluator) -> tuple[str, ...]:
     if len(space.offloads) > 1 and best.setting.offload == "none":
         found.append("Offload none: it fits without.")
     elif len(space.offloads) > 1:
-        without = [_excess(each) for key, each in evaluator.forecasts.items() if key.setting.offload == "none"]
+        without = [evaluator.excess(each) for each in evaluator.forecasts if each.setting.offload == "none"]
         found.append(f"Offload cpu: without it the most frugal plan lacks {size(min(without))}.")
     return tuple(found)
 
@@ -238,17 +238,17 @@ def _clauses(evaluator: Evaluator, best: Candidate, text: Text, others: list[Can
     forecasts = evaluator.forecasts
     mine = forecasts[best]
     fitting = [each for each in others if forecasts[each].fits]
-    lacking = sorted((each for each in others if not forecasts[each].fits), key=lambda each: _excess(forecasts[each]))
+    lacking = sorted((each for each in others if not forecasts[each].fits), key=evaluator.excess)
     faster = [each for each in lacking if cost(forecasts[each]) < cost(mine)]
     clauses = []
     if faster:
         gain = cost(mine) / cost(forecasts[faster[0]]) - 1
-        clauses.append(f"{text(faster[0])} would be {gain:.1%} faster but lacks {size(_excess(forecasts[faster[0]]))}")
+        clauses.append(f"{text(faster[0])} would be {gain:.1%} faster but lacks {size(evaluator.excess(faster[0]))}")
     if fitting:
         second = min(fitting, key=evaluator.rank)
         clauses.append(f"{text(second)} {_compared(mine, forecasts[second])}")
     elif lacking and cost(forecasts[lacking[0]]) >= cost(mine):
-        clauses.append(f"{text(lacking[0])} lacks {size(_excess(forecasts[lacking[0]]))}")
+        clauses.append(f"{text(lacking[0])} lacks {size(evaluator.excess(lacking[0]))}")
     return clauses
 
 
@@ -259,7 +259,3 @@ def _compared(best: Forecast, second: Forecast) -> str:
     more = second.peak_reserved_bytes - best.peak_reserved_bytes
     memory = f" and takes {size(abs(more))} {'more' if more > 0 else 'less'}" if more else ""
     return f"is {'as fast' if loss < 1e-9 else 'hardly slower'}{memory}"
-
-
-def _excess(forecast: Forecast) -> int:
-    return forecast.peak_reserved_bytes - forecast.budget_bytes

@@ -2,7 +2,11 @@
 
 Settings (replicas, microbatch, offload) are searched in the order of their lower bounds: the time with nothing freed
 early and nothing recomputed. A setting that could not be faster than the best plan so far is left out; so is one whose
-most frugal plan does not fit, and with it all larger microbatches. ``grid`` searches the candidates of one setting.
+most frugal plan does not fit, and with it all larger microbatches.
+
+In one setting, time and memory of a plan are nearly sums over its blocks. Where sums are to be made small under one
+limit, the best is a mixture of two choices for a block: one that alone is faster but does not fit, and one that fits.
+So the uniform plans, of one choice for all blocks, tell which pairs are worth mixing, and how many blocks each gets.
 """
 
 from __future__ import annotations
@@ -11,40 +15,60 @@ import contextlib
 import dataclasses
 import gc
 import heapq
+import itertools
+import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from trueshard.planner.search import reasons
-from trueshard.planner.search.grid import EXACT, branch_and_bound, count_grid, whole_grids
-from trueshard.planner.search.space import RECOMPUTE, Evaluator, Setting, Space, batches, cost, node_size, slack
+from trueshard.planner.search.space import (
+    RECOMPUTE,
+    Candidate,
+    Evaluator,
+    Setting,
+    Space,
+    batches,
+    cost,
+    reshard_words,
+    slack,
+)
 from trueshard.planner.workload import Alternative, Study
 from trueshard.plans import Offload
 
-STUDIES = 40
-"""Candidates evaluated for each way to offload where blocks are counted; the uniform ones come on top."""
+WHOLE = 48
+"""Candidates of one setting up to which each unit is chosen by itself, and all are evaluated."""
+
+ENOUGH = 5e-3
+"""Relative gain in speed below which the search stops."""
 
 
-def choose(space: Space) -> Study:
+def choose(space: Space, progress: Callable[[str], object] = lambda line: None) -> Study:
     """Return the fastest plan of a space that fits; of equally fast ones that with the least memory.
 
-    Where the units of the model have no more than ``grid.WHOLE`` candidates a setting, it is what trying all of them
-    would find, if a smaller microbatch is never faster, and a plan that frees or recomputes more is never faster, nor
-    larger by more than ``slack``. Where there are more, candidates are numbers of blocks, and gains below
-    ``grid.ENOUGH`` are not searched for.
+    Where the units of the model have no more than ``WHOLE`` candidates a setting, it is what trying all of them would
+    find, if a smaller microbatch is never faster. Interrupted by Ctrl-C, it is the best so far, if any.
+
+    ``progress`` gets a line whenever a plan was evaluated.
 
     Raises:
         NothingFits: by how much, and the cheapest change that would.
         ValueError: the space contradicts itself, or what ``shard()`` refuses.
     """
     with _objects_frozen():
-        evaluator = Evaluator(space)
+        evaluator = Evaluator(space, progress)
         reasons.check_largest_unit(evaluator)
-        for offload in space.offloads:
+        told: tuple[str, ...] = ()
+        try:
+            for offload in space.offloads:
+                if evaluator.best is None:
+                    _search(evaluator, offload)
             if evaluator.best is None:
-                _search(evaluator, offload)
-        if evaluator.best is None:
-            raise reasons.nothing_fits(evaluator)
-        _evaluate_uniform(evaluator, evaluator.best.setting)
+                raise reasons.nothing_fits(evaluator)
+            _evaluate_uniform(evaluator, evaluator.best.setting)
+        except KeyboardInterrupt:
+            if evaluator.best is None:
+                raise
+            told = (f"Interrupted: the best of the {len(evaluator.forecasts)} plans that were compared until then.",)
         best = evaluator.best
         others = [
             Alternative(reasons.described(evaluator.plan(each), each), forecast)
@@ -52,7 +76,12 @@ def choose(space: Space) -> Study:
             if each != best
         ]
         found = evaluator.studies[best]
-        return dataclasses.replace(found, reasons=reasons.reasons(evaluator), alternatives=others)
+        return dataclasses.replace(
+            found,
+            reasons=reasons.reasons(evaluator),
+            assumptions=(*found.assumptions, *told),
+            alternatives=others,
+        )
 
 
 @contextlib.contextmanager
@@ -70,7 +99,6 @@ def _objects_frozen() -> Iterator[None]:
 
 
 def _search(evaluator: Evaluator, offload: Offload) -> None:
-    limit = len(evaluator.forecasts) + STUDIES
     queue: list[tuple[float, list[Setting]]] = []
 
     def push(settings: list[Setting]) -> None:
@@ -83,10 +111,15 @@ def _search(evaluator: Evaluator, offload: Offload) -> None:
         push(_that_may_fit(evaluator, settings))
     while queue:
         bound, settings = heapq.heappop(queue)
-        if bound >= evaluator.best_cost() * (1 - EXACT):
+        if bound >= _worth(evaluator):
             return
-        _search_setting(evaluator, settings[0], limit)
+        _search_setting(evaluator, settings[0])
         push(settings[1:])
+
+
+def _worth(evaluator: Evaluator) -> float:
+    """Return the seconds a token below which another candidate is worth a look."""
+    return evaluator.best_cost() * (1 - ENOUGH)
 
 
 def _that_may_fit(evaluator: Evaluator, settings: list[Setting]) -> list[Setting]:
@@ -105,29 +138,60 @@ def _that_may_fit(evaluator: Evaluator, settings: list[Setting]) -> list[Setting
     return single + several[bisect_left(several, True, key=may_fit) :]
 
 
-def _search_setting(evaluator: Evaluator, setting: Setting, limit: int) -> None:
+def _search_setting(evaluator: Evaluator, setting: Setting) -> None:
     if evaluator.evaluate(evaluator.uniform(setting, "never", "none")).fits:
         return
-    grids = whole_grids(evaluator, setting)
-    for grid in grids:
-        branch_and_bound(grid, evaluator.evaluate, evaluator.best_cost)
-    if grids:
+    if evaluator.count(setting.replicate) <= WHOLE:
+        for candidate in evaluator.every(setting):
+            evaluator.evaluate(candidate)
         return
+    lacking: list[Candidate] = []
+    fitting: list[Candidate] = []
+    for recompute in RECOMPUTE:
+        for word in reshard_words(evaluator.space, setting.replicate):
+            candidate = evaluator.uniform(setting, word, recompute)
+            forecast = evaluator.evaluate(candidate)
+            (fitting if forecast.fits else lacking).append(candidate)
+            if forecast.fits or cost(forecast) >= _worth(evaluator):
+                break  # those that free more are slower
+    pairs = sorted(
+        (_mixed_cost(evaluator, fast, frugal, _share(evaluator, fast, frugal)), number, fast, frugal)
+        for number, (fast, frugal) in enumerate(itertools.product(lacking, fitting))
+    )
+    for expected, _, fast, frugal in pairs:
+        if expected < _worth(evaluator):
+            _mix(evaluator, fast, frugal)
 
-    def may_continue() -> bool:
-        return len(evaluator.forecasts) < limit
 
-    grid = count_grid(evaluator, setting)
-    found = branch_and_bound(grid, evaluator.evaluate, evaluator.best_cost, may_continue)
-    if found is not None and grid.is_coarse:
-        grid = count_grid(evaluator, setting, around=found)
-        branch_and_bound(grid, evaluator.evaluate, evaluator.best_cost, may_continue)
+def _share(evaluator: Evaluator, fast: Candidate, frugal: Candidate) -> float:
+    """Return the part of the blocks, from 0 to 1, that has to take the frugal candidate's choice for it to fit."""
+    lacks, spare = evaluator.excess(fast), -evaluator.excess(frugal)
+    return max(0.0, lacks) / max(1, lacks + spare)
+
+
+def _mixed_cost(evaluator: Evaluator, fast: Candidate, frugal: Candidate, share: float) -> float:
+    """Return the expected seconds a token with that part of the blocks as in the frugal candidate."""
+    a, b = (cost(evaluator.forecasts[each]) for each in (fast, frugal))
+    return a + share * (b - a)
+
+
+def _mix(evaluator: Evaluator, fast: Candidate, frugal: Candidate) -> None:
+    """Find how few blocks need the frugal candidate's choice, by the false position of their memory."""
+    low, high = (0, fast), (evaluator.blocks(frugal), frugal)
+    while high[0] - low[0] > 1:
+        if _mixed_cost(evaluator, low[1], high[1], _share(evaluator, low[1], high[1])) >= _worth(evaluator):
+            return
+        step = (high[0] - low[0]) * _share(evaluator, low[1], high[1])
+        count = min(max(low[0] + math.ceil(step), low[0] + 1), high[0] - 1)
+        between = count, evaluator.mixed(fast, frugal, count)
+        if evaluator.evaluate(between[1]).fits:
+            high = between
+        else:
+            low = between
 
 
 def _evaluate_uniform(evaluator: Evaluator, setting: Setting) -> None:
     """Evaluate the candidates that two words describe, for the reader to compare."""
-    node = node_size(evaluator.space, setting.replicate)
-    words: list[str | int] = ["default", "always", "never"]
-    for word in words if node is None else [*words, node]:
+    for word in reshard_words(evaluator.space, setting.replicate):
         for recompute in RECOMPUTE:
             evaluator.evaluate(evaluator.uniform(setting, word, recompute))

@@ -8,7 +8,7 @@ import glob
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from trueshard.planner.forecasting import Cluster, study
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.reserve import LARGE_SEGMENT
 from trueshard.planner.workload import Job, Study, Workload
-from trueshard.plans import Forecast, Offload, Plan, Recompute
+from trueshard.plans import Forecast, Offload, Plan, Recompute, Unit
 from trueshard.runtime import engine
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -123,8 +123,8 @@ class Evaluator:
         ValueError: ``shard()`` refuses every mesh, or the budget is more than any device has.
     """
 
-    def __init__(self, space: Space) -> None:
-        self.space = space
+    def __init__(self, space: Space, progress: Callable[[str], object] = lambda line: None) -> None:
+        self.space, self._progress = space, progress
         self.forecasts: dict[Candidate, Forecast] = {}
         self.best: Candidate | None = None
         self.smallest: Candidate | None = None
@@ -191,6 +191,47 @@ class Evaluator:
         freed = itertools.compress(wanted, groupings[split].free_reshard)
         return self.candidate(setting, split, freed, itertools.repeat(recompute))
 
+    def mixed(self, fast: Candidate, frugal: Candidate, count: int) -> Candidate:
+        """Return a candidate whose first ``count`` blocks and units that are none are ``frugal``, the rest ``fast``.
+
+        The first blocks' activations live longest; the last ones' backward comes first, so these stay gathered.
+        """
+        faster = self._values(fast)
+        values, blocks = self._values(frugal), itertools.count()
+        for unit in self._units(frugal):
+            if unit.kind == "block" and next(blocks) >= count:
+                values[unit.name] = faster[unit.name]
+        reshard, recompute = zip(*values.values(), strict=True)
+        return Candidate(frugal.setting, frugal.split, reshard, recompute)
+
+    def blocks(self, candidate: Candidate) -> int:
+        """Return the number of a candidate's blocks."""
+        return sum(unit.kind == "block" for unit in self._units(candidate))
+
+    def _units(self, candidate: Candidate) -> tuple[Unit, ...]:
+        return self.groupings(candidate.setting.replicate)[candidate.split].plan.units
+
+    def _values(self, candidate: Candidate) -> dict[str, tuple[bool | int, Recompute]]:
+        values = zip(candidate.reshard, candidate.recompute, strict=True)
+        return {unit.name: value for unit, value in zip(self._units(candidate), values, strict=True)}
+
+    def count(self, replicate: int) -> int:
+        """Return the number of candidates in a setting with so many replicas."""
+        levels = len(reshard_levels(self.space, replicate))
+        return sum(
+            levels ** sum(each.free_reshard) * len(RECOMPUTE) ** sum(each.free_recompute)
+            for each in self.groupings(replicate).values()
+        )
+
+    def every(self, setting: Setting) -> Iterator[Candidate]:
+        """Iterate over all candidates of a setting."""
+        levels = reshard_levels(self.space, setting.replicate)
+        for split, grouping in self.groupings(setting.replicate).items():
+            reshard = itertools.product(levels, repeat=sum(grouping.free_reshard))
+            recompute = itertools.product(RECOMPUTE, repeat=sum(grouping.free_recompute))
+            for freed, again in itertools.product(reshard, recompute):
+                yield self.candidate(setting, split, freed, again)
+
     def plan(self, candidate: Candidate) -> Plan:
         """Return a plan that ``shard()`` takes as it stands, and whose words say the same as its units."""
         setting = candidate.setting
@@ -225,7 +266,14 @@ class Evaluator:
         if self.smallest is None or forecast.peak_reserved_bytes < self.forecasts[self.smallest].peak_reserved_bytes:
             self.smallest = candidate
         self.studies = {each: self.studies[each] for each in (self.best, self.smallest) if each is not None}
+        speed = "none fits yet" if self.best is None else f"the best so far {1 / self.best_cost():,.0f} tokens/s a rank"
+        self._progress(f"{len(self.forecasts)} plans compared, {speed}")
         return forecast
+
+    def excess(self, candidate: Candidate) -> int:
+        """Return the reserved bytes of an evaluated candidate over its budget; negative if it fits."""
+        forecast = self.forecasts[candidate]
+        return forecast.peak_reserved_bytes - forecast.budget_bytes
 
     def rank(self, candidate: Candidate) -> tuple[float, int, int]:
         """Smaller is better: seconds a token, then memory, then choices away from ``shard()``'s defaults."""
@@ -325,7 +373,15 @@ def batches(space: Space) -> list[tuple[int, int]]:
     return found
 
 
-def node_size(space: Space, replicate: int) -> int | None:
-    """Return the ranks to which a unit may be resharded: a node's, where a replica spans several."""
-    shard = space.ranks // replicate
-    return space.ranks_per_node if shard > space.ranks_per_node and shard % space.ranks_per_node == 0 else None
+def reshard_levels(space: Space, replicate: int) -> tuple[bool | int, ...]:
+    """Return the values of ``reshard_after_forward``, from the fastest to the one that takes the least memory.
+
+    A node's ranks are one of them where a replica spans several nodes.
+    """
+    shard, node = space.ranks // replicate, space.ranks_per_node
+    return (False, node, True) if shard > node and shard % node == 0 else (False, True)
+
+
+def reshard_words(space: Space, replicate: int) -> tuple[str | int, ...]:
+    """Return the words for all units together, in the same order."""
+    return ("never", "default", *reshard_levels(space, replicate)[1:-1], "always")
