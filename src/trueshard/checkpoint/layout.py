@@ -25,7 +25,7 @@ from trueshard.model import names
 
 BASE = "base/"  # folder of a PEFT model's base
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations of LoRA (how names begin) that change the base
-LARGEST = 5_000_000_000  # bytes of tensors in one file, unless a single tensor has more
+LARGEST = 2_000_000_000  # bytes of tensors in one file, unless a single tensor has more
 
 
 @dataclass(frozen=True)
