@@ -129,6 +129,13 @@ def refused(rank: int, world_size: int) -> Any:
         model.extra = model.first.weight
     model(torch.ones(1, 8)).sum().backward()
     assert model.last.weight.grad is not None
+    for remove in (lambda layer: setattr(layer, "bias", None), lambda layer: delattr(layer, "bias")):
+        bias = model.last.bias
+        remove(model.last)
+        with pytest.raises(RuntimeError, match=naming("last.bias", "None", "before shard()")):
+            model(torch.ones(1, 8))
+        model.last.bias = bias
+    model(torch.ones(1, 8))
     with pytest.raises(RuntimeError, match=naming("last.weight", "before shard()")):
         parametrize.register_parametrization(model.last, "weight", nn.Tanh())
     embedded: Any = transformers.GPT2LMHeadModel(

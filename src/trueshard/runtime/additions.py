@@ -3,8 +3,8 @@
 - New parameters are held whole by every rank from the moment they are assigned, and their gradients averaged, like
   those that FSDP2 cannot shard. Before the next pass ranks take rank 0's values, as in ``shard()``.
 - A module that the model has already may move to another place (PEFT puts one into its adapter).
-- A parameter that is sharded cannot be replaced or get a second place, since FSDP2 would go on with what it knows: the
-  assignment raises. So do pickling, ``save_pretrained()`` and ``DistributedDataParallel``, which would take a shard for
+- A parameter that is sharded cannot be replaced, deleted or get a second place, since FSDP2 would go on with what it
+  knows: the assignment raises, or the next pass. So do pickling, ``save_pretrained()`` and ``DistributedDataParallel``, which would take a shard for
   the whole.
 
 torch's hooks on registration tell of each assignment, in every module of the process.
@@ -57,7 +57,19 @@ def follow(runtime: Runtime, units: Iterable[tuple[nn.Module, ShardedModule]]) -
         if hasattr(root, method):
             root.__dict__[method] = functools.partial(_refuse_to_write, f"{method}()")
     root.__dict__["__reduce_ex__"] = functools.partial(_reduce, root)
+    for name, _, _, places in _torch.sharded_places(root):
+        runtime.places += [(_torch.own_parameters(module), attribute, name) for module, attribute in places]
     _listen()
+
+
+def refuse_removed(runtime: Runtime) -> None:
+    """Raise RuntimeError for a sharded parameter that was deleted or set to None, which FSDP2 would undo."""
+    for registry, attribute, name in runtime.places:
+        if registry.get(attribute) is None:
+            raise RuntimeError(
+                f"{name!r} is sharded and was deleted or set to None, and FSDP2 would put it back: do so before "
+                "shard(), or assign a new module"
+            )
 
 
 def _reduce(root: nn.Module, protocol: Any) -> Any:

@@ -77,6 +77,8 @@ class Runtime:
         """Units with a parameter on which the user set a gradient hook: they reduce in every backward."""
         self.added: list[WholeParameter] = []
         """Parameters that the user added since the last pass."""
+        self.places: list[tuple[dict[str, nn.Parameter | None], str, str]] = []
+        """Of each sharded parameter: the registry that holds it, its attribute, and its name."""
         self.accumulating = False
         """True while gradients add up on each rank without being reduced: the user's setting, not a state."""
         self.trace: Trace | None = None
@@ -160,6 +162,7 @@ class Runtime:
         if self.is_in(State.DOUBLE) and self._version_of_double != sum(map(self._version, self.units)):
             self._double.close()
         self.replicated.forget_removed()
+        additions.refuse_removed(self)
         if self.added:
             additions.settle(self)
         gathered = self.gathered()
