@@ -9,7 +9,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import itertools
+import mmap
 import os
 import re
 import secrets
@@ -30,6 +33,7 @@ from trueshard.files import locked
 _BEGUN = ".trueshard-partial"  # a file that a remote directory has until its manifest is there
 _PARTIAL = re.compile(r"(\..+\.partial-[0-9a-f]{8})(\.lock)?")
 OF_A_STEP = re.compile(r"step-(\d{8,})")  # names of a run's checkpoints, beside which the link ``latest`` stands
+PAGE = 4096  # bytes to whose multiples a file is written and read past the cache
 READ_TOGETHER = 64 * 2**20  # bytes of tensors after which they are read again, to verify them
 _PATIENCE = 10.0  # seconds to wait for a save that takes this one's new lock for a dead one's
 
@@ -120,58 +124,96 @@ def _written_together(
     """Write this rank's rows of tensors to one file, and add to ``parts``; yield the places (first byte, end) of
     each ``READ_TOGETHER`` bytes, and of the last ones once all is on the disk."""
     places: dict[str, tuple[int, int]] = {}
-    with open(path, "r+b", buffering=0) as file:
+    with _DiskFile(path) as file:
         for key in keys:
             begin, tensor = mine[key]
             data, start = as_bytes(tensor), entries[key].pieces[0].begin + begin
             with _naming(path, key):
-                checksum = _write_at(file.fileno(), start, data)
+                checksum = file.write(start, data)
             parts[key] = begin, begin + len(data), checksum
             places[key] = start, start + len(data)
             if sum(end - begin for begin, end in places.values()) >= READ_TOGETHER:
                 yield places
                 places = {}
         with _naming(path):
-            os.fsync(file.fileno())
+            file.sync()
     yield places
 
 
 def _read_again(path: Path, places: Mapping[str, tuple[int, int]], parts: Mapping[str, tuple[int, int, int]]) -> None:
     """Raise ``OSError`` if a tensor does not lie in the file at its place (first byte, end) as it was written."""
-    with open(path, "rb", buffering=0) as file:
-        with _naming(path):
-            getattr(os, "fdatasync", os.fsync)(file.fileno())  # only what is on the disk can be dropped from the cache
+    with _naming(path), _DiskFile(path) as file:
         for key, (start, end) in places.items():
-            _verify(_uncached(file.fileno(), start, end), parts[key], path, key)
+            _verify(file.read(start, end), parts[key], path, key)
 
 
 def _write_file(path: Path, data: bytes, size: int = 0) -> None:
     """Write a new file that begins with ``data``, and has ``size`` bytes if that is more, to disk."""
-    with _naming(path), open(path, "xb", buffering=0) as file:
-        _write_at(file.fileno(), 0, memoryview(data))
+    with _naming(path), open(path, "xb") as file:
+        file.write(data)
+        file.flush()
         if size > len(data):
             file.truncate(size)
         os.fsync(file)
 
 
-def _write_at(descriptor: int, at: int, data: memoryview) -> int:
-    checksum = 0
-    for begin in range(0, len(data), BLOCK):
-        block = data[begin : begin + BLOCK]
-        checksum = crc32(block, checksum)
-        while block:
-            count = os.pwrite(descriptor, block, at)
-            at, block = at + count, block[count:]
-    return checksum
+class _DiskFile:
+    """A file that is written and read past the system's cache, where its file system can do that.
 
+    That is faster, and what is read again is what lies on the disk. It goes by whole pages: those at both ends of a
+    tensor, which another rank may write to, go through the cache.
+    """
 
-def _uncached(descriptor: int, begin: int, end: int) -> Iterator[memoryview]:
-    """Read bytes ``begin`` to ``end`` block by block, from the disk and not from the system's cache."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
-    buffer = memoryview(bytearray(min(BLOCK, end - begin)))
-    for at in range(begin, end, BLOCK):
-        yield buffer[: os.preadv(descriptor, [buffer[: end - at]], at)]
+    def __init__(self, path: Path) -> None:
+        self._cached = self._direct = os.open(path, os.O_RDWR)
+        with contextlib.suppress(AttributeError, OSError):
+            self._direct = os.open(path, os.O_RDWR | os.O_DIRECT)
+        self._buffer = memoryview(mmap.mmap(-1, BLOCK))  # begins with a page, as it must
+
+    def __enter__(self) -> _DiskFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in {self._cached, self._direct}:
+            os.close(descriptor)
+
+    def write(self, at: int, data: memoryview) -> int:
+        """Write ``data`` from byte ``at`` on, and return its checksum."""
+        end, checksum = at + len(data), 0
+        first, last = min(end, -(-at // PAGE) * PAGE), end // PAGE * PAGE
+        cuts = [at, *range(first, last, BLOCK), max(first, last), end]
+        for start, stop in itertools.pairwise(cuts):
+            block = data[start - at : stop - at]
+            checksum = crc32(block, checksum)
+            if len(block) >= PAGE and self._direct != self._cached:
+                self._buffer[: len(block)] = block
+                start += self._written_directly(self._buffer[: len(block)], start)
+            while start < stop:
+                start += os.pwrite(self._cached, data[start - at : stop - at], start)
+        return checksum
+
+    def _written_directly(self, block: memoryview, at: int) -> int:
+        """Write what can be written past the cache; return the number of bytes."""
+        try:
+            return os.pwrite(self._direct, block, at)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return 0
+
+    def read(self, begin: int, end: int) -> Iterator[memoryview]:
+        """Read bytes ``begin`` to ``end`` from the disk, block by block."""
+        if self._direct == self._cached:
+            getattr(os, "fdatasync", os.fsync)(self._cached)  # only what is on the disk can be dropped from the cache
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._cached, begin, end - begin, os.POSIX_FADV_DONTNEED)
+        for at in range(begin // PAGE * PAGE, end, BLOCK):
+            count = os.preadv(self._direct, [self._buffer], at)
+            yield self._buffer[max(0, begin - at) : min(count, end - at)]
+
+    def sync(self) -> None:
+        """Return when all that was written is on the disk."""
+        os.fsync(self._cached)
 
 
 def _verify(blocks: Iterable[Any], part: tuple[int, int, int], path: Path | str, key: str) -> None:

@@ -4,8 +4,8 @@
   those that FSDP2 cannot shard. Before the next pass ranks take rank 0's values, as in ``shard()``.
 - A module that the model has already may move to another place (PEFT puts one into its adapter).
 - A parameter that is sharded cannot be replaced, deleted or get a second place, since FSDP2 would go on with what it
-  knows: the assignment raises, or the next pass. So do pickling, ``save_pretrained()`` and ``DistributedDataParallel``, which would take a shard for
-  the whole.
+  knows: the assignment raises, or the next pass. So do pickling, ``save_pretrained()`` and
+  ``DistributedDataParallel``, which would take a shard for the whole.
 
 torch's hooks on registration tell of each assignment, in every module of the process.
 """
