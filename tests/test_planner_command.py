@@ -168,7 +168,9 @@ def test_what_is_left_open_is_chosen(said: Said) -> None:
 
 
 @pytest.mark.parametrize(("hardware", "compute"), [("h100", "bfloat16"), ("cpu", None)])
-def test_what_is_left_out_is_said_with_the_option_that_changes_it(said: Said, hardware: str, compute: str | None) -> None:
+def test_what_is_left_out_is_said_with_the_option_that_changes_it(
+    said: Said, hardware: str, compute: str | None
+) -> None:
     words = ["tiny", "--hardware", hardware, "--ranks", "2", *FIXED[-4:]]
     text = said(*words)
     assert ("computes in bfloat16, reduces in float32" in text) == (compute == "bfloat16")
