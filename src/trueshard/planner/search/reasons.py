@@ -88,7 +88,7 @@ def check_largest_unit(evaluator: Evaluator) -> None:
     """
     space, replicate = evaluator.space, evaluator.replicas[0]
     budget = evaluator.budget(replicate)
-    plan = list(evaluator.groupings(replicate).values())[-1].plan
+    plan = list(evaluator.bases(replicate).values())[-1]
     compute = (plan.mixed_precision or MixedPrecision()).compute
 
     def sizes(unit: Unit) -> tuple[int, int, int]:

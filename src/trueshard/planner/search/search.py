@@ -141,9 +141,11 @@ def _that_may_fit(evaluator: Evaluator, settings: list[Setting]) -> list[Setting
 def _search_setting(evaluator: Evaluator, setting: Setting) -> None:
     if evaluator.evaluate(evaluator.uniform(setting, "never", "none")).fits:
         return
-    if evaluator.count(setting.replicate) <= WHOLE:
-        for candidate in evaluator.every(setting):
-            evaluator.evaluate(candidate)
+    options = evaluator.options(setting.replicate)
+    if sum(math.prod(map(len, each)) for each in options.values()) <= WHOLE:
+        for split, each in options.items():
+            for values in itertools.product(*each):
+                evaluator.evaluate(Candidate(setting, split, values))
         return
     lacking: list[Candidate] = []
     fitting: list[Candidate] = []
@@ -177,7 +179,8 @@ def _mixed_cost(evaluator: Evaluator, fast: Candidate, frugal: Candidate, share:
 
 def _mix(evaluator: Evaluator, fast: Candidate, frugal: Candidate) -> None:
     """Find how few blocks need the frugal candidate's choice, by the false position of their memory."""
-    low, high = (0, fast), (evaluator.blocks(frugal), frugal)
+    blocks = sum(unit.kind == "block" for unit in evaluator.units(frugal))
+    low, high = (0, fast), (blocks, frugal)
     while high[0] - low[0] > 1:
         if _mixed_cost(evaluator, low[1], high[1], _share(evaluator, low[1], high[1])) >= _worth(evaluator):
             return

@@ -7,8 +7,7 @@ import functools
 import glob
 import itertools
 import math
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -87,6 +86,10 @@ class Setting:
     offload: Offload
 
 
+Values = tuple[bool | int, Recompute]
+"""Resharding after forward and activation checkpointing of a unit."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One plan of a space."""
@@ -94,19 +97,8 @@ class Candidate:
     setting: Setting
     split: bool
     """Whether embeddings are units of their own."""
-    reshard: tuple[bool | int, ...]
-    """For each unit of that grouping, in order."""
-    recompute: tuple[Recompute, ...]
-
-
-@dataclass(frozen=True)
-class Grouping:
-    """The units of a model, and which of their values are free."""
-
-    plan: Plan
-    """Free values are ``default`` and ``none``."""
-    free_reshard: tuple[bool, ...]
-    free_recompute: tuple[bool, ...]
+    values: tuple[Values, ...]
+    """Of each unit, in order."""
 
 
 class Evaluator:
@@ -129,117 +121,79 @@ class Evaluator:
         self.best: Candidate | None = None
         self.smallest: Candidate | None = None
         self.studies: dict[Candidate, Study] = {}
-        self.groupings = functools.cache(self._groupings)
+        self.bases = functools.cache(self._bases)
         self.replicas: list[int] = []
         refused: list[ValueError] = []
         for replicate in meshes(space):
             try:
-                self.groupings(replicate)
+                self.bases(replicate)
                 self.replicas.append(replicate)
             except ValueError as error:
                 refused.append(error)
         if not self.replicas:
             raise refused[0]
 
-    def _groupings(self, replicate: int) -> dict[bool, Grouping]:
-        """Return the groupings that differ, by whether embeddings are split off.
+    def _bases(self, replicate: int) -> dict[bool, Plan]:
+        """Return plans with the units that a candidate may have, by whether embeddings are split off.
 
         Where all resharding is free, ``shard()`` knows two, see ``engine.resolve``.
         """
-        mesh = self.space.cluster(replicate).mesh
-        joined = self._grouping(mesh, "default")
+        joined = self._resolved(replicate, "default")
         if self.space.choices.reshard_after_forward != "auto":
             return {False: joined}
-        split = self._grouping(mesh, "always")
-        names = [[unit.name for unit in each.plan.units] for each in (joined, split)]
+        split = self._resolved(replicate, "always")
+        names = [[unit.name for unit in each.units] for each in (joined, split)]
         return {False: joined} if names[0] == names[1] else {False: joined, True: split}
 
-    def _grouping(self, mesh: tuple[int, ...], word: str) -> Grouping:
-        given = self.space.given
+    def _resolved(self, replicate: int, reshard: str) -> Plan:
+        chosen = self.space.given(reshard_after_forward=reshard, activation_checkpointing="none")
         with _torch.fake_tensors():
-            chosen = given(reshard_after_forward=word, activation_checkpointing="none")
-            plan = engine.resolve(self.space.workload.model(), chosen, mesh)
-        never, always = (
-            choices.reshard_values(plan, given(reshard_after_forward=each).reshard_after_forward, mesh[-1])
-            for each in ("never", "always")
-        )
-        none, full = (
-            choices.recompute_values(plan.units, given(activation_checkpointing=each).activation_checkpointing)
-            for each in ("none", "full")
-        )
-        return Grouping(plan, tuple(map(operator.ne, never, always)), tuple(map(operator.ne, none, full)))
-
-    def candidate(
-        self, setting: Setting, split: bool, reshard: Iterable[bool | int], recompute: Iterable[Recompute]
-    ) -> Candidate:
-        """Return the candidate with these values where its units' are free, in order."""
-        grouping, freed, again = self.groupings(setting.replicate)[split], iter(reshard), iter(recompute)
-        units = list(zip(grouping.plan.units, grouping.free_reshard, grouping.free_recompute, strict=True))
-        return Candidate(
-            setting,
-            split,
-            tuple(next(freed) if free else unit.reshard_after_forward for unit, free, _ in units),
-            tuple(next(again) if free else unit.activation_checkpointing for unit, _, free in units),
-        )
+            return engine.resolve(self.space.workload.model(), chosen, self.space.cluster(replicate).mesh)
 
     def uniform(self, setting: Setting, reshard: str | int, recompute: Recompute) -> Candidate:
-        """Return the candidate with all that is free set by two words, in the grouping ``shard()`` makes for them."""
-        groupings = self.groupings(setting.replicate)
-        split = reshard not in ("default", "never") and True in groupings
-        plan = groupings[split].plan
-        wanted = choices.reshard_values(plan, reshard, plan.ranks[-1])
-        freed = itertools.compress(wanted, groupings[split].free_reshard)
-        return self.candidate(setting, split, freed, itertools.repeat(recompute))
+        """Return the candidate with all that is free set by two words, in the units that ``shard()`` makes for them."""
+        bases = self.bases(setting.replicate)
+        split = reshard not in ("default", "never") and True in bases
+        return Candidate(setting, split, self._values(bases[split], reshard, recompute))
+
+    def _values(self, base: Plan, reshard: str | int, recompute: Recompute) -> tuple[Values, ...]:
+        given = self.space.given(reshard_after_forward=reshard, activation_checkpointing=recompute)
+        freed = choices.reshard_values(base, given.reshard_after_forward, base.ranks[-1])
+        return tuple(zip(freed, choices.recompute_values(base.units, given.activation_checkpointing), strict=True))
+
+    def options(self, replicate: int) -> dict[bool, list[list[Values]]]:
+        """Return all values that each unit may have, by whether embeddings are split off."""
+        words = list(itertools.product(reshard_words(self.space, replicate), RECOMPUTE))
+        found = {}
+        for split, base in self.bases(replicate).items():
+            plans = [self._values(base, *each) for each in words]
+            found[split] = [list(dict.fromkeys(values)) for values in zip(*plans, strict=True)]
+        return found
 
     def mixed(self, fast: Candidate, frugal: Candidate, count: int) -> Candidate:
         """Return a candidate whose first ``count`` blocks and units that are none are ``frugal``, the rest ``fast``.
 
         The first blocks' activations live longest; the last ones' backward comes first, so these stay gathered.
         """
-        faster = self._values(fast)
-        values, blocks = self._values(frugal), itertools.count()
-        for unit in self._units(frugal):
-            if unit.kind == "block" and next(blocks) >= count:
-                values[unit.name] = faster[unit.name]
-        reshard, recompute = zip(*values.values(), strict=True)
-        return Candidate(frugal.setting, frugal.split, reshard, recompute)
-
-    def blocks(self, candidate: Candidate) -> int:
-        """Return the number of a candidate's blocks."""
-        return sum(unit.kind == "block" for unit in self._units(candidate))
-
-    def _units(self, candidate: Candidate) -> tuple[Unit, ...]:
-        return self.groupings(candidate.setting.replicate)[candidate.split].plan.units
-
-    def _values(self, candidate: Candidate) -> dict[str, tuple[bool | int, Recompute]]:
-        values = zip(candidate.reshard, candidate.recompute, strict=True)
-        return {unit.name: value for unit, value in zip(self._units(candidate), values, strict=True)}
-
-    def count(self, replicate: int) -> int:
-        """Return the number of candidates in a setting with so many replicas."""
-        levels = len(reshard_levels(self.space, replicate))
-        return sum(
-            levels ** sum(each.free_reshard) * len(RECOMPUTE) ** sum(each.free_recompute)
-            for each in self.groupings(replicate).values()
+        faster = {unit.name: values for unit, values in zip(self.units(fast), fast.values, strict=True)}
+        blocks = itertools.count()
+        values = (
+            faster[unit.name] if unit.kind == "block" and next(blocks) >= count else values
+            for unit, values in zip(self.units(frugal), frugal.values, strict=True)
         )
+        return dataclasses.replace(frugal, values=tuple(values))
 
-    def every(self, setting: Setting) -> Iterator[Candidate]:
-        """Iterate over all candidates of a setting."""
-        levels = reshard_levels(self.space, setting.replicate)
-        for split, grouping in self.groupings(setting.replicate).items():
-            reshard = itertools.product(levels, repeat=sum(grouping.free_reshard))
-            recompute = itertools.product(RECOMPUTE, repeat=sum(grouping.free_recompute))
-            for freed, again in itertools.product(reshard, recompute):
-                yield self.candidate(setting, split, freed, again)
+    def units(self, candidate: Candidate) -> tuple[Unit, ...]:
+        """Return a candidate's units; their values are not its own."""
+        return self.bases(candidate.setting.replicate)[candidate.split].units
 
     def plan(self, candidate: Candidate) -> Plan:
         """Return a plan that ``shard()`` takes as it stands, and whose words say the same as its units."""
         setting = candidate.setting
-        base = self.groupings(setting.replicate)[candidate.split].plan
-        values = zip(base.units, candidate.reshard, candidate.recompute, strict=True)
+        base = self.bases(setting.replicate)[candidate.split]
         units = tuple(
             dataclasses.replace(unit, reshard_after_forward=freed, activation_checkpointing=again)
-            for unit, freed, again in values
+            for unit, (freed, again) in zip(base.units, candidate.values, strict=True)
         )
         plan = dataclasses.replace(base, units=units, offload=setting.offload)
         plan = dataclasses.replace(
@@ -279,9 +233,7 @@ class Evaluator:
         """Smaller is better: seconds a token, then memory, then choices away from ``shard()``'s defaults."""
         forecast, setting = self.forecasts[candidate], candidate.setting
         plain = self.uniform(setting, "default", "none")
-        chosen = zip(candidate.reshard, candidate.recompute, strict=True)
-        usual = zip(plain.reshard, plain.recompute, strict=True)
-        differing = sum(a != b for a, b in zip(chosen, usual, strict=False))
+        differing = sum(mine != usual for mine, usual in zip(candidate.values, plain.values, strict=False))
         differing += (candidate.split != plain.split) + (setting.replicate != 1) + (setting.offload != "none")
         return float(f"{cost(forecast):.9g}"), forecast.peak_reserved_bytes, differing
 
@@ -373,15 +325,10 @@ def batches(space: Space) -> list[tuple[int, int]]:
     return found
 
 
-def reshard_levels(space: Space, replicate: int) -> tuple[bool | int, ...]:
-    """Return the values of ``reshard_after_forward``, from the fastest to the one that takes the least memory.
+def reshard_words(space: Space, replicate: int) -> tuple[str | int, ...]:
+    """Return the words for all units together, from the fastest to the one that takes the least memory.
 
     A node's ranks are one of them where a replica spans several nodes.
     """
     shard, node = space.ranks // replicate, space.ranks_per_node
-    return (False, node, True) if shard > node and shard % node == 0 else (False, True)
-
-
-def reshard_words(space: Space, replicate: int) -> tuple[str | int, ...]:
-    """Return the words for all units together, in the same order."""
-    return ("never", "default", *reshard_levels(space, replicate)[1:-1], "always")
+    return ("never", "default", *([node] if shard > node and shard % node == 0 else []), "always")
