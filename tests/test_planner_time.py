@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trueshard.planner import costs
+from trueshard.planner import timeline
 from trueshard.planner.hardware import Hardware, hardware
 from trueshard.planner.timeline import schedule
 from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Place, Trace, Transfer
@@ -31,7 +31,7 @@ UNIT = {
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Hardware:
-    monkeypatch.setattr(costs, "BASE_LATENCY", 0.0)
+    monkeypatch.setattr(timeline, "BASE_LATENCY", 0.0)
     return hardware("h100", **UNIT)
 
 
@@ -215,7 +215,7 @@ def test_over_nodes_ranks_wait_for_the_slowest(device: Hardware) -> None:
     within = spans(device, compute(9), collective("all_gather", 1))[1]
     _, across = spans(device, compute(9), collective("all_gather", 1, ranks=64))
     assert within.seconds == pytest.approx(9)
-    assert across.seconds == pytest.approx(9 + 9 * 3 * costs.STRAGGLING)
+    assert across.seconds == pytest.approx(9 + 9 * 3 * timeline.STRAGGLING)
 
 
 def test_exposed_and_host_and_compute_make_up_the_step(device: Hardware) -> None:
@@ -249,33 +249,33 @@ def test_a_kernel_is_bound_by_arithmetic_or_by_memory() -> None:
     h100 = hardware("h100")
     rate = h100.peak_flops["bfloat16"] * h100.eager.matmul
     big = Kernel(Place("forward", "a"), "aten.mm", 2 * 8192**3, 4 * 8192**2, 2 * 8192**2, "bfloat16")
-    assert costs.operation_seconds(big, h100, "eager") == pytest.approx(2 * 8192**3 / rate)
+    assert timeline.operation_seconds(big, h100, "eager") == pytest.approx(2 * 8192**3 / rate)
     thin = Kernel(Place("forward", "a"), "aten.mm", 2 * 8192**2, 2 * 8192**2, 16384, "bfloat16")
-    assert costs.operation_seconds(thin, h100, "eager") == pytest.approx(
+    assert timeline.operation_seconds(thin, h100, "eager") == pytest.approx(
         (2 * 8192**2 + 16384) / (3.35e12 * h100.eager.memory)
     )
     tiny = elementwise(4, 4)
-    assert costs.operation_seconds(tiny, h100, "eager") == h100.eager.kernel_seconds
+    assert timeline.operation_seconds(tiny, h100, "eager") == h100.eager.kernel_seconds
 
 
 def test_float32_is_without_tf32() -> None:
     h100 = hardware("h100")
     kernel = Kernel(Place("forward", "a"), "aten.mm", 10**13, 1, 1, "float32")
     halves = dataclasses.replace(kernel, dtype="bfloat16")
-    ratio = costs.operation_seconds(kernel, h100, "eager") / costs.operation_seconds(halves, h100, "eager")
+    ratio = timeline.operation_seconds(kernel, h100, "eager") / timeline.operation_seconds(halves, h100, "eager")
     assert ratio == pytest.approx(989.4 / 66.9)
 
 
 def test_causal_attention_computes_half(device: Hardware) -> None:
     whole = compute(10, op="aten._scaled_dot_product_flash_attention")
-    assert costs.operation_seconds(whole, device, "eager") == 10
-    assert costs.operation_seconds(dataclasses.replace(whole, causal=True), device, "eager") == 5
+    assert timeline.operation_seconds(whole, device, "eager") == 10
+    assert timeline.operation_seconds(dataclasses.replace(whole, causal=True), device, "eager") == 5
 
 
 def test_what_is_overwritten_moves_once_and_a_gather_reads_what_it_writes() -> None:
-    assert costs.moved_bytes(elementwise(30, 20, "aten.copy_")) == 30
-    assert costs.moved_bytes(elementwise(30, 20, "aten.add_")) == 50
-    assert costs.moved_bytes(elementwise(1000, 20, "aten.embedding")) == 40
+    assert timeline.moved_bytes(elementwise(30, 20, "aten.copy_")) == 30
+    assert timeline.moved_bytes(elementwise(30, 20, "aten.add_")) == 50
+    assert timeline.moved_bytes(elementwise(1000, 20, "aten.embedding")) == 40
 
 
 def test_compiled_neighbours_move_memory_once(device: Hardware) -> None:
@@ -288,8 +288,8 @@ def test_compiled_neighbours_move_memory_once(device: Hardware) -> None:
         Free(place, 1, 10),
         compute(7),
     ]
-    assert sum(costs.all_seconds(events, device, "eager")) == 20 + 20 + 7
-    times = costs.all_seconds(events, device, "compile")
+    assert sum(timeline.all_seconds(events, device, "eager")) == 20 + 20 + 7
+    times = timeline.all_seconds(events, device, "compile")
     assert times[0] == 20  # reads 10 from outside, writes the second result; the first was never in memory
     assert times[2] == 0
     assert times[5] == 7
@@ -298,12 +298,12 @@ def test_compiled_neighbours_move_memory_once(device: Hardware) -> None:
 def test_what_outlives_a_fused_kernel_is_written(device: Hardware) -> None:
     place = Place("forward", "a")
     events: list[Event] = [elementwise(10, 10), Allocation(place, 1, 10), elementwise(10, 10), Allocation(place, 2, 10)]
-    assert sum(costs.all_seconds(events, device, "compile")) == 30
+    assert sum(timeline.all_seconds(events, device, "compile")) == 30
 
 
 def test_nothing_is_fused_over_units_or_matrix_products(device: Hardware) -> None:
     events: list[Event] = [elementwise(10, 10), compute(1), elementwise(10, 10), elementwise(10, 10, unit="b")]
-    assert costs.all_seconds(events, device, "compile") == costs.all_seconds(events, device, "eager")
+    assert timeline.all_seconds(events, device, "compile") == timeline.all_seconds(events, device, "eager")
 
 
 # Network
@@ -312,15 +312,16 @@ def test_nothing_is_fused_over_units_or_matrix_products(device: Hardware) -> Non
 def test_a_collective_in_a_node_takes_received_bytes_over_bus_bandwidth() -> None:
     h100 = hardware("h100")
     gather = collective("all_gather", 10**9)
-    expected = costs.BASE_LATENCY + 7 * h100.link_latency + 10**9 / (450e9 * 0.8)
-    assert costs.communication_seconds(gather, h100, 8) == pytest.approx(expected)
+    expected = timeline.BASE_LATENCY + 7 * h100.link_latency + 10**9 / (450e9 * 0.8)
+    assert timeline.communication_seconds(gather, h100, 8) == pytest.approx(expected)
 
 
 def test_over_nodes_the_ranks_of_a_node_share_their_adapters() -> None:
     h100 = hardware("h100")
-    assert costs.bus_bandwidth(8, 16, h100) == pytest.approx(450e9 * 0.8)  # 8 × 50 GB/s are more than NVLink takes in
-    assert costs.bus_bandwidth(4, 16, h100) == pytest.approx(4 * 50e9 * 0.96)
-    assert costs.bus_bandwidth(1, 16, h100) == pytest.approx(50e9 * 0.96)
+    # 8 × 50 GB/s are more than NVLink takes in
+    assert timeline.bus_bandwidth(8, 16, h100) == pytest.approx(450e9 * 0.8)
+    assert timeline.bus_bandwidth(4, 16, h100) == pytest.approx(4 * 50e9 * 0.96)
+    assert timeline.bus_bandwidth(1, 16, h100) == pytest.approx(50e9 * 0.96)
 
 
 @pytest.mark.parametrize(
@@ -335,29 +336,31 @@ def test_over_nodes_the_ranks_of_a_node_share_their_adapters() -> None:
     ],
 )
 def test_ranks_of_a_group_are_spread_over_nodes(ranks: int, stride: int, ranks_per_node: int, expected: object) -> None:
-    assert costs.spread(collective("all_gather", 1, ranks=ranks, stride=stride), ranks_per_node) == expected
+    assert timeline.spread(collective("all_gather", 1, ranks=ranks, stride=stride), ranks_per_node) == expected
 
 
 def test_latency_grows_with_nodes_and_an_all_reduce_may_be_a_tree() -> None:
     h100 = hardware("h100")
-    small = [costs.communication_seconds(collective("all_gather", 1, ranks=n), h100, 8) for n in (8, 64, 512)]
+    small = [timeline.communication_seconds(collective("all_gather", 1, ranks=n), h100, 8) for n in (8, 64, 512)]
     assert small == sorted(small)
-    assert small[2] == pytest.approx(costs.BASE_LATENCY + 448 * h100.link_latency + 63 * h100.network_latency, rel=1e-6)
-    tree = costs.communication_seconds(collective("all_reduce", 1, ranks=512), h100, 8)
+    assert small[2] == pytest.approx(
+        timeline.BASE_LATENCY + 448 * h100.link_latency + 63 * h100.network_latency, rel=1e-6
+    )
+    tree = timeline.communication_seconds(collective("all_reduce", 1, ranks=512), h100, 8)
     steps = 7 * h100.link_latency + 6 * h100.network_latency
-    assert tree == pytest.approx(costs.BASE_LATENCY + 2 * steps, rel=1e-6)
+    assert tree == pytest.approx(timeline.BASE_LATENCY + 2 * steps, rel=1e-6)
 
 
 def test_an_all_to_all_goes_through_each_ranks_own_adapter() -> None:
     h100 = hardware("h100")
-    within = costs.communication_seconds(collective("all_to_all", 10**9), h100, 8)
-    across = costs.communication_seconds(collective("all_to_all", 10**9, ranks=64), h100, 8)
+    within = timeline.communication_seconds(collective("all_to_all", 10**9), h100, 8)
+    across = timeline.communication_seconds(collective("all_to_all", 10**9, ranks=64), h100, 8)
     assert across == pytest.approx(10**9 * 56 / 63 / (50e9 * 0.96), rel=0.01)
     assert across > 5 * within
 
 
 def test_a_group_of_one_takes_no_time() -> None:
-    assert costs.communication_seconds(collective("all_gather", 0, ranks=1), hardware("h100"), 8) == 0
+    assert timeline.communication_seconds(collective("all_gather", 0, ranks=1), hardware("h100"), 8) == 0
 
 
 def test_nodes_of_no_ranks_are_refused(device: Hardware) -> None:

@@ -43,7 +43,6 @@ CALLED = {
     "local",
     "storage_identity",
     "version",
-    "forget_gathered",
     "own_class",
     "call_first",
     "count_forward_hooks",
@@ -66,9 +65,7 @@ CALLED = {
     "make_hookable",
     "shards_placed_alike",
     "specs_of",
-    "world",
     "timeout_of",
-    "is_default_group",
     "differentiate_with",
     "check_functional_calls",
     "take_plain_tensors",
@@ -244,7 +241,7 @@ def units(rank: int, world_size: int) -> None:
     assert inside == [True]
     assert not _torch.in_pass(model.blocks[1])
     assert gathered() == [model]
-    names = {name: (sharded, gathered) for name, sharded, gathered in _torch.gathered_parameters(model)}
+    names = {name: (sharded, gathered) for name, sharded, gathered in _torch.gathered_parameters(model.modules())}
     assert set(names) == {name for name, _ in model.named_parameters()}
     assert names["first.weight"][1] is model.first.weight
     assert not _torch.interrupted(model)
@@ -264,14 +261,11 @@ def units(rank: int, world_size: int) -> None:
     model.blocks[1].up.weight.requires_grad_(False)
     _torch.refresh_dtypes(model)
     model.double()
-    for module in _torch.fsdp_modules(model):
-        _torch.forget_gathered(module)
     _torch.refresh_dtypes(model)
     assert model(torch.randn(2, 8, dtype=torch.float64)).dtype == torch.float64
     model.float()
     for module in _torch.fsdp_modules(model):
         module.reshard()
-        _torch.forget_gathered(module)
     _torch.refresh_dtypes(model)
     model.blocks[1].register_forward_hook(_fail)
     try:
@@ -281,7 +275,7 @@ def units(rank: int, world_size: int) -> None:
         _torch.reset_iteration(model)
         assert not _torch.interrupted(model)
         assert gathered() == []
-        assert all(gathered.grad is None for _, _, gathered in _torch.gathered_parameters(model))
+        assert all(gathered.grad is None for _, _, gathered in _torch.gathered_parameters(model.modules()))
     else:
         raise AssertionError("the hook did not fail")
 
@@ -462,10 +456,7 @@ def neighbours(rank: int, world_size: int) -> None:
     shards = _torch.shards_placed_alike(grads)
     assert shards is not None
     assert all(shard is _torch.local(grad) for shard, grad in zip(shards, grads, strict=True))
-    assert _torch.world() is torch.distributed.group.WORLD
-    assert isinstance(_torch.timeout_of(_torch.world()), datetime.timedelta)
-    assert _torch.is_default_group(_torch.world())
-    assert not _torch.is_default_group(None)
+    assert isinstance(_torch.timeout_of(torch.distributed.group.WORLD), datetime.timedelta)
     begun = _torch.collectives_begun()
     torch.distributed.barrier()
     assert _torch.collectives_begun() == begun + 1

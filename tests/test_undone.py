@@ -25,7 +25,7 @@ STAGES = [
     ("trueshard.runtime.apply", "_prepare_tensors"),
     ("trueshard.runtime.apply", "_prepare_modules"),
     ("trueshard.runtime.apply", "_shard_unit"),
-    ("trueshard.runtime.attachments", "attributes_of"),
+    ("trueshard.runtime.apply", "attributes_of"),
     ("trueshard.runtime.methods", "after_gathering"),
     ("trueshard._torch", "initialise"),
     ("trueshard.runtime.apply", "_allow_deepcopy"),

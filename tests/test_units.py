@@ -16,8 +16,7 @@ from messages import lacking, naming
 from models.handmade import Block, ExpertsBlock, Stack, TiedBlocks
 from parity import Ranks
 from trueshard.choices import Choices, apply_words
-from trueshard.model.groups import Grouping
-from trueshard.model.units import LARGE_LIST, choose_units
+from trueshard.model.units import LARGE_LIST, Grouping, choose_units
 from trueshard.plans import Plan
 from trueshard.runtime.engine import resolve
 

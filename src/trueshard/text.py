@@ -1,8 +1,9 @@
-"""Text helpers: sizes in bytes, columns for a terminal, and the nearest known word for an error message."""
+"""Text helpers: sizes in bytes, ranges of numbers, columns for a terminal, and the nearest known word for an error."""
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 
@@ -41,6 +42,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[in
     align: list[Callable[[str, int], str]] = [str.rjust if i in right else str.ljust for i in range(len(head))]
     cells = [head, ["-" * width for width in widths], *rows]
     return ["  ".join(align[i](row[i], widths[i]) for i in range(len(head))).rstrip() for row in cells]
+
+
+def ranges(numbers: Sequence[int], dash: str = "-") -> list[str]:
+    """Return ascending numbers as ``["0-2", "5"]``."""
+    runs = itertools.groupby(enumerate(numbers), lambda each: each[1] - each[0])
+    members = [[number for _, number in run] for _, run in runs]
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}{dash}{run[-1]}" for run in members]
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:

@@ -6,9 +6,10 @@ the shards lie in memory is found in its parameter groups alone.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -85,18 +86,27 @@ def initialise(root: ShardedModule) -> None:
 
 
 def refresh_dtypes(root: nn.Module) -> None:
-    """Read again which parameters are trainable: FSDP2 does so once, and a thawed unit would reduce in no dtype."""
+    """Read again which parameters are trainable: FSDP2 does so once, and a thawed unit would reduce in no dtype.
+
+    Gathered parameters that are of another dtype than their shards by now are made anew when they are gathered.
+    """
     for _, group in _groups_below(root):
+        for parameter in group.fsdp_params:
+            gathered = getattr(parameter, "_unsharded_param", None)
+            compute = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
+            if gathered is not None and gathered.is_floating_point() and gathered.dtype != compute:
+                del parameter._unsharded_param
+                parameter.all_gather_outputs = []
         group._init_mp_dtypes()
 
 
-def gathered_parameters(root: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
-    """Yield (name, sharded parameter, gathered parameter) for each parameter that has been gathered once.
+def gathered_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+    """Yield (name, sharded parameter, gathered parameter) of those of ``modules`` that were gathered once.
 
     The gathered parameter is a second object behind the same name; an optimizer made while it is registered holds it.
     """
-    modules = fsdp_modules(root) if recurse else [cast(ShardedModule, root)]
-    for parameter in (each for module in modules for group in _groups(module) for each in group.fsdp_params):
+    groups = (group for module in modules if isinstance(module, ShardedModule) for group in _groups(module))
+    for parameter in (each for group in groups for each in group.fsdp_params):
         if hasattr(parameter, "_unsharded_param"):
             yield parameter._param_fqn or "?", parameter.sharded_param, parameter._unsharded_param
 
@@ -117,17 +127,6 @@ def offloaded(root: nn.Module) -> set[int]:
     return {id(each.sharded_param) for each in _parameters_below(root) if each.offload_to_cpu}
 
 
-def forget_gathered(module: ShardedModule) -> None:
-    """Let a unit make its gathered parameters anew if they are of another dtype than its shards by now."""
-    for group in _groups(module):
-        for parameter in group.fsdp_params:
-            gathered = getattr(parameter, "_unsharded_param", None)
-            compute = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
-            if gathered is not None and gathered.is_floating_point() and gathered.dtype != compute:
-                del parameter._unsharded_param
-                parameter.all_gather_outputs = []
-
-
 def gathered_units(modules: Iterable[ShardedModule]) -> Callable[[], list[ShardedModule]]:
     """Return a function that lists which of ``modules`` have their gathered parameters registered; no public one does.
 
@@ -139,16 +138,19 @@ def gathered_units(modules: Iterable[ShardedModule]) -> Callable[[], list[Sharde
 
 def call_before_backward(modules: Iterable[ShardedModule], function: Callable[[], None]) -> None:
     """Call ``function()`` where the backward of a unit begins, also of one whose forward is inside another's."""
-
-    def announced(pre_backward: Callable[..., Any]) -> Callable[..., Any]:
-        def begin(*args: Any, **kwargs: Any) -> Any:
-            function()
-            return pre_backward(*args, **kwargs)
-
-        return begin
-
     for group in (group for module in modules for group in _groups(module)):
-        group.pre_backward = announced(group.pre_backward)
+        group.pre_backward = _watched(group.pre_backward, function, lambda: None)
+
+
+def _watched(inner: Callable[..., Any], entered: Callable[[], Any], left: Callable[[], Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        entered()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            left()
+
+    return call
 
 
 def keep_gathered(root: nn.Module) -> Callable[[], None]:
@@ -188,36 +190,10 @@ def interrupted(root: ShardedModule) -> bool:
 
 
 def reset_iteration(root: ShardedModule) -> None:
-    """``FSDPModule.reset_iter_state`` (2.13 on), the same for the releases before it, and gathered gradients dropped.
-
-    A backward that was cut short leaves gradients on gathered parameters, which the next one would add to its own.
-    """
+    """``FSDPModule.reset_iter_state`` (2.13 on), the same for the releases before it."""
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
-    else:
-        _reset_iteration_before_2_13(root)
-    drop_unreduced(root)
-
-
-def drop_unreduced(root: nn.Module, of: Collection[int] | None = None) -> None:
-    """Drop gradients that lie on gathered parameters; ``of``: those of sharded parameters with these ids."""
-    for parameter in _parameters_below(root):
-        if of is None or id(parameter.sharded_param) in of:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
-
-
-def has_unreduced(root: nn.Module) -> bool:
-    """True if a gradient lies on a gathered parameter."""
-    return any(
-        parameter.unsharded_accumulated_grad is not None
-        or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
-        for parameter in _parameters_below(root)
-    )
-
-
-def _reset_iteration_before_2_13(root: ShardedModule) -> None:
+        return
     state = root._get_fsdp_state()
     context, communication = state._state_ctx, state._comm_ctx
     communication.all_gather_state = None
@@ -236,6 +212,27 @@ def _reset_iteration_before_2_13(root: ShardedModule) -> None:
         group._to_sharded()
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
+
+
+def drop_unreduced(root: nn.Module, of: Collection[int] | None = None) -> None:
+    """Drop gradients that lie on gathered parameters; ``of``: those of sharded parameters with these ids.
+
+    A backward that was cut short leaves them there, and the next one would add to them.
+    """
+    for parameter in _parameters_below(root):
+        if of is None or id(parameter.sharded_param) in of:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def has_unreduced(root: nn.Module) -> bool:
+    """True if a gradient lies on a gathered parameter."""
+    return any(
+        parameter.unsharded_accumulated_grad is not None
+        or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
+        for parameter in _parameters_below(root)
+    )
 
 
 def set_reshard_after_forward(module: ShardedModule, policy: bool | int, meshes: dict[Any, DeviceMesh]) -> None:
@@ -313,17 +310,6 @@ def watch_communication(module: ShardedModule, entered: Callable[[str], None], l
     ``"post_backward"`` (reducing). FSDP2 gathers the next unit while this one runs; no hook tells whose parameters a
     collective carries.
     """
-
-    def watched(what: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            entered(what)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                left()
-
-        return call
-
     for group in _groups(module):
         for what in ("unshard", "wait_for_unshard", "post_forward", "post_backward"):
-            setattr(group, what, watched(what, getattr(group, what)))
+            setattr(group, what, _watched(getattr(group, what), functools.partial(entered, what), left))

@@ -120,11 +120,6 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
-def world() -> Any:
-    """Return the default process group."""
-    return torch.distributed.distributed_c10d._get_default_group()
-
-
 def store() -> Any:
     """Return the store through which the ranks of the default process group met."""
     return torch.distributed.distributed_c10d._get_default_store()
@@ -169,11 +164,6 @@ def check_functional_calls(check: Callable[[nn.Module, Mapping[str, torch.Tensor
         return inner(module, tensors, *args, **kwargs)
 
     stateless._functional_call = call
-
-
-def is_default_group(group: Any) -> bool:
-    """True while ``group`` is the default process group."""
-    return torch.distributed.is_initialized() and world() is group
 
 
 def collectives_begun() -> int:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -108,42 +109,30 @@ def simulated_world(rank: int, ranks: int) -> Iterator[None]:
     state = c10d._world
     tables: list[dict[Any, Any]] = [state.pg_map, state.pg_names, state.pg_group_ranks, state.pg_backend_config]
     tables += [state.pg_to_tag, state.tags_to_pg]
-    aside = [dict(table) for table in tables]
     own, count, method = state.default_pg, state.group_count, c10d._default_pg_init_method
     names_of_own = dict(state.pg_names)
     for name in names_of_own.values():
         c10d._unregister_process_group(name)
-    for table in tables:
-        table.clear()
     # The same names in every simulated world: DTensor remembers meshes, and finds their groups by name.
     state.default_pg, state.group_count = None, 0
-    hook = sys.excepthook
     try:
-        torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=rank, world_size=ranks)
-        yield
+        with contextlib.ExitStack() as aside:
+            for table in tables:
+                aside.enter_context(mock.patch.dict(table, clear=True))
+            aside.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))
+            try:
+                torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=rank, world_size=ranks)
+                yield
+            finally:
+                for group in list(state.pg_names):
+                    c10d._unregister_process_group(group.group_name)
     finally:
-        sys.excepthook = hook
-        for group in list(state.pg_names):
-            c10d._unregister_process_group(group.group_name)
-        for table, before in zip(tables, aside, strict=True):
-            table.clear()
-            table.update(before)
         for group, name in names_of_own.items():
             c10d._register_process_group(name, group)
         state.default_pg, state.group_count, c10d._default_pg_init_method = own, count, method
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-def watching_resizes(resized: Callable[[Any, int], None]) -> AbstractContextManager[None]:
+def watching_resizes(resized: Callable[[Any, int], None]) -> AbstractContextManager[Any]:
     """Inside, call ``resized(storage, bytes before)`` after each ``UntypedStorage.resize_``.
 
     FSDP2 frees and takes the memory of gathered parameters this way, which no operator shows.
@@ -156,7 +145,7 @@ def watching_resizes(resized: Callable[[Any, int], None]) -> AbstractContextMana
         resized(storage, before)
         return result
 
-    return _replaced(torch.UntypedStorage, "resize_", resize)
+    return mock.patch.object(torch.UntypedStorage, "resize_", resize)
 
 
 class _Chunks:
@@ -174,15 +163,15 @@ class _Chunks:
         return self.tensor.narrow(self.dim, start, min(self.rows, left))
 
 
-def one_chunk() -> AbstractContextManager[None]:
+def one_chunk() -> AbstractContextManager[Any]:
     """Inside, FSDP2 makes the one chunk of a parameter that it keeps, and not one for each of 4,096 ranks.
 
     On fake tensors, where a chunk costs as much as any operation, that would be most of what ``fully_shard`` takes.
     """
-    return _replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
+    return mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks)
 
 
-def unseen_propagation() -> AbstractContextManager[None]:
+def unseen_propagation() -> AbstractContextManager[Any]:
     """Inside, hide from dispatch modes the tensors that DTensor makes, at the first operator of a kind, to find shapes.
 
     It makes fake tensors for that. In training they take no memory; where all tensors are fake they look like any
@@ -194,4 +183,4 @@ def unseen_propagation() -> AbstractContextManager[None]:
         with _disable_current_modes():
             return original(*args, **kwargs)
 
-    return _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
+    return mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)

@@ -22,9 +22,10 @@ from trueshard.checkpoint.catalogue import Catalogue
 from trueshard.checkpoint.format import dtype_of
 from trueshard.distributed import device_of
 from trueshard.model import names
-from trueshard.model.first_values import initialisers, is_unwritten, mark_unwritten
 
 HOST = torch.device("cpu")
+_UNWRITTEN = 0xA5
+"""Byte that fills an unwritten tensor."""
 
 
 def uncomputable(model: nn.Module, loaded: set[int]) -> list[str]:
@@ -92,6 +93,31 @@ def _mapped(catalogue: Catalogue, key: str, tensor: torch.Tensor) -> torch.Tenso
         return None
     flat = torch.frombuffer(buffer, dtype=tensor.dtype, count=local.numel(), offset=pieces[0].begin)
     return flat.view(local.shape)
+
+
+def initialisers(root: nn.Module) -> dict[int, Callable[[nn.Module], Any]]:
+    """Return ``id`` of a module → the ``_init_weights`` of the nearest transformers model around it."""
+    found: dict[int, Callable[[nn.Module], Any]] = {}
+    for owner in root.modules():  # from the outside inwards
+        own = getattr(owner, "_init_weights", None)
+        if callable(own) and isinstance(getattr(owner, "base_model_prefix", None), str):
+            found |= {id(module): own for module in owner.modules()}
+    return found
+
+
+def mark_unwritten(tensor: torch.Tensor) -> None:
+    """Fill the memory of a tensor, or of its local shard, with bytes that no initialisation writes throughout."""
+    _bytes(tensor).fill_(_UNWRITTEN)
+
+
+def is_unwritten(tensor: torch.Tensor) -> bool:
+    """True if nothing was written to a tensor since ``mark_unwritten``."""
+    return bool((_bytes(tensor) == _UNWRITTEN).all())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    local = _torch.local(tensor)
+    return torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage())
 
 
 def _functions(owners: Mapping[int, Any], module: nn.Module) -> list[Callable[[], Any]]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trueshard import _torch
 from trueshard.distributed import rows_of
 
-_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 class RankGroup:
@@ -33,13 +33,13 @@ class RankGroup:
         members = tuple(ranks or range(dist.get_world_size()))
         self.rank, self.world = members.index(dist.get_rank()), len(members)
         if self.world > 1:
-            known = _groups.setdefault(_torch.world(), {})
+            known = _groups.setdefault(dist.group.WORLD, {})
             if members not in known:
                 known[members] = _collective(
                     lambda: dist.new_group(
                         list(members),
                         backend="gloo",
-                        timeout=_torch.timeout_of(_torch.world()),
+                        timeout=_torch.timeout_of(dist.group.WORLD),
                         use_local_synchronization=True,
                         group_desc="trueshard-checkpoint",
                     )

@@ -107,13 +107,11 @@ def _optimizer_facts(
     held = ((key, entries) for key, entries in optimizer.state.items() if isinstance(key, torch.Tensor))
     state = {name_of[id(parameter)]: entries for parameter, entries in held if id(parameter) in name_of}
     for name, entries in sorted(state.items()):
-        yield (
-            f"{who}, state of {name!r}",
-            {
-                key: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
-                for key, value in entries.items()
-            },
-        )
+        kinds = {
+            key: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
+            for key, value in entries.items()
+        }
+        yield f"{who}, state of {name!r}", kinds
 
 
 def difference(before: Intent, after: Intent) -> str | None:

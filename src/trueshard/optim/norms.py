@@ -103,7 +103,7 @@ class _Before:
     @torch.no_grad()
     def __init__(self, model: nn.Module, ties: dict[str, str]) -> None:
         # Between a forward and its backward the modules hold gathered parameters; optimizers step the sharded ones.
-        sharded = {id(gathered): shard for _, shard, gathered in _torch.gathered_parameters(model)}
+        sharded = {id(gathered): shard for _, shard, gathered in _torch.gathered_parameters(model.modules())}
         first: dict[torch.Tensor, str] = {}
         for name, _, _, held in names.named_tensors(model, "parameters"):
             parameter = sharded.get(id(held), held)

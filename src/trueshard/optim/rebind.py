@@ -38,13 +38,11 @@ def family(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return found
 
 
-def rebind(
-    optimizer: torch.optim.Optimizer, new_of: Mapping[int, nn.Parameter], is_rows: Sequence[IsRows] = ()
-) -> None:
+def rebind(optimizer: torch.optim.Optimizer, new_of: Mapping[int, nn.Parameter], is_rows: Sequence[IsRows]) -> None:
     """Point ``optimizer``, and those that it wraps, at the sharded parameters.
 
     ``new_of``: ``id`` of each original parameter → its sharded parameter (itself, where it was not sharded).
-    ``is_rows``: for each group, which state is cut like its parameter; by shape when left out.
+    ``is_rows``: for each group, which state is cut like its parameter; in the groups of wrapped ones it goes by shape.
     """
     rule_of: dict[int, IsRows] = {}
     seen: set[int] = set()
@@ -52,7 +50,7 @@ def rebind(
         for g, group in enumerate(each.param_groups):
             if id(group) not in seen:  # a wrapper shares the groups of what it wraps
                 seen.add(id(group))
-                if each is optimizer and is_rows:
+                if each is optimizer:
                     rule_of.update((id(parameter), is_rows[g]) for parameter in group["params"])
                 group["params"][:] = [new_of[id(parameter)] for parameter in group["params"]]
         if id(each.state) not in seen:

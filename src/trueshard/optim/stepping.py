@@ -137,7 +137,8 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 f"{type(optimizer).__name__} holds {name!r} as it was before shard(), so its step would train nothing; "
                 "give the optimizer to shard(), or make it from model.parameters() after shard()"
             )
-    gathered = {id(g): name for root in _roots for name, _, g in _torch.gathered_parameters(root)} if plain else {}
+    modules = (module for root in _roots for module in root.modules()) if plain else ()
+    gathered = {id(g): name for name, _, g in _torch.gathered_parameters(modules)}
     for parameter in plain:
         if (name := gathered.get(id(parameter))) is not None:
             raise RuntimeError(

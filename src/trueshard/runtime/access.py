@@ -12,7 +12,7 @@ import hashlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from trueshard.optim.stepping import sharded_models
 from trueshard.runtime.passes import runtime_of
 from trueshard.runtime.waiting import time_limit, user_line
 
-_reads: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+_reads: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 """Process group → ranks of a mesh → number of reads so far."""
 
 
@@ -52,7 +52,7 @@ def agree_to_read(value: DTensor) -> None:
     mesh = value.device_mesh
     if is_simulated(mesh):
         return
-    world, store = _torch.world(), _torch.store()
+    world, store = dist.group.WORLD, _torch.store()
     ranks, mine, site = tuple(mesh.mesh.flatten().tolist()), dist.get_rank(), user_line(sys._getframe())
     counts = _reads.setdefault(world, Counter())
     counts[ranks] += 1
@@ -139,7 +139,13 @@ def _cannot(words: str) -> str:
 
 def check_functional_call(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise RuntimeError if ``functional_call`` gives a sharded parameter another value, which FSDP2 would not see."""
-    placed = {place: known for root in sharded_models() for place, *known in _places(root)}
+    placed: dict[Any, tuple[Any, Any]] = {}
+    for root in sharded_models():
+        for _, sharded, gathered, places in _torch.sharded_places(root):
+            placed |= dict.fromkeys(places, (sharded, gathered))
+        if (runtime := runtime_of(root)) is not None:
+            for whole in runtime.replicated.parameters:
+                placed |= dict.fromkeys(whole.places, (whole.parameter, whole.leaf))
     for name, tensor in tensors.items() if placed else ():
         path, _, attribute = name.rpartition(".")
         known = placed.get((module.get_submodule(path), attribute))
@@ -148,15 +154,6 @@ def check_functional_call(module: nn.Module, tensors: Mapping[str, torch.Tensor]
                 f"functional_call() gives {name!r} another value, and FSDP2 would compute with the one that it "
                 "sharded: write the value into the parameter for the call, or call the model before shard()"
             )
-
-
-def _places(root: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """Yield ((module, attribute), the sharded parameter, its gathered one) for each place of each parameter."""
-    for _, sharded, gathered, places in _torch.sharded_places(root):
-        yield from ((place, sharded, gathered) for place in places)
-    if (runtime := runtime_of(root)) is not None:
-        for whole in runtime.replicated.parameters:
-            yield from ((place, whole.parameter, whole.leaf) for place in whole.places)
 
 
 @torch.no_grad()

@@ -1,6 +1,8 @@
 """Apply a Plan to a model, and again to its copies. The only file that calls ``fully_shard``.
 
 - The order: activation checkpointing, compile, sharding, each in place, the innermost unit first.
+- Attributes, gradient hooks and gradients belong to the parameter that the user made; FSDP2 puts another in its place,
+  and shows a third one, the gathered parameter, to the forward. So they are moved, and the runtime is installed.
 - Activation checkpointing replaces a module's own ``forward``: a wrapper module would put its attribute into every name
   below it. A transformers layer has a switch of its own, which also keeps its key-value cache out of the recomputation.
 - ``selective`` keeps the outputs of attention and of every second matrix product, and recomputes the rest (as
@@ -20,12 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -33,14 +30,16 @@ from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.distributed import device_of
 from trueshard.model import names
+from trueshard.model.intent import attributes_of
 from trueshard.model.names import Held
 from trueshard.model.snapshot import Snapshot, Trace
+from trueshard.optim.rebind import shard_like
 from trueshard.optim.stepping import watch
 from trueshard.plans import MixedPrecision, Plan, Unit
-from trueshard.runtime.attachments import Attachments
-from trueshard.runtime.methods import GatheredOnAccess
+from trueshard.runtime import methods
+from trueshard.runtime.gradients import GradientHooks
 from trueshard.runtime.passes import Runtime
-from trueshard.runtime.replicated import HoldsWhole
+from trueshard.runtime.replicated import HoldsWhole, follow_assignments
 
 _aten = torch.ops.aten
 _ATTENTION = (
@@ -124,10 +123,10 @@ def apply(
     if sources is not None:
         _fill(root, sources, torch.device("cpu") if plan.offload == "cpu" else device_of(mesh))
     assert isinstance(root, ShardedModule)
-    attachments = Attachments(root, plan, mesh, modules, originals, hooked)
-    attachments.move()
-    _allow_deepcopy(attachments.runtime, before)
-    return attachments.new_of
+    runtime = Runtime(root, plan, mesh)
+    new_of = _attach(runtime, modules, originals, hooked)
+    _allow_deepcopy(runtime, before)
+    return new_of
 
 
 def _prepare_tensors(originals: list[Held], whole: set[nn.Parameter], device: torch.device) -> None:
@@ -149,7 +148,7 @@ def _prepare_modules(unit: Unit, modules: list[nn.Module], compile_blocks: bool)
         if compile_blocks and unit.kind == "block" and not _torch.is_compiled_in_place(module):
             module.compile()
         if unit.kind != "root" and _torch.own_parameters(module) and not _torch.is_compiled_in_place(module):
-            names.mix_in(module, GatheredOnAccess)
+            names.mix_in(module, methods.GatheredOnAccess)
 
 
 def _shard_unit(
@@ -180,6 +179,94 @@ def _shard_unit(
         members[0].set_unshard_in_backward(False)
 
 
+# What the user set on parameters, and the runtime
+
+
+def _attach(
+    runtime: Runtime, modules: Mapping[str, nn.Module], originals: list[Held], hooked: Collection[str]
+) -> dict[int, nn.Parameter]:
+    """Move attributes, hooks and gradients to the shards, and install the runtime; the arguments are ``apply``'s.
+
+    Returns ``id`` of each original parameter → the parameter that took its place.
+    """
+    units = runtime.plan.units
+    named = {name: unit for unit in units for name in unit.modules}
+    unit_of = {module: names.nearest_above(name, named) for name, module in modules.items()}
+    module_of: dict[str, Any] = {unit.name: modules[unit.modules[0]] for unit in units}
+    replicated = {each.name for each in runtime.plan.replicated}
+    by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {unit.name: [] for unit in units}
+    new_of: dict[int, nn.Parameter] = {}
+    for original in originals:
+        module, attribute = original.places[0]
+        unit = unit_of[module]
+        if original.name in replicated:
+            runtime.hold_whole(original, module_of[unit.name])
+        new = _torch.own_parameters(module)[attribute]
+        assert new is not None
+        new_of[id(original.tensor)] = new
+        attributes = attributes_of(original.tensor)
+        new.__dict__.update(attributes)
+        if original.tensor.grad is not None and isinstance(new, DTensor):
+            new.grad = shard_like(original.tensor.grad, new)
+        if original.name not in replicated:
+            by_unit[unit.name].append((original.name, new))
+            gathers = original.name in hooked
+            if gathers or GradientHooks.on(original.tensor):
+                runtime.call_hooks(new, GradientHooks(original.tensor, gathers), module_of[unit.name])
+            for name in unit.modules if attributes else ():
+                methods.carry_attributes(modules[name], module, attribute, attributes)
+    with_lists = _units_with_lists(unit_of)
+    for unit in units:
+        module = module_of[unit.name]
+        runtime.units[module] = [parameter for _, parameter in by_unit[unit.name]]
+        runtime.usage.add(module, by_unit[unit.name], holds_list=unit.name in with_lists)
+        if not isinstance(unit.reshard_after_forward, bool):
+            _torch.set_reshard_after_forward(module, unit.reshard_after_forward, runtime.meshes)
+    _gather_beside_forward(runtime, modules)
+    if not any(parameter.is_meta for parameter in new_of.values()):
+        _torch.initialise(runtime.root)
+    runtime.install()
+    follow_assignments(runtime, [(module, module_of[unit.name]) for module, unit in unit_of.items()])
+    return new_of
+
+
+def _units_with_lists(unit_of: Mapping[nn.Module, Unit]) -> set[str]:
+    """Return the units that gather members of a list of modules, of which a rank may use some and not others."""
+    found: set[str] = set()
+    for module in unit_of:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            children = [names.unwrap(child) for child in module.children() if any(True for _ in child.parameters())]
+            homes = [unit_of[child].name for child in children if not isinstance(child, ShardedModule)]
+            found |= {home for home in homes if homes.count(home) > 1}
+    return found
+
+
+def _gather_beside_forward(runtime: Runtime, modules: Mapping[str, nn.Module]) -> None:
+    methods.gather_in_submodules(runtime)
+    compiled_root = _torch.is_compiled_in_place(runtime.root)
+    for number, (unit, module) in enumerate(zip(runtime.plan.units, runtime.units, strict=True)):
+        if unit.kind in ("root", "block") and len(unit.modules) == 1 and not compiled_root:
+            methods.gather_in_methods(runtime, module, methods.methods_that_compute(module))
+        if unit.kind == "root" and callable(getattr(module, "generate", None)):
+            runtime.share_passes_in("generate")
+        for name in unit.modules:
+            modules[name].__dict__["_trueshard_root"] = runtime
+            runtime.numbers[modules[name]] = number
+        if unit.kind in ("tied", "dtype"):
+            methods.after_gathering(modules[_around(unit, runtime.plan)], module.unshard)
+
+
+def _around(unit: Unit, plan: Plan) -> str:
+    """Return the innermost other module around all of ``unit``, whose forward may read them without calling them."""
+    best = ""
+    for other in plan.units:
+        name = other.modules[0]
+        inside = all(module.startswith(f"{name}.") for module in unit.modules) if name else True
+        if len(other.modules) == 1 and inside and len(name) >= len(best):
+            best = name
+    return best
+
+
 # copy.deepcopy
 
 
@@ -187,19 +274,18 @@ def _allow_deepcopy(runtime: Runtime, before: Snapshot) -> None:
     """Make ``copy.deepcopy`` of the sharded model work; of one unit alone it is refused."""
     root: Any = runtime.root
     for module in root.modules():
-        if isinstance(module, ShardedModule) and module is not root:
+        if isinstance(module, ShardedModule):
             module.__dict__["__deepcopy__"] = _refuse
-    root.__dict__["__deepcopy__"] = lambda memo: _copy(runtime, memo)
-    runtime.trace = Trace(before)
+    # The root's is among the changes that a copy undoes.
+    root.__dict__["__deepcopy__"] = functools.partial(_copy, runtime, Trace(before))
 
 
 def _refuse(memo: dict[int, Any]) -> Any:
     raise RuntimeError("one unit of a sharded model cannot be copied alone; copy the model that was given to shard()")
 
 
-def _copy(runtime: Runtime, memo: dict[int, Any]) -> nn.Module:
+def _copy(runtime: Runtime, trace: Trace, memo: dict[int, Any]) -> nn.Module:
     root: Any = runtime.root
-    assert runtime.trace is not None
     runtime.free()
     sources = {name: t for kind in ("parameters", "buffers") for name, _, _, t in names.named_tensors(root, kind)}
     for tensor in sources.values():
@@ -208,7 +294,7 @@ def _copy(runtime: Runtime, memo: dict[int, Any]) -> nn.Module:
             empty = nn.Parameter(shape, requires_grad=tensor.requires_grad)
             empty.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
             memo[id(tensor)] = empty
-    with runtime.trace.undone(root):
+    with trace.undone(root):
         new: nn.Module = copy.deepcopy(root, memo)
     apply(new, runtime.plan, runtime.mesh, sources=sources)
     # Whatever is copied along with the model (an optimizer) holds the copy's parameters.

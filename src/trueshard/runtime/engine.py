@@ -16,11 +16,10 @@ from trueshard import _torch, choices, distributed
 from trueshard._torch import ShardedModule
 from trueshard.choices import Choices
 from trueshard.model import agreement, intent, names
-from trueshard.model.groups import Grouping
 from trueshard.model.intent import refuse
 from trueshard.model.names import Held
 from trueshard.model.snapshot import Snapshot
-from trueshard.model.units import choose_units
+from trueshard.model.units import Grouping, choose_units
 from trueshard.optim.classify import classify, manner, refusal
 from trueshard.optim.rebind import rebind
 from trueshard.optim.stepping import bind, unwatch, watch

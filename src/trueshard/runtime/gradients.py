@@ -126,11 +126,10 @@ class Usage:
     def begin(self) -> None:
         if self._empty is None:
             self._empty = {id(p) for _, parameters in self._lists for p in parameters if p.grad is None}
-        for module, _ in self._lists:
-            for _, sharded, gathered in _torch.gathered_parameters(module, recurse=False):
-                if gathered.requires_grad and id(gathered) not in self._marked:
-                    self._marked[id(gathered)] = id(sharded)
-                    call_after_gradient(gathered, self._mark)
+        for _, sharded, gathered in _torch.gathered_parameters(module for module, _ in self._lists):
+            if gathered.requires_grad and id(gathered) not in self._marked:
+                self._marked[id(gathered)] = id(sharded)
+                call_after_gradient(gathered, self._mark)
 
     def _mark(self, gathered: torch.Tensor) -> None:
         self._used.add(self._marked[id(gathered)])

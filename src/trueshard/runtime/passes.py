@@ -35,13 +35,11 @@ from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.model import names
 from trueshard.model.names import Held
-from trueshard.model.snapshot import Trace
 from trueshard.optim import stepping
 from trueshard.optim.rebind import shard_like
 from trueshard.plans import Plan
-from trueshard.runtime import additions
 from trueshard.runtime.gradients import GradientHooks, Usage, call_after_gradient
-from trueshard.runtime.replicated import ReplicatedGradients, WholeParameter
+from trueshard.runtime.replicated import ReplicatedGradients, WholeParameter, refuse_removed, settle_added
 
 KEY = "_trueshard"
 
@@ -73,7 +71,7 @@ class Runtime:
         """A module of a unit → the unit's place in the plan."""
         self.gathered: Callable[[], list[ShardedModule]] = list
         """Return the units that are gathered now."""
-        self.hooked: list[ShardedModule] = []
+        self.hooked: set[ShardedModule] = set()
         """Units with a parameter on which the user set a gradient hook: they reduce in every backward."""
         self.added: list[WholeParameter] = []
         """Parameters that the user added since the last pass."""
@@ -81,7 +79,6 @@ class Runtime:
         """Of each sharded parameter: the registry that holds it, its attribute, and its name."""
         self.accumulating = False
         """True while gradients add up on each rank without being reduced: the user's setting, not a state."""
-        self.trace: Trace | None = None
         self.states: list[State] = []
         self._gathered_before: set[ShardedModule] = set()
         """Units that were gathered when the outermost pass began."""
@@ -162,9 +159,9 @@ class Runtime:
         if self.is_in(State.DOUBLE) and self._version_of_double != sum(map(self._version, self.units)):
             self._double.close()
         self.replicated.forget_removed()
-        additions.refuse_removed(self)
+        refuse_removed(self)
         if self.added:
-            additions.settle(self)
+            settle_added(self)
         gathered = self.gathered()
         self._write_back(gathered)
         for module in gathered:
@@ -195,9 +192,8 @@ class Runtime:
             self._versions[module] = self._version(module)
         if torch.is_grad_enabled():
             self._gathered_at_end = gathered
-            for module in gathered:
-                for _, _, parameter in _torch.gathered_parameters(module, recurse=False):
-                    self._gathered_versions[parameter] = _torch.version(parameter)
+            for _, _, parameter in _torch.gathered_parameters(gathered):
+                self._gathered_versions[parameter] = _torch.version(parameter)
 
     def share_passes_in(self, method: str) -> None:
         """Make passes inside ``method`` of the root (a ``generate``) keep what the plan keeps, to the method's end."""
@@ -218,15 +214,14 @@ class Runtime:
 
     def _write_back(self, modules: list[ShardedModule]) -> None:
         """Copy to the shards what was written to gathered parameters since the last pass, ``requires_grad`` too."""
-        for module in modules:
-            for _, sharded, gathered in _torch.gathered_parameters(module, recurse=False):
-                if gathered.requires_grad != sharded.requires_grad:
-                    sharded.requires_grad_(gathered.requires_grad)
-                version = _torch.version(gathered)
-                if self._gathered_versions.get(gathered, version) != version:
-                    assert isinstance(sharded, DTensor)
-                    with torch.no_grad():
-                        _torch.local(sharded).copy_(_torch.local(shard_like(gathered, sharded)))
+        for _, sharded, gathered in _torch.gathered_parameters(modules):
+            if gathered.requires_grad != sharded.requires_grad:
+                sharded.requires_grad_(gathered.requires_grad)
+            version = _torch.version(gathered)
+            if self._gathered_versions.get(gathered, version) != version:
+                assert isinstance(sharded, DTensor)
+                with torch.no_grad():
+                    _torch.local(sharded).copy_(_torch.local(shard_like(gathered, sharded)))
 
     def _make_buffers(self) -> None:
         """Gather each unit once: buffers that FSDP2 made in inference mode could never be trained with."""
@@ -250,7 +245,7 @@ class Runtime:
     def _refresh_trainable(self) -> None:
         """Let FSDP2 read ``requires_grad`` and dtypes again, which it does only once."""
         self.free()
-        for unit, (module, parameters) in zip(self.plan.units, self.units.items(), strict=True):
+        for unit, parameters in zip(self.plan.units, self.units.values(), strict=True):
             dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
             if len(dtypes) > 1:
                 shown = " and ".join(sorted(str(dtype) for dtype in dtypes))
@@ -258,7 +253,6 @@ class Runtime:
                     f"unit {unit.name or '(root)'!r} now has trainable parameters of {shown}, which FSDP2 cannot "
                     "reduce together: set requires_grad before shard(), so that they become units of their own"
                 )
-            _torch.forget_gathered(module)
         _torch.refresh_dtypes(self.root)
 
     # In backward
@@ -271,7 +265,7 @@ class Runtime:
                 module.unshard()  # again, if state_dict() or the backward of another pass freed it
         self.begin_backward()
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, *_: Any) -> None:
         """Once a backward: make hooks ready, and ask for a call at its end."""
         if not self.is_in(State.BACKWARD):
             self.states.append(State.BACKWARD)
@@ -308,7 +302,7 @@ class Runtime:
         self._double.callback(self._leave_state, State.DOUBLE)
         self._version_of_double = sum(map(self._version, self.units))
         self._double.callback(_torch.keep_gathered(self.root))
-        for _, _, gathered in _torch.gathered_parameters(self.root):
+        for _, _, gathered in _torch.gathered_parameters(self.root.modules()):
             if gathered.requires_grad:
                 self._double.callback(call_after_gradient(gathered, self._second_gradient).remove)
 
@@ -321,7 +315,7 @@ class Runtime:
 
     def in_graph(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Return each parameter with the leaf that stands for it in the graph of a forward."""
-        gathered = [(sharded, leaf) for _, sharded, leaf in _torch.gathered_parameters(self.root)]
+        gathered = [(sharded, leaf) for _, sharded, leaf in _torch.gathered_parameters(self.root.modules())]
         return gathered + [(whole.parameter, whole.leaf) for whole in self.replicated.parameters]
 
     def has_unreduced(self) -> bool:
@@ -337,17 +331,16 @@ class Runtime:
         handle = call_after_gradient(parameter.requires_grad_(True), hooks.reduced)
         parameter.requires_grad_(trainable)
         _torch.call_first(parameter, handle)
-        if unit not in self.hooked:
-            self.hooked.append(unit)
+        self.hooked.add(unit)
 
     def hold_whole(self, held: Held, unit: ShardedModule) -> WholeParameter:
         """From now on, hold a parameter of ``unit`` whole on every rank, and average its gradient."""
         mixed = self.plan.mixed_precision
-        whole = WholeParameter(held, self.mesh, getattr(torch, mixed.compute) if mixed and mixed.compute else None)
+        compute = getattr(torch, mixed.compute) if mixed and mixed.compute else None
+        whole = WholeParameter(held, self.mesh, compute, self.begin_backward)
         whole.computing = lambda: (
             torch.compiler.is_compiling() or self.is_in(State.PASS) or _torch.in_backward() or _torch.in_pass(unit)
         )
-        whole.used = self.begin_backward
         self.replicated.parameters.append(whole)
         return whole
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from trueshard import _torch
 from trueshard.log import logger
+from trueshard.text import ranges
 
 PATIENCE = 30.0
 """Seconds that a rank may wait before it is said; a third of the time limit, if that is less."""
@@ -65,7 +66,7 @@ class Place:
 def watch_ranks() -> None:
     """From now on, say where ranks are if they wait in vain; nothing in one process. Called by each rank."""
     global _watched
-    world = _torch.world()
+    world = dist.group.WORLD
     if dist.get_world_size() == 1 or _watched is world:
         return
     try:
@@ -89,7 +90,7 @@ def _watch(group: Any, store: Any, rank: int, ranks: int, thread: int) -> None:
     pause, here, since = patience / LOOKS, None, time.monotonic()
     due: list[float] = []
     try:
-        while _torch.is_default_group(group):
+        while dist.group.WORLD is group:
             place = place_of(sys._current_frames().get(thread), _torch.collectives_begun())
             waited = time.monotonic() - since
             if place != here:
@@ -107,8 +108,8 @@ def _watch(group: Any, store: Any, rank: int, ranks: int, thread: int) -> None:
         return
 
 
-def place_of(frame: types.FrameType | None, calls: int = 0) -> Place:
-    """Return where the thread with this innermost ``frame`` is."""
+def place_of(frame: types.FrameType | None, calls: int) -> Place:
+    """Return where the thread with this innermost ``frame`` is; ``calls``: collectives that it has begun."""
     collective = phase = called = ""
     unit = None
     for each in _outwards(frame):
@@ -152,11 +153,4 @@ def _outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 
 def _ranks(ranks: list[int]) -> str:
     """Return ``rank 3``, ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    told = ", ".join("-".join(map(str, run)) for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {told}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranges(ranks))}"

@@ -1,4 +1,4 @@
-"""Models from the user's functions, found by ``file.py:factory`` or given, and called without any data."""
+"""Models from the user's functions (``file.py:factory``, or given), called without any data; from ``config.json``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from trueshard import _torch
-from trueshard.errors import one_line
+from trueshard.errors import one_line, with_kind
 from trueshard.model import names
 from trueshard.planner.inputs.fake_tensors import READERS, Unavailable, fake_copy, make_fake, on_meta, without_gpu
 
@@ -248,3 +249,101 @@ def explained(name: str, file: Path | None, folder: Path | None) -> Iterator[Non
 def _at(error: BaseException, file: Path | None) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     return f" (line {lines[-1]})" if lines else ""
+
+
+# config.json
+
+MAPPINGS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "MODEL_MAPPING",
+)
+"""Mappings of ``transformers`` from a configuration to a class."""
+PAIRS = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING")
+"""Mappings that come first for a model with an encoder and a decoder."""
+
+
+class Configuration:
+    """Models of a transformers ``config.json``: nothing is loaded from a hub, no weights, no foreign code.
+
+    Raises ValueError for a file that is not there or that transformers does not know.
+    """
+
+    def __init__(self, path: Path) -> None:
+        file = path / "config.json" if path.is_dir() else path
+        self.name = file.parent.resolve().name if file.name == "config.json" else file.stem
+        self.settings = _settings(file)
+        self.cls = _class(self.settings, file)
+        self.assumptions: list[str] = []
+        if not self.settings.architectures:
+            self.assumptions.append(f"The class is {self.cls.__name__}: the configuration names none.")
+        if getattr(self.settings, "quantization_config", None) is not None:
+            self.assumptions.append("The configuration's quantization is left out: parameters are stored whole.")
+
+    def build(self, dtype: torch.dtype | None = None) -> Parts:
+        """Return a new model on fake tensors, stored in ``dtype``; None: float32, whatever the configuration says."""
+        try:
+            with _torch.real_tensors(), torch.device("meta"):
+                model = self.cls._from_config(self.settings, dtype=dtype or torch.float32)
+        except Exception as error:  # whatever the modelling code trips over
+            raise ValueError(
+                f"{self.name}: no {self.cls.__name__} can be built from it ({with_kind(error)}); "
+                "correct its configuration"
+            ) from error
+        make_fake(model)
+        return Parts(model)
+
+
+def _settings(file: Path) -> Any:
+    """Read a configuration for training: no cache, attention as transformers chooses it."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        what = f"{file.parent} has no config.json" if file.parent.is_dir() else f"{file.parent} does not exist"
+        why = what if isinstance(error, FileNotFoundError) else f"{file} cannot be read ({error.strerror})"
+        raise ValueError(f"{why}; give a folder with a config.json, that file, or file.py:factory") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        raise ValueError(f"{file} needs transformers; pip install 'trueshard[train]', or use file.py:factory") from None
+    kind = data.get("model_type") if isinstance(data, dict) else None
+    if not isinstance(kind, str):
+        raise ValueError(f'{file} is not a transformers configuration: it has no "model_type"')
+    if kind not in CONFIG_MAPPING:
+        own = " Its own code (auto_map) is not run; write file.py:factory." if "auto_map" in data else ""
+        near = names.nearest(kind, list(CONFIG_MAPPING))
+        raise ValueError(f"{file}: the model_type {kind!r} is unknown to transformers.{near}{own}")
+    for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
+        data.pop(key, None)
+    try:
+        settings = CONFIG_MAPPING[kind].from_dict(data)
+    except Exception as error:  # transformers validates in several ways
+        raise ValueError(f"{file} is refused by transformers ({with_kind(error)}); correct it") from None
+    for part in {id(each): each for each in (settings, settings.get_text_config())}.values():
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
+    if settings.is_encoder_decoder and getattr(settings, "decoder_start_token_id", None) is None:
+        settings.decoder_start_token_id = getattr(settings, "pad_token_id", None) or 0
+    return settings
+
+
+def _class(settings: Any, file: Path) -> Any:
+    import transformers
+
+    given = (settings.architectures or [None])[0]
+    if given is not None:
+        cls = getattr(transformers, given, None)
+        if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+            known = [each for each in dir(transformers) if "For" in each or each.endswith("Model")]
+            near = names.nearest(given, known)
+            raise ValueError(f"{file}: the architecture {given!r} is unknown to transformers.{near}")
+        return cls
+    for mapping in (*PAIRS, *MAPPINGS) if settings.is_encoder_decoder else MAPPINGS:
+        if type(settings) in (found := getattr(transformers, mapping, {})):
+            cls = found[type(settings)]
+            return cls[0] if isinstance(cls, tuple) else cls
+    raise ValueError(f'{file}: no class is known for {settings.model_type!r}; add "architectures": ["…"]')

@@ -17,9 +17,8 @@ from torch import nn
 from trueshard import _torch
 from trueshard.checkpoint.catalogue import resolve_latest
 from trueshard.model import names
-from trueshard.planner.inputs.batches import Feed, Loss, example_feed, model_loss, module_feed
-from trueshard.planner.inputs.configurations import Configuration, hub_feed
-from trueshard.planner.inputs.factories import Factory, Original, Parts, from_callable, from_file
+from trueshard.planner.inputs.batches import Feed, Loss, example_feed, hub_feed, model_loss, module_feed
+from trueshard.planner.inputs.factories import Configuration, Factory, Original, Parts, from_callable, from_file
 from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.planner.inputs.optimizers import checked, optimizers_of
 from trueshard.planner.workload import Workload

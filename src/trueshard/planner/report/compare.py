@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from trueshard.plans import Plan
-from trueshard.text import size
+from trueshard.text import ranges, size
 
 T = TypeVar("T")
 
@@ -65,13 +65,7 @@ def _split(name: str) -> tuple[str, int]:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return ``0-3,5``; of many ranges the first three and the last."""
-    ranges: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    words = [str(first) if first == last else f"{first}{DASH}{last}" for first, last in ranges]
+    words = ranges(sorted(set(numbers)), DASH)
     return ",".join(words if len(words) < 6 else [*words[:3], "…", words[-1]])
 
 
@@ -96,10 +90,8 @@ def diff(one: Plan, other: Plan) -> str:
 
 def _settings(plan: Mapping[str, Any]) -> dict[str, Any]:
     settings = {name: value for name, value in plan.items() if name not in _NO_SETTINGS}
-    precision = settings.pop("mixed_precision") or {"mixed_precision": None}
-    return settings | {
-        name if name == "mixed_precision" else f"mixed_precision.{name}": precision[name] for name in precision
-    }
+    precision = settings.pop("mixed_precision") or {}
+    return settings | {f"mixed_precision.{name}": value for name, value in precision.items()}
 
 
 def _units(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:

@@ -1,18 +1,26 @@
-"""A study as one HTML file: memory over the step, its time line, alternatives, the largest tensors at the peak."""
+"""A study as one HTML file: memory over the step, its time line, alternatives, the largest tensors at the peak.
+
+What is drawn is thinned out: peaks are kept, and streams stay as busy as they were.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trueshard.planner import ledger
-from trueshard.planner.ledger import Curve, Peak
-from trueshard.planner.report import report, thinning
+from trueshard.planner.ledger import Curve, Numbers, Peak, Series
+from trueshard.planner.report import report
 from trueshard.planner.report.compare import Collapsed, collapse
 from trueshard.planner.report.frame import SHOWING, framed
-from trueshard.planner.trace import Allocation, Kind, Place
+from trueshard.planner.timeline import Span, Timeline
+from trueshard.planner.trace import Allocation, Communication, Kernel, Kind, Place, Trace
 from trueshard.planner.workload import Study
 from trueshard.text import size
 
@@ -58,8 +66,8 @@ def _data(study: Study) -> dict[str, Any]:
         "budget": forecast.budget_bytes,
         "seconds": study.timeline.seconds,
         "memory": _memory(study, live, peak),
-        "lanes": thinning.lanes(study.trace, study.timeline, SPANS),
-        "phases": thinning.phases(study.timeline),
+        "lanes": lanes(study.trace, study.timeline, SPANS),
+        "phases": phases(study.timeline),
         "alternatives": [{**mine, "words": "This plan"}, *others],
         "tensors": _tensors(study, peak),
         "units": report.unit_rows(study),
@@ -86,30 +94,30 @@ def _tiles(study: Study) -> list[dict[str, Any]]:
 
 def _memory(study: Study, live: Curve, peak: Peak) -> dict[str, Any]:
     """Return the curve at the positions kept; parts as ``[index, bytes, index, bytes, ...]`` where they change."""
-    positions = thinning.positions(live.total, BUCKETS)
-    places = [study.trace.events[p].place if p >= 0 else Place("between", "") for p in positions.tolist()]
+    kept = positions(live.total, BUCKETS)
+    places = [study.trace.events[p].place if p >= 0 else Place("between", "") for p in kept.tolist()]
     units = list(dict.fromkeys(place.unit for place in places))
     phases = list(dict.fromkeys(place.phase for place in places))
     return {
-        "seconds": np.round(thinning.seconds_at(study.timeline, positions), 9).tolist(),
+        "seconds": np.round(seconds_at(study.timeline, kept), 9).tolist(),
         "unit_names": units,
         "phase_names": phases,
         "unit": [units.index(place.unit) for place in places],
         "phase": [phases.index(place.phase) for place in places],
         "changes": len(live.total.positions),
         "kinds": [
-            {"name": kind, "bytes": thinning.runs(live.by_kind[kind].at(positions))}
+            {"name": kind, "bytes": runs(live.by_kind[kind].at(kept))}
             for kind in STACK
             if live.by_kind[kind].bytes.any()
         ],
         "units": [
             {
                 "name": band.name or "(root)",
-                "bytes": thinning.runs(np.sum([live.by_unit[name].at(positions) for name in band.items], axis=0)),
+                "bytes": runs(np.sum([live.by_unit[name].at(kept) for name in band.items], axis=0)),
             }
             for band in _bands(study, live)
         ],
-        "peak": int(np.searchsorted(positions, peak.position)),
+        "peak": int(np.searchsorted(kept, peak.position)),
     }
 
 
@@ -153,3 +161,109 @@ def _tensors(study: Study, peak: Peak) -> list[dict[str, Any]]:
         for row in chosen.values()
         if row.items[0].bytes
     ]
+
+
+# Thinning
+
+
+def positions(curve: Series, buckets: int) -> Numbers:
+    """Return a curve's positions: all, or the first, the last, and the highest and lowest of each bucket."""
+    count = len(curve.positions)
+    if count <= 2 * buckets:
+        return curve.positions
+    edges = np.linspace(0, count, buckets + 1).astype(np.int64)
+    keep = {0, count - 1}
+    for start, end in itertools.pairwise(edges.tolist()):
+        part = curve.bytes[start:end]
+        keep |= {int(start + part.argmax()), int(start + part.argmin())}
+    return curve.positions[sorted(keep)]
+
+
+def runs(values: Numbers) -> list[int]:
+    """Return ``[index, value, index, value, ...]`` where a sequence changes, its first value included."""
+    changed = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
+    return np.stack([changed, values[changed]], axis=1).reshape(-1).tolist()
+
+
+def seconds_at(timeline: Timeline, at: Numbers) -> NDArray[np.float64]:
+    """Return when the compute stream reaches positions of the trace: the end of the last kernel before each."""
+    compute = sorted((span.event, span.end) for span in timeline.spans if span.stream == "compute")
+    events = np.array([event for event, _ in compute], np.int64)
+    ends = np.maximum.accumulate(np.array([0.0, *(end for _, end in compute)]))
+    return ends[np.searchsorted(events, at, side="left")]
+
+
+def phases(timeline: Timeline) -> list[dict[str, Any]]:
+    """Return stretches of the compute stream in one phase; ``between`` is left out."""
+    spans = [span for span in timeline.spans if span.stream == "compute" and span.phase != "between"]
+    stretches = (list(stretch) for _, stretch in itertools.groupby(spans, lambda span: span.phase))
+    return [{"name": each[0].phase, "start": each[0].start, "end": each[-1].end} for each in stretches]
+
+
+def lanes(trace: Trace, timeline: Timeline, limit: int) -> list[dict[str, Any]]:
+    """Return a lane for each stream that is used, compute first.
+
+    ``spans`` holds ``[start, end, busy, count, name, group, unit]`` of each, in seconds; the last three are indices
+    into ``names``, ``groups`` and ``units``. A group is a phase, ``recompute``, or a stream.
+    """
+    streams: dict[str, list[_Merged]] = {"compute": []}
+    for span in timeline.spans:
+        event = trace.events[span.event]
+        if isinstance(event, Communication):
+            group: str = event.stream
+        elif isinstance(event, Kernel) and event.recomputed and span.stream == "compute":
+            group = "recompute"
+        else:
+            group = span.phase if span.stream == "compute" else span.stream
+        streams.setdefault(span.stream, []).append(_Merged(span, group))
+    for spans in streams.values():
+        spans.sort(key=lambda each: each.start)
+    return [_lane(stream, _thinned(spans, timeline.seconds, limit)) for stream, spans in streams.items()]
+
+
+class _Merged:
+    """Neighbouring spans of one stream, group and unit."""
+
+    def __init__(self, span: Span, group: str) -> None:
+        self.start, self.end, self.busy, self.count = span.start, span.end, span.end - span.start, 1
+        self.group, self.unit = group, span.unit
+        self.names: dict[str, float] = defaultdict(float, {span.name: self.busy})
+
+    def take(self, other: _Merged) -> None:
+        self.end = max(self.end, other.end)
+        self.busy += other.busy
+        self.count += other.count
+        for name, seconds in other.names.items():
+            self.names[name] += seconds
+
+    @property
+    def name(self) -> str:
+        return max(self.names, key=self.names.__getitem__)
+
+
+def _thinned(spans: list[_Merged], seconds: float, limit: int) -> list[_Merged]:
+    """Merge neighbours that are short and close, longer ones as needed, until at most ``limit`` spans are left."""
+    shortest = seconds / 16384
+    while len(spans) > limit and shortest < seconds:
+        merged = spans[:1]
+        for span in spans[1:]:
+            last = merged[-1]
+            close = span.start - last.end <= shortest
+            short = min(span.end - span.start, last.end - last.start) <= shortest
+            if close and short and (span.group, span.unit) == (last.group, last.unit):
+                last.take(span)
+            else:
+                merged.append(span)
+        spans = merged
+        shortest *= 2
+    return spans
+
+
+def _lane(stream: str, spans: Iterable[_Merged]) -> dict[str, Any]:
+    words: dict[str, dict[str, int]] = {"name": {}, "group": {}, "unit": {}}
+    rows = []
+    for span in spans:
+        seconds = (round(each, 9) for each in (span.start, span.end, span.busy))
+        indices = (known.setdefault(getattr(span, key), len(known)) for key, known in words.items())
+        rows.append([*seconds, span.count, *indices])
+    return {"stream": stream, "spans": rows} | {f"{key}s": list(known) for key, known in words.items()}

@@ -1,7 +1,7 @@
 """Rewrite a trace recorded operator by operator to one whose blocks are compiled.
 
 Only units of kind ``block`` are compiled, each by itself: one graph for forward, one for backward. Results of *fusable*
-operators (element-wise, normalisations, copies; see ``costs.is_fusable``) change in such a graph:
+operators (element-wise, normalisations, copies; see ``timeline.is_fusable``) change in such a graph:
 
 1. Backward keeps what a minimum cut tells it to, instead of what autograd saves. In the graph of a block's forward, the
    sources are tensors that cannot be recomputed, the sinks are tensors that backward reads. Results of operators that
@@ -17,7 +17,7 @@ operators (element-wise, normalisations, copies; see ``costs.is_fusable``) chang
 Neglected: graph breaks; chains that torch does not recompute because they are long or because their readers are far
 apart; results that exist because too much would have to be fused; in-place reuse of memory; that a compiled backward
 recomputes late what a checkpointed block recomputes at once. Operators, their order and their bytes stay the same:
-``costs.all_seconds`` decides which of them are one kernel.
+``timeline.all_seconds`` decides which of them are one kernel.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 
 import networkx
 
-from trueshard.planner.costs import is_fusable
 from trueshard.planner.ledger import Lifetime, lifetimes
+from trueshard.planner.timeline import is_fusable
 from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Kind, Trace
 from trueshard.plans import Plan
 
@@ -105,8 +105,6 @@ class _DataFlow:
                     self.run_of[i] = runs
                 else:
                     runs += event.stream == "compute"
-        for i, event in enumerate(self.events):
-            if isinstance(event, Kernel):
                 for number in event.reads:
                     self.storages[number].readers.append(i)
                 for number in event.writes:
@@ -205,10 +203,8 @@ def _free_unread(flow: _DataFlow, forward: _Graph, first: int) -> None:
 
 
 def _storages_of(flow: _DataFlow, forward: _Graph) -> dict[int, _Storage]:
-    numbers: dict[int, None] = {}
-    for i in flow.kernels[forward]:
-        numbers |= dict.fromkeys((*flow.kernel(i).reads, *flow.kernel(i).writes))
-    return {number: flow.storages[number] for number in numbers}
+    kernels = map(flow.kernel, flow.kernels[forward])
+    return {number: flow.storages[number] for kernel in kernels for number in (*kernel.reads, *kernel.writes)}
 
 
 def _cut(

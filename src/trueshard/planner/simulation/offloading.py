@@ -73,19 +73,17 @@ class _Offloading:
 
     def _register_on_host(self, made: Allocation) -> bool:
         """Return True and remember the storage if it lies in host memory."""
-        if self._belongs_to_host(made):
-            self.host[made.storage] = made
-            return True
-        return False
-
-    def _belongs_to_host(self, made: Allocation) -> bool:
         if made.kind == "parameters":
-            return made.what in self.sharded
-        if made.kind == "optimizer":
-            return made.what.rpartition(".")[0] in self.sharded
-        if self.last_kernel is not None and made.storage in self.last_kernel.writes:
-            return self.last_kernel.stream == "host"
-        return made.place.phase in _ON_HOST
+            is_there = made.what in self.sharded
+        elif made.kind == "optimizer":
+            is_there = made.what.rpartition(".")[0] in self.sharded
+        elif self.last_kernel is not None and made.storage in self.last_kernel.writes:
+            is_there = self.last_kernel.stream == "host"
+        else:
+            is_there = made.place.phase in _ON_HOST
+        if is_there:
+            self.host[made.storage] = made
+        return is_there
 
     def _is_shard(self, storage: int) -> bool:
         return storage in self.host and self.host[storage].kind == "parameters"

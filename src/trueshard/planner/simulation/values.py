@@ -46,10 +46,8 @@ _RARELY_TRUE_OF_EXTREMES = {
     *(("min", "lt"), ("amin", "lt")),
 }
 """A maximum compared with its upper bound, a minimum with its lower bound: checks of input."""
-_TRUTH_PRESERVING = {"any", "all", "bitwise_or", "bitwise_and", "logical_or", "logical_and", "clone", "view"} | {
-    "_to_copy"
-}
-
+_TRUTH_PRESERVING = {"any", "all", "bitwise_or", "bitwise_and", "logical_or", "logical_and", "clone", "view"}
+_TRUTH_PRESERVING |= {"_to_copy"}
 
 _INDEX_RESULTS = {"topk": 1, "sort": 1, "argsort": 0, "argmax": 0, "argmin": 0}
 """Operators that make indices along a dimension → position of these among the results."""

@@ -25,9 +25,9 @@ import trueshard
 from trueshard import _torch
 from trueshard.checkpoint.format import MANIFEST
 from trueshard.checkpoint.layout import adapted_keys
+from trueshard.checkpoint.materialise import initialisers, is_unwritten, mark_unwritten
 from trueshard.errors import UserError, explained, one_line
 from trueshard.model import names
-from trueshard.model.first_values import initialisers, is_unwritten, mark_unwritten
 from trueshard.model.units import choose_units
 from trueshard.runtime.engine import sharded
 from trueshard.text import nearest
