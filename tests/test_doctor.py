@@ -16,7 +16,9 @@ from messages import lacking
 from running import environment
 from trueshard import machine
 from trueshard.cli import main
-from trueshard.doctor import Finding, Report, processes, system
+from trueshard.doctor import processes, system
+from trueshard.doctor.examine import Report
+from trueshard.doctor.system import Finding
 
 FACTS: dict[str, Any] = {
     "version": "2.13.0",

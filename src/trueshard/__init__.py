@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trueshard.api import shard as shard
     from trueshard.checkpoint.catalogue import latest as latest
-    from trueshard.checkpoint.checking import Checked as Checked
-    from trueshard.checkpoint.checking import DamagedCheckpoint as DamagedCheckpoint
-    from trueshard.checkpoint.checking import check as check
     from trueshard.checkpoint.exporting import export as export
+    from trueshard.checkpoint.inspecting import Checked as Checked
     from trueshard.checkpoint.inspecting import Compared as Compared
+    from trueshard.checkpoint.inspecting import DamagedCheckpoint as DamagedCheckpoint
     from trueshard.checkpoint.inspecting import Inspected as Inspected
+    from trueshard.checkpoint.inspecting import check as check
     from trueshard.checkpoint.inspecting import inspect as inspect
     from trueshard.checkpoint.loading import Found as Found
     from trueshard.checkpoint.loading import load as load
-    from trueshard.checkpoint.retention import Checkpoints as Checkpoints
+    from trueshard.checkpoint.saving import Checkpoints as Checkpoints
     from trueshard.checkpoint.saving import Saving as Saving
     from trueshard.checkpoint.saving import save as save
     from trueshard.optim.clip import clip_grad_norm_ as clip_grad_norm_
@@ -49,12 +49,10 @@ __version__ = "0.1.0"
 _MODULES = {
     "api": "shard",
     "checkpoint.catalogue": "latest",
-    "checkpoint.checking": "Checked DamagedCheckpoint check",
     "checkpoint.exporting": "export",
-    "checkpoint.inspecting": "Compared Inspected inspect",
+    "checkpoint.inspecting": "Checked Compared DamagedCheckpoint Inspected check inspect",
     "checkpoint.loading": "Found load",
-    "checkpoint.retention": "Checkpoints",
-    "checkpoint.saving": "Saving save",
+    "checkpoint.saving": "Checkpoints Saving save",
     "optim.clip": "clip_grad_norm_",
     "optim.norms": "MeasuredNorms Norms measure_norms",
     "planner.planning": "plan",

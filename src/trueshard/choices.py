@@ -45,10 +45,7 @@ class Choices:
 
     def check(self) -> None:
         """Raise ValueError for a value that no model and no number of ranks could make valid."""
-        if self.offload not in OFFLOAD_WORDS:
-            known = " or ".join(f'"{word}"' for word in OFFLOAD_WORDS)
-            raise ValueError(f"offload={self.offload!r} is not known; use {known}")
-        precision_of(self.mixed_precision)
+        self.plan()
         self.budget()
 
     def said(self, defaults: Choices | None = None) -> list[str]:
@@ -131,50 +128,47 @@ def apply_words(plan: Plan, shard_ranks: int) -> Plan:
 
 def reshard_values(plan: Plan, policy: Any, shard_ranks: int) -> list[bool | int]:
     """Return ``Unit.reshard_after_forward`` for each unit of ``plan``, in order."""
-    if isinstance(policy, Mapping):
-        chosen = _by_glob("reshard_after_forward", plan.units, policy)
-        rest = reshard_values(plan, "default", shard_ranks)
-        return [
-            value if word is None else reshard_values(plan, word, shard_ranks)[i]
-            for i, (word, value) in enumerate(zip(chosen, rest, strict=True))
-        ]
-    if isinstance(policy, bool):
-        return [policy] * len(plan.units)
-    if isinstance(policy, int):
-        if policy < 1 or shard_ranks % policy:
-            divisors = [str(d) for d in range(1, shard_ranks + 1) if shard_ranks % d == 0]
-            raise ValueError(
-                f"reshard_after_forward={policy} must divide the {shard_ranks} ranks that share a parameter; "
-                f"use one of {', '.join(divisors)}"
-            )
-        # One rank means no resharding, all ranks mean plain resharding.
-        return [policy == shard_ranks if policy in (1, shard_ranks) else policy] * len(plan.units)
-    if policy == "always":
-        return [True] * len(plan.units)
-    if policy == "never" or (policy == "default" and plan.pipeline):
-        return [False] * len(plan.units)
-    if policy in ("default", "last_layer"):
-        last = next((unit.name for unit in reversed(plan.units) if unit.kind == "block"), None)
-        kept = {last} if policy == "last_layer" else {last, ""}
-        return [unit.name not in kept and unit.kind != "head" for unit in plan.units]
-    raise ValueError(_unknown("reshard_after_forward", policy, (*RESHARD_WORDS, "an integer", "{glob: word}")))
+    last = next((unit.name for unit in reversed(plan.units) if unit.kind == "block"), None)
+
+    def value(unit: Unit, word: Any) -> bool | int:
+        if isinstance(word, bool) or word in ("always", "never"):
+            return word in (True, "always")
+        if isinstance(word, int):
+            if word < 1 or shard_ranks % word:
+                divisors = [str(d) for d in range(1, shard_ranks + 1) if shard_ranks % d == 0]
+                raise ValueError(
+                    f"reshard_after_forward={word} must divide the {shard_ranks} ranks that share a parameter; "
+                    f"use one of {', '.join(divisors)}"
+                )
+            # One rank means no resharding, all ranks mean plain resharding.
+            return word == shard_ranks if word in (1, shard_ranks) else word
+        if word not in ("default", "last_layer"):
+            raise ValueError(_unknown("reshard_after_forward", word, (*RESHARD_WORDS, "an integer", "{glob: word}")))
+        kept = {last} if word == "last_layer" else {last, ""}
+        return unit.name not in kept and unit.kind != "head" and not (word == "default" and plan.pipeline)
+
+    return list(map(value, plan.units, _by_unit("reshard_after_forward", plan.units, policy, "default")))
 
 
 def recompute_values(units: Sequence[Unit], words: Any) -> list[Recompute]:
     """Return ``Unit.activation_checkpointing`` for each unit: a single word means every block."""
-    each = words.values() if isinstance(words, Mapping) else [words]
-    for word in each:
+    for word in words.values() if isinstance(words, Mapping) else [words]:
         if word not in RECOMPUTE_WORDS:
             raise ValueError(_unknown("activation_checkpointing", word, (*RECOMPUTE_WORDS, "{glob: word}")))
     if isinstance(words, Mapping):
-        return [word or "none" for word in _by_glob("activation_checkpointing", units, words)]
+        return _by_unit("activation_checkpointing", units, words, "none")
     return [words if unit.kind == "block" else "none" for unit in units]
 
 
-def _by_glob(option: str, units: Sequence[Unit], table: Mapping[str, Any]) -> list[Any]:
-    """Return the value of the last glob that matches each unit's name, or None; a glob that matches none raises."""
-    chosen: list[Any] = [None] * len(units)
-    for glob, word in table.items():
+def _by_unit(option: str, units: Sequence[Unit], words: Any, rest: str) -> list[Any]:
+    """Return a word for each unit: the same, or that of the last glob that matches its name, else ``rest``.
+
+    Raises ValueError for a glob that matches no unit.
+    """
+    if not isinstance(words, Mapping):
+        return [words] * len(units)
+    chosen: list[Any] = [rest] * len(units)
+    for glob, word in words.items():
         called = [(unit.name, *unit.modules) for unit in units]
         hits = [i for i, each in enumerate(called) if any(fnmatch.fnmatchcase(name, glob) for name in each)]
         if not hits:

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from trueshard import _torch
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -29,26 +32,19 @@ def ensure_process_group(timeout: datetime.timedelta | None = None, store: dist.
     if dist.is_initialized():
         return
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    present = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
-    if present and "RANK" in present and len(present) < len(_LAUNCHER_VARIABLES):
-        missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
-        raise RuntimeError(
-            f"{present[0]} is set but {', '.join(missing)} is not: start through torchrun, or unset {present[0]}"
-        )
-    launched = len(present) == len(_LAUNCHER_VARIABLES)
+    missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
+    if missing and "RANK" in os.environ:
+        raise RuntimeError(f"RANK is set but {', '.join(missing)} is not: start through torchrun, or unset RANK")
+    launched = not missing
     backend = "gloo"
     if accelerator is not None:
         if launched and "LOCAL_RANK" in os.environ:
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         # Both: what rests on the CPU (offload) is reduced there.
         backend = f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
-    if launched and store is not None:
-        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks)
-    elif launched:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    rank, ranks = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if launched else (0, 1)
+    store = store if launched else dist.HashStore()
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks)
     atexit.register(_close)
 
 
@@ -120,6 +116,30 @@ def rows_of(total: int, rank: int, ranks: int) -> tuple[int, int]:
     piece = -(-total // ranks)
     start = min(piece * rank, total)
     return start, min(piece, total - start)
+
+
+def rows_here(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return (first row, rows) of this rank's shard; a plain tensor is whole on every rank, a 0-dim one is one row."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    if not isinstance(tensor, DTensor):
+        return 0, rows
+    mesh, start, count = tensor.device_mesh, 0, rows
+    for dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            if placement.dim != 0:
+                raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is cut along dimension {placement.dim}")
+            first, count = rows_of(count, mesh.get_local_rank(dim), mesh.size(dim))
+            start += first
+        elif not placement.is_replicate():
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is placed as {placement}, a partial sum")
+    return start, count
+
+
+def copy_rows(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy this rank's rows of ``whole``, the same on every rank and of the shape of ``target``."""
+    start, rows = rows_here(target)
+    local = _torch.local(target)
+    (local[:rows] if local.ndim else local).copy_(whole[start : start + rows] if local.ndim else whole)
 
 
 def is_simulated(mesh: DeviceMesh) -> bool:

@@ -122,8 +122,7 @@ def written_to(folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if full or "No space left on device" in str(error):
-            detail = one_line(error, 200)
             raise UserError(
-                f"run.dir: no space is left for {folder} ({detail}); free some, or choose another"
+                f"run.dir: no space is left for {folder} ({cut_line(error)}); free some, or choose another"
             ) from error
         raise

@@ -1,4 +1,4 @@
-"""Start processes on this machine: N copies of a command, with a report of how each ended; or one helper.
+"""Start processes on this machine: N copies of a command, with a report of how each ended.
 
 - The processes are those of torch elastic's ``SubprocessContext``. Each is a session of its own, so that a Ctrl-C in a
   terminal reaches the launcher alone. When one fails, the others get SIGTERM and, 30 seconds later, SIGKILL.
@@ -13,14 +13,12 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import Popen
 from types import FrameType
 from typing import Any
 
@@ -80,15 +78,6 @@ def python_command(statement: str, *arguments: str) -> list[str]:
     """
     code = _PRELUDE.format(path=sys.path, stopped=STOPPED, statement=statement)
     return [sys.executable, "-c", code, *arguments]
-
-
-def start_helper(statement: str, *arguments: str, descriptors: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """Start a Python process that works for this one; it shares stdout, stderr and ``descriptors``, and has no stdin.
-
-    It is a session of its own: a Ctrl-C in a terminal reaches this process alone.
-    """
-    command = python_command(statement, *arguments)
-    return Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True)
 
 
 def run_ranks(

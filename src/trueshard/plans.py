@@ -206,15 +206,12 @@ class Plan:
             raise ValueError("a plan must be a JSON object")
         if data.get("version", 1) != 1:
             raise ValueError(f"plan version {data['version']} is newer than this library reads (1); update trueshard")
-        data["units"] = tuple(_build(Unit, unit, f"units[{i}]") for i, unit in enumerate(_list(data, "units")))
-        data["replicated"] = tuple(
-            _build(Replicated, each, f"replicated[{i}]") for i, each in enumerate(_list(data, "replicated"))
-        )
         data["ranks"] = tuple(_list(data, "ranks"))
-        if data.get("mixed_precision") is not None:
-            data["mixed_precision"] = _build(MixedPrecision, data["mixed_precision"], "mixed_precision")
-        if data.get("forecast") is not None:
-            data["forecast"] = _build(Forecast, data["forecast"], "forecast")
+        for key, kind in (("units", Unit), ("replicated", Replicated)):
+            data[key] = tuple(_build(kind, each, f"{key}[{i}]") for i, each in enumerate(_list(data, key)))
+        for key, part in (("mixed_precision", MixedPrecision), ("forecast", Forecast)):
+            if data.get(key) is not None:
+                data[key] = _build(part, data[key], key)
         plan = _build(cls, data, "plan")
         assert isinstance(plan, Plan)
         return plan
@@ -235,7 +232,7 @@ class Plan:
 
 def _one_of(what: str, word: Any, known: Sequence[str]) -> None:
     if word not in known:
-        raise ValueError(f"{what}={word!r} is not known; use one of {', '.join(known)}")
+        raise ValueError(f"{what}={word!r} is not known; use " + " or ".join(f'"{each}"' for each in known))
 
 
 def _a_bool(what: str, value: Any) -> None:

@@ -32,6 +32,7 @@ from trueshard.checkpoint.format import (
     parse_header,
     parse_json,
 )
+from trueshard.distributed import rows_here
 
 _STEMS = ("model", "diffusion_pytorch_model", "adapter_model")
 
@@ -211,10 +212,8 @@ class Catalogue:
     def fill(self, key: str, tensor: torch.Tensor) -> None:
         """Fill this rank's shard of ``tensor``."""
         local = _torch.local(tensor).detach()
-        if not local.numel():
-            return
         begin, _ = ranks.bytes_here(tensor, self.entries[key].nbytes)
-        self.read_into(key, begin, local[: ranks.rows_here(tensor)[1]] if local.ndim else local)
+        self.read_into(key, begin, local[: rows_here(tensor)[1]] if local.ndim else local)
 
     def whole(self, key: str) -> torch.Tensor:
         """Read a tensor into new memory on the CPU."""
@@ -230,11 +229,7 @@ class Catalogue:
 def _as_tensor(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the memory is read-only; it is only read
-        raw = torch.frombuffer(data, dtype=torch.uint8)
-        try:
-            return raw.view(dtype)
-        except RuntimeError:  # not aligned to the element's size
-            return raw.clone().view(dtype)
+        return torch.frombuffer(data, dtype=dtype)
 
 
 def open_catalogue(path: str | os.PathLike[str]) -> Catalogue:
@@ -321,7 +316,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         if path.parent.is_symlink():
             continue
         try:
-            manifest = Manifest.parse(path.read_bytes(), str(path), validate=False)
+            manifest = Manifest.parse(path.read_bytes(), str(path))
             found.append((str(manifest.about.get("written", "")), path.stat().st_mtime_ns, path.parent))
         except (OSError, ValueError):  # no checkpoint, or another rank is deleting it
             continue

@@ -77,15 +77,15 @@ _Optimizer = dict[str, dict[str, _Tree]]  # "state" and "param_groups" → a par
 def _match(
     roots: Sequence[str],
     number: int,  # at the end of the name of the one that is meant, if several of Accelerate's have the root
-    found: Iterable[_Where],
+    found: Sequence[_Where],
 ) -> _Where | None:
-    """Return the only one with the first root, or else the next one, and so on."""
+    """Return the only one with the first root, or else the next one, and so on; or the only one there is."""
     for root in roots:
         same = [where for where in found if where[1] == root]
         numbered = [where for where in same if where[0].directory.name.endswith(f"_{number}")]
         if len(same) == 1 or len(numbered) == 1:
             return (numbered or same)[0]
-    return None
+    return found[0] if len(found) == 1 else None
 
 
 class _Interpreter:
@@ -147,10 +147,9 @@ class _Interpreter:
         key = prefix.partition("/")[2]
         own_roots = [f"model.{key}.", f"models.{key}.", f"{key}."] if key else []
         chosen = _match([*own_roots, "model.", ""], number, candidates)
-        if chosen is None and len(candidates) > 1:
+        if chosen is None:
             shown = ", ".join(repr(root + next(iter(wanted))) for _, root in candidates)
             raise ValueError(f"{self.catalogue.where} holds {prefix!r} more than once ({shown}); say with names= which")
-        chosen = chosen or candidates[0]
         return (*chosen, found[chosen])
 
     def _add_tensor(self, key: str, leaf: _Leaf) -> None:
@@ -164,20 +163,18 @@ class _Interpreter:
         """Add the records of ``wanted`` (key prefix → optimizer); ``name_of``: ``id`` of a parameter → its name."""
         self._ours = {self._given(name): name for name in name_of.values()}
         saved = self._saved_optimizers()
-        for i, (prefix, optimizer) in enumerate(wanted.items()):
+        for i, (prefix, optimizer) in enumerate(wanted.items() if saved else ()):
             key = prefix.partition("/")[2]
             roots = [f"optimizer.{key}.", f"optimizers.{key}.", f"{key}."] if key else []
-            where = _match([*roots, "optimizer.", "optim.", ""], i, saved)
-            if where is None and len(saved) > 1:
+            where = _match([*roots, "optimizer.", "optim.", ""], i, list(saved))
+            if where is None:
                 shown = ", ".join(repr(root) for _, root in saved)
                 raise ValueError(
                     f"{self.catalogue.where} holds several optimizers, {shown}; name the one for {prefix!r} by "
                     "optimizer={name: …}"
                 )
-            if saved:
-                own = [[name_of.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
-                record = self._record(prefix, optimizer, saved[where or next(iter(saved))], own, len(wanted) > 1)
-                self._manifest.optimizers[prefix] = record
+            own = [[name_of.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+            self._manifest.optimizers[prefix] = self._record(prefix, optimizer, saved[where], own, len(wanted) > 1)
 
     def _saved_optimizers(self) -> dict[_Where, _Optimizer]:
         found: dict[_Where, _Optimizer] = {}

@@ -18,14 +18,14 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
-from zlib_ng import zlib_ng
+from zlib_ng.zlib_ng import crc32, crc32_combine
 
 from trueshard.plans import SHORT_DTYPES
 
 MANIFEST = "manifest.json"
 FORMAT = 2
 _FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
-BLOCK = 8 << 20  # bytes read, written or checksummed at once; the interpreter's lock is free meanwhile
+BLOCK = 8 << 20  # bytes read or written at once
 _CODES = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64", "bool": "BOOL"}
 _CODES |= {f"float{bits}": f"F{bits}" for bits in (16, 32, 64)}
 _CODES |= {f"{sign}int{bits}": f"{sign or 'i'}{bits}".upper() for sign in ("", "u") for bits in (8, 16, 32, 64)}
@@ -34,18 +34,12 @@ _MARK = {"trueshard": "checkpoint"}  # header metadata of a checkpoint's files: 
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
 
-def crc32(data: memoryview, value: int = 0) -> int:
-    for at in range(0, len(data), BLOCK):
-        value = zlib_ng.crc32(data[at : at + BLOCK], value)
-    return value
-
-
 def crc32_joined(parts: Iterable[tuple[int, int]]) -> int:
     """Return the checksum of consecutive pieces, given as (checksum, bytes)."""
     value = 0
     for checksum, length in parts:
-        value = zlib_ng.crc32_combine(value, checksum, length)
-    return int(value)
+        value = crc32_combine(value, checksum, length)
+    return value
 
 
 def find_dtype(name: object) -> torch.dtype | None:
@@ -211,8 +205,8 @@ class Manifest:
         return b'{"crc32": "%08x",\n' % crc32(memoryview(text)) + text
 
     @classmethod
-    def parse(cls, data: bytes, where: str, validate: bool = True) -> Manifest:
-        """Read the content of the file; unless ``validate``, check only checksum and forms, not that ranges agree."""
+    def parse(cls, data: bytes, where: str) -> Manifest:
+        """Read the content of the file, and check that it has the form and agrees with itself."""
         table = parse_json(data, where)
         version = table.get("format")
         if type(version) is not int or version < 1:
@@ -232,8 +226,7 @@ class Manifest:
             for key, entry in manifest.tensors.items():
                 entry.pieces = [_made(Piece, each) for each in table["tensors"][key]["pieces"]]
             manifest.files = {name: _made(FileRecord, each) for name, each in table["files"].items()}
-            if validate:
-                manifest._validate(where)
+            manifest._validate(where)
         except RecursionError:
             raise ValueError(f"{where} is damaged: its values are nested too deep") from None
         return manifest

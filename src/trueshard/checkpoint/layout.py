@@ -1,8 +1,12 @@
-"""Assign each tensor of a checkpoint its file and its key in it.
+"""Where tensors stand: the file and key in it that a checkpoint gives each, and those that another program gave.
 
-The model part is a Hugging Face model directory; several models have a folder each. Of a PEFT model it is what PEFT
-writes and ``from_pretrained`` reads: the adapter, whose configuration names its base. The base is in ``base/``, under
-the names that it has without PEFT.
+- What ``save`` writes of a model is a Hugging Face model directory; several models have a folder each. Of a PEFT model
+  it is what PEFT writes and ``from_pretrained`` reads: the adapter, whose configuration names its base. The base is in
+  ``base/``, under the names that it has without PEFT.
+- Transformers stores some architectures under other names than they have in memory, and has a table for each: what is
+  renamed, and which tensors are merged (the weights of experts, queries, keys and values) or split. A merged tensor
+  becomes an entry of several pieces, in row order, so a rank still reads what it holds and nothing else. What moves
+  bytes inside rows (a transposition) is refused.
 """
 
 from __future__ import annotations
@@ -10,22 +14,30 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 import os
+import re
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
 from trueshard import _torch
+from trueshard.checkpoint import state
+from trueshard.checkpoint.catalogue import Catalogue
 from trueshard.checkpoint.format import Piece, TensorEntry, make_header
 from trueshard.model import names
 
 BASE = "base/"  # folder of a PEFT model's base
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations of LoRA (how names begin) that change the base
 LARGEST = 2_000_000_000  # bytes of tensors in one file, unless a single tensor has more
+_MOST_PIECES = 100_000  # of a tensor that is merged or split
 
 
 @dataclass(frozen=True)
@@ -172,3 +184,175 @@ def _configurations(module: Any, base_path: str) -> list[tuple[str, Callable[[st
     if generation is not None and getattr(module, "can_generate", bool)():
         found.append((folder, copy.deepcopy(generation).save_pretrained))
     return found
+
+
+# The names of a model that is loaded
+
+
+@dataclass
+class Naming:
+    """The names of one model's tensors in a catalogue."""
+
+    prefix: str  # of the model's keys
+    given: Callable[[str], str | None] | None = None  # the user's mapping
+    table: dict[str, str] = field(default_factory=dict)  # name → key, where they differ
+    may_lack: Callable[[str], bool] = lambda name: False  # true for the name of a tensor that the files need not have
+    _name_of: dict[str, str] = field(default_factory=dict)
+
+    def key(self, name: str) -> str:
+        own = self.given(name) if self.given is not None else None
+        key = self.prefix + (own or self.table.get(name, name))
+        self._name_of[key] = name
+        return key
+
+    def name(self, key: str) -> str:
+        return self._name_of.get(key, key.removeprefix(self.prefix))
+
+
+def naming_of(catalogue: Catalogue, prefix: str, module: nn.Module, given: Any) -> Naming:
+    """Return the naming of ``module``; the entries of a Hugging Face directory get the names that it has."""
+    if catalogue.manifest is not None:
+        return Naming(f"{prefix}/", given)
+    own = names.unwrap(module)
+    if not catalogue.adapter:
+        return Naming("", given, _hub_names(module, catalogue), may_lack=_ignored(own, "missing"))
+    adapters = getattr(own, "peft_config", {})
+    if len(adapters) != 1:
+        raise ValueError(f"an adapter is loaded into a PEFT model with one adapter, not with {len(adapters)}")
+    # PEFT stores changed embeddings of the base under the names that they have.
+    keys = adapted_keys(module, "") or {}
+    table = {name: each.key if each.stem == "adapter_model" else name for name, each in keys.items()}
+    return Naming("", given, table, may_lack=lambda name: True)
+
+
+def _hub_names(module: nn.Module, catalogue: Catalogue) -> dict[str, str]:
+    """Translate ``catalogue`` for a model of transformers; return name → key for the base of a PEFT model."""
+    own: Any = names.unwrap(module)
+    held, _ = state.model_tensors(module)
+    tensors = {name: each.tensor for each in held.values() for name in each.names}
+    keys = adapted_keys(module, "")
+    if keys is not None:
+        tensors = {keys[name].key: tensor for name, tensor in tensors.items() if keys[name].stem == "model"}
+        own = own.get_base_model()
+    if hasattr(own, "config") and isinstance(getattr(own, "base_model_prefix", None), str):  # of transformers
+        found = {id(tensor) for name, tensor in tensors.items() if name in catalogue.entries}
+        if any(id(tensor) not in found for tensor in tensors.values()):
+            _translate(own, tensors, catalogue)
+        ignored = _ignored(own, "unexpected")
+        for key in [key for key in catalogue.entries if key not in tensors and ignored(key)]:
+            del catalogue.entries[key]
+    return {name: each.key for name, each in (keys or {}).items() if each.key in catalogue.entries}
+
+
+def _ignored(module: Any, kind: str) -> Callable[[str], bool]:
+    """Return whether transformers ignores a name that is ``kind``: "missing" or "unexpected"."""
+    found = getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()
+    return lambda name: any(re.search(pattern, name) for pattern in found)
+
+
+def _translate(module: Any, wanted: Mapping[str, torch.Tensor], catalogue: Catalogue) -> None:
+    """Rename and merge the entries of ``catalogue``, in place, as transformers' table for ``module`` says."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:  # this version has no tables
+        return
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    # Its tables go by the names of the classes that modules had before they were sharded.
+    changed = [(each, type(each)) for each in module.modules() if _torch.own_class(each) is not type(each)]
+    try:
+        for each, _ in changed:
+            each.__class__ = _torch.own_class(each)
+        table = list(get_model_conversion_mapping(module))
+    finally:
+        for each, kind in changed:
+            each.__class__ = kind
+    renamings = [each for each in table if isinstance(each, WeightRenaming)]
+    converters = [each for each in table if isinstance(each, WeightConverter)]
+    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix, own = str(module.base_model_prefix), dict(wanted)
+    found: dict[str, TensorEntry] = {}
+    groups: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+    for key in sorted(catalogue.entries, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, own)
+        if name not in wanted and key in wanted:
+            name, pattern = key, None
+        if pattern is None or name not in wanted:
+            found[name if name in wanted else key] = catalogue.entries[key]
+        else:
+            groups.setdefault(name, (of_pattern[pattern], {}))[1].setdefault(pattern, []).append(key)
+    for name, (converter, sources) in groups.items():
+        try:
+            found |= _converted(converter, name, sources, wanted, module.config, catalogue)
+        except Exception as error:  # whatever the table's operations raise on what they are not made for
+            operations = ", ".join(type(operation).__name__ for operation in converter.operations)
+            raise ValueError(
+                f"{catalogue.where}: {name!r} is stored in another form, and {operations} is more than reading bytes "
+                f"({error}); load it with from_pretrained() once, and save it with trueshard.save()"
+            ) from error
+    catalogue.entries.clear()
+    catalogue.entries.update(found)
+
+
+def _halved(shape: Sequence[int]) -> list[int]:
+    """Replace the last of several dimensions by 2."""
+    return [*shape[:-1], 2] if len(shape) > 1 else list(shape)
+
+
+def _converted(
+    converter: Any,
+    name: str,  # of the first target
+    sources: Mapping[str, list[str]],  # pattern → keys
+    wanted: Mapping[str, torch.Tensor],
+    config: Any,
+    catalogue: Catalogue,
+) -> dict[str, TensorEntry]:
+    """Apply transformers' own operations to numbers in the place of half rows, and see where each number ends up."""
+    keys = [key for several in sources.values() for key in several]
+    if len({(catalogue.entries[key].dtype, len(catalogue.entries[key].shape)) for key in keys}) > 1:
+        raise ValueError("joining several dtypes")
+    values: dict[str, Any] = {}
+    starts = [0]
+    for pattern, key in ((pattern, key) for pattern, several in sources.items() for key in several):
+        shape = _halved(catalogue.entries[key].shape)
+        values.setdefault(pattern, []).append(torch.arange(starts[-1], starts[-1] + math.prod(shape)).view(shape))
+        starts.append(starts[-1] + math.prod(shape) + 1)  # a gap, so that no run spans two sources
+    asked_for_shapes = SimpleNamespace(
+        get_parameter=lambda name: torch.empty(_halved(wanted[name].shape), device="meta")
+    )
+    every = torch.cat([each.flatten() for several in values.values() for each in several])
+    for operation in converter.operations:
+        values = operation.convert(
+            values,
+            source_patterns=list(converter.source_patterns),
+            target_patterns=list(converter.target_patterns),
+            full_layer_name=name,
+            model=asked_for_shapes,
+            config=config,
+            missing_keys=None,
+        )
+    made: dict[str, torch.Tensor] = {key: each[0] if isinstance(each, list) else each for key, each in values.items()}
+    if not torch.equal(torch.cat([each.flatten() for each in made.values()]).sort().values, every):
+        raise ValueError("values change")
+    own = name.replace("*.", "0.")
+    before, _, after = next((own.partition(key) for key in made if key in own), ("", "", ""))
+    return {before + key + after: _entry_of(each, starts, keys, catalogue) for key, each in made.items()}
+
+
+def _entry_of(numbers: torch.Tensor, starts: list[int], keys: list[str], catalogue: Catalogue) -> TensorEntry:
+    """Return the tensor made of ``numbers``, of which the source ``keys[i]`` has those from ``starts[i]`` on."""
+    flat, shape = numbers.flatten(), list(numbers.shape)
+    edges = [0, *(flat.diff() != 1).nonzero().flatten().add(1).tolist(), len(flat)]
+    if len(edges) > _MOST_PIECES:
+        raise ValueError(f"{len(edges)} pieces")
+    pieces: list[Piece] = []
+    for first, count in zip(flat[edges[:-1]].tolist(), torch.tensor(edges).diff().tolist(), strict=True):
+        i = bisect_right(starts, first) - 1
+        entry, begin, total = catalogue.entries[keys[i]], first - starts[i], starts[i + 1] - starts[i] - 1
+        if len(entry.shape) > 1 and (begin % 2 or count % 2):
+            raise ValueError("rows are taken apart")
+        ends = begin * entry.nbytes // total, (begin + count) * entry.nbytes // total
+        pieces += (piece for piece, _ in catalogue.ranges(keys[i], *ends))
+    if len(entry.shape) > 1:
+        shape[-1] = sum(piece.end - piece.begin for piece in pieces) // entry.itemsize // math.prod(shape[:-1])
+    return TensorEntry(list(keys), shape, entry.dtype, pieces=pieces)

@@ -3,7 +3,8 @@
 - Parameters and buffers remain the same objects, so that optimizers, ties and hooks go on with them.
 - What is loaded on the CPU is, where rows lie in one piece, a private map of the file.
 - What is in no checkpoint (mostly non-persistent buffers) is computed as the model itself does: by the
-  ``_init_weights`` of a transformers model, or by the module's ``reset_parameters``.
+  ``_init_weights`` of a transformers model, or by the module's ``reset_parameters``. Memory is marked before, so that
+  tensors which none has written are found.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trueshard import _torch
 from trueshard.checkpoint import ranks
 from trueshard.checkpoint.catalogue import Catalogue
 from trueshard.checkpoint.format import dtype_of
-from trueshard.distributed import device_of
+from trueshard.distributed import copy_rows, device_of
 from trueshard.model import names
 
 HOST = torch.device("cpu")
@@ -65,18 +66,12 @@ def _meta_tensors(model: nn.Module, loaded: set[int]) -> Iterator[tuple[str, nn.
 
 def give_memory(tensor: torch.Tensor, local: torch.Tensor | None, device: torch.device) -> None:
     """Replace the memory of ``tensor``, not the object, by ``local``, or by uninitialised memory of its shape."""
-    if local is None and isinstance(tensor, DTensor):
-        local = torch.empty(_torch.local(tensor).shape, dtype=tensor.dtype, device=device)
-    elif local is None:
-        local = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    local = torch.empty_like(_torch.local(tensor), device=device) if local is None else local
     new = _torch.dtensor_over(local, tensor, tensor.shape, tensor.stride()) if isinstance(tensor, DTensor) else local
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-    attributes = dict(tensor.__dict__)
+    new.__dict__.update(tensor.__dict__ | new.__dict__)
     torch.utils.swap_tensors(tensor, new)
-    for name, value in attributes.items():
-        if name not in tensor.__dict__:
-            setattr(tensor, name, value)
 
 
 def _mapped(catalogue: Catalogue, key: str, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -163,9 +158,7 @@ def _initialise_whole(module: nn.Module, function: Callable[[], Any]) -> None:
             held[attribute] = nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
         function()
         for held, attribute, tensor in sharded:
-            start, rows = ranks.rows_here(tensor)
-            local, whole = _torch.local(tensor), held[attribute]
-            (local[:rows] if local.ndim else local).copy_(whole[start : start + rows] if local.ndim else whole)
+            copy_rows(tensor, held[attribute])
     finally:
         for held, attribute, tensor in sharded:
             held[attribute] = tensor

@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.distributed import rows_of
+from trueshard.distributed import rows_here
 
 _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
@@ -88,23 +88,6 @@ def check_same(function: str, arguments: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def rows_here(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return (first row, rows) of this rank's shard; a plain tensor is whole on every rank, a 0-dim one is one row."""
-    rows = tensor.shape[0] if tensor.ndim else 1
-    if not isinstance(tensor, DTensor):
-        return 0, rows
-    mesh, start, count = tensor.device_mesh, 0, rows
-    for dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            if placement.dim != 0:
-                raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is cut along dimension {placement.dim}")
-            first, count = rows_of(count, mesh.get_local_rank(dim), mesh.size(dim))
-            start += first
-        elif not placement.is_replicate():
-            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is placed as {placement}, a partial sum")
-    return start, count
-
-
 def bytes_here(tensor: torch.Tensor, nbytes: int | None = None) -> tuple[int, int]:
     """Return (begin, end) of this rank's shard among the bytes of the whole tensor, in row order."""
     start, rows = rows_here(tensor)
@@ -129,8 +112,6 @@ def is_unpadded(tensor: DTensor) -> bool:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the elements of this rank's shard in row order, without a copy if it is on the CPU and contiguous."""
-    local = _torch.local(tensor).detach().cpu().contiguous()
-    if local.is_conj() or local.is_neg():
-        local = local.resolve_conj().resolve_neg()
+    local = _torch.local(tensor).detach().cpu().contiguous().resolve_conj().resolve_neg()
     elements: Any = local.view(-1).view(torch.uint8).numpy()
     return memoryview(elements)

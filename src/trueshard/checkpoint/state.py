@@ -46,7 +46,7 @@ def collect(
             tensors[f"{prefix}/{name}"] = each.tensor
             manifest.tensors[f"{prefix}/{name}"] = TensorEntry.of(each.tensor, each.names, each.trainable)
         values = {name: split(value, f"{prefix}/{name}", tensors) for name, value in extra.items()}
-        manifest.models[prefix] = {"class": _class_name(_torch.own_class(names.unwrap(module))), "extra": values}
+        manifest.models[prefix] = {"class": torch.typename(_torch.own_class(names.unwrap(module))), "extra": values}
     name_of = parameter_names(models)
     for prefix, optimizer in optimizers.items():
         manifest.optimizers[prefix] = _optimizer_record(prefix, optimizer, name_of, tensors)
@@ -78,10 +78,6 @@ def by_prefix(model: Any, optimizer: Any) -> list[dict[str, Any]]:
             if many and re.fullmatch(r"[\w.-]*\w[\w.-]*", key) is None:
                 raise ValueError(f"{kind}={{{key!r}: …}}: name it by letters, digits, '-', '_' and '.'")
     return found
-
-
-def _class_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, ModelTensor], dict[str, Any]]:
@@ -119,7 +115,7 @@ def _optimizer_record(
         if place and member.state is optimizer.state:
             continue
         one: dict[str, Any] = {
-            "class": _class_name(type(member)),
+            "class": torch.typename(type(member)),
             "groups": [],
             "state": {
                 name: split(entries, f"{path}/{name}", tensors)
@@ -153,17 +149,22 @@ def groups_of(records: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def seed_all(seed: int) -> None:
+    """Seed the generators of torch, Python and numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)  # noqa: NPY002 - what user code draws from
+
+
 _WORDS = 625  # words of Python's Mersenne Twister: 624 of state and a position
 
 
 def random_state() -> tuple[list[list[Any]], torch.Tensor]:
     """Return [generator, bytes] in turn, and their states, concatenated: uint8 ``(bytes,)``. Draws no number."""
     parts = {"torch": bytes(torch.get_rng_state().numpy())}
-    if torch.accelerator.is_available():
-        device: Any = torch.accelerator.current_accelerator()
-        module = torch.get_device_module(device)
-        if hasattr(module, "get_rng_state"):
-            parts[device.type] = bytes(module.get_rng_state().cpu().numpy())
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and hasattr(module := torch.get_device_module(device), "get_rng_state"):
+        parts[device.type] = bytes(module.get_rng_state().cpu().numpy())
     version, words, gauss = random.getstate()
     parts["python"] = struct.pack(f"<i{_WORDS}I?d", version, *words, gauss is not None, gauss or 0.0)
     legacy: Any = numpy.random.get_state(legacy=True)  # noqa: NPY002
@@ -187,7 +188,5 @@ def set_random_state(table: list[list[Any]], states: torch.Tensor) -> None:
             *keys, place, has_gauss, cached = struct.unpack("<624Iii d", data)
             generator = ("MT19937", numpy.array(keys, dtype=numpy.uint32), place, has_gauss, cached)
             numpy.random.set_state(generator)  # noqa: NPY002
-        elif torch.accelerator.is_available():
-            device: Any = torch.accelerator.current_accelerator()
-            if device.type == kind:
-                torch.get_device_module(device).set_rng_state(tensor)
+        elif kind == str(torch.accelerator.current_accelerator(check_available=True)):
+            torch.get_device_module(kind).set_rng_state(tensor)

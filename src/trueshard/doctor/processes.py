@@ -14,8 +14,6 @@ import datetime
 import json
 import os
 import socket
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trueshard.doctor import Finding
+from trueshard.doctor.system import Finding, last_line
 from trueshard.launching import how, last_lines, python_command, run_ranks
 from trueshard.machine import cpu_cores
 from trueshard.text import size
@@ -37,26 +35,6 @@ TOLERANCE = 1e-4
 """Largest difference of a parameter after a sharded and an unsharded step: the order of sums, and no more."""
 
 Line = dict[str, Any]
-
-
-def answer(line: list[str], limit: float) -> tuple[str, str]:
-    """Return (output of a process, why it has none), one of them empty; it is ended after `limit` seconds."""
-    try:
-        done = subprocess.run(
-            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return "", f"gave no answer in {limit:.0f} seconds"
-    except OSError as error:
-        return "", str(error.strerror)
-    if done.returncode:
-        return "", last_line(done.stderr) or f"ended with code {done.returncode}"
-    return done.stdout, ""
-
-
-def last_line(text: str) -> str:
-    """Return the last line that is not blank, which of a traceback is the error itself."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def processes(torch: dict[str, Any] | str, nproc: int | None, limit: float) -> Iterator[Finding]:
@@ -237,11 +215,11 @@ def _tasks(folder: Path, backend: str, rank: int, ranks: int, patience: float, d
     counting = torch.arange(ELEMENTS[backend], dtype=torch.float32, device=device) % 1000  # (elements,)
     parts = [counting + other for other in range(ranks)]
     whole, own = torch.zeros(ranks * len(counting), device=device), torch.zeros_like(counting)
-    seconds = _timed(lambda: dist.all_gather_into_tensor(whole, parts[rank]), device)
+    seconds = _timed(lambda: dist.all_gather_into_tensor(whole, parts[rank]))
     wrong = "" if torch.equal(whole, torch.cat(parts)) else "the result is wrong"
     done("all-gather", wrong, received=(ranks - 1) * own.nbytes, each=seconds)
     given = torch.cat(parts) + rank  # (ranks * elements,)
-    seconds = _timed(lambda: dist.reduce_scatter_tensor(own, given), device)
+    seconds = _timed(lambda: dist.reduce_scatter_tensor(own, given))
     wrong = "" if torch.equal(own, ranks * parts[rank] + sum(range(ranks))) else "the result is wrong"
     done("reduce-scatter", wrong, received=(ranks - 1) * own.nbytes, each=seconds)
     done("shard() and a step", _step(rank, ranks, device))
@@ -249,18 +227,11 @@ def _tasks(folder: Path, backend: str, rank: int, ranks: int, patience: float, d
     done("leave")
 
 
-def _timed(function: Callable[[], Any], device: Any) -> float:
-    """Return the median seconds of a few runs, after one that is not counted."""
-    import torch
+def _timed(function: Callable[[], Any]) -> float:
+    """Return the mean seconds of a few runs, after two that are not counted."""
+    from torch.utils.benchmark import Timer
 
-    times = []
-    for _ in range(REPEATS + 1):
-        began = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
+    return float(Timer("function()", globals={"function": function}).timeit(REPEATS).mean)
 
 
 def _step(rank: int, ranks: int, device: Any) -> str:

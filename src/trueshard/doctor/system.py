@@ -12,6 +12,7 @@ import platform
 import re
 import resource
 import shutil
+import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -27,10 +28,46 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import trueshard
-from trueshard.doctor import Finding, judged
-from trueshard.doctor.processes import answer
 from trueshard.machine import TESTED_TORCH, cpu_cores, cpu_quota, memory_bytes
 from trueshard.text import size
+
+Level = Literal["ok", "note", "warning", "problem"]
+"""`ok`: good. `note`: good to know. `warning`: slower, or fails in some uses. `problem`: stops training."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    says: str
+    level: Level = "ok"
+    remedy: str = ""
+    """What to do about it; empty where there is nothing to do."""
+
+
+def judged(name: str, says: str, wrong: bool, remedy: str, level: Level = "warning") -> Finding:
+    """Return a finding of `level` with a remedy if something is wrong, else one that is good."""
+    return Finding(name, says, level, remedy) if wrong else Finding(name, says)
+
+
+def answer(line: list[str], limit: float) -> tuple[str, str]:
+    """Return (output of a process, why it has none), one of them empty; it is ended after `limit` seconds."""
+    try:
+        done = subprocess.run(
+            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"gave no answer in {limit:.0f} seconds"
+    except OSError as error:
+        return "", str(error.strerror)
+    if done.returncode:
+        return "", last_line(done.stderr) or f"ended with code {done.returncode}"
+    return done.stdout, ""
+
+
+def last_line(text: str) -> str:
+    """Return the last line that is not blank, which of a traceback is the error itself."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
 
 OURS = "trueshard"
 DEVELOPMENT = ("bench", "docs", "test")
@@ -150,13 +187,12 @@ def devices(torch: dict[str, Any] | str) -> Iterator[Finding]:
     yield judged("cpu", says, quota < cores, remedy, "note")
     yield Finding("memory", size(memory_bytes()))
     driver = _driver() if shutil.which("nvidia-smi") else None
+    yield from [driver] if driver else []
     if isinstance(torch, str):
-        yield from [driver] if driver else []
         return
     for number, gpu in enumerate(torch["gpus"]):
         slow = "" if gpu["bf16"] else ", computes bfloat16 slowly (use float16)"
         yield Finding(f"gpu {number}", f"{gpu['name']}, {size(gpu['memory'])}{slow}")
-    yield from [driver] if driver else []
     yield from (Finding("torch says", " ".join(line.split()), "warning") for line in torch["said"])
     if not torch["gpus"]:
         yield _without_gpu(torch, driver)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.distributed import rows_of
+from trueshard.distributed import copy_rows
 
 IsRows = Callable[[tuple[Any, ...], torch.Tensor, torch.Tensor], bool]
 """(keys, state tensor, its parameter) → True if the tensor has a row for each row of the parameter."""
@@ -92,13 +92,9 @@ def shard_like(whole: torch.Tensor, like: DTensor) -> DTensor:
     """Return this rank's rows of ``whole``, the same on every rank, as a new DTensor placed like ``like``."""
     local = _torch.local(like)
     part = torch.empty((*local.shape[:1], *whole.shape[1:]), dtype=whole.dtype, device=local.device)
-    mesh = like.device_mesh
-    if not any(isinstance(placement, Shard) for placement in like.placements):
-        part.copy_(whole.detach())
-    elif part.numel():
-        start, rows = rows_of(whole.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
-        part.copy_(whole.detach()[start : start + rows])
-    return as_rows(part, like)
+    rows = as_rows(part, like)
+    copy_rows(rows, whole.detach())
+    return rows
 
 
 def as_rows(local: torch.Tensor, parameter: DTensor) -> DTensor:

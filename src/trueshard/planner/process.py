@@ -38,7 +38,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from trueshard import _torch
 from trueshard.errors import is_defect, with_kind
-from trueshard.launching import how, start_helper
+from trueshard.launching import how, python_command
 from trueshard.model import intent
 from trueshard.planner.inputs.fake_tensors import READERS, plain_attributes
 
@@ -94,8 +94,11 @@ class _Child:
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
         with theirs:
-            statement = f"from {__name__} import serve; serve(int(sys.argv[1]))"
-            self.process = start_helper(statement, str(theirs.fileno()), descriptors=[theirs.fileno()])
+            command = python_command(f"from {__name__} import serve; serve(int(sys.argv[1]))", str(theirs.fileno()))
+            # A session of its own: a Ctrl-C in a terminal reaches the caller alone.
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+            )
 
     def ask(self, request: bytes) -> Any:
         """Return (value, error, its traceback), or None if the process has gone; show what it prints."""

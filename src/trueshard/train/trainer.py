@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trueshard.checkpoint.loading import load
-from trueshard.checkpoint.retention import Checkpoints
-from trueshard.checkpoint.saving import Saving
+from trueshard.checkpoint.saving import Checkpoints, Saving
 from trueshard.distributed import device_of
 from trueshard.model import names
 from trueshard.optim.clip import clip_grad_norm_

@@ -126,7 +126,7 @@ def reference(case: Case, progress: Progress) -> Reference:
     progress.stage = "building the model"
     setup = build()
     structure = compare.structure_of(setup.model, setup.optimizers)
-    losses = train(case, subject, setup, record, recorder, progress)
+    losses = train(subject, setup, record, recorder, progress)
     _check_trains(subject.name, losses, store, case.steps)
     constant = [
         name
@@ -148,7 +148,7 @@ def reference(case: Case, progress: Progress) -> Reference:
                 "Python, numpy and torch are seeded before: make it repeatable"
             )
     noise = RoundingNoise(case, compute)
-    train(case, subject, again, record, noise, progress)
+    train(subject, again, record, noise, progress)
     measured = {(each.kind, each.step, each.name): each.relative for each in noise.found if not each.words}
     setting = {
         "name": subject.name,
@@ -162,7 +162,7 @@ def reference(case: Case, progress: Progress) -> Reference:
         tolerances=Tolerances(measured, floor, floors),
         record=record,
         constant_buffers=constant,
-        plain=_plain_distance(case, subject, losses, progress) if case.changes_arithmetic else None,
+        plain=_plain_distance(subject, losses, progress) if case.changes_arithmetic else None,
         notes=[*subject.notes, *_batch_norms(again.model)],
     )
 
@@ -195,15 +195,15 @@ def _floors(
     }
 
 
-def _plain_distance(case: Case, subject: Subject, losses: Sequence[float], progress: Progress) -> tuple[float, float]:
+def _plain_distance(subject: Subject, losses: Sequence[float], progress: Progress) -> tuple[float, float]:
     progress.stage = "building the plain model"
     setup = subject.plain()
     setup.scaler = None
-    plain = train(case, subject, setup, RunRecord(), Watcher(), progress)
-    store = case.tensors("reference")
+    plain = train(subject, setup, RunRecord(), Watcher(), progress)
+    store, steps = subject.case.tensors("reference"), (0, subject.case.steps)
     apart = moved = 0.0
     for name, value in compare.values_of("parameters", setup.model).items():
-        before, after = (store.read("parameters", step, name).double() for step in (0, case.steps))
+        before, after = (store.read("parameters", step, name).double() for step in steps)
         apart += float((compare.whole(value).double() - after).square().sum())
         moved += float((compare.whole(value).double() - before).square().sum())
     pairs = zip(*(torch.tensor(each, dtype=torch.float64) for each in (losses, plain)), strict=True)
@@ -236,7 +236,7 @@ def sharded(case: Case, progress: Progress) -> dict[str, Any]:
     found: dict[str, Any] = {"plan": setup.plan, "structure": _structure_differences(setup, known)}
     comparer = CheckpointComparer(case, known, progress)
     with wrong_dtypes(setup) as found["computed in"]:
-        train(case, subject, setup, known.record, comparer, progress)
+        train(subject, setup, known.record, comparer, progress)
     found["structure at the end"] = _structure_differences(setup, known)
     found["steps"], comparer.found = comparer.found, []
     try:
@@ -255,7 +255,7 @@ def restored(case: Case, progress: Progress) -> dict[str, Any]:
     setup = subject.sharded() if case.other_ranks > 1 or case.changes_arithmetic else subject.plain()
     comparer = CheckpointComparer(case, known, progress)
     loaded, structure = comparer.load(setup)
-    train(case, subject, setup, known.record, comparer, progress, first=case.save_after + 1)
+    train(subject, setup, known.record, comparer, progress, first=case.save_after + 1)
     return {"loaded": loaded, "structure": structure, "steps": comparer.found}
 
 

@@ -16,7 +16,6 @@ import inspect
 import itertools
 import math
 import pickle
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,13 +26,14 @@ from torch import nn
 
 import trueshard
 from trueshard._torch import own_class
+from trueshard.checkpoint.state import seed_all
 from trueshard.choices import Choices
 from trueshard.distributed import replicated_mesh
 from trueshard.errors import one_line
 from trueshard.model import names
 from trueshard.planner.inputs import factories
 from trueshard.planner.inputs.batches import model_loss
-from trueshard.planner.inputs.factories import Factory, Original, Parts
+from trueshard.planner.inputs.factories import Original, Parts
 from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.planner.inputs.optimizers import checked, optimizers_of
 from trueshard.planner.inputs.workloads import model_feed
@@ -69,9 +69,6 @@ class Case:
     optimizer: str | None
     threads: int  # threads of each process: with another number, sums are taken in another order
     timeout: float
-
-    def put(self, name: str, value: Any) -> None:
-        (self.folder / f"{name}.pickle").write_bytes(pickle.dumps(value))
 
     def get(self, name: str) -> Any:
         return pickle.loads((self.folder / f"{name}.pickle").read_bytes())
@@ -109,6 +106,7 @@ class TrainingSetup:
 
 
 class Subject(Protocol):
+    case: Case
     name: str
     max_norm: float
     """Norm to which gradients are clipped; infinity: it is only measured."""
@@ -123,14 +121,6 @@ class Subject(Protocol):
 
     def microbatches(self, step: int, part: int) -> list[Any]:
         """Return a part (below ``Case.parts``) of the global batch of a step (from 1 on), on the CPU."""
-
-
-def seed_all(seed: int) -> None:
-    import numpy
-
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)  # noqa: NPY002 - what user code draws from
-    torch.manual_seed(seed)
 
 
 def keep_layers(model: nn.Module, layers: int, optimizers: Iterable[torch.optim.Optimizer]) -> int:
@@ -194,9 +184,8 @@ class FactorySubject:
     """The model, and perhaps optimizers, batch and loss, that a user's factory makes."""
 
     def __init__(self, case: Case) -> None:
-        self._case = case
+        self.case = case
         seed_all(case.seed)  # a file may make its batch when it is imported
-        self._factory: Factory | Original
         if isinstance(case.source, str):
             self._factory = factories.from_file(case.source, guarded=False)
         elif isinstance(case.source, Original):
@@ -213,23 +202,21 @@ class FactorySubject:
     def plain(self) -> TrainingSetup:
         parts = self._build()
         model = parts.model.train()
-        given = parts.optimizers if self._case.optimizer is None else optimizers_of(self._case.optimizer)
+        given = parts.optimizers if self.case.optimizer is None else optimizers_of(self.case.optimizer)
         if given is None:
             self._note("The optimizer is AdamW with a learning rate of 1e-3: the factory brings none.")
             given = optimizers_of("adamw")
-        if callable(given) and not isinstance(given, torch.optim.Optimizer):
-            given = given(parts.model)
-        optimizers = checked(given, f"optimizers of {self.name}")
-        if self._case.layers is not None and (removed := keep_layers(model, self._case.layers, optimizers)):
-            self._note(f"The model has {removed} blocks less: of each list, the first {self._case.layers} are kept.")
+        optimizers = checked(given, f"optimizers of {self.name}", model)
+        if self.case.layers is not None and (removed := keep_layers(model, self.case.layers, optimizers)):
+            self._note(f"The model has {removed} blocks less: of each list, the first {self.case.layers} are kept.")
         if torch.cuda.is_available():
             model.cuda()
         if self._batch is None:
             self._batch = self._fed(parts.batch, model)
-        return TrainingSetup(model, optimizers, Mean(parts.loss or self._loss), loss_scaler(self._case))
+        return TrainingSetup(model, optimizers, Mean(parts.loss or self._loss), loss_scaler(self.case))
 
     def sharded(self) -> TrainingSetup:
-        setup, case = self.plain(), self._case
+        setup, case = self.plain(), self.case
         mesh = replicated_mesh(case.replicate) if case.replicate > 1 else None
         try:
             setup.plan = trueshard.shard(
@@ -241,27 +228,27 @@ class FactorySubject:
 
     def microbatches(self, step: int, part: int) -> list[Any]:
         assert self._batch is not None
-        seed_all(self._case.seed + 1_000_003 * step)
-        batch = self._part(self._batch(step), part, self._case.parts)
+        seed_all(self.case.seed + 1_000_003 * step)
+        batch = self._part(self._batch(step), part, self.case.parts)
         return [batch] * (2 - step % 2)  # every second step accumulates
 
     def _build(self) -> Parts:
         factory = self._factory
-        seed_all(self._case.seed)
+        seed_all(self.case.seed)
         if isinstance(factory, Original):
             given = factory.beside
             optimizers = factories.optimizers_among(given)
             return Parts(*copy.deepcopy((factory.module, given.get("batch"), given.get("loss"), optimizers)))
         function: Callable[..., Any] = factory.function
-        if self._case.layers is not None and "layers" in inspect.signature(function).parameters:
-            function = functools.partial(function, layers=self._case.layers)
+        if self.case.layers is not None and "layers" in inspect.signature(function).parameters:
+            function = functools.partial(function, layers=self.case.layers)
         with factories.explained(factory.name, factory.file, factory.folder):
             result = function()
         return factory.parts_of(result)
 
     def _fed(self, given: Any, model: nn.Module) -> Callable[[int], Any]:
         """Return (step) → global batch for what the factory gives; if it gives none, one that fits, and its loss."""
-        samples, sequence = SAMPLES * self._case.parts, self._case.sequence
+        samples, sequence = SAMPLES * self.case.parts, self.case.sequence
         if given is None:
             feed = model_feed(model, sequence)
             length = sequence or min(feed.sequence, SEQUENCE)
@@ -274,7 +261,7 @@ class FactorySubject:
         is_one = isinstance(given, (torch.Tensor, Mapping, tuple)) or not isinstance(given, Iterable)
         if is_one or (isinstance(given, list) and (not given or any(isinstance(each, torch.Tensor) for each in given))):
             return lambda step: given
-        batches = list(itertools.islice(iter(given), self._case.steps))
+        batches = list(itertools.islice(iter(given), self.case.steps))
         if not batches:
             raise ValueError(f"{self.name}: its batches are empty; give at least one")
         return lambda step: batches[(step - 1) % len(batches)]

@@ -22,13 +22,14 @@ import trueshard
 from trueshard import _torch
 from trueshard.checkpoint.format import crc32
 from trueshard.checkpoint.ranks import as_bytes
+from trueshard.checkpoint.state import seed_all
 from trueshard.errors import UserError
 from trueshard.model.names import named_modules
 from trueshard.planner.inputs.factories import Original
 from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.verification import compare
 from trueshard.verification.compare import Comparison, Named, TensorStore, Tolerances
-from trueshard.verification.subjects import Case, FactorySubject, Subject, TrainingSetup, seed_all, tensors_of
+from trueshard.verification.subjects import Case, FactorySubject, Subject, TrainingSetup, tensors_of
 
 
 @dataclass
@@ -137,13 +138,7 @@ def subject_of(case: Case) -> Subject:
 
 
 def train(
-    case: Case,
-    subject: Subject,
-    setup: TrainingSetup,
-    record: RunRecord,
-    watcher: Watcher,
-    progress: Progress,
-    first: int = 1,
+    subject: Subject, setup: TrainingSetup, record: RunRecord, watcher: Watcher, progress: Progress, first: int = 1
 ) -> list[float]:
     """Take the steps from ``first`` on with this rank's parts; return their losses. Collective if sharded.
 
@@ -151,7 +146,7 @@ def train(
     their own norm at every second step.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    each = case.parts // ranks
+    case, each = subject.case, subject.case.parts // ranks
     parts, losses, scaler = range(rank * each, (rank + 1) * each), [], setup.scaler
     if first == 1:
         watcher.begin(setup)

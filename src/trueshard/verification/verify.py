@@ -1,30 +1,44 @@
-"""``trueshard.verify``: check the contract on the user's own model, on this machine."""
+"""``trueshard.verify``: check the contract on the user's own model, in processes of this machine.
+
+What a process returns, or why it failed, it leaves in the folder of the case.
+"""
 
 from __future__ import annotations
 
+import datetime
+import errno
+import faulthandler
+import os
+import pickle
+import shutil
+import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trueshard.choices import Choices, UnitWords
-from trueshard.errors import with_extra
+from trueshard.distributed import ensure_process_group
+from trueshard.errors import UserError, one_line, with_extra
+from trueshard.launching import how, last_lines, python_command, run_ranks
 from trueshard.machine import cpu_cores
 from trueshard.planner.inputs.factories import Original
 from trueshard.plans import Plan
-from trueshard.verification.processes import start
+from trueshard.verification import runs
 from trueshard.verification.report import Failure, Verified, contract
-from trueshard.verification.subjects import Case
-
-if TYPE_CHECKING:
-    from trueshard.train.config import Config
+from trueshard.verification.subjects import Case, ShardRefused
+from trueshard.verification.training import Progress
 
 COLLECTIVE = 0.5  # of the time limit: a rank that waits for another in vain says so before all are ended
+LEAST_SPACE = 1 << 20  # free bytes below which what the processes leave to each other may be cut off
 
 
 def verify(
@@ -98,7 +112,9 @@ def verify(
         source: Any = factory
         if isinstance(factory, (str, Path)) and ".py" not in str(factory):
             said = ["plan"] * (plan is not None) + choices.said() + ["optimizer"] * (optimizer is not None)
-            source, notes = _configuration(Path(factory), overrides, folder, max(nproc, 2), said)
+            from trueshard.verification.config_subject import small_configuration  # the trainer's libraries
+
+            source, notes = small_configuration(Path(factory), overrides, folder, max(nproc, 2), said)
             choices, replicate = source.shard.choices(), source.shard.replicate
         elif overrides:
             raise ValueError("overrides go with a training configuration; leave them out")
@@ -155,28 +171,6 @@ def _unless_refused(found: Any) -> Any:
     return found
 
 
-def _configuration(
-    path: Path, overrides: Sequence[str], folder: Path, parts: int, said: Sequence[str]
-) -> tuple[Config, list[str]]:
-    """Return a configuration whose run lives in ``folder``, with small batches, and notes of the changes."""
-    if said:
-        raise ValueError(f"{path} says how it is trained and sharded: leave out {', '.join(said)}, or override a key")
-    from trueshard.train.parse import load_config
-    from trueshard.train.running.checks import located
-
-    config = located(load_config(path, list(overrides)))
-    train = config.train
-    accumulate = min(train.accumulate, 2)
-    samples = min(2, max(1, train.batch_size // (parts * train.accumulate)))
-    small = train.model_copy(update={"batch_size": parts * accumulate * samples, "accumulate": accumulate})
-    changes = {"train": small, "run": config.run.model_copy(update={"dir": str(folder / "run")})}
-    notes = [
-        f"A step takes {parts * accumulate * samples} sequences (the configuration: {train.batch_size}), "
-        "at the learning rate without its schedule."
-    ]
-    return config.model_copy(update=changes), notes
-
-
 def _check(nproc: int, steps: int, layers: int | None, replicate: int, seed: int, timeout: float) -> None:
     if not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(f"timeout is {timeout!r}; it is a number of seconds")
@@ -189,3 +183,103 @@ def _check(nproc: int, steps: int, layers: int | None, replicate: int, seed: int
         raise ValueError(f"nproc is {nproc}, and this machine has {torch.cuda.device_count()} CUDA devices")
     if nproc % replicate:
         raise ValueError(f"replicate={replicate}: {nproc} processes do not divide into so many copies")
+
+
+# The processes of a run
+
+
+def start(case: Case, run: str, ranks: int, limit: float) -> Any:
+    """Run a function of ``runs`` for at most ``limit`` seconds; return what the first rank left, or the ``Failure``."""
+    logs = case.folder / f"{run}-logs"
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",  # they meet in a file
+        "OMP_NUM_THREADS": str(case.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = python_command(f"from {__name__} import work; work(*sys.argv[1:])", str(case.folder), run)
+    ended = run_ranks(command, ranks, environment=environment, logs=logs, limit=limit)
+    ended.raise_for_signal()
+    if ended.is_late:
+        stacks = "\n".join(f"rank {rank}:\n{last_lines(logs, rank)}" for rank in range(ranks))
+        return Failure(0, "?", "failed", f"the processes have not ended within {limit:.0f} s", stacks, time.time())
+    if shutil.disk_usage(case.folder).free < LEAST_SPACE:
+        raise OSError(f"no space is left in {case.folder.parent}; free some, or let TMPDIR name another folder")
+    failures = [pickle.loads(file.read_bytes()) for file in case.folder.glob(f"{run}-*.failure")]
+    if not failures and not ended.codes:
+        return case.get(run)
+    return _cause(failures, ended.codes, ranks, logs)
+
+
+def _cause(failures: list[Failure], codes: Mapping[int, int], ranks: int, logs: Path) -> Failure:
+    """Return the failure from which the others follow: one that a process left of itself, or its exit code by rank."""
+    first = min(failures, key=lambda each: (each.kind == "failed", each.at), default=None)
+    stage = first.stage if first is not None else "?"
+    silent = sorted(set(range(ranks)) - {each.rank for each in failures})
+    for rank in silent:
+        if rank in codes:
+            words = f"the process {how(codes[rank])}"
+            return Failure(rank, stage, "failed", words, last_lines(logs, rank), time.time())
+    assert first is not None
+    if silent and "imed out" in first.words:
+        words = f"the other ranks wait for it; {first.words}"
+        return Failure(silent[0], stage, "failed", words, last_lines(logs, silent[0]), first.at)
+    return first
+
+
+def work(folder: str, run: str) -> None:
+    """Be one process of a run, and end the process with exit code 0 or 1."""
+    threading.Thread(target=_leave_with_parent, args=(os.getppid(), folder), daemon=True).start()
+    rank, progress, source = int(os.environ["RANK"]), Progress(), None
+    try:
+        case: Case = pickle.loads((Path(folder) / "case.pickle").read_bytes())
+        source = case.source
+        torch.set_num_threads(case.threads)
+        faulthandler.dump_traceback_later(case.timeout / 2, repeat=True)  # for whoever waits for this rank in vain
+        ranks = int(os.environ["WORLD_SIZE"])
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        store = dist.FileStore(str(case.folder / f"{run}.store"), ranks)
+        ensure_process_group(datetime.timedelta(seconds=case.timeout), store)
+        found = getattr(runs, run)(case.on_other_ranks() if run == "restored" else case, progress)
+        if rank == 0:
+            (case.folder / f"{run}.pickle").write_bytes(pickle.dumps(found))
+        dist.barrier()
+    except BaseException as error:
+        kind, words = _described(error, run, progress.stage, source)
+        failure = Failure(rank, progress.stage, kind, words, traceback.format_exc(), time.time())
+        (Path(folder) / f"{run}-{rank}.failure").write_bytes(pickle.dumps(failure))
+        _leave(1)
+    _leave(0)
+
+
+def _leave_with_parent(parent: int, folder: str) -> None:
+    """End this process and remove the folder if the parent was killed: nobody else would."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    shutil.rmtree(folder, ignore_errors=True)
+    _leave(1)
+
+
+def _described(error: BaseException, run: str, stage: str, source: Any) -> tuple[str, str]:
+    words = one_line(error)
+    if isinstance(error, ShardRefused):
+        return "refused", words
+    if isinstance(error, UserError) or (run == "reference" and isinstance(error, ValueError)):
+        return "input", words
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "input", f"{words}; free some, or let TMPDIR name another folder"
+    words = f"{type(error).__name__}: {words}"
+    file = Path(source.rpartition(":")[0]).expanduser().resolve() if isinstance(source, str) else None
+    lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(file)]
+    if file is not None and lines:  # in the user's own file
+        words += f" ({file.name}, line {lines[-1]})"
+    if run == "reference":  # the user's: the model fails without any sharding, too
+        return "input", f"one process, without sharding, fails at {stage}: {words}"
+    return "failed", words
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # at once: threads of a lost collective would keep it

@@ -38,7 +38,7 @@ def optimizers_of(words: str | Callable[[nn.Module], Any]) -> Make:
             say. Or a callable(model) → optimizer(s). ValueError if the words name nothing.
     """
     if not isinstance(words, str):
-        return lambda model: checked(words(model), getattr(words, "__name__", "the optimizer function"))
+        return lambda model: checked(words, getattr(words, "__name__", "the optimizer function"), model)
     cls, settings = _parse(words)
     accepted = inspect.signature(cls).parameters
     if "lr" in accepted and accepted["lr"].default is inspect.Parameter.empty:
@@ -65,8 +65,9 @@ def optimizers_of(words: str | Callable[[nn.Module], Any]) -> Make:
     return make
 
 
-def checked(made: Any, name: str) -> list[torch.optim.Optimizer]:
-    """Return one optimizer or several as a list; raise ValueError for anything else."""
+def checked(given: Any, name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return one optimizer or several, or what a function of ``model`` makes, as a list; else raise ValueError."""
+    made = given(model) if callable(given) and not isinstance(given, torch.optim.Optimizer) else given
     made = made.values() if isinstance(made, Mapping) else made
     several = list(made) if isinstance(made, Iterable) else [made]
     for each in several:

@@ -126,9 +126,7 @@ class _Made:
         return value
 
     def optimizers(self, model: nn.Module) -> Sequence[torch.optim.Optimizer]:
-        given = self.parts.optimizers
-        is_function = callable(given) and not isinstance(given, torch.optim.Optimizer)
-        return checked(given(model) if is_function else given, f"optimizers of {self.source.name}")
+        return checked(self.parts.optimizers, f"optimizers of {self.source.name}", model)
 
 
 def _feed_of_factory(made: _Made, sequence: int | None, batch: Any, has_loss: bool) -> Feed:

@@ -16,8 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.checkpoint.ranks import rows_here
-from trueshard.distributed import device_of
+from trueshard.distributed import copy_rows, device_of
 from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.runtime.engine import sharded
@@ -76,8 +75,8 @@ def copy_module(target: nn.Module, source: nn.Module) -> None:
     """
     for kind in ("parameters", "buffers"):
         ours, theirs = (list(names.named_tensors(each, kind)) for each in (target, source))
-        for (_, module, attribute, tensor), (_, _, _, value) in zip(ours, theirs, strict=True):
-            if isinstance(module, QuantizedLinear) and attribute == "packed":
+        for (_, module, attribute, tensor), (_, other, _, value) in zip(ours, theirs, strict=True):
+            if attribute == "packed" and isinstance(module, QuantizedLinear) and not isinstance(other, QuantizedLinear):
                 _torch.local(tensor).copy_(quantise(_torch.local(value), module.kind))
             else:
                 copy_tensor(tensor, value)
@@ -86,17 +85,10 @@ def copy_module(target: nn.Module, source: nn.Module) -> None:
 @torch.no_grad()
 def copy_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy this rank's rows of ``source``, a whole or sharded tensor of the same shape."""
-    if isinstance(source, DTensor):
-        if isinstance(target, DTensor) and target.placements == source.placements:
-            _torch.local(target).copy_(_torch.local(source))
-            return
-        source = source.full_tensor()
-    start, rows = rows_here(target)
-    local = _torch.local(target)
-    if local.ndim:
-        local[:rows].copy_(source[start : start + rows])
+    if isinstance(source, DTensor) and isinstance(target, DTensor) and target.placements == source.placements:
+        _torch.local(target).copy_(_torch.local(source))
     else:
-        local.copy_(source)
+        copy_rows(target, gather(source))
 
 
 @contextlib.contextmanager

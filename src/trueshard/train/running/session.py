@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import trueshard
 from trueshard import _torch
+from trueshard.checkpoint.state import seed_all
 from trueshard.distributed import device_of, replicated_mesh
 from trueshard.errors import UserError, one_line, written_to
 from trueshard.launching import STOPPED
@@ -174,9 +173,7 @@ def build_trainer(
     plan = shard(config.shard, model, optimizer)
     fill(config, model)
     seed = (train.seed + 1 + dist.get_rank()) % 2**63  # dropout draws from it: different on each rank
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)  # noqa: NPY002
+    seed_all(seed)
     loss = choose_loss(config, settings, model)
     loader, evaluation = _loaders(config, data, device)
     profiles = [Profile(config.run.folder / "profile", *PROFILED)] if profile else []
@@ -276,18 +273,17 @@ def _influences(model: nn.Module, device: torch.device) -> tuple[float, float]:
     return change(other_first[DOCUMENT:], plain[DOCUMENT:]), change(other_second[:DOCUMENT], plain[:DOCUMENT])
 
 
+def loader_of(config: Config, data: Prepared, **here: Any) -> Loader:
+    """Return the loader of the training data; ``here``: rank, ranks, prefetch and device as ``Loader`` takes them."""
+    train = config.train
+    here |= {"batch_size": train.batch_size, "accumulate": train.accumulate, "seed": train.seed}
+    return Loader(data.train, data.collate, **here)
+
+
 def _loaders(config: Config, data: Prepared, device: torch.device) -> tuple[Loader, EvaluationLoader | None]:
     train, ranks = config.train, dist.get_world_size()
     here: dict[str, Any] = {"rank": dist.get_rank(), "ranks": ranks, "device": device}
-    loader = Loader(
-        data.train,
-        data.collate,
-        batch_size=train.batch_size,
-        accumulate=train.accumulate,
-        seed=train.seed,
-        prefetch=config.data.prefetch,
-        **here,
-    )
+    loader = loader_of(config, data, prefetch=config.data.prefetch, **here)
     if config.evaluation is None or data.evaluation is None:
         return loader, None
     size = max(1, train.batch_size // (ranks * train.accumulate))
