@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import trueshard
+from gathering import whole
 from messages import naming
 from models.handmade import Scalar
 from parity import Ranks
@@ -124,3 +125,26 @@ def complex_gradients(rank: int, world_size: int) -> Any:
 
 def test_complex_gradients_beside_real_ones_keep_both_parts(alone: Ranks, sizes: list[Ranks]) -> None:
     same(complex_gradients, alone, sizes)
+
+
+def microbatches_in_bfloat16(rank: int, world_size: int, together: bool) -> Any:
+    """The gradient of 8 microbatches: accumulated, or each reduced and then added in float64."""
+    torch.manual_seed(0)
+    model = Scalar()
+    trueshard.shard(model, mixed_precision="bf16")
+    total: dict[str, Any] = {}
+    for seed in range(8):
+        with trueshard.accumulate(model, last=not together or seed == 7):
+            backward(model, seed, rank, world_size)
+        if not together:
+            parts = whole({name: p.grad.double() for name, p in model.named_parameters()})
+            total = {name: total.get(name, 0) + part for name, part in parts.items()}
+            model.zero_grad()
+    return total or {name: p.grad.double() for name, p in model.named_parameters()}
+
+
+def test_microbatches_are_summed_in_the_reduce_dtype(ranks2: Ranks) -> None:
+    """Summed in bfloat16 they would be off by a thousandth; what float32 rounds is a ten-millionth."""
+    found, expected = (ranks2.run(microbatches_in_bfloat16, together)[0] for together in (True, False))
+    for name, value in expected.items():
+        assert (found[name] - value).norm() <= 2e-6 * value.norm(), name

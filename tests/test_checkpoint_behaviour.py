@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import resource
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import trueshard
 from checkpointing import LAYOUTS, SETUPS, adamw, draw, everything, go_on, named, seed, started
 from messages import naming
+from meter import gloo_lets_go
 from models.handmade import Stack
 from parity import Ranks, assert_same
 from resting import all_but
+from traffic import Traffic
 
 
 def stack(seed: int = 0, **options: Any) -> tuple[Stack, torch.optim.AdamW]:
@@ -154,6 +160,72 @@ def test_an_error_in_the_background_is_raised_at_the_next_call(
     assert raised[1 - where][0] == "RuntimeError"
     assert f"rank {where} failed" in raised[1 - where][1]
     assert [path.name for path in tmp_path.iterdir()] == ["next"], "what was written of the failed save is still there"
+
+
+def held_now() -> dict[str, int]:
+    """What this process holds: bytes of tensors, open files, process groups, threads."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not isinstance(each, DTensor)]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return {
+        "bytes": sum(storages.values()),
+        "files": psutil.Process().num_fds(),
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "threads": threading.active_count(),
+    }
+
+
+def again_and_again(rank: int, world_size: int, folder: str, wait: bool) -> list[dict[str, int]]:
+    model, optimizer = stack(width=64)
+    step(model, optimizer, rank, world_size)
+    with gloo_lets_go():
+        trueshard.save(Path(folder, "first"), model=model, optimizer=optimizer, wait=True)
+        found, kept = [held_now()], []
+        for number in range(4):
+            path = Path(folder, f"{number}")
+            kept.append(trueshard.save(path, model=model, optimizer=optimizer, wait=wait))
+            if (saving := kept[-1]) is not None:
+                saving.wait()
+            found.append(held_now())
+            trueshard.load(path, model=model, optimizer=optimizer)
+            found.append(held_now())
+    return found
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["waiting", "behind"])
+def test_what_a_process_holds_is_the_same_after_every_save_and_load(wait: bool, tmp_path: Path, ranks2: Ranks) -> None:
+    """Memory, files, process groups and threads, though the user keeps what each ``save`` returned."""
+    for first, *later in ranks2.run(again_and_again, str(tmp_path), wait):
+        assert [(each["bytes"], each["groups"]) for each in later] == [(first["bytes"], first["groups"])] * 8
+        for kind in ("files", "threads"):  # of the test before, some may end only now
+            assert max(each[kind] for each in later) <= first[kind], kind
+
+
+def received(rank: int, world_size: int, folder: str, width: int) -> tuple[float, float, int, int]:
+    """(bytes received to save, to load, training's collectives meanwhile, bytes of the model)."""
+    model, optimizer = stack(width=width)
+    step(model, optimizer, rank, world_size)
+    path, training = Path(folder, f"{width}"), dist.group.WORLD
+    assert training is not None
+    before = training._get_sequence_number_for_group()
+    with Traffic() as save:
+        trueshard.save(path, model=model, optimizer=optimizer)
+    with Traffic() as load:
+        trueshard.load(path, model=model, optimizer=optimizer)
+    after = training._get_sequence_number_for_group()
+    return save.total, load.total, after - before, sum(p.nbytes for p in model.parameters())
+
+
+def test_no_rank_receives_tensors_to_save_or_load_and_training_s_group_is_left_alone(
+    tmp_path: Path, ranks3: Ranks
+) -> None:
+    """Names and checksums alone travel, so a model of a thousand times the bytes costs no more but for some digits."""
+    small, large = (ranks3.run(received, str(tmp_path), width) for width in (8, 320))
+    for (save, load, _, few), (larger_save, larger_load, collectives, many) in zip(small, large, strict=True):
+        assert many > 1000 * few
+        assert abs(larger_save - save) < 3000
+        assert abs(larger_load - load) < 3000
+        assert collectives == 0
 
 
 # Misuse

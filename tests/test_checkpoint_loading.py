@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ import trueshard
 from checkpointing import SETUPS, everything, go_on, scribble
 from gathering import whole
 from messages import naming
+from meter import gloo_lets_go, meter, peak_and_rest
 from models import CASES
 from models.handmade import Stack
 from parity import Ranks, assert_same
 from resting import all_but
+from trueshard import _torch
+from trueshard.checkpoint.catalogue import Catalogue
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -215,6 +219,124 @@ def converted(rank: int, world_size: int, folder: str) -> None:
 def test_a_dtype_that_differs_is_converted_only_when_asked(tmp_path: Path, alone: Ranks, ranks3: Ranks) -> None:
     alone.run(converted, str(tmp_path / "1"))
     ranks3.run(converted, str(tmp_path / "3"))
+
+
+# At once, and in place
+
+
+def while_gathered(rank: int, world_size: int, folder: str) -> None:
+    """Load after a forward that left units gathered, or one without gradients: the next forward has what was loaded."""
+    torch.manual_seed(0)
+    source, x = Stack(), torch.randn(4, 8)
+    expected, path = source(x).detach(), Path(folder, "other")
+    trueshard.shard(source)
+    trueshard.save(path, model=source)
+    whole_state = whole(source.state_dict())
+    for policy, way in itertools.product(("never", "default", "always"), ("load", "load_state_dict")):
+        model = Stack()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trueshard.shard(model, optimizer, reshard_after_forward=policy)
+        for before in ("a forward", "no_grad", "a backward"):
+            scribble(model)
+            if before == "no_grad":
+                with torch.no_grad():
+                    model(x)
+            else:
+                loss = model(x).sum()
+                if before == "a backward":
+                    loss.backward()
+            if way == "load":
+                trueshard.load(path, model=model)
+            else:
+                model.load_state_dict(whole_state)
+            torch.testing.assert_close(model(x).detach(), expected, msg=f"{policy} {way} {before}")
+        optimizer.zero_grad()
+
+
+def test_what_is_loaded_is_what_the_next_forward_computes_with(tmp_path: Path, alone: Ranks, ranks2: Ranks) -> None:
+    alone.run(while_gathered, str(tmp_path / "1"))
+    ranks2.run(while_gathered, str(tmp_path / "2"))
+
+
+def memory_of(model: nn.Module) -> list[int]:
+    return [_torch.local(each).data_ptr() for each in model.parameters()]
+
+
+def in_place(rank: int, world_size: int, folder: str) -> list[tuple[int, int, int]]:
+    """Of a load into a new optimizer, and of one over its state: most bytes allocated at a time, those left at its end,
+    and the bytes of this rank's parameters."""
+    torch.manual_seed(0)
+    model = Stack(width=96)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trueshard.shard(model, optimizer)
+    go_on(SETUPS["fewer rows than ranks"], model, optimizer, rank, world_size, [0])
+    path = Path(folder, "large")
+    trueshard.save(path, model=model, optimizer=optimizer)
+    optimizer.state.clear()
+    before = memory_of(model)
+    with gloo_lets_go():
+        found = meter([lambda: trueshard.load(path, model=model, optimizer=optimizer)] * 2)
+    assert memory_of(model) == before
+    own = sum(_torch.local(each).nbytes for each in model.parameters())
+    return [(*peak_and_rest([change.bytes for change in step]), own) for step in found.steps]
+
+
+def test_each_rank_reads_into_its_own_shards_and_little_else_is_allocated(tmp_path: Path, ranks2: Ranks) -> None:
+    """So nothing can come to another device than it is on, nor a whole model into one process."""
+    for loads in ranks2.run(in_place, str(tmp_path)):
+        steps = 4 * len(list(Stack().parameters()))
+        for (highest, rest, own), made in zip(loads, (2 * loads[0][2] + steps, 0), strict=True):
+            assert rest == made
+            assert highest - rest < own // 10
+
+
+def replicated(world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    mesh = torch.distributed.init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = Stack(width=9).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    trueshard.shard(model, optimizer, mesh=mesh)
+    return model, optimizer
+
+
+def read_by_replicas(rank: int, world_size: int, folder: str) -> tuple[int, int, str]:
+    """(bytes that this rank reads into what is cut, but for checksums; bytes of all that is cut; what a disk that fails
+    on rank 2 comes to)."""
+    model, optimizer = replicated(world_size)
+    for _ in range(2):
+        model(torch.ones(2, 8, dtype=torch.bfloat16)).float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    path, count, read_into = Path(folder, "replicas"), 0, Catalogue.read_into
+    trueshard.save(path, model=model, optimizer=optimizer)
+
+    def counted(catalogue: Catalogue, key: str, begin: int, local: torch.Tensor) -> None:
+        nonlocal count
+        count += local.nbytes if not key.endswith("/step") and key.startswith(("model", "optimizer")) else 0
+        read_into(catalogue, key, begin, local)
+
+    def failing(catalogue: Catalogue, key: str, begin: int, local: torch.Tensor) -> None:
+        if rank == 2 and key.startswith("model"):
+            raise OSError("the disk is gone")
+        read_into(catalogue, key, begin, local)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Catalogue, "read_into", counted)
+        other, second = replicated(world_size)
+        trueshard.load(path, model=other, optimizer=second)
+        assert_same(everything(other, second), everything(model, optimizer))
+        patch.setattr(Catalogue, "read_into", failing)
+        with pytest.raises((OSError, RuntimeError)) as caught:
+            trueshard.load(path, model=other, optimizer=second)
+    return count, 3 * sum(p.nbytes for p in model.parameters()), str(caught.value)
+
+
+def test_of_replicas_one_reads_and_sends(tmp_path: Path, ranks4: Ranks) -> None:
+    found = ranks4.run(read_by_replicas, str(tmp_path))
+    assert sum(count for count, _, _ in found) == found[0][1]
+    assert max(count for count, _, _ in found) < found[0][1] // 2
+    assert ["rank 2 failed" in error for _, _, error in found] == [True, True, False, True]
+    assert all("the disk is gone" in error for _, _, error in found)
 
 
 # What others wrote

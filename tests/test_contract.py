@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import re
 import warnings
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import stepping
@@ -80,6 +82,89 @@ def test_a_tie_stays_one_object(ranks2: Ranks, ranks3: Ranks) -> None:
     ranks3.run(ties)
 
 
+class Ordered(TiedBlocks):
+    """Calls its blocks in the order that it is told; the first and the last are one unit, since they share a weight."""
+
+    order: tuple[int, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for number in self.order:
+            x = self.blocks[number](x)
+        return self.last(x)
+
+
+ORDERS = [(0, 1, 2, 0), (2, 0, 1), (2, 1, 2, 2, 0, 0), (0, 1), (1, 2), (2, 1, 0, 2, 0)]
+
+
+def in_any_order(rank: int, world_size: int) -> Report:
+    report: Report = {}
+    for policy in ("always", "default", "never"):
+        torch.manual_seed(0)
+        model = Ordered()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if world_size > 1:
+            plan = trueshard.shard(model, optimizer, reshard_after_forward=policy)
+            assert any(len(unit.modules) > 1 for unit in plan.units)
+        for seed, model.order in enumerate(ORDERS):
+            model(batch(seed, rank, world_size)).pow(2).mean().backward()
+            missing = [name for name, p in model.named_parameters() if p.grad is None]
+            optimizer.step()
+            optimizer.zero_grad()
+            report[f"{policy} {seed}"] = {"parameters": parameters(model), "without gradient": missing}
+    return report
+
+
+def test_modules_of_one_unit_are_called_in_any_order_and_again(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(in_any_order, alone, *sizes)
+
+
+class Distilled(nn.Module):
+    """A student and a frozen teacher, each with tied embeddings; or all four are one parameter."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.student, self.teacher = TiedLanguageModel(1), TiedLanguageModel(2)
+        self.teacher.requires_grad_(False)
+        if shared:
+            self.student.embed.weight = self.student.head.weight = self.teacher.embed.weight
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(input_ids).softmax(-1)
+        return F.cross_entropy(self.student(input_ids).flatten(0, 1), wanted.flatten(0, 1))
+
+
+def distilled(rank: int, world_size: int, folder: str) -> Report:
+    report: Report = {}
+    for shared, policy in itertools.product((False, True), ("always", "default")):
+        torch.manual_seed(0)
+        model, again = Distilled(shared), Distilled(shared)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, eps=1e-3)
+        if world_size > 1:
+            trueshard.shard(model, optimizer, reshard_after_forward=policy)
+            trueshard.shard(again)
+        for seed in range(3):
+            model(ids(seed, rank, world_size)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        path = Path(folder, f"{world_size} {shared} {policy}")
+        trueshard.save(path, model=model)
+        trueshard.load(path, model=again)
+        for each in (model, again):
+            ties = [each.student.embed.weight, each.student.head.weight]
+            assert ties[0] is ties[1]
+            assert each.teacher.embed.weight is each.teacher.head.weight
+            assert (ties[0] is each.teacher.head.weight) == shared
+        assert_same(parameters(again), parameters(model))
+        report[f"{shared} {policy}"] = parameters(model)
+    return report
+
+
+def test_a_student_and_its_teacher_keep_their_ties(alone: Ranks, ranks2: Ranks, tmp_path: Path) -> None:
+    stepping.same(distilled, alone, [ranks2], str(tmp_path), atol=1e-5)
+
+
 # 5. Dtypes
 
 
@@ -107,6 +192,98 @@ def test_mixed_precision_never_touches_storage(ranks2: Ranks) -> None:
     found = ranks2.run(dtypes)
     assert_same(found[0], found[1])
     assert len(found[0]["bf16"]) == len(list(Stack().parameters())) - 1
+
+
+class Packed(nn.Module):
+    """Every 16-bit pattern in a frozen parameter, as quantised weights lie in one; many are no number in its dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(-1, 64)
+        self.packed = nn.Parameter(every.view(dtype), requires_grad=False)
+        self.linear = nn.Linear(8, 8)
+        self.seen = torch.empty(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.packed.detach().clone()
+        return self.linear(x)
+
+
+def bits(tensor: Any) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().view(torch.uint8)
+
+
+def packed(rank: int, world_size: int, folder: str) -> None:
+    for name in ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8", "int8"):
+        dtype = getattr(torch, name)
+        for precision in (None, "bf16") if name in ("bfloat16", "uint8", "int8") else (None,):
+            model = nn.Sequential(Packed(dtype), Packed(dtype))
+            expected = bits(Packed(dtype).packed)
+            trueshard.shard(model, units="Packed", mixed_precision=precision)
+            model(torch.ones(2, 8)).float().sum().backward()
+            path = Path(folder, f"{name} {precision}")
+            trueshard.save(path, model=model)
+            with torch.no_grad():
+                bits(model[0].packed).zero_()
+            trueshard.load(path, model=model)
+            for module in model:
+                assert module.seen.dtype == dtype
+                assert torch.equal(bits(module.seen), expected)
+                assert torch.equal(bits(module.packed), expected.chunk(world_size)[rank])
+                if dtype.itemsize > 1 or not dtype.is_floating_point:  # gloo itself gathers no float8
+                    assert torch.equal(bits(module.packed.full_tensor()), expected)
+            with torch.no_grad():
+                model(torch.ones(2, 8))
+            assert torch.equal(bits(model[0].seen), expected)
+
+
+def test_bytes_that_a_dtype_reads_as_no_number_keep_every_bit(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(packed, str(tmp_path))
+
+
+class Rotated(nn.Module):
+    """A block that is given angles (float32), a complex and an integer tensor, and has buffers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.full((8,), 1 / 3))
+        self.register_buffer("table", torch.full((8,), 1 / 7, dtype=torch.float64), persistent=False)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor, angles: torch.Tensor, turns: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        self.seen = [each.dtype for each in (x, angles, turns, number, self.scale, self.table, self.linear.weight)]
+        return self.linear(x.to(self.linear.weight.dtype))
+
+
+class Rotating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Rotated() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angles, turns, number = torch.ones(8), torch.ones(8, dtype=torch.complex64), torch.ones(8, dtype=torch.long)
+        for block in self.blocks:
+            x = block(x, angles, turns, number)
+        return x
+
+
+def rotated(rank: int, world_size: int) -> None:
+    half, full, double = torch.bfloat16, torch.float32, torch.float64
+    as_written = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full, cast_forward_inputs=False)
+    for word, angles in (("bf16", half), (as_written, full)):
+        model = Rotating()
+        buffers = whole(dict(model.named_buffers()))
+        trueshard.shard(model, mixed_precision=word)
+        model(torch.ones(2, 8)).float().sum().backward()
+        first, second = (block.seen for block in model.blocks)
+        assert first == [angles, angles, torch.complex64, torch.long, full, double, half]
+        assert second == [half, angles, *first[2:]]
+        assert_same(whole(dict(model.named_buffers())), buffers)
+
+
+def test_buffers_and_what_is_no_float_are_never_cast_and_inputs_as_the_policy_says(ranks2: Ranks) -> None:
+    ranks2.run(rotated)
 
 
 def mixed_units(rank: int, world_size: int) -> list[str]:

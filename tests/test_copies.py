@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
+import stepping
 import trueshard
 from gathering import whole
 from models.handmade import Scalar
@@ -98,6 +100,35 @@ def saved_in_the_background(rank: int, world_size: int) -> None:
 
 def test_torchs_background_save_takes_the_state_dict(ranks2: Ranks) -> None:
     ranks2.run(saved_in_the_background)
+
+
+def by_torchs_functions(rank: int, world_size: int, flatten: bool) -> Any:
+    """Groups of different settings, and amsgrad's third tensor, through torch's own functions and its checkpoints."""
+    model = stepping.build()
+    optimizer = stepping.adamw(model, amsgrad=True)
+    other = stepping.build()
+    second = stepping.adamw(other, amsgrad=True)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+        trueshard.shard(other, second)
+    stepping.train(model, optimizer, rank, world_size, [0, 1, 2])
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    if world_size > 1:
+        dist.broadcast_object_list(folder)
+    state = get_state_dict(model, optimizer, options=options)
+    dcp.save(dict(zip(("model", "optimizer"), state, strict=True)), checkpoint_id=str(folder[0]))
+    read = dict(zip(("model", "optimizer"), get_state_dict(other, second, options=options), strict=True))
+    dcp.load(read, checkpoint_id=str(folder[0]))
+    set_state_dict(other, second, model_state_dict=read["model"], optim_state_dict=read["optimizer"], options=options)
+    loaded = stepping.told(other, second)
+    stepping.train(other, second, rank, world_size, [3, 4])
+    return sorted(map(str, state[1])) if flatten else None, loaded, stepping.told(other, second)
+
+
+@pytest.mark.parametrize("flatten", [True, False], ids=["flat", "nested"])
+def test_torchs_own_functions_take_state_out_and_put_it_back(flatten: bool, alone: Ranks, ranks2: Ranks) -> None:
+    same(by_torchs_functions, alone, [ranks2], flatten)
 
 
 def compiled_step(rank: int, world_size: int) -> Any:

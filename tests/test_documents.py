@@ -166,6 +166,30 @@ def nearest(fragment: str) -> str:
     return f"{place}: {text!r}"
 
 
+@functools.cache
+def functions_in(file: str) -> set[str]:
+    tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+THREAD = re.compile(r"\[([\w.-]+/[\w.-]+)#(\d+)\]\(https://github\.com/([\w.-]+/[\w.-]+)/(?:issues|pull)/(\d+)\)")
+
+
+def test_what_is_reported_elsewhere_is_held_by_tests_that_are_there() -> None:
+    text = (ROOT / "docs" / "complaints.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| reported ")]
+    assert len(rows) > 60
+    for row in rows:
+        reported, _, held = row.strip("| ").split(" | ")
+        named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", held)
+        assert named, row
+        assert len(named) == len(held.split(", ")), row
+        assert [f"{file}::{name}" for file, name in named if name not in functions_in(file)] == []
+        threads = THREAD.findall(reported)
+        assert len(threads) == reported.count("](") > 0, row
+        assert all((repository, number) == tuple(link) for repository, number, *link in threads), row
+
+
 FRAGMENTS = re.findall(r"^#### `(.*)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.MULTILINE)
 
 

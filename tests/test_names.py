@@ -157,3 +157,35 @@ def train_compiled(rank: int, world_size: int) -> None:
     assert list(model.state_dict()) == names
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(whole(mine), theirs.detach(), rtol=1e-4, atol=1e-5)
+
+
+def counted(rank: int, world_size: int, depth: int) -> list[int]:
+    """Graphs that were compiled after the first step, after three, with an evaluation, and after two steps more."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    torch.manual_seed(0)
+    model = Stack(depth)
+    for block in model.blocks:
+        block.compile(backend=counter)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trueshard.shard(model, optimizer)
+    counts = []
+    for steps in (1, 2, 0, 2):
+        for _ in range(steps):
+            model(torch.ones(4, 8)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if not steps:
+            with torch.no_grad():
+                model(torch.ones(4, 8))
+        counts.append(counter.frame_count)
+    return counts
+
+
+@pytest.mark.rest
+def test_blocks_alike_are_compiled_once_however_many_there_are(ranks2: Ranks) -> None:
+    """And once more for passes without gradients."""
+    for depth in (2, 12):
+        assert ranks2.run(counted, depth) == [[1, 1, 2, 2]] * 2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,15 @@ import trueshard
 from gathering import whole
 from handmade_training import Report, batch, ids, parameters, same
 from messages import naming
-from models.handmade import Methods, Scalar, Stack, TiedLanguageModel
+from meter import gloo_lets_go, meter, peak_and_rest
+from models import CASES
+from models.handmade import Block, Methods, Scalar, Stack, TiedLanguageModel
 from parity import LAUNCHER_VARIABLES, RankFailure, Ranks, assert_same
 from resting import all_but
 from training import train
+from trueshard import _torch
+from trueshard.distributed import device_of
+from trueshard.runtime.passes import runtime_of
 
 
 def trained(
@@ -72,7 +79,14 @@ def test_every_word_trains_alike(words: dict[str, Any], alone: Ranks, ranks3: Ra
         assert_same(found, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("build", all_but([Scalar], [Stack, Scalar]))
+class Odd(Stack):
+    """7 and 14 rows: over 4 ranks, and over 2 ranks of a node, shards of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__(width=7)
+
+
+@pytest.mark.parametrize("build", all_but([Scalar, Odd], [Stack, Scalar, Odd]))
 @pytest.mark.parametrize("words", [{"mesh": (2, 2)}, {"reshard_after_forward": 2}, {"mesh": (4, 1)}])
 def test_meshes_and_node_sizes_train_alike(
     words: dict[str, Any], build: Callable[[], nn.Module], alone: Ranks, ranks4: Ranks
@@ -106,6 +120,51 @@ def test_recomputation_repeats_its_dropout(ranks2: Ranks) -> None:
     expected = ranks2.run(dropout, "none")
     for mode in ("full", "selective"):
         assert_same(ranks2.run(dropout, mode), expected)
+
+
+def rests_on_the_host(rank: int, world_size: int) -> None:
+    for offload in ("cpu", "none"):
+        model = Stack()
+        optimizer = torch.optim.AdamW(model.parameters())
+        plan = trueshard.shard(model, optimizer, offload=offload)
+        model(torch.ones(2, 8).to(device_of(runtime_of(model).mesh))).sum().backward()
+        optimizer.step()
+        assert plan.offload == offload
+        assert _torch.offloaded(model) == ({id(p) for p in model.parameters()} if offload == "cpu" else set())
+        for parameter in model.parameters() if offload == "cpu" else ():
+            held = [parameter, parameter.grad, *optimizer.state[parameter].values()]
+            assert {each.device.type for each in held if isinstance(each, torch.Tensor)} == {"cpu"}
+
+
+def test_what_is_offloaded_rests_in_host_memory(ranks2: Ranks) -> None:
+    ranks2.run(rests_on_the_host)
+
+
+def kept_for_backward(rank: int, world_size: int, name: str, depth: int, word: str) -> int:
+    """Bytes that a forward leaves behind for its backward."""
+    torch.manual_seed(0)
+    if name == "stack":
+        model: Any = Stack(depth)
+        given = {"x": torch.randn(64, 8)}
+    else:
+        model = CASES["llama"].build(0)
+        model.config.num_hidden_layers = depth
+        model = type(model)(model.config)
+        given = {"input_ids": torch.randint(0, 64, (4, 8))}
+    trueshard.shard(model, activation_checkpointing=word, reshard_after_forward="always")
+    kept: list[Any] = [model(**given)]  # what is made once is made
+    with gloo_lets_go():
+        found = meter([lambda: kept.append(model(**given))])
+    return peak_and_rest([change.bytes for change in found.steps[0]])[1]
+
+
+def test_of_a_recomputed_block_its_input_alone_is_kept(ranks2: Ranks) -> None:
+    """And the state of the random generator, so that dropout is repeated; and of a Llama's layer a number or two."""
+    for name, size in (("stack", 64 * 8 * 4), ("llama", 4 * 8 * 32 * 4)):
+        two, four = (ranks2.run(kept_for_backward, name, depth, "full")[0] for depth in (2, 4))
+        assert 0 <= four - two - 2 * (size + torch.get_rng_state().nbytes) < 64, name
+        two, four = (ranks2.run(kept_for_backward, name, depth, "none")[0] for depth in (2, 4))
+        assert four - two > 2 * 4 * size, name
 
 
 def changing(rank: int, world_size: int) -> Report:
@@ -142,6 +201,93 @@ def changing(rank: int, world_size: int) -> Report:
 
 def test_policy_and_evaluation_between_steps(alone: Ranks, sizes: list[Ranks]) -> None:
     same(changing, alone, *sizes)
+
+
+class Squeezed(Block):
+    """Its output is a view."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.unsqueeze(1)).squeeze(1)
+
+
+class WrittenTo(Stack):
+    """Adds to what blocks return in place, as ``hidden += residual`` does, and returns a view of a view itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Squeezed() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = y
+        return self.last(x).view(-1, 2, 4).transpose(0, 1)
+
+
+def written_to(rank: int, world_size: int) -> Report:
+    report: Report = {}
+    for policy in ("always", "default", "never"):
+        torch.manual_seed(0)
+        model = WrittenTo()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if world_size > 1:
+                trueshard.shard(model, optimizer, reshard_after_forward=policy)
+            for seed in range(3):
+                out = model(batch(seed, rank, world_size))
+                if seed < 2:
+                    out *= 2
+                if seed:
+                    out.select(0, 0).sin_()
+                loss = out.pow(2).mean()
+                loss.backward(retain_graph=seed == 1)
+                if seed == 1:
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        report[policy] = parameters(model)
+    return report
+
+
+def test_views_that_are_written_to_in_place_train_alike(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(written_to, alone, *sizes)
+
+
+def writes_to_its_input(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)))
+    trueshard.shard(model, units="1")
+    model(torch.ones(2, 8))
+
+
+def test_a_unit_that_writes_to_its_own_input_in_place_is_an_error_and_no_other_gradient(ranks2: Ranks) -> None:
+    ranks2.raises(writes_to_its_input, match="modified inplace")
+
+
+def frozen_reference(rank: int, world_size: int) -> None:
+    """A frozen copy of a model computes between the model's forward and its backward."""
+    torch.manual_seed(0)
+    model = TiedLanguageModel()
+    reference = copy.deepcopy(model).requires_grad_(False).eval()
+    plan = trueshard.shard(model)
+    same_plan = trueshard.shard(reference, plan=plan)
+    assert [unit.name for unit in same_plan.units] == [unit.name for unit in plan.units] == ["", "layers.0", "layers.1"]
+    loss = model(ids(0, rank, world_size)).mean()
+    waiting = runtime_of(model).gathered()
+    with torch.no_grad():
+        wanted = reference(ids(0, rank, world_size))
+    assert runtime_of(reference).gathered() == []
+    assert all(
+        gathered.untyped_storage().nbytes() == 0 for _, _, gathered in _torch.gathered_parameters(reference.modules())
+    )
+    assert runtime_of(model).gathered() == waiting != []
+    (loss + wanted.mean()).backward()
+
+
+def test_of_a_reference_nothing_stays_gathered_and_the_model_goes_on(ranks2: Ranks) -> None:
+    ranks2.run(frozen_reference)
 
 
 class Fragile(Stack):

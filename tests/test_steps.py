@@ -19,10 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
 
 import trueshard
 from gathering import whole
 from messages import naming
+from meter import gloo_lets_go
 from parity import Ranks, assert_same
 from resting import all_but
 from stepping import EPS, OwnSGD, Twin, Uneven, Whole, adamw, build, loss_of, parameters, same, shown, told, train
@@ -500,6 +502,51 @@ def let_go(rank: int, world_size: int) -> None:
 
 def test_an_optimizer_is_freed_when_it_is_let_go_of(ranks2: Ranks) -> None:
     ranks2.run(let_go)
+
+
+class Recomputed(Uneven):
+    """Its layers are recomputed by the user's own call, in the way of old or the present one."""
+
+    reentrant: bool | None = None
+
+    def forward(self, x: torch.Tensor, aside: bool = True) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.last(x + torch.tanh(self.aside(x)))
+
+
+def steps_on_end(rank: int, world_size: int) -> list[set[tuple[int, int]]]:
+    """How many objects and how many tensors there are after each of five steps, once four have made what is kept."""
+    found = []
+    gc.collect()
+    gc.freeze()  # what was there before is neither counted nor looked through
+    for reentrant in (None, True, False):
+        torch.manual_seed(0)
+        model = Recomputed()
+        model.reentrant = reentrant
+        optimizer = adamw(model, foreach=True)
+        trueshard.shard(model, optimizer)
+        counts = []
+        for number in range(9):
+            with gloo_lets_go():
+                loss_of(model, number, rank, world_size).backward()
+                trueshard.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            gc.collect()
+            objects = gc.get_objects()
+            counts.append((len(objects), sum(isinstance(each, torch.Tensor) for each in objects)))
+            del objects
+        found.append(set(counts[4:]))
+    gc.unfreeze()
+    return found
+
+
+def test_steps_leave_no_object_behind(ranks2: Ranks) -> None:
+    """Neither those of torch's dispatch of a step, nor the graph of a recomputed layer."""
+    for found in ranks2.run(steps_on_end):
+        assert [len(counts) for counts in found] == [1] * 3, found
 
 
 class Mixture(nn.Module):

@@ -66,6 +66,7 @@ CALLED = {
     "shards_placed_alike",
     "specs_of",
     "timeout_of",
+    "limit_alike",
     "differentiate_with",
     "check_functional_calls",
     "take_plain_tensors",
@@ -96,6 +97,8 @@ CALLED = {
     "sharded_places",
     "call_before_backward",
     "keep_gathered",
+    "follow_views",
+    "call_with_gradient",
     "store",
     "read_numbers_of_the_whole",
     "draw_as_one_device",
@@ -318,6 +321,10 @@ def numbers(rank: int, world_size: int) -> None:
     from torch.distributed.tensor import DTensor, Shard
 
     mesh, read = init_device_mesh("cpu", (world_size,)), []
+    pairs = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
+    _torch.limit_alike(pairs)
+    limits = [_torch.timeout_of(pairs.get_group(dim)) for dim in range(2)]
+    assert limits == [_torch.timeout_of(torch.distributed.group.WORLD)] * 2
     _torch.read_numbers_of_the_whole(read.append)
     _torch.draw_as_one_device()
     tensor = DTensor.from_local(torch.full((2,), rank + 1.0), mesh, [Shard(0)])
@@ -350,6 +357,17 @@ def numbers(rank: int, world_size: int) -> None:
     model.forward = lambda x: model.one(x)
     model(torch.ones(1, 4)).sum().backward()
     assert begun == [1]
+    model.forward = lambda x: model.one(x).view(-1)
+    _torch.follow_views(model)
+    out = model(torch.ones(1, 4))
+    out *= 2
+    gradients: list[Any] = []
+    _torch.call_with_gradient(out, gradients.append)
+    out *= 3
+    model.reshard()
+    out.sum().backward()
+    assert gradients == [None]
+    assert begun == [1, 1]
     ((_, sharded, gathered, places),) = _torch.sharded_places(model)
     assert sharded is model.one.weight
     assert gathered is weight

@@ -17,6 +17,7 @@ import trueshard
 from parity import Ranks
 from resting import all_but
 from traffic import Traffic
+from trueshard.distributed import replicated_mesh
 
 LAYERS = 4
 
@@ -108,3 +109,41 @@ def test_what_is_frozen_is_not_reduced(ranks2: Ranks) -> None:
         everything = sum(result["sizes"].values())
         assert result["trainable"] == everything - LAYERS * 3 * 48 * 96
         assert result["received"]["reduce_scatter"] == pytest.approx(1 / 2 * 4 * result["trainable"], rel=1e-12)
+
+
+def microbatched(rank: int, world_size: int, microbatches: int, how: str, replicas: int = 1) -> tuple[Any, int]:
+    """(bytes received in a step, by kind; gradients in elements)."""
+    torch.manual_seed(0)
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trueshard.shard(model, optimizer, mesh=replicated_mesh(replicas) if replicas > 1 else None)
+    batches = [torch.randint(0, 96, (2, 8)) for _ in range(microbatches)]
+
+    def loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids, labels=ids).loss
+
+    trainer = trueshard.Trainer(model, optimizer, batches, loss=loss, steps=1, accumulate=microbatches)
+    with Traffic() as traffic:
+        if how == "trainer":
+            trainer.fit()
+        for number, ids in enumerate(batches if how != "trainer" else [], start=1):
+            last = number == microbatches
+            if how == "torch's setter":
+                model.set_requires_gradient_sync(last)
+                loss(model, ids).backward()
+            else:
+                with trueshard.accumulate(model, last=last or how == "each"):
+                    loss(model, ids).backward()
+    return traffic.received, sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("how", ["accumulate", "torch's setter", "trainer", "each"])
+def test_gradients_of_several_microbatches_are_reduced_once_or_each_time_if_asked(how: str, ranks2: Ranks) -> None:
+    for received, elements in ranks2.run(microbatched, 4, how):
+        assert received["reduce_scatter"] == (4 if how == "each" else 1) * 4 * elements / 2
+
+
+def test_replicas_reduce_the_gradients_of_several_microbatches_once(ranks4: Ranks) -> None:
+    for received, elements in ranks4.run(microbatched, 4, "accumulate", 2):
+        assert received["reduce_scatter"] == 4 * elements / 2
+        assert received["all_reduce"] == 2 * 1 / 2 * 4 * elements / 2

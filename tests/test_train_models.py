@@ -20,11 +20,13 @@ from resting import all_but
 from traffic import Traffic
 from trueshard.errors import UserError
 from trueshard.model import names
+from trueshard.runtime.engine import sharded as sharded_as
 from trueshard.train.config import Config
 from trueshard.train.losses import CausalLoss, PreferenceLoss
 from trueshard.train.models.build import architecture, build, fill, reference
 from trueshard.train.models.parameters import copy_tensor
 from trueshard.train.models.quantized import QuantizedLinear, dequantise, quantise
+from trueshard.train.running.session import choose_loss
 
 VOCABULARY = 300
 LLAMA: dict[str, Any] = {
@@ -507,6 +509,21 @@ def test_reference_is_the_model_before_training(ranks2: Ranks) -> None:
     for loss, trained in ranks2.run(reference_case, config(llama(freeze=["*embed_tokens*"]), format="preference")):
         assert loss == pytest.approx(2 * 0.6931472, rel=1e-6)
         assert not trained
+
+
+def plans_case(rank: int, world: int, given: Config) -> list[Any]:
+    model, settings = sharded(given, reshard_after_forward="always", mixed_precision="bf16")
+    loss = choose_loss(given, settings, model)
+    assert isinstance(loss, PreferenceLoss)
+    assert loss.reference is not None
+    plans = [sharding.plan for sharding in map(sharded_as, (model, loss.reference))]
+    return [[(unit.name, unit.modules, unit.reshard_after_forward) for unit in plan.units] for plan in plans]
+
+
+def test_reference_is_sharded_as_the_model(ranks2: Ranks) -> None:
+    for mine, theirs in ranks2.run(plans_case, config(llama(), format="preference")):
+        assert len(mine) > 2
+        assert mine == theirs
 
 
 def test_adapted_model_is_its_own_reference() -> None:

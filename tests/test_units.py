@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import trueshard
 from messages import lacking, naming
@@ -335,3 +336,31 @@ def bad_arguments(rank: int, world_size: int, words: dict[str, Any]) -> None:
 )
 def test_bad_arguments_are_refused(words: dict[str, Any], message: str, ranks2: Ranks) -> None:
     ranks2.raises(bad_arguments, words, match=message)
+
+
+def bad_mesh(rank: int, world_size: int, names: tuple[str, ...] | None) -> None:
+    shape = (world_size, 1, 1) if names is not None and len(names) == 3 else (world_size, 1)
+    trueshard.shard(Stack(), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [None, ("dp", "tp"), ("shard", "replicate"), ("dp_replicate", "cp"), ("replicate", "shard", "tensor")],
+)
+def test_a_mesh_of_other_dimensions_than_copies_and_shards_is_refused_at_once(
+    names: tuple[str, ...] | None, ranks2: Ranks
+) -> None:
+    wrong = "3-D" if names and len(names) == 3 else "needs names" if names is None else names[1]
+    words = naming("shard", "name", wrong)
+    ranks2.raises(bad_mesh, names, match=words)
+
+
+def slice_of_a_mesh(rank: int, world_size: int) -> None:
+    whole = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("dp", "tp"))
+    trueshard.shard(Stack(), mesh=whole["dp"])
+    trueshard.shard(Stack(), mesh=init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_replicate", "dp_shard")))
+    trueshard.shard(Stack(), mesh=init_device_mesh("cpu", (1, world_size), mesh_dim_names=("ddp", "fsdp")))
+
+
+def test_a_slice_of_a_mesh_and_longer_names_are_taken(ranks2: Ranks) -> None:
+    ranks2.run(slice_of_a_mesh)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import trueshard
 from models.handmade import Stack
 from parity import Ranks
+from trueshard import _torch
+from trueshard.distributed import replicated_mesh
 from trueshard.runtime import waiting
 from trueshard.runtime.waiting import Place, described
 
@@ -75,12 +79,56 @@ def test_the_slowest_rank_is_named_once(sizes: list[Ranks], where: str) -> None:
         assert "of unit 'blocks." in wait or "of unit '(root)'" in wait
 
 
+def loads_late(rank: int, world_size: int, folder: str) -> list[str]:
+    """What rank logs while the last rank comes late to ``load()``."""
+    kept, patience, waiting.PATIENCE = Kept(), waiting.PATIENCE, 0.9
+    logging.getLogger("trueshard").addHandler(kept)
+    try:
+        model = Stack()
+        trueshard.shard(model)
+        trueshard.save(folder, model=model)
+        if rank == world_size - 1:
+            dawdle(2.0)
+        trueshard.load(folder, model=model)
+    finally:
+        logging.getLogger("trueshard").removeHandler(kept)
+        waiting.PATIENCE = patience
+    return kept.texts
+
+
+def test_who_comes_late_to_a_load_is_named(ranks3: Ranks, tmp_path: Path) -> None:
+    found = ranks3.run(loads_late, str(tmp_path / "saved"))
+    (line,) = [text for texts in found for text in texts]
+    slow, wait = line.partition(": ")[2].split("; ")
+    assert slow.startswith("rank 2 ")
+    assert slow.endswith("(slowest)")
+    assert wait.startswith("ranks 0-1 in all_gather_object, load(), test_waiting.py:")
+
+
 @pytest.mark.rest
 def test_before_the_time_limit_ends_the_run_each_place_is_told(ranks2: Ranks) -> None:
     (texts, failed), _ = ranks2.run(waits, 1, "forward", 9.5, timeout=10.0)
     assert "imed out" in failed
     assert ["time limit of 9 s" in text for text in texts] == [False, True]
     assert "rank 1 " in texts[1]
+
+
+def limits(rank: int, world_size: int, folder: str) -> list[list[float]]:
+    """Seconds that ranks wait for one another in the default process group, and in those that are made for them."""
+    before = set(dist.distributed_c10d._world.pg_map)
+    for number, words in enumerate(({}, {"reshard_after_forward": 2}, {"mesh": replicated_mesh(2)})):
+        model = Stack()
+        trueshard.shard(model, **words)
+        model(torch.ones(2, 8)).sum().backward()
+        trueshard.save(Path(folder, str(number)), model=model)
+    made = [group for group in dist.distributed_c10d._world.pg_map if group not in before]
+    return [[_torch.timeout_of(each).total_seconds() for each in groups] for groups in ([dist.group.WORLD], made)]
+
+
+def test_every_group_has_the_time_limit_of_the_first(ranks4: Ranks, tmp_path: Path) -> None:
+    for (limit,), others in ranks4.run(limits, str(tmp_path), timeout=50.0):
+        assert limit < 50
+        assert others == [limit] * 5
 
 
 def test_ranks_at_one_place_are_told_together_and_the_slowest_first() -> None:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trueshard import _torch
 
+_OTHER_AXES = {"tp", "cp", "sp", "ep", "pp", "tensor", "context", "sequence", "expert", "experts", "pipeline", "stage"}
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -75,13 +76,25 @@ def ensure_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         raise ValueError(f"mesh must be 1-D (shard) or 2-D (replicate, shard), not {mesh.ndim}-D; slice it by name")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ValueError('a 2-D mesh needs names: init_device_mesh(..., mesh_dim_names=("replicate", "shard"))')
+    for number, name in enumerate(mesh.mesh_dim_names or ()):
+        is_other = bool(_OTHER_AXES & set(name.lower().split("_"))) or (number == 1 and "replica" in name)
+        if mesh.ndim == 2 and is_other:
+            raise ValueError(
+                f"a 2-D mesh has dimensions for copies and shards, in this order, which {name!r} is not: give a slice "
+                'of the mesh by name, such as mesh["replicate", "shard"]'
+            )
     return mesh
 
 
 def replicated_mesh(copies: int) -> DeviceMesh:
-    """Return a 2-D mesh (replicate, shard) over all ranks, which ``copies`` divides. Collective."""
+    """Return a 2-D mesh (replicate, shard) over all ranks, which ``copies`` divides. Collective.
+
+    Its ranks wait for one another as long as those of the process group.
+    """
     shape = (copies, dist.get_world_size() // copies)
-    return init_device_mesh(_device_type(), shape, mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(_device_type(), shape, mesh_dim_names=("replicate", "shard"))
+    _torch.limit_alike(mesh)
+    return mesh
 
 
 def _device_type() -> str:

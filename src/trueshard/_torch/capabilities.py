@@ -23,7 +23,8 @@ from trueshard.machine import TESTED_TORCH
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 NEEDED = {
-    f"{_FSDP}._fsdp_state.FSDPState": "_lazy_init _is_root _state_ctx _training_state _auto_reshard_after_forward",
+    f"{_FSDP}._fsdp_state.FSDPState": "_lazy_init _is_root _state_ctx _training_state _auto_reshard_after_forward "
+    "_register_pre_backward_hook _pre_backward",
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup": "fsdp_params is_unsharded _init_mp_dtypes mesh_info "
     "post_forward_mesh_info unshard wait_for_unshard post_forward pre_backward post_backward",
     f"{_FSDP}._fsdp_param.FSDPParam": "_unsharded_param _param_fqn sharded_param offload_to_cpu mp_policy "
@@ -34,7 +35,7 @@ NEEDED = {
     "torch.Tensor": "_backward_hooks _post_accumulate_grad_hooks _version",
     "torch.nn.Module": "_parameters _buffers _modules _forward_pre_hooks _compiled_call_impl",
     "torch.optim.Optimizer": "_patch_step_function",
-    "torch._C": "_current_graph_task_id",
+    "torch._C": "_current_graph_task_id _are_functorch_transforms_active",
 }
 """Class or module → attributes without which results would be wrong."""
 

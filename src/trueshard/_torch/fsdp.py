@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 
 from trueshard._torch.capabilities import missing_for_speed
+from trueshard._torch.modules import limit_alike
 from trueshard._torch.simulating import is_fake, is_plain, real_tensors
-from trueshard._torch.tensors import apart
+from trueshard._torch.tensors import apart, call_with_gradient, tensors_in
 
 if TYPE_CHECKING:
 
@@ -153,6 +154,28 @@ def _watched(inner: Callable[..., Any], entered: Callable[[], Any], left: Callab
     return call
 
 
+def follow_views(root: nn.Module) -> None:
+    """Let backward gather a unit whose output is a view that the model writes to in place.
+
+    FSDP2 gathers in a hook on the output, which torch drops then, and warns (2.13 on) of every output that is a view.
+    """
+
+    def following(state: Any) -> Callable[[Any], Any]:
+        def register(output: Any) -> Any:
+            tensors = [each for each in tensors_in(output) if each.requires_grad] if torch.is_grad_enabled() else []
+            if all(each._base is None for each in tensors) or torch._C._are_functorch_transforms_active():
+                return type(state)._register_pre_backward_hook(state, output)
+            for tensor in tensors:
+                call_with_gradient(tensor, state._pre_backward)
+            return output
+
+        return register
+
+    for module in fsdp_modules(root):
+        state: Any = module._get_fsdp_state()
+        state._register_pre_backward_hook = following(state)
+
+
 def keep_gathered(root: nn.Module) -> Callable[[], None]:
     """Free no memory of gathered parameters until the function that this returns is called.
 
@@ -251,6 +274,7 @@ def set_reshard_after_forward(module: ShardedModule, policy: bool | int, meshes:
             with real_tensors():
                 ranks = mesh.mesh.view(-1, policy)
                 meshes[mesh, policy] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
+                limit_alike(meshes[mesh, policy])
         info = HSDPMeshInfo(meshes[mesh, policy], shard_mesh_dim=1, replicate_mesh_dim=0)
         group.post_forward_mesh_info = info
         for parameter in group.fsdp_params:

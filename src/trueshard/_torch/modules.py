@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -178,6 +179,20 @@ def timeout_of(group: Any) -> Any:
         with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(device)).options._timeout
     return None
+
+
+def limit_alike(mesh: DeviceMesh) -> None:
+    """Give the process groups of ``mesh`` the time limit of the default one.
+
+    ``init_device_mesh`` makes them with torch's own limit, and takes no other.
+    """
+    if (limit := timeout_of(torch.distributed.group.WORLD)) is None:
+        return
+    for dim in range(mesh.ndim):
+        for device in ("cpu", "cuda"):
+            with contextlib.suppress(RuntimeError, AttributeError):  # no backend for this device, or a simulated one
+                backend: Any = mesh.get_group(dim)._get_backend(torch.device(device))
+                backend._set_default_timeout(limit)
 
 
 def group_named(name: Any) -> torch.distributed.ProcessGroup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,29 @@ foreach_norm: Any = getattr(torch, "_foreach_norm", None) or _norm_each
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return every tensor in nested containers, the ones registered with ``torch.utils._pytree`` too."""
     return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
+
+
+def call_with_gradient(tensor: torch.Tensor, function: Callable[[torch.Tensor | None], Any]) -> None:
+    """Call ``function(gradient)`` when backward comes to ``tensor``; what it returns, if not None, is the gradient.
+
+    A view that is written to in place (``y += x``) loses its hooks, since torch computes it anew from its base. Then
+    the base's place in the graph calls ``function(None)``.
+    """
+    called = False
+
+    def hook(gradient: torch.Tensor) -> Any:
+        nonlocal called
+        called = True
+        return function(gradient)
+
+    def before_base(_: Any) -> None:
+        if not called:
+            function(None)
+
+    tensor.register_hook(hook)
+    base = tensor._base
+    if base is not None and base.grad_fn is not None:
+        base.grad_fn.register_prehook(before_base)
 
 
 def storage_identity(tensor: torch.Tensor) -> int:

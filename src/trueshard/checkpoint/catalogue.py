@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.checkpoint import ranks
@@ -214,6 +216,29 @@ class Catalogue:
         local = _torch.local(tensor).detach()
         begin, _ = ranks.bytes_here(tensor, self.entries[key].nbytes)
         self.read_into(key, begin, local[: rows_here(tensor)[1]] if local.ndim else local)
+
+    def fill_together(self, key: str, tensor: torch.Tensor, failures: list[Exception]) -> None:
+        """Fill this rank's shard of ``tensor``, of which one replica reads it, and sends it to the others. Collective.
+
+        An error is added to ``failures`` and not raised, since the others wait for the tensors that follow.
+        """
+        dims = ranks.replicas_of(tensor)
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        local, turn = _torch.local(tensor).detach(), crc32(memoryview(key.encode()))
+        readers = {dim: turn % mesh.size(dim) for dim in dims} if mesh is not None and local.numel() else {}
+        if mesh is None or all(mesh.get_local_rank(dim) == reader for dim, reader in readers.items()):
+            try:
+                self.fill(key, tensor)
+            except Exception as error:
+                failures.append(error)
+        if mesh is None or not readers:
+            return
+        data = local.contiguous()
+        for dim, reader in readers.items():
+            group = mesh.get_group(dim)
+            dist.broadcast(data.view(-1).view(torch.uint8), dist.get_global_rank(group, reader), group)
+        if data is not local:
+            local.copy_(data)
 
     def whole(self, key: str) -> torch.Tensor:
         """Read a tensor into new memory on the CPU."""

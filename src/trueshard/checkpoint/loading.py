@@ -1,4 +1,4 @@
-"""Load in place, at any world size: each rank reads the bytes it holds, and nothing else.
+"""Load in place, at any world size: each rank reads the bytes it holds, and nothing else; of replicas one reads.
 
 Everything is checked on every rank before anything is changed: names, shapes, dtypes and groups, and then checksums.
 Each rank takes the checksum of its own bytes, and together they must give the tensor's. Groups of an optimizer are
@@ -112,6 +112,7 @@ class LoadJob:
     def __init__(self, group: RankGroup, options: dict[str, bool], names: Any, more: Mapping[str, Any]) -> None:
         self._group, self._options, self._names, self._more = group, options, names, more
         self._targets: list[tuple[str, torch.Tensor]] = []  # (key in the catalogue, the model's tensor that it fills)
+        self._filled: set[int] = set()  # ``id`` of those that are filled
         self._loads: list[OptimizerLoad] = []
         self._misfits: dict[str, dict[str, str]] = {"mismatched": {}, "missing": {}, "unexpected": {}, "new": {}}
         """What is wrong → name → text; "new" is no error."""
@@ -124,6 +125,7 @@ class LoadJob:
         if self._options["verify"]:
             self._verify(attempt(self._checksums))
         attempt(self._load_entries)
+        attempt(self._materialise)
         attempt(self._apply)
         return self._found
 
@@ -287,16 +289,20 @@ class LoadJob:
                     owner = model_names.unwrap(module).get_submodule(name.rpartition(".")[0])
                     owner.set_extra_state(self._catalogue.value(saved[name]))
 
-    def _apply(self) -> None:
+    def _materialise(self) -> None:
         key_of = {id(tensor): key for key, tensor in self._targets}
-        filled: set[int] = set()
         for module in self._models.values():
-            filled |= materialise(module, self._catalogue, key_of)
+            self._filled |= materialise(module, self._catalogue, key_of)
+
+    def _apply(self) -> None:
+        failures: list[Exception] = []
         for key, tensor in self._targets:
-            if id(tensor) not in filled:
-                self._catalogue.fill(key, tensor)
+            if id(tensor) not in self._filled:
+                self._catalogue.fill_together(key, tensor, failures)
         for one in self._loads:
-            one.apply()
+            one.apply(failures)
+        if failures:
+            raise failures[0]
         if self._options["rng"] and self._group.rank < len(self._manifest.rng):
             table = self._manifest.rng[self._group.rank]
             row = torch.empty(sum(size for _, size in table), dtype=torch.uint8)
@@ -318,8 +324,12 @@ class OptimizerLoad:
     parts: list[tuple[Any, Any]] = field(default_factory=list)  # (parameter or other key of the state, its saved state)
     templates: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # (key, meta tensor cut like it): checksums
 
-    def apply(self) -> None:
-        """Change the optimizer; its state dict remains the same object."""
+    def apply(self, failures: list[Exception]) -> None:
+        """Change the optimizer; its state dict remains the same object. What it held is freed first. Collective.
+
+        ``failures``: what ``fill_together`` could not read.
+        """
+        self.optimizer.state.clear()
         for group, value in self.settings:
             group.update(copy.deepcopy(self.catalogue.value(value)))
         found = {}
@@ -329,9 +339,8 @@ class OptimizerLoad:
                 entry = self.catalogue.entries[where]
                 is_own = isinstance(key, torch.Tensor)
                 tensors[where] = _like(entry, path, key, self.roles.get(id(key))) if is_own else entry.empty()
-                self.catalogue.fill(where, tensors[where])
+                self.catalogue.fill_together(where, tensors[where], failures)
             found[key] = join(value, tensors.__getitem__)
-        self.optimizer.state.clear()
         self.optimizer.state.update(found)
 
     def match(self, prefix: str, saved: Any, name_of: Mapping[int, str]) -> Iterator[tuple[str, str, str]]:

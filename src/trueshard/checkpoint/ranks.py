@@ -104,6 +104,19 @@ def own_part(tensor: DTensor, number: int, nbytes: int | None = None) -> tuple[i
     return bytes_here(tensor, nbytes) if mine else (0, 0)
 
 
+def replicas_of(tensor: torch.Tensor) -> list[int]:
+    """Return the mesh dimensions along which other ranks hold the same shard.
+
+    None of a tensor that is whole on every rank, or that lies where the mesh's group may not reach (offloaded).
+    """
+    if not isinstance(tensor, DTensor) or not any(placement.is_shard() for placement in tensor.placements):
+        return []
+    mesh = tensor.device_mesh
+    if _torch.local(tensor).device.type != mesh.device_type:
+        return []
+    return [dim for dim, each in enumerate(tensor.placements) if each.is_replicate() and mesh.size(dim) > 1]
+
+
 def is_unpadded(tensor: DTensor) -> bool:
     """True if all ranks' shards are equally large, so that FSDP2 keeps them without padding."""
     sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]

@@ -110,10 +110,11 @@ class SaveJob:
                 everyone = attempt(lambda: self.writer.write(rank, self.mine, self.manifest.tensors, self.verify))
                 attempt(lambda: None if rank else self._publish(everyone))
         except BaseException:
-            self.mine = {}
             if rank == 0:
                 self.writer.abandon()
             raise
+        finally:
+            self.mine = {}  # what was copied to host memory is not kept by whoever keeps the `Saving`
 
     def _files(self) -> tuple[dict[str, bytes], dict[str, int]]:
         """Return each file's first bytes and its size; record them in the manifest. Rank 0."""

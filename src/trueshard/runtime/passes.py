@@ -113,6 +113,7 @@ class Runtime:
         root.__dict__[KEY] = self
         self.gathered = _torch.gathered_units(self.units)
         _torch.call_before_backward(self.units, self._begin_double_backward)
+        _torch.follow_views(root)
         self._trainable = self._trainability()
         self._adopt_hooks()
         root.register_load_state_dict_pre_hook(self._shard_loaded)
@@ -186,7 +187,7 @@ class Runtime:
         if torch.is_grad_enabled():
             for tensor in _torch.tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._output_gradient)
+                    _torch.call_with_gradient(tensor, self._output_gradient)
         gathered = self.gathered()
         for module in gathered:
             self._versions[module] = self._version(module)
@@ -257,7 +258,7 @@ class Runtime:
 
     # In backward
 
-    def _output_gradient(self, grad: torch.Tensor) -> None:
+    def _output_gradient(self, _: torch.Tensor | None) -> None:
         """Autograd has the gradient of a pass's output: a backward begins, or goes on."""
         self._begin_double_backward()
         if not self.is_in(State.BACKWARD):
