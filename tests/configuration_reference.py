@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from trueshard.train.config import Config
+from trueshard.train.parse import section_of
 
 FILE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = """# The configuration of a training run
@@ -47,14 +48,6 @@ def table(title: str, section: type[BaseModel]) -> str:
         values = kinds(field.annotation, field.metadata)
         rows.append(f"| `{field.alias or name}` | {values} | {default} | {one_line(field.description)} |")
     return "\n".join(rows) + "\n"
-
-
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, one or several; None for a plain value."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    found = [section_of(each) for each in typing.get_args(annotation)]
-    return next((each for each in found if each), None)
 
 
 def kinds(annotation: Any, metadata: Any = ()) -> str:

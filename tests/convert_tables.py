@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trueshard.convert.converting import FRAMEWORKS, Framework
 from trueshard.convert.engine import Rule
-from trueshard.convert.tables import FRAMEWORKS, Framework
 
 FILE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 HEAD = "| key | becomes | how, or why not |\n|---|---|---|"

@@ -176,7 +176,7 @@ def test_private_attributes_of_torch_are_reached_in_one_package() -> None:
 TERMINAL = {
     *("doctor.processes", "train.data.prepared", "train.data.store", "train.running.checks", "train.running.launcher"),
     *("train.running.session", "train.running.worker"),
-    *("train.showing.profile", "train.showing.report", "train.showing.trackers"),
+    *("train.showing.metrics", "train.showing.report"),
 }
 
 

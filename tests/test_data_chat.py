@@ -44,11 +44,11 @@ def chat(root: Path, records: list[Any], template: str | None = None, length: in
 
 def learnt(data: Prepared, sample: Sample) -> str:
     """What the targets say."""
-    return str(data.tokenizer().decode([token for token in sample["targets"] if token != IGNORED]))
+    return str(data.tokenizer.decode([token for token in sample["targets"] if token != IGNORED]))
 
 
 def shown(data: Prepared, sample: Sample) -> str:
-    return str(data.tokenizer().decode(sample["input_ids"]))
+    return str(data.tokenizer.decode(sample["input_ids"]))
 
 
 SYSTEM = {"role": "system", "content": "Add."}
@@ -106,7 +106,7 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
 
 
 def test_template_stays_with_the_tokenizer(tmp_path: Path) -> None:
-    assert chat(tmp_path, [corpora.conversation(1)], HEADS).tokenizer().chat_template == HEADS
+    assert chat(tmp_path, [corpora.conversation(1)], HEADS).tokenizer.chat_template == HEADS
 
 
 def test_first_fit_wastes_little_and_keeps_all() -> None:
@@ -159,7 +159,7 @@ def test_a_packed_conversation_does_not_see_the_others(tmp_path: Path) -> None:
     data = chat(tmp_path, records, length=128)
     size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(data.tokenizer()), **size)).eval()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(data.tokenizer), **size)).eval()
     batch = stack([data.train[0]])
     with torch.no_grad():
         whole = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]

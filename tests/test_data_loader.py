@@ -17,8 +17,7 @@ import forks
 from messages import lacking, naming
 from trueshard.errors import UserError
 from trueshard.train.data.loader import EvaluationLoader, Loader, Prefetcher
-from trueshard.train.data.order import Mixture, StreamMixture
-from trueshard.train.data.samples import Batch, Sample, stack
+from trueshard.train.data.samples import Batch, Mixture, Sample, StreamMixture, stack
 
 LIMIT = 20.0
 """Seconds after which what should have happened has not."""

@@ -48,7 +48,7 @@ def test_samples_follow_from_the_seed(tmp_path: Path) -> None:
 
 def test_places_name_the_documents(tmp_path: Path) -> None:
     data = streamed(tmp_path, {"path": str(corpora.write_texts(tmp_path / "text"))})
-    tokenizer = data.tokenizer()
+    tokenizer = data.tokenizer
     begun = set()
     for ids, where in first(data, 20):
         text = tokenizer.decode(ids)
@@ -140,7 +140,7 @@ def test_damaged_line_is_named_when_it_is_read(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "fine and long enough to fill it"}\n' * 300 + "{\n")
     own = corpora.made(corpora.config(tmp_path / "own", {"path": str(corpora.write_texts(tmp_path / "text"))}))
-    own.tokenizer().save_pretrained(str(tmp_path / "tokenizer"))
+    own.tokenizer.save_pretrained(str(tmp_path / "tokenizer"))
     data = streamed(tmp_path, {"path": str(file)}, tokenizer={"path": str(tmp_path / "tokenizer")})
     with pytest.raises(UserError, match=naming("a.jsonl", "line 301", "JSON")):
         next(Loader(data.train, data.collate, batch_size=1))

@@ -96,7 +96,7 @@ def test_folder_of_text_and_records_must_say_which(tmp_path: Path) -> None:
 
 def test_documents_are_joined_and_cut_without_loss(tmp_path: Path) -> None:
     data = corpora.made(corpora.config(tmp_path, {"path": str(corpora.write_texts(tmp_path / "text"))}))
-    tokenizer = data.tokenizer()
+    tokenizer = data.tokenizer
     whole = [tokenizer(file.read_text())["input_ids"] for file in sorted((tmp_path / "text").iterdir())]
     joined = [token for ids in whole for token in [*ids, tokenizer.eos_token_id]]
     samples = [data.train[index] for index in range(len(data))]
@@ -111,7 +111,7 @@ def test_documents_are_joined_and_cut_without_loss(tmp_path: Path) -> None:
 def test_a_sample_knows_its_documents(tmp_path: Path) -> None:
     folder = corpora.write_texts(tmp_path / "text")
     data = corpora.made(corpora.config(tmp_path, {"path": str(folder)}))
-    tokenizer = data.tokenizer()
+    tokenizer = data.tokenizer
     begun = set()
     for index in range(len(data)):
         text = tokenizer.decode(data.train[index]["input_ids"])
@@ -265,7 +265,7 @@ def test_own_tokenizer_that_changes_makes_the_data_anew(tmp_path: Path) -> None:
     folder = corpora.write_texts(tmp_path / "text")
     for name, size in (("small", 270), ("large", 400)):
         data = corpora.made(corpora.config(tmp_path / name, {"path": str(folder)}, tokenizer={"vocab_size": size}))
-        data.tokenizer().save_pretrained(str(tmp_path / name / "own"))
+        data.tokenizer.save_pretrained(str(tmp_path / name / "own"))
     own = {"path": str(tmp_path / "small" / "own")}
     first = corpora.made(corpora.config(tmp_path, {"path": str(folder)}, tokenizer=own))
     os.replace(tmp_path / "large" / "own" / "tokenizer.json", tmp_path / "small" / "own" / "tokenizer.json")
@@ -292,6 +292,6 @@ def test_saved_data_set_of_the_datasets_library(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "run" / ".data-left").mkdir(parents=True)
+    (tmp_path / "run" / ".new-1-data").mkdir(parents=True)
     corpora.made(corpora.config(tmp_path, {"path": str(corpora.write_texts(tmp_path / "text"))}))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["data"]

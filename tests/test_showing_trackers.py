@@ -18,8 +18,7 @@ from running import CONFIG as RUN
 from showing import Lost, trainer
 from trueshard.errors import UserError
 from trueshard.train.parse import load_config
-from trueshard.train.showing.metrics import Measures, MetricsWriter, read_metrics
-from trueshard.train.showing.trackers import Tracker, Tracking, trackers
+from trueshard.train.showing.metrics import Measures, MetricsWriter, Tracker, Tracking, read_metrics, trackers
 from trueshard.train.trainer import Callback
 
 CONFIG = {"train": {"steps": 6}}
@@ -54,8 +53,7 @@ import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from showing import Lost, trainer
-from trueshard.train.showing.metrics import Measures
-from trueshard.train.showing.trackers import Tracking, trackers
+from trueshard.train.showing.metrics import Measures, Tracking, trackers
 
 class Kills:
     def __getattr__(self, event):

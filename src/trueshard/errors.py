@@ -29,9 +29,9 @@ def cut_line(error: BaseException) -> str:
     return one_line(error, 200)
 
 
-def with_kind(error: BaseException) -> str:
-    """Return an error's class and its line, cut to 200 characters: many libraries say a name only."""
-    return f"{type(error).__name__}: {cut_line(error)}"
+def with_kind(error: BaseException, most: int = 200) -> str:
+    """Return an error's class and its line, cut to ``most`` characters: many libraries say a name only."""
+    return f"{type(error).__name__}: {one_line(error, most)}"
 
 
 _EXTRA_OF = {

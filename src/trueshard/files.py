@@ -1,9 +1,10 @@
-"""Replace a file whole, and lock one for as long as a process lives."""
+"""Replace a file whole, lock one for as long as a process lives, and make a folder that does not stay empty."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +14,15 @@ from pathlib import Path
 def replacing(file: Path) -> Iterator[Path]:
     """Yield a scratch path beside ``file``, of the same suffix, that takes its place at the end.
 
-    If the block raises, ``file`` is as it was and the scratch file is removed.
+    If the block raises, ``file`` is as it was and the scratch file, or folder, is removed. A folder takes the place of
+    none, or of an empty one.
     """
     scratch = file.with_name(f".new-{os.getpid()}-{file.name}")
     try:
         yield scratch
         scratch.replace(file)
     finally:
+        shutil.rmtree(scratch, ignore_errors=True)
         with contextlib.suppress(OSError):
             scratch.unlink(missing_ok=True)
 
@@ -28,6 +31,19 @@ def replace_text(file: Path, text: str) -> None:
     """Replace ``file`` by ``text`` in UTF-8, whole or not at all."""
     with replacing(file) as scratch:
         scratch.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def making(folder: Path) -> Iterator[None]:
+    """Make ``folder`` and its parents; at the end, remove those of them that were made and are empty."""
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # it has files by now
+            for place in made:
+                place.rmdir()
 
 
 @contextlib.contextmanager

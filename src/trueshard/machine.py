@@ -9,6 +9,9 @@ from pathlib import Path
 TESTED_TORCH = "2.11", "2.13"
 """The oldest and the newest release of torch on which TrueShard is tested."""
 
+PROCESSES_PER_CORE = 4
+"""CPU processes that may share a core: a larger number is surely a slip, and each loads its own libraries."""
+
 CGROUP = Path("/sys/fs/cgroup")
 """Where Linux shows the limits of the container that this process runs in (version 2)."""
 

@@ -1,26 +1,45 @@
-"""`trueshard convert`: turn a configuration of another framework into one of `trueshard train`."""
+"""`trueshard convert`: turn a configuration of another framework into one of `trueshard train`.
+
+Each framework is a table in `frameworks/`: what concerns it as a whole, then a `[[rule]]` a key, or several alike:
+
+- `keys`: their names, dotted; `section.*` is any other key of a section. `shown`: the names in the documents, where
+  these differ.
+- One of `set` = our key; `always` = why it is so here anyway; `none` = why there is no equivalent; `command` = an
+  option; `part` or `later` = our key that another of theirs decides too; `function` = a function's name, and `becomes`.
+- `why`: how, what differs, or what to do instead. `default`: theirs, if that decides something here.
+- With `set`: `read` = a reader's name, or `words` = a list of values, or of names of `[words]` in `shared.toml`: `of` =
+  theirs ("*": any other), `value` = ours (or `sets` = several of our keys), and the rest as in `Word`.
+- `unset` (of `set`) and `off` (of `none`): values that mean "not asked for". `unless`: values without equivalent.
+  `needs`, `yields`, `when`, `otherwise`, `beside`, `last`: as in `Rule`.
+- `include` = rules of `shared.toml` or of this file, their keys with a prefix (the first one is shown as `shown`),
+  under other `names`, or in capitals (`upper`).
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+import pkgutil
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
 
-from trueshard.convert.engine import Draft, Entry, Rule, Wrong, nearest, our_fields, shown
-from trueshard.convert.tables import ENVIRONMENT, FILES, FRAMEWORKS, Framework, table
-from trueshard.errors import UserError, one_line
+from trueshard.convert.engine import Draft, Entry, Kind, Rule, Word, Wrong, nearest, plain, shown
+from trueshard.errors import UserError, explained, one_line
 from trueshard.files import replace_text
 from trueshard.train.config import Config
-from trueshard.train.parse import toml_key, toml_value, tomllib
+from trueshard.train.parse import fields, read_text, set_key, toml_key, toml_value, tomllib
 
+FOLDER = Path(__file__).with_name("frameworks")
+NOTHING = (None, "", "none")
+FIXED = {"always": "always so", "none": "no equivalent"}
 ASSIGNED = re.compile(r"\s*(?:(?:export|env)\s+)?[A-Za-z_][A-Za-z0-9_]*=")
 WORDS = {
     "set": "the same",
@@ -68,10 +87,8 @@ class Converted:
         """Write the text to a new file, whole or not at all; raises `UserError`."""
         if out.exists():
             raise UserError(f"--out {out}: it exists already; remove it, or give another name")
-        try:
+        with explained(f"--out {out}: cannot be written", "give another place", OSError, one_line):
             replace_text(out, self.toml)
-        except OSError as error:
-            raise UserError(f"--out {out}: cannot be written ({error.strerror}); give another place") from None
 
 
 def convert(
@@ -125,19 +142,12 @@ def _find(
 
 def _read(path: Path) -> dict[str, Any]:
     """Read a YAML, JSON or TOML file, or the variables that a shell file sets; raises `UserError`."""
-    try:
-        content = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; check the path") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({one_line(error)}); give a text file") from None
+    content = read_text(path, "a text file")
     kind = path.suffix.lower() if path.name != ".env" else ".env"
     if kind not in READERS:
         raise UserError(f"{path}: a file of an unknown kind; give one that ends in {', '.join(READERS)}")
-    try:
+    with explained(f"{path}: malformed", "correct that place", (ValueError, yaml.YAMLError), one_line):
         tree = READERS[kind](content)
-    except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: malformed: {one_line(error)}; correct that place") from None
     if not isinstance(tree, dict) or not tree:
         raise UserError(f"{path}: no keys are in it; give the file that holds the configuration")
     return tree
@@ -272,7 +282,7 @@ def _toml(draft: Draft, origin: str) -> str:
 
 
 def _in_order(keys: Sequence[str] | Mapping[str, Any]) -> list[str]:
-    order = list(our_fields())
+    order = list(fields())
     return sorted(keys, key=lambda key: order.index(".".join(key.split(".")[:2])))
 
 
@@ -280,11 +290,7 @@ def _check(text: str, draft: Draft, where: str) -> None:
     """Raise `UserError` if the text is no configuration once what is asked is set."""
     tree = tomllib.loads(text)
     for key, (example, _) in draft.asked.items():
-        *parents, last = key.split(".")
-        table = tree
-        for parent in parents:
-            table = table.setdefault(parent, {})
-        table[last] = tomllib.loads(f"value = {example}")["value"]
+        set_key(tree, f"{key}={example}")
     try:
         Config.model_validate(tree)
     except ValidationError as error:
@@ -293,3 +299,119 @@ def _check(text: str, draft: Draft, where: str) -> None:
         cause = first["ctx"]["error"] if first["type"] == "value_error" else first["msg"].lower()
         origin = next((draft.origins[key] for key in draft.origins if ours.startswith(key)), "its values")
         raise UserError(f"{where}: {origin}: {cause}; correct it") from None
+
+
+# The frameworks, read from their tables
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A kind of configuration that can be converted."""
+
+    name: str
+    title: str
+    rules: tuple[Rule, ...]
+    finish: Callable[[Draft], None]  # sets what several keys decide, such as batch sizes, and asks for what is missing
+    arrange: Callable[[dict[str, Any], Set[str]], dict[str, Any]]  # (tree, known sections) → its full present form
+    marks: tuple[str, ...]  # keys of the top level that only this kind has
+    silent: tuple[str, ...]  # a file of these sections alone says nothing of other keys, which else have defaults
+
+    @functools.cached_property
+    def index(self) -> dict[str, Rule]:
+        return {key: rule for rule in self.rules for key in rule.keys}
+
+    def prepare(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Return a tree in the full present form; raises `Wrong` for one that cannot be brought into it."""
+        return self.arrange(tree, {key.partition(".")[0] for key in self.index})
+
+    def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the framework's values for absent keys, where they count."""
+        if self.silent and {key.partition(".")[0] for key in given} <= set(self.silent):
+            return {}
+        return {rule.keys[0]: rule.default for rule in self.rules if rule.default is not None}
+
+
+@functools.cache
+def table(name: str) -> dict[str, Any]:
+    return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def framework(file: str) -> Framework:
+    tree = table(file)
+    return Framework(
+        name=tree["name"],
+        title=tree["title"],
+        rules=tuple(_rule(row) for row in _rows(tree)),
+        finish=_named(tree["finish"]),
+        arrange=_named(tree["prepare"]) if "prepare" in tree else lambda given, sections: given,
+        marks=tuple(tree.get("marks", ())),
+        silent=tuple(tree.get("silent", ())),
+    )
+
+
+def _rows(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rules of a table, with those it includes in their place."""
+    for row in tree["rule"]:
+        if "include" not in row:
+            yield {**row, "keys": _listed(row["keys"])}
+            continue
+        for each in tree.get(row["include"]) or table("shared")[row["include"]]:
+            keys = _listed(each["keys"])
+            shown = [row["shown"] + key for key in keys] if "shown" in row else spelled(row, keys)[: len(keys)]
+            when = {spelled(row, [key])[0]: values for key, values in each.get("when", {}).items()}
+            beside = spelled(row, each.get("beside", ()))
+            yield {**each, "keys": spelled(row, keys), "when": when, "beside": beside, "shown": shown}
+
+
+def spelled(include: Mapping[str, Any], keys: Any) -> list[str]:
+    """Return included keys as the framework spells them, under each of its prefixes."""
+    named = [include.get("names", {}).get(key, key) for key in keys]
+    spelling = [prefix + key for prefix in _listed(include["prefix"]) for key in named]
+    return [key.upper() for key in spelling] if include.get("upper") else spelling
+
+
+def _rule(row: Mapping[str, Any]) -> Rule:
+    kind: Kind = next((kind for kind in get_args(Kind) if kind in row), "set")
+    becomes = FIXED.get(kind) or row.get("becomes") or row[kind]
+    unless = {plain(value): each["none"] for each in row.get("unless", ()) for value in each["of"]}
+    unset = (None, *row["unset"]) if "unset" in row else (*NOTHING, *row.get("off", ())) if kind == "none" else ()
+    more: dict[str, Any] = {name: tuple(row[name]) for name in ("keys", "needs", "yields", "beside") if name in row}
+    more |= {name: row[name] for name in ("default", "last", "otherwise") if name in row}
+    return Rule(
+        kind=kind,
+        becomes=becomes,
+        why=row[kind] if kind in FIXED else row["why"],
+        shown=tuple(_listed(row.get("shown", row["keys"]))),
+        read=_named(row["read"]) if "read" in row else None,
+        words=dict(_words(row.get("words", ()), becomes)),
+        unset=frozenset(map(plain, unset)),
+        unless=unless,
+        when={key: tuple(values) for key, values in row.get("when", {}).items()},
+        function=_named(row["function"]) if kind == "function" else None,
+        **more,
+    )
+
+
+def _words(listed: Any, becomes: str) -> Iterator[tuple[str, Word]]:
+    for each in _listed(listed):
+        if isinstance(each, str):
+            yield from _words(table("shared")["words"][each], becomes)
+            continue
+        more = {name: value for name, value in each.items() if name not in ("of", "value", "sets")}
+        sets = {becomes: each["value"]} if "value" in each else {}
+        word = Word({**sets, **each.get("sets", {})}, **more)
+        yield from ((of, word) for of in _listed(each["of"]))
+
+
+def _named(name: str) -> Any:
+    """Return a reader of `engine`, or a function of the module before the dot."""
+    return pkgutil.resolve_name(f"trueshard.convert.{name if '.' in name else f'engine.{name}'}")
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else list(value)
+
+
+FILES = tuple(map(framework, ("accelerate", "torchtitan", "composer", "huggingface")))
+ENVIRONMENT = framework("environment")
+FRAMEWORKS = (*FILES, ENVIRONMENT)

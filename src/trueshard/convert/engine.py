@@ -1,6 +1,6 @@
 """The engine of a conversion: applies rules to another framework's keys and collects our configuration.
 
-- A `Rule` says what one of their keys, or several alike, becomes. Rules are data, which `tables` reads.
+- A `Rule` says what one of their keys, or several alike, becomes. Rules are data, which `converting` reads.
 - A `Draft` is our configuration in the making, with an `Entry` for each of their keys: its status and why.
 - What a rule cannot say as data is a function `(draft, key, value) -> None` that it names.
 """
@@ -8,23 +8,19 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from pydantic.fields import FieldInfo
-
-from trueshard.train.config import Config, Section
-from trueshard.train.parse import section_of, toml_value
+from trueshard.train.parse import fields, toml_value
 
 Status = Literal["set", "near", "always", "command", "none"]
 """set: the same here. near: set, and something differs. always: nothing to set. command: said when the run is started.
 none: no equivalent."""
 Kind = Literal["set", "always", "none", "command", "part", "later", "function"]
-"""As `tables` describes them; set: the value goes to our key."""
+"""As `converting` describes them; set: the value goes to our key."""
 Found = TypeVar("Found")
 
 
@@ -41,7 +37,7 @@ class Word:
     none: str = ""  # why there is no equivalent; empty: there is one
     always: str = "nothing to set"
     copies: str = ""  # one whole copy of the model in each of the "ranks" or "machines"; empty: sharded over all
-    ask: tuple[str, str, str] | None = None  # our key left to the user, example, what to give; "{}": their word
+    ask: Sequence[str] = ()  # our key left to the user, example, what to give; "{}": their word
 
 
 @dataclass(frozen=True)
@@ -196,20 +192,9 @@ class Draft:
         return tuple(sorted(self.entries, key=lambda entry: order.index(entry.key)))
 
 
-@functools.cache
-def our_fields() -> dict[str, FieldInfo]:
-    """Return the field of each key of ours, in a file's order."""
-    sections = {name: section_of(Config, name) or Section for name in Config.model_fields}
-    return {
-        f"{name}.{info.alias or key}": info
-        for name, section in sections.items()
-        for key, info in section.model_fields.items()
-    }
-
-
 def our_default(ours: str) -> Any:
     """Return the default of a key of ours; None where it is required, or inside a table."""
-    info = our_fields().get(ours)
+    info = fields().get(ours)
     return None if info is None or info.is_required() else info.get_default(call_default_factory=True)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Set
 from typing import Any
 
 from trueshard.convert.engine import Draft, Wrong, integer, names, number, positive
+from trueshard.plans import SHORT_DTYPES
 
 # FSDP's words, which Accelerate, transformers and PEFT pass on under several names.
 
@@ -23,8 +24,7 @@ def strategy(draft: Draft, key: str, value: Any) -> None:
 
 REDUCED = "gradients are reduced in float32, there in the compute dtype: more exact, twice the bytes"
 POLICY = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "cast_forward_inputs")
-DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
-DTYPES |= {"float32": "fp32", "fp32": "fp32"}
+DTYPES = {name: word for word in ("bf16", "fp16", "fp32") for name in (SHORT_DTYPES[word], word)} | {"half": "fp16"}
 
 
 def mixed_precision_policy(draft: Draft, key: str, value: Any) -> None:

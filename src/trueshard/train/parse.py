@@ -17,8 +17,9 @@ from typing import Any
 
 import tomlkit
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
-from trueshard.errors import UserError, one_line
+from trueshard.errors import UserError, explained, one_line
 from trueshard.train.config import Config
 
 if sys.version_info >= (3, 11):
@@ -48,7 +49,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
         if isinstance(tree.get(section), dict):
             tree[section].pop(name, None)
     for override in overrides:
-        _override(tree, override)
+        set_key(tree, override)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -56,17 +57,22 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    with explained(f"{path}: not valid TOML", "correct that place", tomllib.TOMLDecodeError, one_line):
+        return tomllib.loads(read_text(path, "a TOML file"))
+
+
+def read_text(path: Path, wanted: str) -> str:
+    """Return the text of a configuration. Raises `UserError` of one line, which says what is ``wanted``."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such configuration file; check the path") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid TOML: {one_line(error)}; correct that place") from None
+        raise UserError(f"{path}: no such file; check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({one_line(error)}); give {wanted}") from None
 
 
-def _override(tree: dict[str, Any], text: str) -> None:
+def set_key(tree: dict[str, Any], text: str) -> None:
+    """Set "section.key=value" in a tree of tables. Raises `UserError` of one line."""
     key, equals, value = text.partition("=")
     *tables, last = parts = [part.strip() for part in key.split(".")]
     if not equals or not tables or not all(parts):
@@ -101,43 +107,41 @@ def _describe(error: ValidationError) -> str:
 
 def _dotted(location: tuple[int | str, ...]) -> str:
     """Return the key of a problem, without the branch of a union, which pydantic appends."""
-    key = ""
-    model: type[BaseModel] | None = Config
+    known, key = fields(), ""
     for part in location:
-        if model is None:
+        if key and section_of(known[_without_places(key)].annotation) is None:
             break
-        if isinstance(part, int):
-            key += f"[{part}]"
-        else:
-            key += f".{part}" if key else part
-            model = section_of(model, part)
+        key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else part
     return key
 
 
-def section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """Return the section under a key, also if it may be left out or is a list; None for a plain value."""
-    for name, field in model.model_fields.items():
-        if key == (field.alias or name):
-            kinds = [field.annotation, *typing.get_args(field.annotation)]
-            return next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
-    return None
+def _without_places(key: str) -> str:
+    return re.sub(r"\[\d+\]", "", key)
 
 
-def _keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    keys: list[str] = []
+def fields(model: type[BaseModel] = Config, prefix: str = "") -> dict[str, FieldInfo]:
+    """Return the field of each key, dotted, in a file's order; a section stands before its own keys."""
+    found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
-        section = section_of(model, field.alias or name)
-        keys += _keys(section, key + ".") if section else [key]
-    return keys
+        section = section_of(field.annotation)
+        found |= {key: field} | (fields(section, f"{key}.") if section else {})
+    return found
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the section that a field holds, one or several; None for a plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = [section_of(each) for each in typing.get_args(annotation)]
+    return next((each for each in found if each), None)
 
 
 def _nearest(key: str) -> str:
     """Return the valid key whose last part resembles that of an unknown one most; of equals, that in its section."""
-    section, _, last = re.sub(r"\[\d+\]", "", key).rpartition(".")
-    every = _keys()
-    sections = list(dict.fromkeys(valid.partition(".")[0] for valid in every))
-    own = [valid for valid in every if valid.rpartition(".")[0] == section] or sections
+    section, _, last = _without_places(key).rpartition(".")
+    every = fields()
+    own = [valid for valid in every if valid.rpartition(".")[0] == section]
     known = {valid.rpartition(".")[2]: valid for valid in (*reversed(every), *own)}
     near = difflib.get_close_matches(last, known, n=1, cutoff=0.5)
     return f"nearest valid one: {known[near[0]]}" if near else f"valid ones: {', '.join(own)}"

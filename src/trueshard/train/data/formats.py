@@ -2,7 +2,7 @@
 
 - Text: an end-of-text token follows each document. Documents are joined and cut into sequences without padding: the
   last target of one is the first input of the next.
-- Chat: see ``chat``. Vision: see ``vision``.
+- Chat and vision: see ``chat``.
 - Preferences are two documents a record that begin with the same prompt; the answers are the targets. `prompt`,
   `chosen` and `rejected` are strings, joined as they are with an end-of-text token at the end, or lists of messages,
   which go through the chat template. Without `prompt`, the prompt is the messages that both conversations share.
@@ -22,12 +22,9 @@ import numpy as np
 from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.train.config import DataSection
-from trueshard.train.data import samples
-from trueshard.train.data.chat import ChatTemplate, encode_chats, flat, messages, spoken, texts
-from trueshard.train.data.order import draws
+from trueshard.train.data import chat, samples
 from trueshard.train.data.samples import Collate, Document, Sample
 from trueshard.train.data.sources import DataSource, Fields, Record
-from trueshard.train.data.vision import VisionCollate, encode_vision, vision_messages
 
 Encode = Callable[[Sequence[Record], Path], list[tuple[Document, ...]]]
 """(records, folder for files beside the documents) → the documents of each. Raises `UserError` that names the record.
@@ -78,11 +75,12 @@ def format_of(section: DataSection, length: int, tokenizer: Any, processor: Any)
     if section.format == "text":
         return Format("joined", partial(encode_texts, tokenizer, section.field), single, samples.stack, vocabulary)
     if section.format == "vision":
-        return Format("kept", encode_vision, single, VisionCollate(processor, length, section.answers_only), None)
+        collate = chat.VisionCollate(processor, length, section.answers_only)
+        return Format("kept", chat.encode_vision, single, collate, None)
     if section.format == "preference":
-        pairs = partial(encode_pairs, ChatTemplate(tokenizer, answers_only=True))
+        pairs = partial(encode_pairs, chat.ChatTemplate(tokenizer, answers_only=True))
         return Format("single", pairs, paired, partial(samples.pad_pairs, pad), vocabulary)
-    chats = partial(encode_chats, ChatTemplate(tokenizer, section.answers_only))
+    chats = partial(chat.encode_chats, chat.ChatTemplate(tokenizer, section.answers_only))
     if not section.packing:
         return Format("single", chats, single, partial(samples.pad_ends, pad), vocabulary)
     return Format("packed", chats, partial(samples.packed, length=length, pad=pad), samples.stack, vocabulary)
@@ -92,9 +90,9 @@ def texts_of(section: DataSection, record: Record) -> Iterator[str]:
     """Yield the texts of a record, to train a tokenizer on; images need a ready one."""
     if section.format == "preference":
         for part in pair(record.fields, record.where):
-            yield from [part] if isinstance(part, str) else texts(part)
+            yield from [part] if isinstance(part, str) else chat.texts(part)
     elif section.format == "chat":
-        yield from texts(spoken(record))
+        yield from chat.texts(chat.spoken(record))
     else:
         yield plain_text(section.field, record)
 
@@ -140,7 +138,7 @@ def plain_text(field: str, record: Record) -> str:
     return value
 
 
-def encode_pairs(template: ChatTemplate, records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
+def encode_pairs(template: chat.ChatTemplate, records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
     """Return two documents a record: the chosen and the rejected one."""
     found: list[tuple[Document, ...]] = []
     for record in records:
@@ -179,9 +177,9 @@ def pair(fields: Fields, where: str) -> tuple[Any, Any, Any]:
     if any(strings):
         kinds = ", ".join(f"{key} {type(value).__name__}" for key, value in zip(PAIR, found, strict=True))
         raise UserError(f"{where}: wanted three strings, or lists of messages, found {kinds}; correct it")
-    first, second = (flat(messages(fields[key], f"{where}: {key}"), where) for key in PAIR[1:])
+    first, second = (chat.flat(chat.messages(fields[key], f"{where}: {key}"), where) for key in PAIR[1:])
     if prompt is not None:
-        return flat(messages(prompt, f"{where}: prompt"), where), first, second
+        return chat.flat(chat.messages(prompt, f"{where}: prompt"), where), first, second
     shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False)))
     if not shared:
         raise UserError(f"{where}: has no 'prompt', and chosen and rejected begin differently; add it")
@@ -216,7 +214,7 @@ class SourceStream:
     def _once(self) -> Iterator[Placed]:
         if self._form.layout == "kept":
             for record in self._source.records():
-                yield {"messages": vision_messages(record), "where": record.where}, record.where
+                yield {"messages": chat.vision_messages(record), "where": record.where}, record.where
         elif self._form.layout == "joined":
             yield from self._joined()
         elif self._form.layout == "packed":
@@ -250,7 +248,7 @@ class SourceStream:
 def shuffled(placed: Iterable[Placed], seed: int) -> Iterator[Placed]:
     """Yield the samples, each drawn from the next ``BUFFER`` ones."""
     buffer: list[Placed] = []
-    chances = draws(seed, BUFFER)
+    chances = samples.draws(seed, BUFFER)
     for sample in placed:
         if len(buffer) < BUFFER:
             buffer.append(sample)

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from trueshard.errors import UserError
-from trueshard.train.data.order import Mixture
-from trueshard.train.data.samples import Batch, Collate, Sample, Samples, Stream
+from trueshard.train.data.samples import Batch, Collate, Mixture, Sample, Samples, Stream
 
 Item = TypeVar("Item")
 Places = Callable[[], list[str]]

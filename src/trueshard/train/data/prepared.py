@@ -8,21 +8,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-import tempfile
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trueshard.errors import UserError
+from trueshard.files import making, replacing
 from trueshard.train.config import Config, SourceSection
 from trueshard.train.data import tokenizer as tokenizers
 from trueshard.train.data.formats import SourceStream, format_of, texts_of
-from trueshard.train.data.order import Mixture, StreamMixture
-from trueshard.train.data.samples import Collate, Samples, Stream
+from trueshard.train.data.samples import Collate, Mixture, Samples, Stream, StreamMixture
 from trueshard.train.data.sources import DataSource, find, hash_of
 from trueshard.train.data.store import StoredSamples, Summary, build, read_summary
 
@@ -47,16 +44,14 @@ class Prepared:
     """None without `[evaluation]`."""
     collate: Collate
     """Makes batches of either."""
+    tokenizer: Any
+    """The tokenizer of the data, with its chat template."""
 
     def __len__(self) -> int:
         """Return the number of training samples. Raises `TypeError` for a stream."""
         if isinstance(self.train, Samples):
             return len(self.train)
         raise TypeError("how many samples a stream has is not known")
-
-    def tokenizer(self) -> Any:
-        """Load the tokenizer of the data, with its chat template."""
-        return _tokenizer(self.folder)
 
 
 def prepare(config: Config, *, frozen: bool, make: bool) -> Prepared:
@@ -79,12 +74,14 @@ def prepare(config: Config, *, frozen: bool, make: bool) -> Prepared:
     if not kept:
         if not make:
             raise UserError(f"run.dir: {folder} is not seen by every rank; choose a folder that all machines share")
-        with _scratch_folder(folder) as scratch:
+        for left in folder.parent.glob(f".new-*-{folder.name}"):  # by a process that was killed
+            shutil.rmtree(left)
+        with making(folder.parent), replacing(folder) as scratch:
+            scratch.mkdir()
             _make(config, sources, held, processor, scratch)
             _open(config, scratch, sources, processor)
             if folder.exists():
                 shutil.rmtree(folder)
-            scratch.rename(folder)
     prepared = _open(config, folder, sources, processor)
     if streaming and read is not None:  # the files are read anew, so they count as they are now
         return replace(prepared, summary=replace(prepared.summary, fingerprint=read, crc32=zlib.crc32(read.encode())))
@@ -118,12 +115,15 @@ def _make(config: Config, sources: list[DataSource], held: list[DataSource], pro
 
 def _open(config: Config, folder: Path, sources: list[DataSource], processor: Any) -> Prepared:
     """Open the data in a folder. Raises `UserError` if a part holds no sequence."""
+    from transformers import AutoTokenizer
+
     summary = read_summary(folder)
     assert summary is not None
     if processor is not None:
         tokenizers.set_chat_template(config.tokenizer, processor.tokenizer, processor)
     section, length = config.evaluation, config.train.sequence_length
-    form = format_of(config.data, length, _tokenizer(folder), processor)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder / "tokenizer"), local_files_only=True)
+    form = format_of(config.data, length, tokenizer, processor)
 
     def stored(place: Path, own: Summary | None, part: str) -> list[StoredSamples]:
         assert own is not None
@@ -149,7 +149,7 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
                 )
         train = Mixture(parts, [place.weight for place in places])
     if section is None:
-        return Prepared(folder, summary, train, None, form.collate)
+        return Prepared(folder, summary, train, None, form.collate, tokenizer)
     if section.path is None:
         held = stored(folder, summary, "evaluation")
         said = f"{section.fraction} of the data is less than one sequence"
@@ -160,7 +160,7 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
     held = [part for part in held if len(part)]
     if not held:
         raise UserError(f"evaluation.{problem}")
-    return Prepared(folder, summary, train, Mixture(held, [1.0] * len(held)), form.collate)
+    return Prepared(folder, summary, train, Mixture(held, [1.0] * len(held)), form.collate, tokenizer)
 
 
 def _identity(config: Config) -> dict[str, Any]:
@@ -186,27 +186,3 @@ def _announce(config: Config, sources: list[DataSource], trains: bool) -> None:
         print(f"{what}: {doing}", flush=True)
     elif trains:
         print(f"training a tokenizer on the first {noun}", flush=True)
-
-
-def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(folder / "tokenizer"), local_files_only=True)
-
-
-@contextlib.contextmanager
-def _scratch_folder(target: Path) -> Iterator[Path]:
-    """Make a folder beside ``target`` to write into; on an error, remove it and the parents made for it."""
-    parents = [parent for parent in target.parents if not parent.exists()]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for left in target.parent.glob(".data-*"):  # by a process that was killed
-        shutil.rmtree(left)
-    scratch = Path(tempfile.mkdtemp(prefix=".data-", dir=target.parent))
-    scratch.chmod(target.parent.stat().st_mode & 0o777)
-    try:
-        yield scratch
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        for parent in parents:
-            parent.rmdir()
-        raise

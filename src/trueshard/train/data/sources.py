@@ -87,6 +87,8 @@ class HubSource(DataSource):
     split: str = "train"
     revision: str | None = None
     streaming: bool = False
+    saved: bool = False
+    """True for a folder written by `Dataset.save_to_disk`, or one split of a saved `DatasetDict`."""
 
     def records(self) -> Iterator[Record]:
         file, row = self.files[0], 0
@@ -107,21 +109,11 @@ class HubSource(DataSource):
     def _load(self) -> Any:
         import datasets
 
+        if self.saved:
+            return datasets.load_from_disk(self.files[0])
         return datasets.load_dataset(
             self.name, self.subset, split=self.split, revision=self.revision, streaming=self.streaming
         )
-
-
-class SavedSource(HubSource):
-    """A folder written by `Dataset.save_to_disk`, or one split of a saved `DatasetDict`."""
-
-    def fingerprint(self) -> str:
-        return hash_of(states(sorted(file for file in Path(self.files[0]).iterdir() if file.is_file())))
-
-    def _load(self) -> Any:
-        import datasets
-
-        return datasets.load_from_disk(self.files[0])
 
 
 def find(section: DataSection, path: str | None = None) -> list[DataSource]:
@@ -143,7 +135,8 @@ def _find(section: DataSection, name: str, key: str, weight: float) -> DataSourc
     path = Path(name).expanduser()
     saved = path / section.split if (path / "dataset_dict.json").is_file() else path
     if (saved / "dataset_info.json").is_file() and (saved / "state.json").is_file():
-        return SavedSource(key, name, weight, (str(saved),), section.field)
+        revision = hash_of(states(sorted(file for file in saved.iterdir() if file.is_file())))
+        return HubSource(key, name, weight, (str(saved),), section.field, revision=revision, saved=True)
     if path.is_dir():
         return DataSource(key, name, weight, _folder(section, path, key), section.field)
     if not path.exists():

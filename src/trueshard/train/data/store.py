@@ -28,8 +28,7 @@ import numpy.typing as npt
 
 from trueshard.errors import UserError
 from trueshard.train.data.formats import Format
-from trueshard.train.data.order import sequence_indices
-from trueshard.train.data.samples import Document, Ids, Sample, pack, sequence, span, truncate, whole
+from trueshard.train.data.samples import Document, Ids, Sample, pack, sequence, sequence_indices, span, truncate, whole
 from trueshard.train.data.sources import DataSource, Record, place
 
 HELD_OUT_SEED = 20_000
@@ -187,8 +186,7 @@ class DocumentWriter:
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """Return the number of tokens of each document, int64 [documents]."""
-        ends = np.array([0, *self._places[3::4]], dtype=np.int64)
-        return ends[1:] - ends[:-1]
+        return np.diff(self._places[3::4], prepend=0)
 
     def entropy(self) -> float:
         """Return the entropy of the targets, in nats."""

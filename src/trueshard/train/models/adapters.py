@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any, cast
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from trueshard import _torch
-from trueshard.errors import UserError, one_line
+from trueshard.errors import UserError, explained, with_kind
 from trueshard.text import nearest
 from trueshard.train.config import AdapterSection
 from trueshard.train.models.parameters import copy_module, gather, seeded
@@ -58,7 +59,9 @@ def add_adapter(model: Any, section: AdapterSection, task: str | None, checking:
     arguments = dict(section.arguments)
     if checking and needs_values(section):
         arguments["init_lora_weights"] = True
-    try:
+    said = functools.partial(with_kind, most=300)  # PEFT writes out modules before it says what is wrong
+    with explained("[adapter] is refused by PEFT", "correct it", detail=said), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT asks it
         config = peft.LoraConfig(
             r=section.rank,
             lora_alpha=section.alpha,  # type: ignore[arg-type]
@@ -69,12 +72,7 @@ def add_adapter(model: Any, section: AdapterSection, task: str | None, checking:
             task_type=task,
             **arguments,
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT asks it
-            return peft.get_peft_model(model, config)
-    except Exception as error:  # PEFT checks in several ways
-        detail = f"{type(error).__name__}: {one_line(error, 300)}"
-        raise UserError(f"[adapter] is refused by PEFT ({detail}); correct it") from error
+        return peft.get_peft_model(model, config)
 
 
 def _check(model: nn.Module, section: AdapterSection, known: set[str]) -> None:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -21,6 +20,11 @@ Quantization = Literal["int8", "nf4"]
 
 BLOCK = 64
 """Number of inputs that share a scale."""
+NORMAL_FLOAT = (
+    *(-1.0, -0.6961929, -0.52507305, -0.3949175, -0.28444135, -0.18477343, -0.09104999, 0.0),
+    *(0.07958033, 0.16093017, 0.24611229, 0.33791518, 0.4407098, 0.56261694, 0.7229567, 1.0),
+)
+"""The 16 levels of "normal float 4": seven negative quantiles, zero, and eight positive ones."""
 _SCALE_BYTES = 4
 
 
@@ -68,7 +72,7 @@ def quantise(weight: torch.Tensor, kind: Quantization) -> torch.Tensor:
     if kind == "int8":
         codes = (values * 127).round().to(torch.int8).view(torch.uint8).flatten(1)
     else:
-        levels = torch.tensor(_quantiles(), device=weight.device)
+        levels = torch.tensor(NORMAL_FLOAT, device=weight.device)
         nearest = torch.bucketize(values, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8).flatten(1)
         codes = nearest[:, ::2] * 16 + nearest[:, 1::2]
     return torch.cat([codes, scales.view(torch.uint8)], dim=1)
@@ -82,22 +86,10 @@ def dequantise(packed: torch.Tensor, kind: Quantization, inputs: int, dtype: tor
     if kind == "int8":
         values = codes.view(torch.int8).unflatten(1, (blocks, BLOCK)) * (scale / 127)
     else:
-        levels = torch.tensor(_quantiles(), device=packed.device)
+        levels = torch.tensor(NORMAL_FLOAT, device=packed.device)
         pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)  # of each byte
         values = pairs[codes.int()].view(len(packed), blocks, BLOCK) * scale
     return values.to(dtype).flatten(1)[:, :inputs]
-
-
-@functools.cache
-def _quantiles() -> list[float]:
-    """Return the 16 levels of "normal float 4": eight positive quantiles, seven negative ones, and zero."""
-    last = 0.9677083  # the outermost level is half a step away from 1, averaged over both sides
-    like: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
-    positive = torch.special.ndtri(torch.linspace(last, 0.5, 9, **like)[:-1])
-    negative = -torch.special.ndtri(torch.linspace(last, 0.5, 8, **like)[:-1])
-    values = torch.cat([negative, torch.zeros(1, **like), positive]).sort().values
-    found: list[float] = (values / values.max()).tolist()
-    return found
 
 
 class _Product(torch.autograd.Function):

@@ -20,9 +20,9 @@ import torch
 
 import trueshard
 from trueshard.checkpoint.catalogue import names_newest
-from trueshard.errors import UserError, written_to
-from trueshard.files import locked
-from trueshard.machine import cpu_cores
+from trueshard.errors import UserError, explained, one_line, written_to
+from trueshard.files import locked, making
+from trueshard.machine import PROCESSES_PER_CORE, cpu_cores
 from trueshard.train.config import Config
 from trueshard.train.data.prepared import Prepared, prepare
 from trueshard.train.data.tokenizer import load_processor, load_tokenizer
@@ -30,10 +30,8 @@ from trueshard.train.models.build import architecture, plain_settings, quiet_tra
 from trueshard.train.models.hub import is_hub_name
 from trueshard.train.optimizer import check_optimizer, check_schedule
 from trueshard.train.running import resuming
-from trueshard.train.showing.trackers import trackers
+from trueshard.train.showing.metrics import trackers
 
-PROCESSES_PER_CORE = 4
-"""CPU processes that may share a core: a larger number is surely a slip, and each loads its own libraries."""
 LOCK = ".lock"
 """Name of the lock in a run's folder; it holds between hosts that share the file system."""
 PATIENCE = 10.0
@@ -88,8 +86,6 @@ def check(config: Config, ranks: int, make: bool = True, override: bool = False)
     settings = check_settings(config, ranks)
     saved = checkpoints_of(config).steps()
     changes = resuming.check_resumable(config, plain_settings(settings), override) if saved else []
-    if make:
-        check_writable(config.run.folder)
     with written_to(config.run.folder):
         data = prepare(config, frozen=bool(saved) or not make, make=make)
     steps = config.train.steps or steps_of_epochs(config, len(data))
@@ -180,36 +176,24 @@ def check_nproc(nproc: int) -> None:
 
 def check_writable(folder: Path) -> None:
     """Raise `UserError` unless the run's folder, or the nearest parent that exists, takes new files."""
-    place = folder
-    try:
-        while not place.exists():
-            place = place.parent
+    remedy = "choose another folder, or correct its permissions"
+    with explained(f"run.dir: {folder} cannot be written", remedy, OSError, one_line):
+        place = next(each for each in (folder, *folder.parents) if each.exists())
         if not place.is_dir():
             raise UserError(f"run.dir: {folder} cannot be made, {place} is a file; choose another folder")
         probe = place / f".trueshard-{os.getpid()}"
         probe.mkdir()
         probe.rmdir()
-    except OSError as error:
-        raise UserError(
-            f"run.dir: {folder} cannot be written ({error.strerror}); choose another folder, or correct its permissions"
-        ) from None
 
 
 @contextlib.contextmanager
 def held(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
     """Hold the lock of a run's folder, which is made, and removed if it stays empty; `UserError` names its holder."""
     check_writable(folder)
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(locked(folder / LOCK, patience))
-            except TimeoutError as holder:
-                said = f"run.dir: {folder} is in use by {holder}; wait for its end, or choose another folder"
-                raise UserError(said) from None
-            yield
-    finally:
-        with contextlib.suppress(OSError):  # it has files by now
-            for place in made:
-                place.rmdir()
+    with making(folder), contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder / LOCK, patience))
+        except TimeoutError as holder:
+            said = f"run.dir: {folder} is in use by {holder}; wait for its end, or choose another folder"
+            raise UserError(said) from None
+        yield

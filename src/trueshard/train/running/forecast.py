@@ -46,10 +46,11 @@ class Unplanned(Exception):
 
 
 def study(
-    config: Config, settings: Any, ranks: int, device: Hardware, ranks_per_node: int, *, in_place: bool = False
+    config: Config, settings: Any, ranks: int, device: torch.device | Hardware, node: int, *, in_place: bool = False
 ) -> Study:
-    """Return the planner's study of a step of the run; ``in_place``: in this process, which does nothing else.
+    """Return the planner's study of a step of the run, with ``node`` ranks a node, on a device here or any other.
 
+    ``in_place``: in this process, which does nothing else.
     Raises `Unplanned` if the planner cannot simulate it, or nothing fits where a choice was left to it.
     """
 
@@ -65,10 +66,10 @@ def study(
     try:
         request = Request(
             model=model,
-            hardware=device,
+            hardware=device if isinstance(device, Hardware) else _hardware_here(device, node),
             ranks=ranks,
             batch=feed,
-            ranks_per_node=min(ranks_per_node, ranks),
+            ranks_per_node=min(node, ranks),
             replicate=config.shard.replicate,
             sequence=train.sequence_length,
             microbatch=max(1, train.batch_size // (ranks * train.accumulate)),
@@ -85,15 +86,11 @@ def study(
     return dataclasses.replace(found, forecast=dataclasses.replace(found.forecast, optimizer=optimizer))
 
 
-def hardware_here(device: torch.device, local_ranks: int) -> Hardware:
-    """Return the catalogue's entry for this device, or raise `Unplanned`; of a CPU, with the memory of one rank."""
-    try:
-        found = catalogue.hardware_here(device)
-    except ValueError as error:
-        raise Unplanned(str(error)) from None
-    if device.type == "cpu":
-        return dataclasses.replace(found, memory_bytes=memory_of_process(local_ranks))
-    return found
+def _hardware_here(device: torch.device, local_ranks: int) -> Hardware:
+    """Return the catalogue's entry for this device, or raise ValueError; of a CPU, with the memory of one rank."""
+    found = catalogue.hardware_here(device)
+    memory = memory_of_process(local_ranks) if device.type == "cpu" else found.memory_bytes
+    return dataclasses.replace(found, memory_bytes=memory)
 
 
 def bytes_of(forecast: Forecast) -> int:
@@ -125,9 +122,8 @@ def dry_run(config: Config, nproc: int | None = None, *, hardware: str | None = 
     settings, samples = check_settings(config, ranks), count_samples(config)
     try:
         here = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        device = named or hardware_here(here, ranks)
         node = ranks if named is None else min(ranks, named.ranks_per_node)
-        told = report.text(study(config, settings, ranks, device, node, in_place=True))
+        told = report.text(study(config, settings, ranks, named or here, node, in_place=True))
     except Unplanned as error:
         told = f"No forecast of memory and speed: {error}"
     if samples is not None:

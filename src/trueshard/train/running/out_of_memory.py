@@ -212,8 +212,7 @@ class _RemedySearch:
         if key not in self._known:
             config = resuming.with_settings(self._config, change)
             try:
-                hardware = forecast.hardware_here(self._device, self._local_ranks)
-                found = forecast.study(config, self._settings, self._ranks, hardware, self._local_ranks)
+                found = forecast.study(config, self._settings, self._ranks, self._device, self._local_ranks)
                 self._known[key] = forecast.bytes_of(found.forecast)
             except forecast.Unplanned as error:
                 self._why = self._why or str(error)

@@ -25,9 +25,8 @@ from trueshard.train.models.build import build, fill, plain_settings, reference
 from trueshard.train.optimizer import build_optimizer, build_schedule
 from trueshard.train.running import resuming
 from trueshard.train.running.checks import Ready, checkpoints_of
-from trueshard.train.showing import metrics, report, trackers
+from trueshard.train.showing import metrics, report
 from trueshard.train.showing.plot import draw_loss
-from trueshard.train.showing.profile import Profile
 from trueshard.train.trainer import Callback, NonFiniteLoss, Trainer, over_ranks
 
 PROFILED = (3, 5)
@@ -106,7 +105,7 @@ def resume(config: Config, data: Prepared, trainer: Trainer, override: bool) -> 
 def finish(config: Config, data: Prepared, trainer: Trainer) -> None:
     """Sample, draw the loss, and list the files of the run. All ranks sample; rank 0 does the rest."""
     folder, is_text = config.run.folder, config.data.format == "text"
-    continuation = sample(config, trainer, data.tokenizer()) if config.sample.tokens and is_text else None
+    continuation = sample(config, trainer, data.tokenizer) if config.sample.tokens and is_text else None
     if trainer.rank != 0:
         return
     records = metrics.read_metrics(folder / "metrics.jsonl")
@@ -176,7 +175,7 @@ def build_trainer(
     seed_all(seed)
     loss = choose_loss(config, settings, model)
     loader, evaluation = _loaders(config, data, device)
-    profiles = [Profile(config.run.folder / "profile", *PROFILED)] if profile else []
+    profiles = [metrics.Profile(config.run.folder / "profile", *PROFILED)] if profile else []
     trainer = Trainer(
         model,
         optimizer,
@@ -195,7 +194,7 @@ def build_trainer(
         skip_nonfinite=train.skip_nonfinite,
         callbacks=[*_reporters(config, model, device, ready.memory_planned), *profiles],
         wants_stop=wants_stop,
-        saved={"tokenizer": data.tokenizer(), "data": {"crc32": data.summary.crc32}},
+        saved={"tokenizer": data.tokenizer, "data": {"crc32": data.summary.crc32}},
     )
     return trainer, plan
 
@@ -302,5 +301,5 @@ def _reporters(config: Config, model: nn.Module, device: torch.device, memory_pl
         metrics.Measures(flops_per_token=flops, peak_flops=peak, memory_planned=memory_planned),
         metrics.MetricsWriter(folder),
         report.Display(config.train.log_every),
-        trackers.Tracking(trackers.trackers(config.log.to), plain, folder, config.log.project),
+        metrics.Tracking(metrics.trackers(config.log.to), plain, folder, config.log.project),
     ]

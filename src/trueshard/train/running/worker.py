@@ -292,8 +292,7 @@ def _planned_memory(config: Config, ready: Ready, world: World) -> int | None:
     from trueshard.train.running import forecast  # the planner
 
     try:
-        hardware = forecast.hardware_here(world.device, world.local_size)
-        found = forecast.study(config, ready.architecture, world.size, hardware, world.local_size)
+        found = forecast.study(config, ready.architecture, world.size, world.device, world.local_size)
     except forecast.Unplanned as error:
         forecast.write(config.run.folder, error)
         print(f"No forecast of memory and speed: {error}", flush=True)

@@ -1,4 +1,4 @@
-"""Metrics of a step, and the file `metrics.jsonl` with all of them.
+"""What is measured, and where it goes: metrics of each step, `metrics.jsonl`, trackers, and a trace of some steps.
 
 Model FLOPs utilisation (MFU) is a model's operations over a device's peak. Operations a token: 6 N + 12 L H Q T, with N
 parameters, L layers, H heads of size Q and T tokens a sequence (PaLM, Chowdhery et al. 2022, appendix B). Forward takes
@@ -9,23 +9,34 @@ An unknown value is absent, never 0; memory and data wait are the largest of all
 alone, without evaluations and checkpoints.
 
 `metrics.jsonl` has one JSON object a step, numbered 1, 2, 3, … without gaps or repeats, also after a resume. Non-finite
-numbers are null, so that every language can read it, and are read back as NaN.
+numbers are null, so that every language can read it, and are read back as NaN. Trackers beside it are TensorBoard,
+Weights & Biases, trackio, or any class of the same shape. A resumed run continues its curves, with each step once. A
+tracker that fails during training is dropped with a message.
+
+The trace is that of torch's profiler, for Perfetto or chrome://tracing. Each rank writes its own, gzipped, which gets
+its name once it is complete. Steps count from the start of the process: a resumed run is profiled too, after its own
+warm-up.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import os
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from trueshard.errors import UserError
-from trueshard.files import replace_text
+from trueshard.errors import UserError, explained, one_line
+from trueshard.files import replace_text, replacing
 from trueshard.planner.hardware import hardware, recognise
 from trueshard.train.data.loader import Loader
 from trueshard.train.trainer import Callback, Trainer, over_ranks
@@ -159,3 +170,174 @@ class MetricsWriter(Callback):
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+class Tracker(Protocol):
+    """Shows metrics elsewhere; called on rank 0 only."""
+
+    def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
+        """Begin a run or, in the same folder, continue it after ``step``; later steps will be told again."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the metrics of a step."""
+
+    def finish(self) -> None:
+        """End the run."""
+
+
+class TensorBoard:
+    """Writes to `tensorboard/` in the run's folder, and flushes each step."""
+
+    def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._summary = Summary
+        # Readers leave out points of earlier files from purge_step on.
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        # One event for all values: an add_scalar() for each takes twenty times as long.
+        points = [self._summary.Value(tag=key, simple_value=value) for key, value in values.items()]
+        self._writer.file_writer.add_summary(self._summary(value=points), step)
+        self._writer.flush()
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases. Its environment variables apply: WANDB_MODE=offline keeps everything in `wandb/` of the run."""
+
+    def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
+        import wandb
+
+        remedy = "log in with `wandb login`, set WANDB_MODE=offline, or leave it out"
+        with explained("log.to: wandb does not start", remedy, wandb.Error, one_line):
+            self._run: Any = wandb.init(
+                project=project,
+                name=folder.resolve().name,
+                id=_run_id(folder),
+                dir=str(folder),
+                config=dict(config),
+                resume="allow",
+            )
+        self._next = self._run.step
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step >= self._next:  # the first one that the run does not have
+            self._run.log(dict(values), step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class Trackio(WandB):
+    """trackio, on this machine or where its environment variables say."""
+
+    def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
+        import trackio
+        from trackio.sqlite_storage import SQLiteStorage
+
+        name = f"{folder.resolve().name}-{_run_id(folder)}"
+        known = SQLiteStorage.get_max_step_for_run(project, name)
+        self._next = 0 if known is None else known + 1
+        self._run = trackio.init(project=project, name=name, config=dict(config), resume="allow", embed=False)
+
+
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+"""Name in `log.to`, which is also the package → tracker."""
+
+
+def trackers(names: Sequence[str]) -> list[Tracker]:
+    """Return the trackers of `log.to`. Raises `UserError` for a package that is not installed."""
+    for name in names:
+        if sys.modules.get(name, ...) is None or importlib.util.find_spec(name) is None:
+            raise UserError(f'log.to: the package {name!r} is not installed; install it, or leave "{name}" out')
+    return [TRACKERS[name]() for name in names]
+
+
+def _run_id(folder: Path) -> str:
+    """Return the id of the run for trackers, made once and kept in its folder as `tracking-id`."""
+    file = folder / "tracking-id"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(file, uuid.uuid4().hex[:8] + "\n")
+    return file.read_text(encoding="utf-8").strip()
+
+
+class Tracking(Callback):
+    """Passes each step to trackers, on rank 0; to be given after the callbacks that add to the record."""
+
+    def __init__(self, trackers: Sequence[Tracker], config: Mapping[str, Any], folder: Path, project: str) -> None:
+        self._trackers, self._config, self._folder, self._project = list(trackers), config, folder, project
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.rank != 0:
+            self._trackers = []
+        for each in self._trackers:
+            each.start(self._config, self._folder, self._project, trainer.step)
+
+    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        numbers = {key: value for key, value in record.items() if key != "step" and isinstance(value, (int, float))}
+        finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
+        for each in list(self._trackers):
+            self._try(each, f"at step {record['step']}", each.log, record["step"], finite)
+
+    def on_end(self, trainer: Trainer) -> None:
+        for each in list(self._trackers):
+            self._try(each, "at the end", each.finish)
+
+    def _try(self, tracker: Tracker, when: str, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:
+            self._trackers.remove(tracker)
+            name = type(tracker).__name__
+            print(f"{name} failed {when} ({one_line(error)}) and is told no more; metrics.jsonl is whole", flush=True)
+
+
+class Profile(Callback):
+    """Profiles the steps `first` (from 2 on) … `last` since the start on every rank, each into `rank-N.json.gz`.
+
+    The step before is profiled and dropped, so that the profiler's own start is not in the trace.
+    """
+
+    def __init__(self, folder: Path, first: int, last: int) -> None:
+        self._folder, self._first, self._last = folder, first, last
+        self._profiler: torch.profiler.profile | None = None
+        self._taken, self._written, self._rank = 0, False, 0
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._rank = trainer.rank
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it writes to stderr at its start and stop
+        steps = torch.profiler.schedule(wait=self._first - 2, warmup=1, active=self._last - self._first + 1, repeat=1)
+        self._profiler = torch.profiler.profile(schedule=steps, on_trace_ready=self._write, acc_events=True)
+        self._profiler.start()
+
+    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        self._taken += 1
+        if self._profiler is not None:
+            self._profiler.step()
+        if self._taken == self._last:
+            self.on_end(trainer)
+
+    def on_end(self, trainer: Trainer) -> None:
+        if self._profiler is None:
+            return
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        last = min(self._taken, self._last)
+        steps = f"step {last}" if last == self._first else f"steps {self._first} to {last}"
+        said = f"Profile of {steps} since the start: {self._folder}/rank-*.json.gz"
+        if not self._written:
+            said = f"No profile: the run ended before step {self._first} since its start"
+        if self._rank == 0:
+            print(said, flush=True)
+
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = self._folder / f"rank-{self._rank}.json.gz"
+        with replacing(file) as scratch:  # of the same suffix, by which the profiler gzips
+            profiler.export_chrome_trace(str(scratch))
+        self._written = True
