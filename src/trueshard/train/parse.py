@@ -68,7 +68,8 @@ def read_text(path: Path, wanted: str) -> str:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; check the path") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({one_line(error)}); give {wanted}") from None
+        reason = error.strerror if isinstance(error, OSError) else one_line(error)
+        raise UserError(f"{path}: cannot be read ({reason}); give {wanted}") from None
 
 
 def set_key(tree: dict[str, Any], text: str) -> None:
