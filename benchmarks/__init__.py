@@ -1,5 +1,9 @@
 """What TrueShard costs beside a hand-written ``fully_shard`` loop and its peers: ``python -m benchmarks [name …]``.
 
+What is right at all:
+
+- ``goes_wrong``: what users report as gone wrong, tried under every peer and held against one process.
+
 Beside every peer, in the same run and by turns (``benchmarks.peers``):
 
 - ``peers_step``: the time of a step, of clipping and of the optimizer's step.

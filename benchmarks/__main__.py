@@ -15,6 +15,7 @@ from benchmarks import machine, page
 from benchmarks.table import Table
 
 NAMES = (
+    "goes_wrong",
     "peers_step",
     "peers_limits",
     "first_step",

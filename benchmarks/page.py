@@ -66,7 +66,8 @@ def page(where: str, order: Sequence[str], tables: Sequence[Table], others: Kept
 def _head(where: str) -> str:
     return (
         "# Benchmarks\n\n"
-        "What TrueShard costs beside a hand-written `fully_shard` loop and beside its peers. This page is what\n\n"
+        "What TrueShard costs, and what it gets right, beside a hand-written `fully_shard` loop and its peers. This "
+        "page is what\n\n"
         "```bash\npython -m benchmarks --markdown docs/benchmarks.md\n```\n\n"
         f"wrote on this machine: {where}. `make bench` shows the tables for yours.\n\n"
         "On CPUs ratios carry over to other machines, absolute times do not: what is in seconds, is a promise or shown "

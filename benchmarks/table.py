@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
+_THREAD = re.compile(r"([\w-]+/[\w.-]+)#(\d+)")
 Tell = Callable[[str], None]
 """Shows a line of progress."""
 
@@ -41,12 +43,14 @@ class Table:
     """For each row, every measured value, unrounded: plain JSON values."""
     over: Sequence[Over] = ()
     """What it adds to the summary."""
+    words: bool = False
+    """Cells are words, not figures: they are set flush left."""
 
     def show(self, console: Console) -> None:
         """Print the table, then the note."""
         table = RichTable(title=self.title, title_justify="left")
         for i, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if i else "left")
+            table.add_column(column, justify="right" if i and not self.words else "left")
         for row in self.rows:
             table.add_row(*row)
         console.print(table)
@@ -54,8 +58,9 @@ class Table:
 
     def markdown(self) -> str:
         """A section: heading, command, note, table."""
-        head = ["| " + " | ".join(self.columns) + " |", "|---" + "|---:" * (len(self.columns) - 1) + "|"]
-        body = ["| " + " | ".join(row) + " |" for row in self.rows]
+        rule = "|---" + ("|---" if self.words else "|---:") * (len(self.columns) - 1) + "|"
+        head = ["| " + " | ".join(self.columns) + " |", rule]
+        body = ["| " + " | ".join(_linked(cell) for cell in row) + " |" for row in self.rows]
         return "\n".join(
             [f"## {self.title}", "", f"```bash\npython -m benchmarks {self.name}\n```", "", self.note, "", *head, *body]
         )
@@ -63,3 +68,9 @@ class Table:
     def data(self) -> dict[str, Any]:
         """The table as plain JSON values."""
         return asdict(self)
+
+
+def _linked(cell: str) -> str:
+    """A cell that is a thread, ``owner/repository#number``, as a link to it."""
+    thread = _THREAD.fullmatch(cell)
+    return f"[{cell}](https://github.com/{thread[1]}/issues/{thread[2]})" if thread else cell

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import forks
-from benchmarks import cuda, page
+from benchmarks import cuda, goes_wrong, page
 from benchmarks.__main__ import NAMES
+from benchmarks.goes_wrong_systems import SYSTEMS
 from benchmarks.llama import Shape
 from benchmarks.paired import Ratio, rounds
 from benchmarks.peers import OURS, WAYS
 from benchmarks.peers.recipe import Recipe
 from benchmarks.peers_limits import limits
-from benchmarks.processes import on_ranks
+from benchmarks.processes import Unfinished, on_ranks, on_ranks_within
 from benchmarks.table import Over, Table
 from messages import lacking
 
@@ -68,7 +73,9 @@ def test_a_peer_that_refuses_has_its_own_error_in_its_cell(step: dict[str, Any])
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("peers_step", "peers_limits", "compiled")])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in ("goes_wrong", "peers_step", "peers_limits", "compiled")]
+)
 def test_each_benchmark_runs(name: str, tmp_path: Path) -> None:
     table = quick(tmp_path, name)[name]
     assert table["rows"]
@@ -81,6 +88,63 @@ def test_bytes_and_memory_are_told_of_every_peer(tmp_path: Path) -> None:
     assert [row[1] for row in rows] == list(WAYS)
     over = {row[1]: float(row[3]) for row in rows if row[2]}
     assert over[OURS] == 1.0 < over["by hand"]
+
+
+@pytest.mark.rest
+def test_what_goes_wrong_is_tried_under_every_system(tmp_path: Path) -> None:
+    table = quick(tmp_path, "goes_wrong")["goes_wrong"]
+    ((_, _, *cells),) = table["rows"]
+    assert len(cells) == len(SYSTEMS)
+    assert cells[0] == "same"
+
+
+@pytest.mark.rest
+def test_a_process_that_hangs_is_killed_and_one_that_crashes_is_told() -> None:
+    on_ranks(os.getpid, 1)  # what forks them has begun: that is not in the limit
+    kinds = on_ranks_within(8.0, timedelta(minutes=5), hang_crash_or_return, 3)
+    assert kinds == [Unfinished(True, -9), Unfinished(False, 7), "returned"]
+
+
+def hang_crash_or_return() -> str:
+    if dist.get_rank() == 0:
+        time.sleep(300)
+    if dist.get_rank() == 1:
+        os._exit(7)
+    return "returned"
+
+
+def cell(*ranks: goes_wrong.Found | Unfinished) -> str:
+    right = {"parameters": {"w": torch.tensor([3.0, 4.0])}, "tied": True}
+    limits = {"parameters": 0.01, "tied": 0.0}
+    return goes_wrong.told(list(ranks), "waits for rank 1", right, limits, 20.0).words
+
+
+def trained(value: float, *, tied: bool = True) -> goes_wrong.Found:
+    return goes_wrong.Found({"parameters": {"w": torch.tensor([3.0, value])}, "tied": tied})
+
+
+def test_a_cell_tells_by_how_much_the_worst_rank_differs_from_one_process() -> None:
+    assert cell(trained(4.0), trained(4.04)) == "same"
+    assert cell(trained(4.0), trained(5.0)) == "differs by 20%"
+    assert cell(trained(4.0), trained(4.0, tied=False)) == "differs: tied"
+    assert cell(trained(4.0), trained(float("nan"))) == "differs: parameters"
+    assert cell(goes_wrong.Found({}), trained(4.0)) == "differs: parameters, tied"
+
+
+def test_a_cell_tells_the_first_error_and_a_crash_before_the_errors_that_follow_it() -> None:
+    lost = goes_wrong.Found(phase="training", error="RuntimeError: lost a peer", at=2.0)
+    cause = goes_wrong.Found(phase="loading", error="KeyError: w", at=1.0)
+    assert cell(lost, cause) == "error in loading: KeyError: w"
+    assert cell(lost, Unfinished(False, -6)) == "crash: SIGABRT"
+    assert cell(Unfinished(True, -9), cause) == "error in loading: KeyError: w"
+    assert cell(Unfinished(True, -9), trained(4.0)) == "hangs (20 s); logs: waits for rank 1"
+
+
+def test_a_thread_is_a_link_on_the_page() -> None:
+    rows = (("a case", "owner/some.repository#12"),)
+    text = Table("n", "T", "A note.", ("case", "reported in"), rows, [{}], words=True).markdown()
+    assert "| [owner/some.repository#12](https://github.com/owner/some.repository/issues/12) |" in text
+    assert "|---|---|" in text
 
 
 def test_limits_are_those_of_the_formulas(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def accelerators(*, ram_efficient: bool, always: bool = True) -> tuple[Any, Any]
         ram_efficient: rank 0 loads the weights and broadcasts them.
         always: every unit is freed after forward, which is Accelerate's default; else none is.
     """
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import DistributedType
 
     with launched(ram_efficient=ram_efficient):
@@ -40,6 +40,7 @@ def accelerators(*, ram_efficient: bool, always: bool = True) -> tuple[Any, Any]
         )
     accelerator.state.fsdp_plugin = plugin
     accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState().distributed_type = DistributedType.FSDP  # from which prepare makes the state anew
     return accelerator, plugin
 
 
