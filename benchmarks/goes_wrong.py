@@ -115,7 +115,7 @@ def _tried(which: int, case: Case, name: str) -> tuple[list[Found | Unfinished],
     with tempfile.TemporaryDirectory() as folder:
         for phase, (processes, _) in enumerate(case.phases):
             count = 1 if name in ALONE else processes
-            patience = timedelta(seconds=2 * case.limit)
+            patience = timedelta(seconds=case.limit / 2)
             ranks = on_ranks_within(case.limit, patience, attempt, count, which, phase, name, Path(folder))
             if any(not isinstance(each, Found) or each.error for each in ranks):
                 break
@@ -211,7 +211,7 @@ def _note() -> str:
         "system. **Same**: every rank is as near to one process as one process is that cuts its batch in two, times "
         f"{MARGIN:.0f}. **Differs**: nothing is raised, and the parameter that is furthest off has changed by so much "
         "more or less than it should (or its gradient, or what was read). **Error**, **crash**: what was raised, by "
-        "its first words. **Hangs**: killed after these seconds; the process group's own time limit is twice as long."
+        "its first words. **Hangs**: killed after these seconds; the process group's own time limit is half as long."
         "\n\n"
         "By hand: `fully_shard` on each block and the root, then an optimizer; `torch.distributed.checkpoint` saves, "
         "loads, and puts momenta into the new optimizer. Accelerate: `prepare` of model and optimizer, `save_state`, "
