@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import signal
 import tempfile
 import time
@@ -138,11 +139,12 @@ def told(
 
     Args:
         ranks: what each came to.
-        logged: the last line that one of them logged: where ranks hang, it is all that a user has.
+        logged: the last line that one of them logged: where ranks wait in vain, it says more than the error.
         right: the result of one process.
         limits: by key of the result, the relative difference that is still the same.
         seconds: the time limit that a rank that hung was killed at.
     """
+    also = f"; logs: {_short(logged, 2 * LENGTH)}" if logged else ""
     crashed = [each.code for each in ranks if isinstance(each, Unfinished) and not each.hung]
     failed = [each for each in ranks if isinstance(each, Found) and each.error]
     if crashed:  # then other ranks' errors say that they lost it
@@ -150,10 +152,9 @@ def told(
         return Cell(f"crash: {signal.Signals(-code).name if code < 0 else f'exit status {code}'}")
     if failed:
         first = min(failed, key=lambda each: each.at)
-        return Cell(f"error in {first.phase}: {_short(first.error)}", error=first.error)
+        return Cell(f"error in {first.phase}: {_short(first.error)}{also}", error=f"{first.error}\n{logged}")
     if any(isinstance(each, Unfinished) for each in ranks):
-        words = f"hangs ({seconds:.0f} s)"
-        return Cell(words + (f"; logs: {_short(logged, 2 * LENGTH)}" if logged else ""), error=logged)
+        return Cell(f"hangs ({seconds:.0f} s){also}", error=logged)
     results = [each.result or {} for each in ranks if isinstance(each, Found)]
     apart = [_differences(result, right) for result in results]
     worst = {key: max(each[key] for each in apart) for key in right}
@@ -199,7 +200,7 @@ def _percent(share: float) -> str:
 
 
 def _short(words: str, length: int = LENGTH) -> str:
-    words = words.replace("|", "/")
+    words = re.sub(r"\[/[^]]*\] ", "", words.replace("|", "/"))  # without the line of gloo's source
     return words if len(words) <= length else words[: length - 1].rstrip() + "…"
 
 
