@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from trueshard.checkpoint.saving import Checkpoints as Checkpoints
     from trueshard.checkpoint.saving import Saving as Saving
     from trueshard.checkpoint.saving import save as save
-    from trueshard.optim.clip import clip_grad_norm_ as clip_grad_norm_
     from trueshard.optim.norms import MeasuredNorms as MeasuredNorms
     from trueshard.optim.norms import Norms as Norms
+    from trueshard.optim.norms import clip_grad_norm_ as clip_grad_norm_
     from trueshard.optim.norms import measure_norms as measure_norms
     from trueshard.planner.planning import plan as plan
     from trueshard.planner.workload import NothingFits as NothingFits
@@ -53,8 +53,7 @@ _MODULES = {
     "checkpoint.inspecting": "Checked Compared DamagedCheckpoint Inspected check inspect",
     "checkpoint.loading": "Found load",
     "checkpoint.saving": "Checkpoints Saving save",
-    "optim.clip": "clip_grad_norm_",
-    "optim.norms": "MeasuredNorms Norms measure_norms",
+    "optim.norms": "MeasuredNorms Norms clip_grad_norm_ measure_norms",
     "planner.planning": "plan",
     "planner.workload": "NothingFits",
     "plans": "Forecast MixedPrecision Plan Unit",

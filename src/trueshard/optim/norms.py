@@ -1,14 +1,23 @@
-"""Norms of each parameter, of its gradient, and of what a step did to it: numbers that do not depend on the ranks.
+"""Norms of whole tensors from local shards, the same whatever the ranks: of gradients, to clip them, and of a step.
 
-- The update is measured, not derived: new values less old ones, whatever the optimizer computed. So shards of what may
-  change are copied for the time of the step. Frozen parameters are not.
-- Sums of squares are float64 from the first element on, and exchanged in one all-reduce a mesh after the step.
+- Ranks exchange a sum of powers; for the orders ``inf`` and ``-inf`` a maximum. A maximum loses NaN on some backends,
+  so whether there is one travels along. One small all-reduce a mesh.
+- torch's norm is that of the vector of each gradient's norm. For order 0, which counts, this is not that of all
+  elements together, so ranks then exchange one number a gradient.
+- No DTensor operation is called, which is where torch's own function spends most of its time.
+- What a step did to each parameter is measured, not derived: new values less old ones, whatever the optimizer computed.
+  So shards of what may change are copied for the time of the step. Frozen parameters are not. Sums of squares are
+  float64 from the first element on.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import math
+import types
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +26,142 @@ from torch import nn
 
 from trueshard import _torch
 from trueshard.model import names
-from trueshard.optim.shards import Ranks, all_reduce_over, group_shards, sharded_over, widest_float
+from trueshard.optim.shards import (
+    Ranks,
+    ShardGroup,
+    all_reduce_over,
+    concatenate,
+    group_shards,
+    sharded_over,
+    widest_float,
+)
+
+_ROW = 1024
+"""Elements of which a CPU takes the norm at once."""
+_COPIED = 1 << 20
+"""Elements up to which gradients that lie apart are copied behind one another: a CPU's call costs more."""
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale the gradients in place so that their total norm is at most ``max_norm``.
+
+    The same answer as ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, whatever mixture of sharded (on one or
+    more meshes), replicated and plain gradients there is. Collective over those meshes: every rank gives the same
+    parameters in the same order. As in torch, a parameter that is given twice counts twice.
+
+    Args:
+        parameters: parameters whose ``.grad`` is clipped; those without a gradient are skipped.
+        max_norm: the largest norm allowed.
+        norm_type: order p of the norm; ``inf`` for the largest element, ``-inf`` for the smallest.
+        error_if_nonfinite: raise when the norm is NaN or infinite, before any gradient is changed.
+        foreach: False: one operation a gradient; otherwise one a dtype.
+
+    Returns:
+        The total norm before clipping: a 0-dim tensor in the gradients' (promoted) dtype, the same on every rank.
+
+    Raises:
+        RuntimeError: ``error_if_nonfinite`` and the norm is not finite; on every rank.
+    """
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    given = list(parameters)
+    if not given and isinstance(parameters, types.GeneratorType):
+        warnings.warn("the generator of parameters is empty (used up?), so no gradient is clipped", stacklevel=3)
+    grads = [grad for parameter in given if (grad := parameter.grad) is not None]
+    if not grads:
+        return torch.tensor(0.0)
+    groups, order = group_shards(grads), float(norm_type)
+    dtype = functools.reduce(torch.promote_types, (group.dtype for group in groups)).to_real()
+    # torch's norm is that of the vector of each gradient's norm, rounded to the gradients' dtype.
+    total = torch.linalg.vector_norm(_norms(groups, order, foreach, each=order == 0), order).to(dtype)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(_not_finite(grads, _norms(groups, order, foreach, each=True), total, norm_type))
+    scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+    if scale.device.type == "cpu" and scale.item() == 1.0:  # on an accelerator, looking would wait for it
+        return total
+    for group in groups:
+        factor = scale.to(group.device)
+        if foreach is False:
+            for grad in group.shards:
+                grad.mul_(factor)
+        elif group.pieces:
+            _torch.foreach_mul_(group.pieces, factor)
+    return total
+
+
+def _not_finite(grads: Sequence[torch.Tensor], norms: torch.Tensor, total: torch.Tensor, norm_type: float) -> str:
+    bad = (~torch.isfinite(norms)).nonzero().flatten().tolist()
+    shown = ", ".join(f"number {i} of shape {tuple(grads[i].shape)}" for i in bad[:5]) + (", …" if bad[5:] else "")
+    where = f"not finite of {len(grads)} gradients: {shown}" if bad else "the norm of each gradient is finite"
+    return (
+        f"the total gradient norm of order {norm_type} is {total.item()}, so it cannot be clipped ({where}); skip this "
+        "step, or set error_if_nonfinite=False to scale by it anyway"
+    )
+
+
+def _norms(groups: Sequence[ShardGroup], order: float, foreach: bool | None, *, each: bool) -> torch.Tensor:
+    """Return the norm of all that is sharded over the same ranks, or of ``each`` tensor as given: 1-D. Collective."""
+    device = groups[0].device
+    by_ranks: dict[Ranks | None, list[ShardGroup]] = {}
+    for group in groups:
+        by_ranks.setdefault(group.ranks, []).append(group)
+    found = []
+    for ranks, alike in by_ranks.items():
+        norms = torch.cat([_local_norms(group, order, foreach, each).to(device) for group in alike])
+        norms = norms if each else torch.linalg.vector_norm(norms, order, keepdim=True)
+        found.append(norms if ranks is None else _across(ranks, norms, order))
+    norms = torch.cat(found)
+    if not each or len(groups) == 1:
+        return norms
+    indices = [index for alike in by_ranks.values() for group in alike for index in group.indices]
+    return norms[torch.tensor(indices, device=device).argsort()]
+
+
+def _local_norms(group: ShardGroup, order: float, foreach: bool | None, each: bool) -> torch.Tensor:
+    """Return norms of this rank's shards, or of pieces of them; of an empty one, what does not change the total."""
+    # bfloat16 and float16 are too coarse to be squared and added over ranks; rounding comes at the end.
+    dtype = torch.promote_types(group.dtype, torch.float32)
+    separate = each or foreach is False
+    shards = group.shards if separate else group.pieces
+    if not separate and shards and group.device.type == "cpu" and all(map(torch.Tensor.is_contiguous, shards)):
+        small = sum(map(torch.Tensor.numel, shards)) <= _COPIED
+        vectors = [concatenate(shards)] if small else [shard.view(-1) for shard in shards]
+        return torch.cat([norms for vector in vectors for norms in _by_rows(vector, order, dtype)])
+    neutral = torch.full((1,), math.inf if order < 0 else 0.0, dtype=group.dtype, device=group.device)
+    shards = [shard if shard.numel() else neutral for shard in shards] or [neutral]
+    if foreach is False:
+        return torch.stack([torch.linalg.vector_norm(shard, order, dtype=dtype) for shard in shards])
+    return torch.stack(_torch.foreach_norm(shards, order, dtype=dtype))
+
+
+def _by_rows(vector: torch.Tensor, order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the norms of ``vector`` in pieces of ``_ROW``: a CPU adds up a long tensor in float32 and loses digits."""
+    count = vector.numel() // _ROW * _ROW
+    pieces = [vector[:count].view(-1, _ROW), vector[count:].view(1, -1)]
+    return [torch.linalg.vector_norm(piece, order, dim=1, dtype=dtype) for piece in pieces if piece.numel()]
+
+
+def _across(ranks: Ranks, norms: torch.Tensor, order: float) -> torch.Tensor:
+    """Return norms of whole tensors from the ``norms`` of this rank's shards."""
+    if not math.isinf(order):
+        powers = norms.to(widest_float(norms.device))
+        powers = all_reduce_over(ranks, powers if order == 0 else powers**order, dist.ReduceOp.SUM)
+        return powers if order == 0 else powers ** (1.0 / order)
+    sign = math.copysign(1.0, order)
+    missing = norms.isnan()
+    both = torch.stack([(norms * sign).masked_fill(missing, -math.inf), missing.to(norms.dtype)])
+    largest, missing = all_reduce_over(ranks, both, dist.ReduceOp.MAX)
+    return (largest * sign).masked_fill(missing > 0, math.nan)
+
+
+# Norms of each parameter, of its gradient, and of what a step did to it
 
 
 @dataclass(frozen=True)
@@ -87,61 +231,48 @@ def measure_norms(model: nn.Module) -> Iterator[MeasuredNorms]:
         ValueError: a parameter is on the meta device, so it has no values.
     """
     measured = MeasuredNorms()
-    before = _Before(model, measured._ties)
+    # Between a forward and its backward the modules hold gathered parameters; optimizers step the sharded ones.
+    sharded = {id(gathered): shard for _, shard, gathered in _torch.gathered_parameters(model.modules())}
+    named: dict[torch.Tensor, str] = {}
+    for name, _, _, held in names.named_tensors(model, "parameters"):
+        parameter = sharded.get(id(held), held)
+        if parameter.is_meta:
+            raise ValueError(f"{name!r} is on the meta device and has no values to measure; load or initialise it")
+        if named.setdefault(parameter, name) != name:
+            measured._ties[name] = named[parameter]
+    gradients = _squares([parameter.grad for parameter in named])
+    had = torch.tensor([float(parameter.grad is not None) for parameter in named], dtype=gradients.dtype)
+    copies = {
+        i: _torch.local(parameter).detach().clone()
+        for i, parameter in enumerate(named)
+        # torch's optimizers step what has a gradient, trainable or not.
+        if parameter.requires_grad or parameter.grad is not None
+    }
     try:
         yield measured
     except BaseException:
-        before.copies.clear()
+        copies.clear()
         measured._why = "the block of measure_norms() raised, so nothing was measured"
         raise
-    measured._found = before.measure()
+    parameters = list(named)
+    after = _squares(parameters)
+    updates = torch.zeros_like(after)
+    for i in list(copies):
+        old = copies.pop(i)
+        change = old.to(torch.promote_types(old.dtype, torch.float32)).sub_(_torch.local(parameters[i]).detach())
+        updates[i] = _squares([change])[0]
+    squares = torch.stack([gradients, updates, after, had.to(after.device)])
+    alike: dict[Ranks | None, list[int]] = {}
+    for i, parameter in enumerate(parameters):
+        alike.setdefault(sharded_over(parameter), []).append(i)
+    for ranks, members in alike.items():
+        if ranks is not None:
+            squares[:, members] = all_reduce_over(ranks, squares[:, members], dist.ReduceOp.SUM)
+    found = zip(named.values(), *squares.sqrt().tolist(), strict=True)
+    measured._found = {name: Norms(g if had else None, u, p) for name, g, u, p, had in found}
 
 
-class _Before:
-    """What is known before the step; second names of ties go to ``ties``."""
-
-    @torch.no_grad()
-    def __init__(self, model: nn.Module, ties: dict[str, str]) -> None:
-        # Between a forward and its backward the modules hold gathered parameters; optimizers step the sharded ones.
-        sharded = {id(gathered): shard for _, shard, gathered in _torch.gathered_parameters(model.modules())}
-        first: dict[torch.Tensor, str] = {}
-        for name, _, _, held in names.named_tensors(model, "parameters"):
-            parameter = sharded.get(id(held), held)
-            if parameter.is_meta:
-                raise ValueError(f"{name!r} is on the meta device and has no values to measure; load or initialise it")
-            if first.setdefault(parameter, name) != name:
-                ties[name] = first[parameter]
-        self.names, self.parameters = list(first.values()), list(first)
-        self.gradients = _squares([parameter.grad for parameter in self.parameters])
-        had = [float(parameter.grad is not None) for parameter in self.parameters]
-        self.had = torch.tensor(had, dtype=self.gradients.dtype)
-        self.copies = {
-            i: _torch.local(parameter).clone()
-            for i, parameter in enumerate(self.parameters)
-            # torch's optimizers step what has a gradient, trainable or not.
-            if parameter.requires_grad or parameter.grad is not None
-        }
-
-    @torch.no_grad()
-    def measure(self) -> dict[str, Norms]:
-        """Return the norms by name. Collective."""
-        parameters = _squares(self.parameters)
-        updates = torch.zeros_like(parameters)
-        for i in list(self.copies):
-            old = self.copies.pop(i)
-            change = old.to(torch.promote_types(old.dtype, torch.float32)).sub_(_torch.local(self.parameters[i]))
-            updates[i] = _squares([change])[0]
-        squares = torch.stack([self.gradients, updates, parameters, self.had.to(parameters.device)])
-        alike: dict[Ranks | None, list[int]] = {}
-        for i, parameter in enumerate(self.parameters):
-            alike.setdefault(sharded_over(parameter), []).append(i)
-        for ranks, members in alike.items():
-            if ranks is not None:
-                squares[:, members] = all_reduce_over(ranks, squares[:, members], dist.ReduceOp.SUM)
-        found = zip(self.names, *squares.sqrt().tolist(), strict=True)
-        return {name: Norms(g if had else None, u, p) for name, g, u, p, had in found}
-
-
+@torch.no_grad()
 def _squares(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """Return [len(tensors)]: the sum of squares of this rank's shard of each, on the first one's device; 0 for None."""
     present = [(i, _numbers(_torch.local(tensor))) for i, tensor in enumerate(tensors) if tensor is not None]

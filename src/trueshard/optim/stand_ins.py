@@ -364,24 +364,16 @@ def _join_neighbours(parameters: Sequence[torch.Tensor]) -> list[JoinedShards]:
         for parameter, local in zip(parameters, _torch.shards_of(parameters), strict=True)
         if isinstance(parameter, DTensor) and _torch.is_plain(local) and local.numel() and local.is_contiguous()
     ]
-    chains: list[list[DTensor]] = []
+    chains: dict[Any, list[DTensor]] = {}
+    """By what the next one must have: its address, memory, dtype and ``requires_grad``."""
     starts = _torch.addresses(_torch.shards_of(able))
-    for _, parameter in sorted(zip(starts, able, strict=True), key=operator.itemgetter(0)):
-        if chains and _follows(chains[-1][-1], parameter):
-            chains[-1].append(parameter)
-        else:
-            chains.append([parameter])
-    return [JoinedShards(chain) for chain in chains if len(chain) > 1]
-
-
-def _follows(before: DTensor, after: DTensor) -> bool:
-    one, two = _torch.local(before), _torch.local(after)
-    return (
-        before.requires_grad == after.requires_grad
-        and one.dtype == two.dtype
-        and _torch.memory_identity(one) == _torch.memory_identity(two)
-        and _torch.addresses([one])[0] + one.nbytes == _torch.addresses([two])[0]
-    )
+    for start, parameter in sorted(zip(starts, able, strict=True), key=operator.itemgetter(0)):
+        local = _torch.local(parameter)
+        kind = _torch.memory_identity(local), local.dtype, parameter.requires_grad
+        chain = chains.pop((start, kind), [])
+        chain.append(parameter)
+        chains[start + local.nbytes, kind] = chain
+    return [JoinedShards(chain) for chain in chains.values() if len(chain) > 1]
 
 
 @contextlib.contextmanager

@@ -144,7 +144,7 @@ def check_functional_call(module: nn.Module, tensors: Mapping[str, torch.Tensor]
         for _, sharded, gathered, places in _torch.sharded_places(root):
             placed |= dict.fromkeys(places, (sharded, gathered))
         if (runtime := runtime_of(root)) is not None:
-            for whole in runtime.replicated.parameters:
+            for whole in runtime.replicated:
                 placed |= dict.fromkeys(whole.places, (whole.parameter, whole.leaf))
     for name, tensor in tensors.items() if placed else ():
         path, _, attribute = name.rpartition(".")

@@ -258,13 +258,12 @@ def _gather_beside_forward(runtime: Runtime, modules: Mapping[str, nn.Module]) -
 
 def _around(unit: Unit, plan: Plan) -> str:
     """Return the innermost other module around all of ``unit``, whose forward may read them without calling them."""
-    best = ""
-    for other in plan.units:
-        name = other.modules[0]
-        inside = all(module.startswith(f"{name}.") for module in unit.modules) if name else True
-        if len(other.modules) == 1 and inside and len(name) >= len(best):
-            best = name
-    return best
+    around = (
+        other.modules[0]
+        for other in plan.units
+        if len(other.modules) == 1 and all(module.startswith(f"{other.modules[0]}.") for module in unit.modules)
+    )
+    return max(around, key=len, default="")
 
 
 # copy.deepcopy

@@ -39,7 +39,13 @@ from trueshard.optim import stepping
 from trueshard.optim.rebind import shard_like
 from trueshard.plans import Plan
 from trueshard.runtime.gradients import GradientHooks, Usage, call_after_gradient
-from trueshard.runtime.replicated import ReplicatedGradients, WholeParameter, refuse_removed, settle_added
+from trueshard.runtime.replicated import (
+    WholeParameter,
+    average_gradients,
+    forget_removed,
+    refuse_removed,
+    settle_added,
+)
 
 KEY = "_trueshard"
 
@@ -61,7 +67,8 @@ class Runtime:
         self.root = root
         self.plan = plan
         self.mesh = mesh
-        self.replicated = ReplicatedGradients(mesh)
+        self.replicated: list[WholeParameter] = []
+        """Parameters that every rank holds whole, in the same order on every rank."""
         self.usage = Usage(mesh)
         self.meshes: dict[Any, DeviceMesh] = {}
         """Smaller meshes, for units that reshard to a number of ranks."""
@@ -159,7 +166,7 @@ class Runtime:
             self._double.close()
         if self.is_in(State.DOUBLE) and self._version_of_double != sum(map(self._version, self.units)):
             self._double.close()
-        self.replicated.forget_removed()
+        forget_removed(self)
         refuse_removed(self)
         if self.added:
             settle_added(self)
@@ -277,7 +284,7 @@ class Runtime:
 
     def _end_backward(self) -> None:
         self._end_state_of_backward()
-        self.replicated.reduce(only_hooked=self.accumulating)
+        average_gradients(self.replicated, self.mesh, only_hooked=self.accumulating)
         stepping.set_unreduced(self.root, self.drop_unreduced if self.accumulating else None)
         if not self.accumulating:
             self.usage.end()
@@ -285,7 +292,9 @@ class Runtime:
     def drop_unreduced(self, of: Collection[int] | None = None) -> None:
         """Drop gradients that are summed on this rank and not reduced; ``of``: those of parameters with these ids."""
         _torch.drop_unreduced(self.root, of)
-        self.replicated.forget(of)
+        for whole in self.replicated:
+            if of is None or id(whole.parameter) in of:
+                whole.leaf.grad = None
         if of is None or not self.has_unreduced():
             self.usage.forget()
             stepping.set_unreduced(self.root, None)
@@ -317,10 +326,10 @@ class Runtime:
     def in_graph(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Return each parameter with the leaf that stands for it in the graph of a forward."""
         gathered = [(sharded, leaf) for _, sharded, leaf in _torch.gathered_parameters(self.root.modules())]
-        return gathered + [(whole.parameter, whole.leaf) for whole in self.replicated.parameters]
+        return gathered + [(whole.parameter, whole.leaf) for whole in self.replicated]
 
     def has_unreduced(self) -> bool:
-        return _torch.has_unreduced(self.root) or self.replicated.has_unreduced()
+        return _torch.has_unreduced(self.root) or any(whole.leaf.grad is not None for whole in self.replicated)
 
     # Hooks and readers
 
@@ -342,7 +351,7 @@ class Runtime:
         whole.computing = lambda: (
             torch.compiler.is_compiling() or self.is_in(State.PASS) or _torch.in_backward() or _torch.in_pass(unit)
         )
-        self.replicated.parameters.append(whole)
+        self.replicated.append(whole)
         return whole
 
     def _adopt_hooks(self) -> None:

@@ -3,7 +3,7 @@
 - To the user such a parameter is a DTensor like all others (placed ``Replicate``), so that optimizers, clipping and
   averaging see one kind of tensor. To the forward it is a plain leaf over the same memory, as a gathered one is:
   reading the attribute inside a pass, or a recomputation in backward, gives the leaf.
-- Gradients of the leaves are averaged over ranks once a backward, in one collective a device.
+- Gradients of the leaves are averaged over ranks once a backward, in one collective.
 
 What the user gives a sharded model later (a new head, a parameter, adapters of PEFT) is told by torch's hooks on
 registration, at each assignment in every module of the process:
@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,70 +139,46 @@ class HoldsWhole(nn.Module):
         return super().__getattr__(name)
 
 
-class ReplicatedGradients:
-    """Averages the gradients of replicated parameters over ranks."""
+@torch.no_grad()
+def average_gradients(parameters: Iterable[WholeParameter], mesh: DeviceMesh, *, only_hooked: bool) -> None:
+    """Average at the end of a backward; ``only_hooked``: those with a hook, which means the global gradient.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.parameters: list[WholeParameter] = []
-        """In the same order on every rank."""
-        self.mesh = mesh
-
-    def forget_removed(self) -> None:
-        for whole in self.parameters:
-            for module, attribute in list(whole.places):
-                if _torch.own_parameters(module).get(attribute) is None:
-                    whole.leave(module, attribute)
-        self.parameters = [whole for whole in self.parameters if whole.places]
-
-    @torch.no_grad()
-    def reduce(self, *, only_hooked: bool = False) -> None:
-        """Average at the end of a backward; ``only_hooked``: those with a hook, which means the global gradient."""
-        by_device: dict[torch.device, list[WholeParameter]] = {}
-        for whole in self.parameters:
-            whole.refresh()
-            hooked = whole.hooks is not None or GradientHooks.on(whole.parameter)
-            if whole.parameter.requires_grad and (hooked or not only_hooked):
-                by_device.setdefault(whole.leaf.device, []).append(whole)
-        for device, members in by_device.items():
-            self._reduce_on(device, members)
-
-    def forget(self, of: Collection[int] | None = None) -> None:
-        """Drop gradients that are not reduced yet; ``of``: those of parameters with these ids."""
-        for whole in self.parameters:
-            if of is None or id(whole.parameter) in of:
-                whole.leaf.grad = None
-
-    def has_unreduced(self) -> bool:
-        return any(whole.leaf.grad is not None for whole in self.parameters)
-
-    def _reduce_on(self, device: torch.device, members: list[WholeParameter]) -> None:
-        # A flag per parameter says whether a rank has a gradient: one that no rank used keeps its gradient None.
-        grads = [whole.leaf.grad for whole in members]
-        wide = any(whole.leaf.dtype in (torch.float64, torch.complex128) for whole in members)
-        dtype = torch.float64 if wide else torch.float32
-        used = torch.tensor([float(grad is not None) for grad in grads], dtype=dtype, device=device)
-        parts = [
-            _real(torch.zeros_like(whole.leaf) if grad is None else grad).reshape(-1).to(dtype)
-            for whole, grad in zip(members, grads, strict=True)
-        ]
-        flat = all_reduce(torch.cat([used, *parts]), self.mesh)
-        flags = flat[: len(members)].tolist()
-        pieces = flat[len(members) :].div_(self.mesh.size()).split([part.numel() for part in parts])
-        for flag, piece, whole in zip(flags, pieces, members, strict=True):
-            if flag:
-                whole.deliver(_shaped_as(whole.leaf, piece))
+    Collective; ``parameters`` are in the same order on every rank.
+    """
+    members = []
+    for whole in parameters:
+        whole.refresh()
+        hooked = whole.hooks is not None or GradientHooks.on(whole.parameter)
+        if whole.parameter.requires_grad and (hooked or not only_hooked):
+            members.append(whole)
+    if not members:
+        return
+    # A flag per parameter says whether a rank has a gradient: one that no rank used keeps its gradient None.
+    grads = [whole.leaf.grad for whole in members]
+    # Wide enough for all; with one that is complex, all are sent as complex.
+    dtype = functools.reduce(torch.promote_types, (whole.leaf.dtype for whole in members), torch.float32)
+    device = device_of(mesh)
+    used = torch.tensor([float(grad is not None) for grad in grads], dtype=dtype, device=device)
+    parts = [
+        (torch.zeros_like(whole.leaf) if grad is None else grad).reshape(-1).to(device, dtype)
+        for whole, grad in zip(members, grads, strict=True)
+    ]
+    flat = all_reduce(torch.cat([used, *parts]), mesh)
+    flags = flat[: len(members)].tolist()
+    pieces = flat[len(members) :].div_(mesh.size()).split([part.numel() for part in parts])
+    for flag, piece, whole in zip(flags, pieces, members, strict=True):
+        if flag:
+            value = piece if whole.leaf.is_complex() else piece.real
+            whole.deliver(value.reshape(whole.leaf.shape).to(whole.leaf, copy=True))
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, a complex one as its real and imaginary parts."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def _shaped_as(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return a copy of ``values``, which are what ``_real`` gave, in the shape and dtype of ``like``."""
-    if like.is_complex():
-        return torch.view_as_complex(values.reshape(*like.shape, 2)).to(like.dtype, copy=True)
-    return values.reshape(like.shape).to(like.dtype, copy=True)
+def forget_removed(runtime: Runtime) -> None:
+    """Forget whole parameters that were deleted or set to None."""
+    for whole in runtime.replicated:
+        for module, attribute in list(whole.places):
+            if _torch.own_parameters(module).get(attribute) is None:
+                whole.leave(module, attribute)
+    runtime.replicated = [whole for whole in runtime.replicated if whole.places]
 
 
 # What is given later
@@ -300,7 +276,7 @@ def _parameter_assigned(module: nn.Module, name: str, parameter: nn.Parameter) -
     if home is None or _is_placed_by_fsdp(home[0], module, name, parameter):
         return None
     runtime, unit = home
-    for whole in runtime.replicated.parameters:
+    for whole in runtime.replicated:
         if (module, name) in whole.places and whole.parameter is not parameter:
             whole.leave(module, name)
     return _hold(runtime, unit, module, name, parameter)
@@ -332,9 +308,9 @@ def _hold(
     runtime: Runtime, unit: ShardedModule, module: nn.Module, attribute: str, parameter: nn.Parameter
 ) -> nn.Parameter:
     """Hold a new parameter whole on every rank; return the one that takes its place."""
-    runtime.replicated.forget_removed()
+    forget_removed(runtime)
     names.mix_in(module, HoldsWhole)
-    for whole in runtime.replicated.parameters:
+    for whole in runtime.replicated:
         if parameter is whole.parameter or parameter is whole.original:
             whole.put(module, attribute)
             return whole.parameter

@@ -127,13 +127,12 @@ def token_mean(model: nn.Module, tokens: int | torch.Tensor) -> TokenMean:
 def _count(tokens: int | torch.Tensor) -> int:
     if isinstance(tokens, torch.Tensor) and (isinstance(tokens, DTensor) or tokens.numel() != 1):
         raise ValueError(f"tokens must be one number, this rank's own, not a tensor of shape {tuple(tokens.shape)}")
-    is_flag = isinstance(tokens, bool) or (isinstance(tokens, torch.Tensor) and tokens.dtype == torch.bool)
     try:
-        count = None if is_flag else operator.index(tokens)
+        if isinstance(tokens, bool) or (isinstance(tokens, torch.Tensor) and tokens.dtype == torch.bool):
+            raise TypeError
+        count = operator.index(tokens)
     except TypeError:
-        count = None
-    if count is None:
-        raise TypeError(f"tokens must be an integer, the number of target tokens, not {tokens!r}")
+        raise TypeError(f"tokens must be an integer, the number of target tokens, not {tokens!r}") from None
     if count < 0:
         raise ValueError(f"tokens is {count}, but a number of tokens is not negative")
     return count

@@ -14,8 +14,9 @@ import os
 import sys
 import threading
 import time
+import traceback
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def place_of(frame: types.FrameType | None, calls: int) -> Place:
     """Return where the thread with this innermost ``frame`` is; ``calls``: collectives that it has begun."""
     collective = phase = called = ""
     unit = None
-    for each in _outwards(frame):
+    for each, _ in traceback.walk_stack(frame) if frame else ():
         file, name = each.f_code.co_filename, each.f_code.co_name
         if file in _COLLECTIVES or name in _WAITS:
             collective = name
@@ -139,16 +140,10 @@ def described(places: Mapping[int, Place | None]) -> str:
 
 def user_line(frame: types.FrameType | None) -> str:
     """Return ``file:line`` of the innermost frame that is not torch's or TrueShard's; ``?`` if there is none."""
-    for each in _outwards(frame):
+    for each, line in traceback.walk_stack(frame) if frame else ():
         if not each.f_code.co_filename.startswith((_TORCH, _OWN)):
-            return f"{os.path.basename(each.f_code.co_filename)}:{each.f_lineno}"
+            return f"{os.path.basename(each.f_code.co_filename)}:{line}"
     return "?"
-
-
-def _outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _ranks(ranks: list[int]) -> str:

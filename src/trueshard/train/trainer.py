@@ -24,7 +24,7 @@ from trueshard.checkpoint.loading import load
 from trueshard.checkpoint.saving import Checkpoints, Saving
 from trueshard.distributed import device_of
 from trueshard.model import names
-from trueshard.optim.clip import clip_grad_norm_
+from trueshard.optim.norms import clip_grad_norm_
 from trueshard.runtime.engine import accumulate
 from trueshard.runtime.passes import runtime_of
 from trueshard.runtime.tokens import token_mean

@@ -24,7 +24,7 @@ from trueshard import _torch
 from trueshard.choices import Choices
 from trueshard.errors import one_line
 from trueshard.model import names
-from trueshard.optim.clip import clip_grad_norm_
+from trueshard.optim.norms import clip_grad_norm_
 from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.inputs.fake_tensors import plain_attributes
 from trueshard.planner.simulation.recorder import Recorder, watching_forwards

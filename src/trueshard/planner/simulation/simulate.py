@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from trueshard import _torch
 from trueshard.model import names
-from trueshard.optim.clip import clip_grad_norm_
+from trueshard.optim.norms import clip_grad_norm_
 from trueshard.planner import ledger
 from trueshard.planner.inputs.fake_tensors import fake_copy
 from trueshard.planner.simulation.compiling import compiled

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -181,9 +180,7 @@ def check_writable(folder: Path) -> None:
         place = next(each for each in (folder, *folder.parents) if each.exists())
         if not place.is_dir():
             raise UserError(f"run.dir: {folder} cannot be made, {place} is a file; choose another folder")
-        probe = place / f".trueshard-{os.getpid()}"
-        probe.mkdir()
-        probe.rmdir()
+        tempfile.TemporaryDirectory(prefix=".trueshard-", dir=place).cleanup()
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from trueshard.planner.hardware import Hardware
 from trueshard.planner.planning import Request
 from trueshard.planner.report import report
 from trueshard.planner.workload import Study
-from trueshard.plans import Forecast, Plan
+from trueshard.plans import Plan
 from trueshard.train.config import Config, DataSection
 from trueshard.train.data.samples import Batch
 from trueshard.train.losses import CausalLoss
@@ -41,17 +41,23 @@ SILENT = ("include",)
 """Keys that mean more if they are given, even with their default."""
 
 
-class Unplanned(Exception):
-    """The planner cannot simulate the run; one line that says why."""
+class Unplanned(str):
+    """Why the planner cannot simulate the run, in one line."""
 
 
 def study(
-    config: Config, settings: Any, ranks: int, device: torch.device | Hardware, node: int, *, in_place: bool = False
-) -> Study:
-    """Return the planner's study of a step of the run, with ``node`` ranks a node, on a device here or any other.
+    config: Config,
+    settings: Any,
+    ranks: int,
+    device: Hardware | torch.device,
+    ranks_per_node: int,
+    *,
+    in_place: bool = False,
+) -> Study | Unplanned:
+    """Return the planner's study of a step of the run; ``in_place``: in this process, which does nothing else.
 
-    ``in_place``: in this process, which does nothing else.
-    Raises `Unplanned` if the planner cannot simulate it, or nothing fits where a choice was left to it.
+    ``device``: an entry of the planner's catalogue, or a device of this machine. `Unplanned` if the planner does not
+    know it or cannot simulate the step, or nothing fits where a choice was left to it.
     """
 
     def model() -> nn.Module:
@@ -66,10 +72,10 @@ def study(
     try:
         request = Request(
             model=model,
-            hardware=device if isinstance(device, Hardware) else _hardware_here(device, node),
+            hardware=device if isinstance(device, Hardware) else _hardware_here(device, ranks_per_node),
             ranks=ranks,
             batch=feed,
-            ranks_per_node=min(node, ranks),
+            ranks_per_node=min(ranks_per_node, ranks),
             replicate=config.shard.replicate,
             sequence=train.sequence_length,
             microbatch=max(1, train.batch_size // (ranks * train.accumulate)),
@@ -81,20 +87,24 @@ def study(
         )
         found: Study = process.call("trueshard.planner.solve:solve", request, in_place=in_place)
     except Exception as error:  # whatever a model or an optimizer raises under simulation
-        raise Unplanned(one_line(error)) from error
+        return Unplanned(one_line(error))
     optimizer = config.optimizer.class_path.rpartition(".")[2]
     return dataclasses.replace(found, forecast=dataclasses.replace(found.forecast, optimizer=optimizer))
 
 
 def _hardware_here(device: torch.device, local_ranks: int) -> Hardware:
-    """Return the catalogue's entry for this device, or raise ValueError; of a CPU, with the memory of one rank."""
+    """Return the catalogue's entry for this device; of a CPU, with the memory of one rank."""
     found = catalogue.hardware_here(device)
-    memory = memory_of_process(local_ranks) if device.type == "cpu" else found.memory_bytes
-    return dataclasses.replace(found, memory_bytes=memory)
+    if device.type == "cpu":
+        return dataclasses.replace(found, memory_bytes=memory_of_process(local_ranks))
+    return found
 
 
-def bytes_of(forecast: Forecast) -> int:
+def bytes_of(found: Study | Unplanned) -> int | None:
     """Return the peak memory of a rank: what torch reserves; on a CPU, which has no such cache, tensors alone."""
+    if isinstance(found, Unplanned):
+        return None
+    forecast = found.forecast
     return forecast.peak_live_bytes if forecast.hardware == "cpu" else forecast.peak_reserved_bytes
 
 
@@ -103,7 +113,7 @@ def write(folder: Path, found: Study | Unplanned | Plan) -> None:
     if isinstance(found, Study):
         record = report.as_json(found)
     else:
-        record = {"plan": dataclasses.asdict(found)} if isinstance(found, Plan) else {"unplanned": str(found)}
+        record = {"plan": dataclasses.asdict(found)} if isinstance(found, Plan) else {"unplanned": found}
     replace_text(folder / "plan.json", json.dumps(record, indent=1))
 
 
@@ -120,12 +130,10 @@ def dry_run(config: Config, nproc: int | None = None, *, hardware: str | None = 
         named = None if hardware is None else catalogue.hardware(hardware)
     config = resuming.tightened(config, ranks)
     settings, samples = check_settings(config, ranks), count_samples(config)
-    try:
-        here = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        node = ranks if named is None else min(ranks, named.ranks_per_node)
-        told = report.text(study(config, settings, ranks, named or here, node, in_place=True))
-    except Unplanned as error:
-        told = f"No forecast of memory and speed: {error}"
+    here = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    node = ranks if named is None else min(ranks, named.ranks_per_node)
+    found = study(config, settings, ranks, named or here, node, in_place=True)
+    told = f"No forecast of memory and speed: {found}" if isinstance(found, Unplanned) else report.text(found)
     if samples is not None:
         steps = config.train.steps or steps_of_epochs(config, samples)
         epochs, length = steps * config.train.batch_size / samples, config.train.sequence_length

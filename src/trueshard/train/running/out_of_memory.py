@@ -78,12 +78,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _asked(message: str) -> int:
-    """Return the bytes that an allocator's message names: torch's for the CPU, or for CUDA ("20.00 MiB")."""
-    if plain := re.search(r"you tried to allocate (\d+) bytes", message):
-        return int(plain[1])
-    if rounded := re.search(r"Tried to allocate ([\d.]+) ([KMGT]?)i?B", message):
-        return int(float(rounded[1]) * 1024 ** " KMGT".index(rounded[2] or " "))
-    return 0
+    """Return the bytes that an allocator's message names: torch's for the CPU ("512 bytes"), or CUDA ("20.00 MiB")."""
+    named = re.search(r"[Tt]ried to allocate ([\d.]+) ([KMGT]?)", message)
+    return int(float(named[1]) * 1024 ** " KMGT".index(named[2] or " ")) if named else 0
 
 
 def leave(folder: Path, shortage: Shortage) -> bool:
@@ -211,10 +208,8 @@ class _RemedySearch:
         key = repr(change)
         if key not in self._known:
             config = resuming.with_settings(self._config, change)
-            try:
-                found = forecast.study(config, self._settings, self._ranks, self._device, self._local_ranks)
-                self._known[key] = forecast.bytes_of(found.forecast)
-            except forecast.Unplanned as error:
-                self._why = self._why or str(error)
-                self._known[key] = None
+            found = forecast.study(config, self._settings, self._ranks, self._device, self._local_ranks)
+            self._known[key] = forecast.bytes_of(found)
+            if isinstance(found, forecast.Unplanned):
+                self._why = self._why or found
         return self._known[key]

@@ -291,14 +291,11 @@ def _planned_memory(config: Config, ready: Ready, world: World) -> int | None:
     """Forecast the run and write `plan.json`; return the bytes of a rank, or None if there is no forecast."""
     from trueshard.train.running import forecast  # the planner
 
-    try:
-        found = forecast.study(config, ready.architecture, world.size, world.device, world.local_size)
-    except forecast.Unplanned as error:
-        forecast.write(config.run.folder, error)
-        print(f"No forecast of memory and speed: {error}", flush=True)
-        return None
+    found = forecast.study(config, ready.architecture, world.size, world.device, world.local_size)
     forecast.write(config.run.folder, found)
-    return forecast.bytes_of(found.forecast)
+    if isinstance(found, forecast.Unplanned):
+        print(f"No forecast of memory and speed: {found}", flush=True)
+    return forecast.bytes_of(found)
 
 
 def _out_of_memory(worker: _Worker, shortage: out_of_memory.Shortage) -> _End:
