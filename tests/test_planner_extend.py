@@ -19,7 +19,7 @@ from transformers import (
 
 from trueshard.choices import Choices
 from trueshard.planner.inputs.factories import Factory
-from trueshard.planner.simulation.repeats import FEWEST, find_runs
+from trueshard.planner.simulation.repeats import FEWEST, find_runs, shorten
 from trueshard.planner.simulation.simulate import Simulation, simulate
 from trueshard.planner.trace import Allocation, Event, Free, Trace
 from trueshard.planner.workload import Job, Workload
@@ -234,6 +234,16 @@ def test_runs_are_found_by_what_blocks_are() -> None:
     deep.base_model.model.model.layers[3].self_attn.scaling = 0.3
     (run,) = find_runs(deep, plan_of(deep))
     assert (run.container, run.start, run.count) == ("base_model.model.model.layers", 4, 26)
+
+
+def test_what_is_left_of_a_shortened_list_keeps_its_names() -> None:
+    model = alternating(9)
+    plan = plan_of(model)
+    left = shorten(model, plan, find_runs(model, plan), 2)
+    assert {unit.name.split(".")[1] for unit in left.units} == {"0", "1", "2", "3", "18"}
+    assert [name for name, _ in model.blocks.named_children()] == ["0", "1", "2", "3", "18"]
+    assert model.blocks[4] is model.blocks[-1] is model.get_submodule("blocks.18")
+    assert len(model.blocks[1:]) == len(model.blocks) - 1 == 4
 
 
 def test_blocks_that_share_a_parameter_are_no_run() -> None:

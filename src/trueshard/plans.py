@@ -193,7 +193,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan from ``to_json``'s text.
+        """Read a plan from ``to_json``'s text, or from an object that holds one as ``"plan"``.
 
         Raises:
             ValueError: not JSON, an unknown key, a missing key or a newer version; the message names it.
@@ -204,6 +204,8 @@ class Plan:
             raise ValueError(f"a plan must be JSON: {error}") from None
         if not isinstance(data, dict):
             raise ValueError("a plan must be a JSON object")
+        if isinstance(data.get("plan"), dict):
+            data = data["plan"]
         if data.get("version", 1) != 1:
             raise ValueError(f"plan version {data['version']} is newer than this library reads (1); update trueshard")
         data["ranks"] = tuple(_list(data, "ranks"))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -134,7 +132,7 @@ def plan_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh
     Collective: the first rank works it out, all get it, or all raise: ``NothingFits``, or ``ValueError`` if the model
     cannot be simulated.
     """
-    told: Plan | NothingFits | str = ""
+    told: Plan | Exception = Plan()
     failure: Exception | None = None
     is_first = not any(mesh.get_coordinate() or ())
     if is_first:
@@ -144,13 +142,12 @@ def plan_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh
             told = process.call("trueshard.planner.solve:best_plan_for", *arguments)
         except Exception as error:
             failure = error
-            told = _without_events(error) if isinstance(error, NothingFits) else str(error) or type(error).__name__
+            text = str(error) or type(error).__name__
+            told = _without_events(error) if isinstance(error, NothingFits) else ValueError(text)
     told = distributed.gather_objects(told, mesh)[0]
     if failure is not None:
         raise failure
-    if isinstance(told, str):
-        raise ValueError(told)
-    if isinstance(told, NothingFits):
+    if isinstance(told, Exception):
         raise told
     assert told.forecast is not None
     if is_first:
@@ -177,13 +174,8 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     """
     if not Path(path).is_file():
         raise ValueError(f"there is no plan {str(path)!r}; `trueshard plan --out FILE` writes one")
-    text = Path(path).read_text(encoding="utf-8")
     try:
-        with contextlib.suppress(json.JSONDecodeError):  # from_json says it
-            data = json.loads(text)
-            if isinstance(data, dict) and isinstance(data.get("plan"), dict):
-                text = json.dumps(data["plan"])
-        return Plan.from_json(text)
+        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

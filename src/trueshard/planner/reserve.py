@@ -129,34 +129,20 @@ ROUND_LARGE = 2 << 20
 """Such a segment's size is a multiple of it (kRoundLarge)."""
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Block:
     """A part of a segment, in use or free."""
 
     pool: Pool
+    segment: int
+    """Address of the segment."""
     address: int
     size: int
-    free: bool = False
-    prev: Block | None = None
-    """Neighbour at lower addresses in the same segment."""
-    next: Block | None = None
 
-    def split(self, size: int) -> Block:
-        """Shorten the block to its first ``size`` bytes; return the remainder, which is not in the free list."""
-        remainder = Block(self.pool, self.address + size, self.size - size)
-        remainder.prev, remainder.next = self, self.next
-        if self.next is not None:
-            self.next.prev = remainder
-        self.next = remainder
-        self.size = size
-        return remainder
-
-    def absorb(self, after: Block) -> None:
-        """Extend the block by the next one of its segment."""
-        self.size += after.size
-        self.next = after.next
-        if after.next is not None:
-            after.next.prev = self
+    @property
+    def end(self) -> int:
+        """Address behind it."""
+        return self.address + self.size
 
 
 class Pool:
@@ -168,13 +154,22 @@ class Pool:
         """Smallest remainder that is split off."""
         self.free: list[tuple[int, int, Block]] = []
         """(size, address, block), sorted; addresses are unique."""
+        self.edges: dict[tuple[int, int], Block] = {}
+        """(segment, address) where a free block begins or ends → the block."""
 
     def add(self, block: Block) -> None:
-        block.free = True
+        """Add a free block, coalesced with adjacent free ones."""
+        for edge in (block.address, block.end):
+            if (near := self.edges.get((block.segment, edge))) is not None:
+                self.remove(near)
+                block = Block(self, block.segment, min(near.address, block.address), near.size + block.size)
+        for edge in (block.address, block.end):
+            self.edges[block.segment, edge] = block
         insort(self.free, (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:
-        block.free = False
+        for edge in (block.address, block.end):
+            del self.edges[block.segment, edge]
         del self.free[bisect_left(self.free, (block.size, block.address))]
 
     def take(self, size: int) -> Block | None:
@@ -182,8 +177,8 @@ class Pool:
         index = bisect_left(self.free, (size,))
         if index == len(self.free):
             return None
-        block = self.free.pop(index)[2]
-        block.free = False
+        block = self.free[index][2]
+        self.remove(block)
         return block
 
 
@@ -205,27 +200,20 @@ class CachingAllocator:
         pool = self.pools.setdefault((stream, size <= SMALL), Pool(size <= SMALL))
         block = pool.take(size) or self._new_segment(pool, size)
         if block.size - size >= pool.remainder:
-            pool.add(block.split(size))
+            pool.add(Block(pool, block.segment, block.address + size, block.size - size))
+            block = Block(pool, block.segment, block.address, size)
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
     def free(self, block: Block) -> None:
-        """Return a block to its pool, coalesced with adjacent free ones; it must not be used afterwards."""
+        """Return a block to its pool; it must not be used afterwards."""
         self.allocated -= block.size
-        pool = block.pool
-        if block.next is not None and block.next.free:
-            pool.remove(block.next)
-            block.absorb(block.next)
-        if block.prev is not None and block.prev.free:
-            pool.remove(block.prev)
-            block.prev.absorb(block)
-            block = block.prev
-        pool.add(block)
+        block.pool.add(block)
 
     def _new_segment(self, pool: Pool, size: int) -> Block:
         total = pool.segment if size < MIN_LARGE else _round_up(size, ROUND_LARGE)
-        block = Block(pool, self.reserved, total)
+        block = Block(pool, self.reserved, self.reserved, total)
         self.reserved += total
         return block
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,19 +13,18 @@ from torch import nn
 
 from trueshard import _torch
 from trueshard.choices import DEFAULTS, Choices, is_free
+from trueshard.model import names
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.inputs.workloads import is_size, workload_of
 from trueshard.planner.planning import Request
 from trueshard.planner.search.search import choose
-from trueshard.planner.search.space import Setting, Space
+from trueshard.planner.search.space import Setting, Space, batches
 from trueshard.planner.simulation.preflight import preflight
 from trueshard.planner.workload import Job, Study
 from trueshard.plans import Plan
 
 FREE = Choices(reshard_after_forward="auto", activation_checkpointing="auto")
 """Defaults of ``trueshard.plan``."""
-_GROUP = "_planned_group"
-"""Attribute of a parameter: (optimizer, group) that holds it. It goes along when the model is copied."""
 
 
 def solve(request: Request, progress: Callable[[str], object] = lambda line: None) -> Study:
@@ -66,10 +65,7 @@ def best_plan_for(
     choices: Choices,
 ) -> Plan:
     """Return the fastest plan for the arguments of ``shard()``; ``ranks`` is the shape of its mesh."""
-    for i, optimizer in enumerate(optimizers):
-        for g, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                setattr(parameter, _GROUP, (i, g))
+    name_of = {id(tensor): name for name, _, _, tensor in names.named_tensors(model, "parameters")}
     request = Request(
         model=model,
         hardware=device,
@@ -77,21 +73,22 @@ def best_plan_for(
         replicate=ranks[0] if len(ranks) == 2 else 1,
         microbatch=1,
         accumulation=1,
-        optimizer=lambda made: [_over(made, each, i) for i, each in enumerate(optimizers)],
+        optimizer=lambda made: [_over(made, each, name_of) for each in optimizers],
         **vars(choices),
     )
     space, _ = space_of(request)
     return choose(space).plan
 
 
-def _over(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.optim.Optimizer:
-    """Return a copy of ``optimizer`` without state over the parameters of a copy of its model."""
+def _over(model: nn.Module, optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> torch.optim.Optimizer:
+    """Return a copy of ``optimizer`` without state over the parameters of a copy of its model, of the same names."""
+    parameters = {name: tensor for name, _, _, tensor in names.named_tensors(model, "parameters")}
     made: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(made).update({key: value for key, value in vars(optimizer).items() if "_hooks" not in key})
     _torch.make_hookable(made)
     made.state, made.param_groups = defaultdict(dict), []
-    for g, group in enumerate(optimizer.param_groups):
-        members = [each for each in model.parameters() if getattr(each, _GROUP, None) == (number, g)]
+    for group in optimizer.param_groups:
+        members = [parameters[name] for each in group["params"] if (name := name_of.get(id(each))) in parameters]
         if members:
             made.param_groups.append({**group, "params": members})
     return made
@@ -155,11 +152,7 @@ def _preflight(space: Space, plan: Plan | None) -> list[str]:
 
 def _of_one_plan(space: Space, plan: Plan | None) -> Study:
     """Return the study of a plan; None: of the one that the choices mean."""
-    microbatch, accumulation = space.microbatch or 1, space.accumulation or 1
-    if space.global_batch is not None and space.global_batch != microbatch * accumulation * space.ranks:
-        raise ValueError(
-            f"global_batch={space.global_batch} is not microbatch {microbatch} × accumulation {accumulation} × "
-            f"{space.ranks} ranks; leave one of them out"
-        )
-    setting = Setting(space.replicate or 1, microbatch, accumulation, space.offloads[0])
+    space = dataclasses.replace(space, microbatch=space.microbatch or 1, accumulation=space.accumulation or 1)
+    (batch,) = batches(space)
+    setting = Setting(space.replicate or 1, *batch, space.offloads[0])
     return space.study(plan, setting, space.budget)

@@ -74,15 +74,14 @@ def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[nn.Mo
     """
     refuse_sharded(model)
     stand_ins = _stand_ins(model, dtype)
-    kept = {id(each): each for module in model.modules() for each in _torch.tensors_in(plain_attributes(module))}
-    memo: dict[int, Any] = {**kept, **stand_ins}
+    plain = (each for module in model.modules() for each in _torch.tensors_in(plain_attributes(module)))
+    memo: dict[int, Any] = {id(each): each if _torch.is_fake(each) else _stand_in(each) for each in plain} | stand_ins
     try:
         copied: nn.Module = copy.deepcopy(model, memo)
     except Exception as error:  # whatever an attribute raises that cannot be copied
         raise ValueError(
             f"the {type(model).__name__} cannot be copied ({with_kind(error)}); give a function that makes it instead"
         ) from error
-    replace_plain(copied, {}, lambda each: not _torch.is_fake(each), _stand_in)
     return copied, stand_ins
 
 

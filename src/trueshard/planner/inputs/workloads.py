@@ -63,7 +63,7 @@ def workload_of(
         )
     else:
         assumptions = []
-        feed = _feed_of_factory(made, sequence, batch, has_loss=loss is not None)
+        feed = _feed_of_factory(made, sequence, batch)
         own = made.parts.optimizers is not None and optimizer is None
     # Without transformers' checks of values, such as that there are as many image tokens as features.
     unchecked = mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1")
@@ -129,7 +129,7 @@ class _Made:
         return checked(self.parts.optimizers, f"optimizers of {self.source.name}", model)
 
 
-def _feed_of_factory(made: _Made, sequence: int | None, batch: Any, has_loss: bool) -> Feed:
+def _feed_of_factory(made: _Made, sequence: int | None, batch: Any) -> Feed:
     """Return batches and loss as given, else the factory's own, else by the model."""
     with _torch.fake_tensors(), torch.compiler.set_stance("force_eager"):  # a look: only what is no tensor is kept
         model = made.model()
@@ -139,7 +139,7 @@ def _feed_of_factory(made: _Made, sequence: int | None, batch: Any, has_loss: bo
         if batch is not None:
             return _feed_of(batch, own, sequence)
         feed = model_feed(model, sequence)
-        return dataclasses.replace(feed, loss=own) if has_loss or made.parts.loss is not None else feed
+        return feed if made.parts.loss is None else dataclasses.replace(feed, loss=own)
 
 
 def _feed_of(batch: Any, loss: Loss, sequence: int | None) -> Feed:

@@ -189,17 +189,14 @@ class Evaluator:
 
     def plan(self, candidate: Candidate) -> Plan:
         """Return a plan that ``shard()`` takes as it stands, and whose words say the same as its units."""
-        setting = candidate.setting
-        base = self.bases(setting.replicate)[candidate.split]
-        units = tuple(
-            dataclasses.replace(unit, reshard_after_forward=freed, activation_checkpointing=again)
-            for unit, (freed, again) in zip(base.units, candidate.values, strict=True)
-        )
-        plan = dataclasses.replace(base, units=units, offload=setting.offload)
+        base = self.bases(candidate.setting.replicate)[candidate.split]
         plan = dataclasses.replace(
-            plan, reshard_after_forward=_reshard_word(plan), activation_checkpointing=_recompute_word(plan)
+            base,
+            reshard_after_forward=_reshard_word(base, [freed for freed, _ in candidate.values]),
+            activation_checkpointing=_recompute_word(base, [again for _, again in candidate.values]),
+            offload=candidate.setting.offload,
         )
-        return dataclasses.replace(plan, resolved_for=plan.policies)
+        return choices.apply_words(plan, base.ranks[-1])
 
     def budget(self, replicate: int) -> int:
         """Return the bytes for torch on a rank: no more than the device has besides the communicators of that mesh."""
@@ -262,9 +259,8 @@ def _without_auto(word: Any, instead: Any) -> Any:
     return instead if word == "auto" else word
 
 
-def _reshard_word(plan: Plan) -> Any:
-    """Return the shortest word that means the units' values."""
-    values = [unit.reshard_after_forward for unit in plan.units]
+def _reshard_word(plan: Plan, values: list[bool | int]) -> Any:
+    """Return the shortest word that means these values of the units."""
     ranks = plan.ranks[-1]
     numbers = [value for value in values if not isinstance(value, bool)]
     for word in (*choices.RESHARD_WORDS, *numbers[:1]):
@@ -277,16 +273,11 @@ def _reshard_word(plan: Plan) -> Any:
     return {"*": most, **exceptions}
 
 
-def _recompute_word(plan: Plan) -> Any:
-    values = [unit.activation_checkpointing for unit in plan.units]
+def _recompute_word(plan: Plan, values: list[Recompute]) -> Any:
     for word in RECOMPUTE:
         if choices.recompute_values(plan.units, word) == values:
             return word
-    return {
-        glob.escape(unit.name): unit.activation_checkpointing
-        for unit in plan.units
-        if unit.activation_checkpointing != "none"
-    }
+    return {glob.escape(unit.name): word for unit, word in zip(plan.units, values, strict=True) if word != "none"}
 
 
 # What there is to choose from
@@ -319,8 +310,9 @@ def batches(space: Space) -> list[tuple[int, int]]:
         ]
         raise ValueError(
             f"global_batch={space.global_batch} is not microbatch × accumulation × {space.ranks} ranks"
-            f"{' with ' + ' and '.join(said) if said else ''}; use a multiple of "
+            f"{' with ' + ' and '.join(said) if said else ''}; use {'' if len(said) > 1 else 'a multiple of '}"
             f"{space.ranks * (space.microbatch or 1) * (space.accumulation or 1)}"
+            f"{', or leave one of them out' if len(said) > 1 else ''}"
         )
     return found
 

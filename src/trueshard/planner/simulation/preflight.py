@@ -95,7 +95,7 @@ def _shorten(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> P
     except (ValueError, TypeError):  # shard() will raise it
         return None
     runs = find_runs(model, resolved)
-    return shorten(model, resolved, runs, [_BLOCKS] * len(runs)) if runs else None
+    return shorten(model, resolved, runs, _BLOCKS) if runs else None
 
 
 def _step(

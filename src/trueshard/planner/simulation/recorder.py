@@ -49,7 +49,6 @@ class Recorder(_torch.DispatchMode):
         self.values = KnownValues()
         self.events: list[Event] = []
         self._allocations = 0
-        self._uses: dict[int, Kind] = {}  # number of an allocation → its kind
         # By identity of the storage:
         self._alive: dict[int, Allocation] = {}
         self._references: dict[int, Any] = {}
@@ -79,14 +78,14 @@ class Recorder(_torch.DispatchMode):
         """Set kind and (if given) name of the tensors' current allocations; the last call for an allocation counts."""
         for tensor in tensors:
             if (found := self.allocation_of(tensor)) is not None:
-                self._uses[found.storage] = use
+                found.kind = use
                 found.what = name or found.what
 
-    def take(self) -> tuple[list[Event], dict[int, Kind]]:
-        """Return the events since the last call, and all kinds set by ``mark`` (by number of the allocation)."""
+    def take(self) -> list[Event]:
+        """Return the events since the last call."""
         events, self.events = self.events, []
         self._written_by.clear()
-        return events, self._uses
+        return events
 
     def resized(self, storage: Any, before: int) -> None:
         """Record that a storage's memory was freed or allocated again; for ``_torch.watching_resizes``."""
@@ -99,7 +98,7 @@ class Recorder(_torch.DispatchMode):
         if made is not None and (known := self._before_resize.get(key)) is not None:
             made.what, made.shape, made.dtype = known.what, known.shape, known.dtype
         if (concerned := made or freed) is not None:
-            self._uses[concerned.storage] = "gathered"
+            concerned.kind = "gathered"
 
     def track_storage(self, tensor: torch.Tensor, what: str) -> Allocation | None:
         """Record a plain tensor's storage as an allocation, and later its end; None if it is known or empty."""
@@ -296,7 +295,7 @@ class Recorder(_torch.DispatchMode):
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         found = self.allocation_of(tensor)
-        return found is not None and self._uses.get(found.storage) == "parameters"
+        return found is not None and found.kind == "parameters"
 
 
 def _accumulates_in_place(func: Any, args: Any) -> bool:

@@ -25,11 +25,10 @@ from trueshard.optim.norms import clip_grad_norm_
 from trueshard.planner import ledger
 from trueshard.planner.inputs.fake_tensors import fake_copy
 from trueshard.planner.simulation.compiling import compiled
-from trueshard.planner.simulation.extend import KEPT, NotPeriodicError, extend, labelled
 from trueshard.planner.simulation.offloading import offloaded
 from trueshard.planner.simulation.recorder import Recorder, track_units
-from trueshard.planner.simulation.repeats import Run, find_runs, shorten, with_counts
-from trueshard.planner.trace import Kernel, Kind, Phase, Place, Trace
+from trueshard.planner.simulation.repeats import KEPT, NotPeriodicError, Run, extend, find_runs, shorten
+from trueshard.planner.trace import Kernel, Phase, Place, Trace
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan
 from trueshard.runtime import engine
@@ -125,24 +124,14 @@ def simulated_mesh(job: Job, device_type: str) -> Iterator[DeviceMesh]:
 
 def _run_shortened(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, runs: list[Run]) -> Simulation:
     """Run the model with ``KEPT`` blocks of each run, and once for each run with one block less; extend the traces."""
-    counts = [KEPT] * len(runs)
-    kept = with_counts(runs, counts)
-    short_plan = shorten(model, plan, runs, counts)
+    short_plan = shorten(model, plan, runs, KEPT)
     variants = []
-    for r in range(len(runs)):
-        fewer = with_counts(runs, [KEPT - (i == r) for i in range(len(runs))])
+    for run in runs:
         copied, _ = fake_copy(model)
-        shorter_plan = shorten(copied, short_plan, kept, [run.count for run in fewer])
-        variants.append((_run(job, mesh, copied, shorter_plan), fewer))
+        variants.append(_run(job, mesh, copied, shorten(copied, short_plan, [run], KEPT - 1)))
     base = _run(job, mesh, model, short_plan)
-    first, steady = (
-        extend(
-            labelled(getattr(base, step), kept),
-            [labelled(getattr(made, step), fewer) for made, fewer in variants],
-            runs,
-        )
-        for step in ("first", "steady")
-    )
+    first = extend(base.first, [each.first for each in variants], runs)
+    steady = extend(base.steady, [each.steady for each in variants], runs)
     return Simulation(plan, first, steady, models=1 + len(variants))
 
 
@@ -172,8 +161,8 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation
                 del batches
             for name, tensor in _optimizer_state(model, optimizers):
                 recorder.mark([tensor], "optimizer", name)
-            events, uses = recorder.take()
-            trace = _with_kinds(Trace(events, resident), uses)
+            trace = Trace(recorder.take(), resident)
+            _mark_activations(trace)
             traces.append(_as_planned(trace, job, plan, recorder.members))
     return Simulation(resolved, traces[0], traces[1])
 
@@ -203,15 +192,13 @@ def _optimizer_state(
                     yield f"{name_of.get(id(parameter), '?')}.{key}", tensor
 
 
-def _with_kinds(trace: Trace, uses: Mapping[int, Kind]) -> Trace:
-    """Set every allocation's kind by ``uses``; memory made in forward and freed in backward is activations."""
+def _mark_activations(trace: Trace) -> None:
+    """Set the kind of memory made in forward and freed in backward, unless it is known to be of another one."""
     for each in ledger.lifetimes(trace):
         made = each.allocation
-        made.kind = uses.get(made.storage, made.kind)
         if made.kind == "temporary" and each.made >= 0 and each.freed < len(trace.events):
             phases = made.place.phase, trace.events[each.freed].place.phase
             made.kind = "activations" if phases == ("forward", "backward") else "temporary"
-    return trace
 
 
 def _as_planned(trace: Trace, job: Job, plan: Plan, members: Mapping[str, Sequence[str]]) -> Trace:
