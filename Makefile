@@ -10,7 +10,7 @@ READY := .venv/.ready
 # A worker a core; each test may start several processes of its own, of one thread each.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-short test-rest test-all lint format bench docs tables clean
+.PHONY: demo test test-short test-rest test-all lint format bench docs tables versions clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -49,6 +49,10 @@ tables: $(READY)
 	$(BIN)/python tests/convert_tables.py
 	$(BIN)/python tests/documents_commands.py
 	$(BIN)/python tests/documents_pictures.py
+
+# Not part of `make test-all`: it makes an environment of several GB for each release of torch. Needs Python >= 3.11.
+versions:
+	$(PYTHON) tests/versions.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
+
+
+@pytest.fixture
+def differs(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Say what is refused or differs on this release of torch; `make versions` puts it into docs/versions.md."""
+    return functools.partial(record_property, "differs")
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import datetime
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import trueshard
 from messages import naming
@@ -51,7 +53,13 @@ def numbers(rank: int, world_size: int) -> Any:
         _torch.local(grad)[0, 0] = float("inf")
     found["not finite"] = bool(torch.isfinite(grad).all())
     if rank == 0:
+        _torch.local(grad)[0, 0] = float("nan")
+    found["NaN on one rank"] = [f"{each:.4f}" for each in (grad.max(), grad.min(), grad.abs().max(), grad.sum())]
+    found["NaN in norms"] = [f"{grad.norm(order):.4f}" for order in (1, 2, float("inf"))]
+    found["unequal to itself"] = bool((grad != grad).any()), int((grad != grad).sum())
+    if rank == 0:
         _torch.local(grad)[0, 0] = 1.0
+    found["unequal to itself later"] = bool((grad != grad).any())
     total = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.ndim], 0.5)
     found["total"] = f"{total:.4f}"
     return found
@@ -179,6 +187,36 @@ def test_gradients_that_are_asked_for_are_those_of_the_whole(alone: Ranks, sizes
     same(differentiated, alone, sizes)
 
 
+def derived_forward(rank: int, world_size: int) -> Any:
+    """Gradients of a loss that holds a value and its derivative, in forward mode, by the input."""
+    model = build(world_size)
+    rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).chunk(world_size)[rank]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(rows, torch.ones_like(rows))
+        value, derivative = forward_ad.unpack_dual(model(dual))
+        (value.pow(2).mean() + derivative.pow(2).mean()).backward()
+        with torch.no_grad():
+            assert torch.equal(forward_ad.unpack_dual(model(dual))[1], derivative)
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_derivatives_in_forward_mode_are_those_of_the_whole(alone: Ranks, sizes: list[Ranks]) -> None:
+    same(derived_forward, alone, sizes)
+
+
+def transformed(rank: int, world_size: int) -> Any:
+    rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    return torch.func.jvp(build(world_size), (rows,), (torch.ones_like(rows),))
+
+
+def test_a_transform_of_torch_func(alone: Ranks, ranks2: Ranks, differs: Callable[[str], None]) -> None:
+    if _torch.TAKES_TRANSFORMS:
+        same(transformed, alone, [ranks2])
+    else:
+        differs("a sharded model inside a transform of `torch.func` is refused; `torch.autograd.forward_ad` works")
+        ranks2.raises(transformed, match=naming("torch.func", "forward_ad", "2.13"))
+
+
 def not_differentiated(rank: int, world_size: int) -> Any:
     model = build(world_size)
     weight: Any = model.last.weight
@@ -189,10 +227,12 @@ def not_differentiated(rank: int, world_size: int) -> Any:
     with pytest.raises(RuntimeError, match=naming("no leaf")):
         torch.autograd.grad(model(hidden).sum(), [weight, hidden])
     model.zero_grad()
+    other = build(world_size)
     with trueshard.accumulate(model, last=False):
         model(rows).sum().backward()
         with pytest.raises(RuntimeError, match=naming("accumulate(model, last=False)")):
             torch.autograd.grad(model(rows).sum(), weight)
+        assert torch.autograd.grad(other(rows).sum(), other.last.weight)[0].shape == weight.shape
 
 
 def test_gradients_that_cannot_be_had_are_refused(ranks2: Ranks) -> None:

@@ -302,6 +302,41 @@ def test_another_trainable_dtype_in_a_block_is_a_unit_of_its_own(ranks2: Ranks) 
     assert "blocks.0.norm: float32" in units
 
 
+class Quantized(nn.Module):
+    """A frozen weight of bytes and its scales, and an adapter of low rank that is trained."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(outputs, 1) / 256, requires_grad=False)
+        self.down, self.up = nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.codes.dtype == torch.uint8
+        return F.linear(x, (self.codes.to(x.dtype) - 128) * self.scale.to(x.dtype)) + self.up(self.down(x))
+
+
+def quantized(rank: int, world_size: int, compute: str | None) -> Report:
+    torch.manual_seed(0)
+    model = nn.Sequential(Quantized(8, 9), Quantized(9, 8))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    if world_size > 1:
+        trueshard.shard(model, optimizer, units="Quantized", mixed_precision=compute)
+    for seed in range(3):
+        model(batch(seed, rank, world_size)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not model[0].codes.requires_grad
+    return parameters(model)
+
+
+def test_frozen_bytes_are_sharded_and_never_cast(alone: Ranks, sizes: list[Ranks]) -> None:
+    stepping.same(quantized, alone, sizes, None)
+    for ranks in sizes:
+        for found in ranks.run(quantized, "bf16"):
+            assert found["0.codes"].dtype == torch.uint8
+
+
 class TwoDtypes(nn.Module):
     """A weight and a bias of different dtypes in one module, which no choice of modules can part."""
 

@@ -135,8 +135,8 @@ def test_more_processes_than_the_machine_can_try_are_refused(capsys: Any) -> Non
     [
         ("2.10.1", "problem", "older than 2.11"),
         ("2.11.0+cu128", "ok", "2.11.0+cu128"),
-        ("2.13.1", "ok", "2.13.1"),
-        ("2.14.0.dev20261101", "warning", "(2.11 to 2.13)"),
+        ("2.15.1", "ok", "2.15.1"),
+        ("2.16.0.dev20261101", "warning", "(2.11 to 2.15)"),
     ],
 )
 def test_torch_beside_the_releases_that_are_tested(version: str, level: str, says: str) -> None:

@@ -18,10 +18,12 @@ import documents_commands
 import documents_pictures
 import forks
 import trueshard
+import versions
 from architecture_floors import FLOORS
 from documents_blocks import FENCE, LANGUAGES, ROOT, blocks, pages
 from documents_models import make_models
 from running import environment
+from trueshard.machine import TESTED_TORCH
 
 #: What pages name of the repository, and find where they run.
 FOLDERS = ("examples", "src", "tests", "docs", "benchmarks")
@@ -131,6 +133,14 @@ def test_the_page_of_commands_is_what_the_command_line_says() -> None:
 def test_pictures_are_what_their_program_draws(name: str) -> None:
     file = documents_pictures.FOLDER / f"{name}.svg"
     assert file.read_text() == documents_pictures.PICTURES[name]().svg(), "run `make tables`"
+
+
+def test_the_page_of_versions_has_the_releases_that_are_tested() -> None:
+    page = (ROOT / "docs" / "versions.md").read_text()
+    rows = re.findall(r"^\| (\d+\.\d+)\.\S+ \| [\d-]+ \| \d+ \| (\d+) \| (\d+) \|", page, flags=re.MULTILINE)
+    assert [release for release, *_ in rows] == list(versions.TORCH)
+    assert {tuple(numbers) for _, *numbers in rows} == {("0", "0")}
+    assert (versions.TORCH[0], versions.TORCH[-1]) == TESTED_TORCH
 
 
 def test_the_architecture_names_every_floor() -> None:

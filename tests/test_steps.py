@@ -462,6 +462,28 @@ def test_a_compiled_step(backend: str, alone: Ranks, ranks2: Ranks) -> None:
     same(compiled, alone, [ranks2], backend)
 
 
+def compiled_whole(rank: int, world_size: int, backend: str) -> Any:
+    model = build()
+    optimizer = adamw(model, foreach=True)
+    if world_size > 1:
+        trueshard.shard(model, optimizer)
+
+    def step(number: int) -> None:
+        loss_of(model, number, rank, world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step = torch.compile(step, backend=backend)
+    for number in range(3):
+        step(number)
+    return told(model, optimizer)
+
+
+@pytest.mark.parametrize("backend", all_but(["eager"], ["eager", "aot_eager"]))
+def test_a_compiled_function_that_trains(backend: str, alone: Ranks, ranks2: Ranks) -> None:
+    same(compiled_whole, alone, [ranks2], backend)
+
+
 def two(rank: int, world_size: int) -> Any:
     """Two optimizers over one model; each steps twice in a row; the rate of one parameter is the user's attribute."""
     model = build()

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import forks
@@ -24,6 +25,7 @@ from models.handmade import Stack
 from parity import Ranks
 from trueshard import _torch
 from trueshard.planner.simulation.values import KnownValues
+from trueshard.runtime import access
 
 CALLED = {
     "wrapper_attribute",
@@ -39,6 +41,10 @@ CALLED = {
     "tensors_in",
     "interrupted",
     "reset_iteration",
+    "reduce_unused",
+    "keep_dynamo_out",
+    "refuses_transforms",
+    "compare_tensors",
     "set_reshard_after_forward",
     "local",
     "storage_identity",
@@ -156,7 +162,7 @@ def test_a_newer_torch_is_told_once() -> None:
     said = probed("torch.__version__ = '2.99.0'")
     assert said.count("warned: ") == 1
     assert "torch 2.99.0" in said
-    assert "2.11 to 2.13" in said
+    assert "2.11 to 2.15" in said
     assert "sum: 40" in said
 
 
@@ -164,7 +170,7 @@ def test_what_torch_lacks_is_named_where_it_is_needed() -> None:
     said = probed("del _fsdp_param_group.FSDPParamGroup._init_mp_dtypes")
     assert "error: torch " in said
     assert "FSDPParamGroup._init_mp_dtypes" in said
-    assert "2.11 to 2.13" in said
+    assert "2.11 to 2.15" in said
 
 
 @pytest.mark.rest
@@ -334,6 +340,8 @@ def numbers(rank: int, world_size: int) -> None:
     _torch.assign_data_with(lambda *pair: given.append(pair))
     tensor.data = tensor
     assert given == [(tensor, tensor)]
+    _torch.read_numbers_of_the_whole(access.agree_to_read)  # as other tests in these processes expect them
+    _torch.assign_data_with(access.assign_data)
     torch.manual_seed(0)
     assert torch.equal(tensor.normal_().full_tensor(), torch.empty(4).normal_(generator=torch.manual_seed(0)))
     _torch.store().set(f"numbers/{rank}", "here")
@@ -372,6 +380,68 @@ def numbers(rank: int, world_size: int) -> None:
     assert sharded is model.one.weight
     assert gathered is weight
     assert places == [(model.one, "weight"), (model.two, "weight")]
+
+
+def unused(rank: int, world_size: int) -> None:
+    """A unit of which each rank uses another part: both parts get the mean over ranks, to which one rank gives zero."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts[rank](x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Parts())
+    _torch.reduce_unused(fully_shard(model[1]))
+    fully_shard(model)
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        model(torch.ones(2, 4)).sum().backward()
+    grads = [part.bias.grad.full_tensor().tolist() for part in model[1].parts]
+    assert grads == [[2.0], [2.0] * 3]
+
+
+def completed(rank: int, world_size: int) -> None:
+    """What torch 2.11 lacks: frozen integers, a rule for ``!=``, a backward that dynamo leaves alone; and jvp."""
+    _torch.complete_units()
+    _torch.compare_tensors()
+    model = Stack()
+    model.register_parameter("bytes", nn.Parameter(torch.arange(6, dtype=torch.uint8), requires_grad=False))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    _torch.keep_dynamo_out(_torch.fsdp_modules(model))
+    seen: list[torch.dtype] = []
+    model.first.register_forward_hook(lambda *_: seen.append(model.bytes.dtype))
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.ones(2, 8), torch.ones(2, 8))
+        value, derivative = forward_ad.unpack_dual(model(x))
+    (value.sum() + derivative.sum()).backward()
+    assert model.bytes.full_tensor().tolist() == [0, 1, 2, 3, 4, 5]
+    assert seen == [torch.uint8]
+    weight: Any = model.first.weight.detach()
+    assert weight.grad is None
+    assert (weight != weight.neg()).full_tensor().all()
+
+
+def test_what_the_oldest_torch_lacks(ranks2: Ranks) -> None:
+    ranks2.run(completed)
+
+
+def test_transforms_are_known() -> None:
+    seen: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.refuses_transforms())
+        return x * 2
+
+    function(torch.ones(1))
+    torch.func.jvp(function, (torch.ones(1),), (torch.ones(1),))
+    assert seen == [False, not _torch.TAKES_TRANSFORMS]
+
+
+def test_parameters_that_a_rank_does_not_use(ranks2: Ranks) -> None:
+    ranks2.run(unused)
 
 
 def test_numbers(ranks2: Ranks) -> None:

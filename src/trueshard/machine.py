@@ -6,7 +6,7 @@ import os
 import resource
 from pathlib import Path
 
-TESTED_TORCH = "2.11", "2.13"
+TESTED_TORCH = "2.11", "2.15"
 """The oldest and the newest release of torch on which TrueShard is tested."""
 
 PROCESSES_PER_CORE = 4

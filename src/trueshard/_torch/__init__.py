@@ -1,7 +1,7 @@
 """The only package that uses PyTorch's private names.
 
 Each function says why nothing public serves. ``tests/test_torch_private.py`` calls every one of them, so a release of
-torch that moves one of these names fails there, by name, and not in a user's run. Supported: torch 2.11 to 2.13.
+torch that moves one of these names fails there, by name, and not in a user's run. Supported: torch 2.11 to 2.15.
 
 Each file uses the private names of one part of torch. Others call ``_torch.local(tensor)`` and the like.
 """

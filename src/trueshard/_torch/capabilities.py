@@ -28,7 +28,7 @@ NEEDED = {
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup": "fsdp_params is_unsharded _init_mp_dtypes mesh_info "
     "post_forward_mesh_info unshard wait_for_unshard post_forward pre_backward post_backward",
     f"{_FSDP}._fsdp_param.FSDPParam": "_unsharded_param _param_fqn sharded_param offload_to_cpu mp_policy "
-    "_module_info free_unsharded_param all_gather_outputs unsharded_accumulated_grad reset_sharded_param "
+    "_module_info free_unsharded_param all_gather_outputs reset_sharded_param "
     "post_forward_mesh_info _orig_size _init_sharded_post_forward_param_metadata",
     "torch.distributed.fsdp.FSDPModule": "_get_fsdp_state _orig_cls_mro_index",
     "torch.distributed.tensor.DTensor": "_local_tensor _op_dispatcher",
@@ -45,6 +45,14 @@ FOR_SPEED = {
     "torch": "_foreach_mul_ _foreach_norm",
 }
 """Class or module → attributes without which steps take longer."""
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+IS_2_11 = _release(torch.__version__) < (2, 12)
+"""True on the oldest release that is supported; what only that one lacks is put right in this package."""
 
 
 @functools.cache
@@ -93,7 +101,3 @@ def _names(owner: Any) -> set[str]:
                 found.update(each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")
                 stack += [each for each in code.co_consts if isinstance(each, types.CodeType)]
     return found
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))

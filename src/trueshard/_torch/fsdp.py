@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 
-from trueshard._torch.capabilities import missing_for_speed
+from trueshard._torch.capabilities import IS_2_11, missing_for_speed
 from trueshard._torch.modules import limit_alike
 from trueshard._torch.simulating import is_fake, is_plain, real_tensors
 from trueshard._torch.tensors import apart, call_with_gradient, tensors_in
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
         """A module on which ``fully_shard`` was called; torch's own type is no ``nn.Module``."""
 else:
     ShardedModule = FSDPModule
+
+
+TAKES_TRANSFORMS = hasattr(_fsdp_common, "_disable_functorch_if_active")
+"""True if FSDP2 can gather parameters inside a transform of ``torch.func``: from 2.13 on."""
 
 
 def _groups(module: ShardedModule) -> list[Any]:
@@ -176,6 +181,58 @@ def follow_views(root: nn.Module) -> None:
         state._register_pre_backward_hook = following(state)
 
 
+def keep_dynamo_out(modules: Iterable[ShardedModule]) -> None:
+    """Keep dynamo out of what FSDP2 does in backward, as torch itself does from 2.12 on.
+
+    Dynamo would compile it, once the user compiled the function that calls backward, and count the gathering of a
+    parameter as a write to it, which autograd refuses.
+    """
+    if not IS_2_11:
+        return
+    for state, groups in ((module._get_fsdp_state(), _groups(module)) for module in modules):
+        calls = [(state, "_pre_backward"), (state, "_root_post_backward_final_callback")]
+        calls += [(group, name) for group in groups for name in ("pre_backward", "post_backward")]
+        for owner, name in calls:
+            setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
+
+
+@functools.cache
+def complete_units() -> None:
+    """Let units take forward-mode derivatives through their inputs, and on torch 2.11 frozen parameters of integers.
+
+    torch lacks the rule for the former (before 2.13), or gives one that returns no view, which autograd refuses.
+    """
+    _fsdp_param_group.RegisterPostBackwardFunction.jvp = staticmethod(_tangents)  # type: ignore[assignment]
+    if IS_2_11:
+        _fsdp_param.nn = _Modules()  # type: ignore[assignment]
+        initialise = _fsdp_param.FSDPParam.init_dtype_attrs
+
+        def without_casts(self: Any, policy: MixedPrecisionPolicy) -> None:
+            initialise(self, policy if self.sharded_param.is_floating_point() else MixedPrecisionPolicy())
+
+        _fsdp_param.FSDPParam.init_dtype_attrs = without_casts  # type: ignore
+
+
+def _tangents(ctx: Any, group: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if each is None else each.view_as(each) for each in tangents)
+
+
+class _Modules:
+    """``torch.nn`` for FSDP2's file, which makes a parameter before it says that this one requires no grad."""
+
+    @staticmethod
+    def Parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and (data.is_floating_point() or data.is_complex()))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn, name)
+
+
+def refuses_transforms() -> bool:
+    """True inside a transform of ``torch.func`` (jvp, vmap, …), on a torch whose FSDP2 cannot gather there."""
+    return not TAKES_TRANSFORMS and bool(torch._C._are_functorch_transforms_active())
+
+
 def keep_gathered(root: nn.Module) -> Callable[[], None]:
     """Free no memory of gathered parameters until the function that this returns is called.
 
@@ -212,6 +269,28 @@ def interrupted(root: ShardedModule) -> bool:
     return any(state._training_state != TrainingState.IDLE for state in context.all_states)
 
 
+def reduce_unused(module: ShardedModule) -> None:
+    """Let a unit reduce zeros for a parameter that this rank did not use: ranks may use different ones.
+
+    That is ``set_reduce_scatter_unused_params`` (2.13 on); before, a reduction takes the gradients that are there.
+    """
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    for group in _groups(module):
+        group.post_backward = functools.partial(_reduce_with_zeros, group, group.post_backward)
+
+
+def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    for parameter in group.fsdp_params if group.reduce_grads else ():
+        gathered = getattr(parameter, "_unsharded_param", None)
+        if gathered is None or not gathered.requires_grad:
+            continue
+        if gathered.grad is None and parameter.unsharded_accumulated_grad is None:
+            gathered.grad = torch.zeros_like(gathered)
+    post_backward(*unused)
+
+
 def reset_iteration(root: ShardedModule) -> None:
     """``FSDPModule.reset_iter_state`` (2.13 on), the same for the releases before it."""
     if hasattr(root, "reset_iter_state"):
@@ -244,7 +323,8 @@ def drop_unreduced(root: nn.Module, of: Collection[int] | None = None) -> None:
     """
     for parameter in _parameters_below(root):
         if of is None or id(parameter.sharded_param) in of:
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in parameter.__dict__:  # from 2.15 on they are in ``.grad`` alone
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
@@ -252,7 +332,7 @@ def drop_unreduced(root: nn.Module, of: Collection[int] | None = None) -> None:
 def has_unreduced(root: nn.Module) -> bool:
     """True if a gradient lies on a gathered parameter."""
     return any(
-        parameter.unsharded_accumulated_grad is not None
+        getattr(parameter, "unsharded_accumulated_grad", None) is not None
         or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
         for parameter in _parameters_below(root)
     )
@@ -315,6 +395,8 @@ def join_shards(root: nn.Module, small: int) -> None:
 def _separate_gradients(parameter: Any) -> None:
     made: Callable[[Any, torch.Tensor], torch.Tensor] = type(parameter).to_sharded_dtensor
 
+    # Dynamo would compile it anew for each size, once the user compiled the function that calls backward.
+    @torch.compiler.disable
     def separate(grad: torch.Tensor) -> torch.Tensor:
         return made(parameter, apart(grad))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from trueshard._torch.capabilities import IS_2_11
 from trueshard._torch.tensors import local
 
 _aten = torch.ops.aten
@@ -76,8 +78,8 @@ def _without_handler(operator: Any, args: Sequence[Any], kwargs: dict[str, Any])
 def read_numbers_of_the_whole(agree: Callable[[DTensor], Any]) -> None:
     """Let ``.item()``, ``float()``, ``bool()`` and f-strings of a DTensor give the number of the whole, on every rank.
 
-    DTensor gives this rank's part of a sum or a norm. ``agree`` is called before ranks exchange theirs, and raises
-    where not all of them do.
+    DTensor gives this rank's part of a sum or a norm, and the largest of all ranks' that is a number where one is NaN.
+    ``agree`` is called before ranks exchange theirs, and raises where not all of them do.
     """
 
     def read(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,7 +88,7 @@ def read_numbers_of_the_whole(agree: Callable[[DTensor], Any]) -> None:
             return local(value).item()
         agree(value)
         with torch.no_grad():
-            return value.full_tensor().item()
+            return math.nan if _is_nan_somewhere(value) else _gathered(value).item()
 
     def formatted(self: DTensor, specification: str) -> str:
         return format(self.detach().item() if self.dim() == 0 and not self.is_meta else str(self), specification)
@@ -165,7 +167,29 @@ def _in_place(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return _without_handler(operator, (target, other, *args[2:]), kwargs)
     if torch.is_grad_enabled() and other.requires_grad:
         raise RuntimeError("a plain tensor gets a sharded one in place (loss += …): write loss = loss + … instead")
-    return operator(target, other.full_tensor(), *args[2:], **kwargs)
+    return operator(target, _gathered(other), *args[2:], **kwargs)
+
+
+def _is_nan_somewhere(value: DTensor) -> bool:
+    """True if a rank's part of a maximum or minimum is NaN, which the collective of these drops."""
+    reductions = {getattr(placement, "reduce_op", None) for placement in value.placements}
+    if not value.is_floating_point() or reductions.isdisjoint({"max", "min"}):
+        return False
+    placements = [Partial("max") if placement.is_partial() else placement for placement in value.placements]
+    flags = local(value).isnan().to(torch.uint8)
+    return bool(DTensor.from_local(flags, value.device_mesh, placements, run_check=False).full_tensor())
+
+
+def compare_tensors() -> None:
+    """Let ``a != b`` take DTensors: torch 2.11 has a rule for every comparison but this one."""
+    if IS_2_11:
+        _handlers().setdefault(_aten.ne.Tensor, lambda _, args, kwargs: torch.eq(*args, **kwargs).logical_not())
+
+
+def _gathered(value: Any) -> torch.Tensor:
+    """Gather a DTensor inside a handler. torch 2.11 refuses that there for one that requires grad."""
+    whole: torch.Tensor = value.detach().full_tensor()
+    return whole
 
 
 def draw_as_one_device() -> None:

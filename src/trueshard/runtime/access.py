@@ -35,6 +35,7 @@ def open_tensors() -> None:
     """From now on, let sharded tensors of this process behave as whole ones where torch's do not."""
     _torch.find_every_inf()
     _torch.average_mixed_lists()
+    _torch.compare_tensors()
     _torch.read_numbers_of_the_whole(agree_to_read)
     _torch.draw_as_one_device()
     _torch.assign_data_with(assign_data)
@@ -103,7 +104,8 @@ def differentiate(
             or for an input that is not used, as torch does.
     """
     runtimes = [runtime for root in sharded_models() if (runtime := runtime_of(root)) is not None]
-    pairs = [pair for runtime in runtimes for pair in runtime.in_graph()]
+    pairs_of = {runtime: runtime.in_graph() for runtime in runtimes}
+    pairs = [pair for each in pairs_of.values() for pair in each]
     sharded_of = {id(each): sharded for sharded, leaf in pairs for each in (sharded, leaf)}
     if not any(id(each) in sharded_of for each in inputs):
         return engine(inputs, allow_unused, accumulate)
@@ -111,6 +113,8 @@ def differentiate(
     inputs = [sharded_of.get(id(each), each) for each in inputs]  # between forward and backward, names give leaves
     if create_graph:
         raise RuntimeError(_cannot("have a graph (create_graph=True), since ranks average numbers"))
+    asked = set(map(id, inputs))
+    runtimes = [each for each in runtimes if any(id(sharded) in asked for sharded, _ in pairs_of[each])]
     if any(runtime.accumulating or runtime.has_unreduced() for runtime in runtimes):
         raise RuntimeError(_cannot("be told from what accumulate(model, last=False) has summed; call it outside"))
     if not all(each.is_leaf for each in inputs):

@@ -107,6 +107,7 @@ def apply(
     ``hooked``: parameters on which some rank has a gradient hook. ``sources``: for a model on the meta device, shards
     of the same plan to take the values from, by name.
     """
+    _torch.complete_units()
     before = Snapshot(model)
     names.hide_wrappers(model)
     root = names.unwrap(model)

@@ -117,8 +117,8 @@ class Usage:
 
     def add(self, module: ShardedModule, parameters: Sequence[tuple[str, nn.Parameter]], *, holds_list: bool) -> None:
         """Track the sharded ``parameters`` of a unit; ``holds_list``: of which ranks may use different ones."""
-        if holds_list and self.mesh.size() > 1 and hasattr(module, "set_reduce_scatter_unused_params"):  # 2.13 on
-            module.set_reduce_scatter_unused_params(True, recurse=False)
+        if holds_list and self.mesh.size() > 1:
+            _torch.reduce_unused(module)
             self._lists.append((module, [parameter for _, parameter in parameters]))
         elif self.mesh.size() > 1:
             self._elsewhere += parameters

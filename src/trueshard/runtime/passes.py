@@ -121,6 +121,7 @@ class Runtime:
         self.gathered = _torch.gathered_units(self.units)
         _torch.call_before_backward(self.units, self._begin_double_backward)
         _torch.follow_views(root)
+        _torch.keep_dynamo_out(self.units)
         self._trainable = self._trainability()
         self._adopt_hooks()
         root.register_load_state_dict_pre_hook(self._shard_loaded)
@@ -158,6 +159,11 @@ class Runtime:
         self.states.append(State.PASS)
 
     def _begin_outermost(self) -> None:
+        if _torch.refuses_transforms():
+            raise RuntimeError(
+                f"torch {torch.__version__} cannot gather parameters inside a transform of torch.func (jvp, vmap, …): "
+                "use torch.autograd.forward_ad, or torch 2.13 or newer"
+            )
         _torch.initialise(self.root)  # nothing, but for a model that was on the meta device
         if _torch.interrupted(self.root):
             _torch.reset_iteration(self.root)

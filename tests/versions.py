@@ -1,0 +1,173 @@
+"""Hold the contract on several releases of torch and of Python, and write ``docs/versions.md``: ``make versions``.
+
+python tests/versions.py                 # every release below, one after another: an hour, and 30 GB under build/
+python tests/versions.py torch-2.11      # this one alone; the page keeps what the others gave when they last ran
+
+- Each release of torch has a virtual environment of its own, ``build/versions/torch-2.11``, which is reused. In it are
+  the newest patch release of that torch, this checkout, and what its tests import, at the versions of
+  requirements.lock; what torch itself brings is left as torch chose it.
+- The tests run in their short form. A test that holds something else on some release says so with the fixture
+  ``differs``: that text is in the last column. Nothing is skipped for a release.
+- Each interpreter found under ~/.pyenv or on the path runs ``versions_training.py`` on two ranks. Its environment, of
+  several GB, is removed after that.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "build" / "versions"
+PAGE = ROOT / "docs" / "versions.md"
+
+TORCH = ("2.11", "2.12", "2.13", "2.14", "2.15")
+PYTHON = ("3.10", "3.11", "3.12", "3.13", "3.14")
+TORCH_OF_PYTHON = "2.13"
+# fmt: off
+TESTS = (
+    "contract", "parity", "access", "additions", "accumulation", "averaging", "clip", "copies", "methods", "names",
+    "optimizers", "passes", "scaling", "steps", "undone", "checkpoint_folder", "checkpoint_worlds", "torch_private",
+)
+PACKAGES = (
+    "einops", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "pytorch_optimizer", "safetensors", "tomlkit",
+)
+# fmt: on
+EXTRAS = ".[cli,plan,peft]"
+"""What the tests need of the package's own extras, beside PACKAGES."""
+
+INTRODUCTION = f"""\
+# Versions
+
+Written by `make versions`. For each release of torch it makes an environment and runs the tests that hold
+[the contract](concepts/contract.md) on real processes (gloo, CPU), in their short form. No test is skipped because a
+release is old: where something is refused or differs there, its test expects exactly that, and the last column says
+so. `pip install trueshard` takes any torch from {TORCH[0]} on. On one that is newer than the last row, the first
+`shard()` gives a warning that names the version; `trueshard doctor` tells before.
+
+"""
+PYTHONS = f"""
+Each interpreter imports TrueShard, shards a model on two ranks, trains it, saves it and loads it into another
+(`tests/versions_training.py`), with torch {TORCH_OF_PYTHON}.
+
+"""
+
+
+def run(*command: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, text=True, **{"check": True, **options})  # type: ignore[call-overload]
+
+
+def installed(python: Path) -> dict[str, str]:
+    """Return what an environment has: name of a distribution → version."""
+    code = "from importlib.metadata import distributions as d; print(*(f'{e.name}=={e.version}' for e in d()))"
+    said = run(python, "-c", code, stdout=subprocess.PIPE).stdout
+    return {normal(name): version for name, _, version in (each.partition("==") for each in said.split())}
+
+
+def normal(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def environment(name: str, interpreter: str | Path, torch: str, *packages: str) -> Path:
+    """Return the Python of an environment with torch and this checkout; it is made if it is not there.
+
+    ``packages`` and this checkout, with extras if there are packages, come at the versions of requirements.lock.
+    """
+    folder = FOLDER / name
+    python, ready, constraints = folder / "bin" / "python", folder / "ready", folder / "constraints.txt"
+    made_from = [ROOT / "requirements.lock", ROOT / "pyproject.toml"]
+    if ready.is_file() and all(ready.stat().st_mtime > each.stat().st_mtime for each in made_from):
+        return python
+    run(interpreter, "-m", "venv", folder)
+    pip = (python, "-m", "pip", "--disable-pip-version-check", "install")
+    run(*pip, "--no-cache-dir", f"torch=={torch}.*")
+    brought = installed(python)
+    pins = [
+        pin
+        for pin in made_from[0].read_text().splitlines()
+        if "==" in pin and normal(pin.partition("==")[0]) not in brought
+    ]
+    constraints.write_text("\n".join([f"torch=={brought['torch']}", *(pins if packages else [])]) + "\n")
+    run(*pip, "--constraint", constraints, *packages, "--editable", EXTRAS if packages else ".")
+    ready.touch()
+    return python
+
+
+def hold_contract(torch: str) -> None:
+    """Run the contract's tests on one release of torch; leave their results in ``torch-<release>.xml``."""
+    python = environment(f"torch-{torch}", sys.executable, torch, *PACKAGES)
+    results = f"--junitxml={FOLDER / f'torch-{torch}.xml'}"
+    options = ["-q", "-p", "no:cacheprovider", "-n", "logical", "--maxprocesses", "8", "--dist", "worksteal", results]
+    files = [f"tests/test_{name}.py" for name in TESTS]
+    run(python, "-m", "pytest", *options, *files, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+
+
+def train(release: str) -> None:
+    """Train on two ranks with one release of Python; leave what it says in ``python-<release>.txt``, if it is here."""
+    results, name = FOLDER / f"python-{release}.txt", f"python-{release}"
+    results.unlink(missing_ok=True)
+    places = [*Path.home().glob(f".pyenv/versions/{release}.*/bin/python{release}"), shutil.which(f"python{release}")]
+    has_venv = "import ensurepip, venv"
+    found = [each for each in places if each and not run(each, "-c", has_venv, check=False).returncode]
+    if found:
+        python = environment(name, found[0], TORCH_OF_PYTHON)
+        launcher = (python, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+        with results.open("w") as output:
+            run(*launcher, "tests/versions_training.py", stdout=output, timeout=600, check=False)
+        shutil.rmtree(FOLDER / name)
+
+
+def rows_of_torch() -> Iterator[tuple[str, bool]]:
+    """Yield a row of the table for each release of torch, and whether it ran without a failure."""
+    for torch in TORCH:
+        results = FOLDER / f"torch-{torch}.xml"
+        if not results.is_file():
+            yield f"| {torch} | not run | | | | |", False
+            continue
+        (suite,) = ElementTree.parse(results).getroot().iter("testsuite")
+        failed, skipped = int(suite.get("failures", 0)) + int(suite.get("errors", 0)), int(suite.get("skipped", 0))
+        words = [each.get("value", "") for each in suite.iter("property") if each.get("name") == "differs"]
+        cases = [(case.get("name"), {part.tag for part in case}) for case in suite.iter("testcase")]
+        words += [f"**fails:** `{name}`" for name, parts in cases if parts & {"failure", "error"}]
+        version, day = installed(FOLDER / f"torch-{torch}" / "bin" / "python")["torch"], suite.get("timestamp", "")[:10]
+        cells = [version, day, int(suite.get("tests", 0)) - failed - skipped, failed, skipped]
+        yield f"| {' | '.join(map(str, cells))} | {'; '.join(dict.fromkeys(words)) or 'nothing'} |", not failed
+
+
+def rows_of_python() -> Iterator[tuple[str, bool]]:
+    """Yield a row for each release of Python, and whether it ran as it should."""
+    for release in PYTHON:
+        results = FOLDER / f"python-{release}.txt"
+        said = results.read_text().strip() if results.is_file() else ""
+        day = datetime.date.fromtimestamp(results.stat().st_mtime) if said else ""
+        words = said or ("**fails**" if results.is_file() else "not run: no such interpreter where the others ran")
+        yield f"| {release} | {day} | {words} |", bool(said) or not results.is_file()
+
+
+def main() -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    every = [f"torch-{each}" for each in TORCH] + [f"python-{each}" for each in PYTHON]
+    for each in sys.argv[1:] or every:
+        if each not in every:
+            sys.exit(f"{each}: choose of {', '.join(every)}")
+        kind, _, release = each.partition("-")
+        (hold_contract if kind == "torch" else train)(release)
+    torch, python = list(rows_of_torch()), list(rows_of_python())
+    heads = (
+        "| torch | run on | passed | failed | skipped | what is refused or differs there |\n|---|---|---|---|---|---|\n"
+    )
+    page = INTRODUCTION + heads + "".join(f"{row}\n" for row, _ in torch)
+    page += PYTHONS + "| Python | run on | |\n|---|---|---|\n" + "".join(f"{row}\n" for row, _ in python)
+    PAGE.write_text(page)
+    print(page)
+    sys.exit(not all(fine for _, fine in torch + python))
+
+
+if __name__ == "__main__":
+    main()
