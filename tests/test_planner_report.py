@@ -185,8 +185,8 @@ def test_what_differs_is_named() -> None:
     assert lacking(said[7], "  scale: ", "second") == []
     assert said == [
         'reshard_after_forward: default → {"model.layers.*": "never"}',
-        "ranks: [8] → [2, 8]",
         "mixed_precision.compute: bfloat16 → float16",
+        "ranks: [8] → [2, 8]",
         "units:",
         said[4],
         "  model.layers.0–6 ×7: reshard_after_forward: true → false; activation_checkpointing: none → full",

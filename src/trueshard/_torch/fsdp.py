@@ -204,7 +204,7 @@ def complete_units() -> None:
     """
     _fsdp_param_group.RegisterPostBackwardFunction.jvp = staticmethod(_tangents)  # type: ignore[assignment]
     if IS_2_11:
-        _fsdp_param.nn = _Modules()  # type: ignore[assignment]
+        _fsdp_param.nn = types.SimpleNamespace(**{**vars(nn), "Parameter": _parameter})  # type: ignore[assignment]
         initialise = _fsdp_param.FSDPParam.init_dtype_attrs
 
         def without_casts(self: Any, policy: MixedPrecisionPolicy) -> None:
@@ -217,15 +217,9 @@ def _tangents(ctx: Any, group: Any, *tangents: torch.Tensor | None) -> tuple[tor
     return tuple(None if each is None else each.view_as(each) for each in tangents)
 
 
-class _Modules:
-    """``torch.nn`` for FSDP2's file, which makes a parameter before it says that this one requires no grad."""
-
-    @staticmethod
-    def Parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
-        return nn.Parameter(data, requires_grad and (data.is_floating_point() or data.is_complex()))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(nn, name)
+def _parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
+    """Make a parameter for FSDP2's file, which says only afterwards that one of integers requires no grad."""
+    return nn.Parameter(data, requires_grad and (data.is_floating_point() or data.is_complex()))
 
 
 def refuses_transforms() -> bool:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.checkpoint import ranks
@@ -222,21 +221,17 @@ class Catalogue:
 
         An error is added to ``failures`` and not raised, since the others wait for the tensors that follow.
         """
-        dims = ranks.replicas_of(tensor)
-        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
         local, turn = _torch.local(tensor).detach(), crc32(memoryview(key.encode()))
-        readers = {dim: turn % mesh.size(dim) for dim in dims} if mesh is not None and local.numel() else {}
-        if mesh is None or all(mesh.get_local_rank(dim) == reader for dim, reader in readers.items()):
+        groups = ranks.groups_of_replicas(tensor) if local.numel() else []
+        readers = [dist.get_global_rank(group, turn % group.size()) for group in groups]
+        if all(reader == dist.get_rank() for reader in readers):
             try:
                 self.fill(key, tensor)
             except Exception as error:
                 failures.append(error)
-        if mesh is None or not readers:
-            return
         data = local.contiguous()
-        for dim, reader in readers.items():
-            group = mesh.get_group(dim)
-            dist.broadcast(data.view(-1).view(torch.uint8), dist.get_global_rank(group, reader), group)
+        for group, reader in zip(groups, readers, strict=True):
+            dist.broadcast(data.view(-1).view(torch.uint8), reader, group)
         if data is not local:
             local.copy_(data)
 

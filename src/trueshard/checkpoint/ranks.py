@@ -104,8 +104,8 @@ def own_part(tensor: DTensor, number: int, nbytes: int | None = None) -> tuple[i
     return bytes_here(tensor, nbytes) if mine else (0, 0)
 
 
-def replicas_of(tensor: torch.Tensor) -> list[int]:
-    """Return the mesh dimensions along which other ranks hold the same shard.
+def groups_of_replicas(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
+    """Return the process groups, one a mesh dimension, whose ranks hold the same shard.
 
     None of a tensor that is whole on every rank, or that lies where the mesh's group may not reach (offloaded).
     """
@@ -114,7 +114,8 @@ def replicas_of(tensor: torch.Tensor) -> list[int]:
     mesh = tensor.device_mesh
     if _torch.local(tensor).device.type != mesh.device_type:
         return []
-    return [dim for dim, each in enumerate(tensor.placements) if each.is_replicate() and mesh.size(dim) > 1]
+    dims = (dim for dim, each in enumerate(tensor.placements) if each.is_replicate() and mesh.size(dim) > 1)
+    return [mesh.get_group(dim) for dim in dims]
 
 
 def is_unpadded(tensor: DTensor) -> bool:

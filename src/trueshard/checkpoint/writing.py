@@ -187,19 +187,14 @@ class _DiskFile:
             checksum = crc32(block, checksum)
             if len(block) >= PAGE and self._direct != self._cached:
                 self._buffer[: len(block)] = block
-                start += self._written_directly(self._buffer[: len(block)], start)
+                try:
+                    start += os.pwrite(self._direct, self._buffer[: len(block)], start)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:  # which says that the file system wants it otherwise
+                        raise
             while start < stop:
                 start += os.pwrite(self._cached, data[start - at : stop - at], start)
         return checksum
-
-    def _written_directly(self, block: memoryview, at: int) -> int:
-        """Write what can be written past the cache; return the number of bytes."""
-        try:
-            return os.pwrite(self._direct, block, at)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return 0
 
     def read(self, begin: int, end: int) -> Iterator[memoryview]:
         """Read bytes ``begin`` to ``end`` from the disk, block by block."""

@@ -38,13 +38,11 @@ def solve(request: Request, progress: Callable[[str], object] = lambda line: Non
 
 def _left_out(request: Request, space: Space) -> list[str]:
     """Return what stands for options that were left out, each with the option that changes it."""
-    mixed, said = space.choices.mixed_precision, []
+    said = []
     if request.mixed_precision == "auto" and request.plan is None:
-        said.append(
-            "Units compute in the dtype that they are stored in (param_dtype)."
-            if mixed is None
-            else "Units compute in bfloat16 (param_dtype), and gradients are reduced in float32 (reduce_dtype)."
-        )
+        dtypes = "bfloat16 (param_dtype), and gradients are reduced in float32 (reduce_dtype)"
+        stored = "the dtype that they are stored in (param_dtype)"
+        said.append(f"Units compute in {stored if space.choices.mixed_precision is None else dtypes}.")
     if space.optimizer == "adamw" and request.optimizer is None:
         said.append("The optimizer is AdamW (optimizer).")
     if request.sequence is None and space.workload.sequence > 1:

@@ -8,12 +8,15 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from trueshard.choices import Choices, PrecisionWord, RecomputeWord, ReshardWord
+from trueshard.errors import explained
 from trueshard.plans import Offload
 from trueshard.text import parse_size
 
@@ -69,6 +72,34 @@ class RunSection(Section):
         return Path(self.dir).expanduser()
 
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_hub_name(path: str) -> bool:
+    """True for `owner/name`, unless something is there on this machine."""
+    return _HUB_NAME.fullmatch(path) is not None and not Path(path).exists()
+
+
+@functools.cache
+def fetch(name: str, revision: str | None) -> Path:
+    """Return the local folder of a hub model's files at a `revision`; its name is the commit. Raises `UserError`.
+
+    `huggingface_hub`'s own variables decide where the cache is (`HF_HOME`), who asks (`HF_TOKEN`), and whether the
+    network is used at all (`HF_HUB_OFFLINE=1`).
+    """
+    from huggingface_hub import snapshot_download
+
+    from trueshard.checkpoint.exporting import COMPANIONS
+
+    patterns = [f"*{suffix}" for suffix in (".safetensors", *COMPANIONS)]
+    remedy = f"correct it, or run `hf download {name}` where there is a network, and copy its cache (HF_HOME)"
+    with explained(f"model.path: {name!r} does not exist here, and is not to be had from the hub", remedy):
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(name, revision=folder.name, allow_patterns=["*.bin"])
+    return folder
+
+
 class ModelSection(Section):
     """The model: exactly one of `path`, `config` and `architecture`."""
 
@@ -106,7 +137,6 @@ class ModelSection(Section):
         Raises `UserError` for a name on the hub whose files cannot be had.
         """
         from trueshard.checkpoint.catalogue import latest, names_newest
-        from trueshard.train.models.hub import fetch, is_hub_name
 
         if self.path is not None and is_hub_name(self.path):
             return fetch(self.path, self.revision)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -69,6 +69,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(words if len(words) < 6 else [*words[:3], "…", words[-1]])
 
 
+_TABLES = ("mixed_precision", "peak_by_kind", "received_by_collective")
 _NO_SETTINGS = ("units", "replicated", "resolved_for", "forecast")
 
 
@@ -78,20 +79,26 @@ def diff(one: Plan, other: Plan) -> str:
     Repeated units that differ in the same way are one line. Forecasts are compared if both plans carry one.
     """
     first, second = dataclasses.asdict(one), dataclasses.asdict(other)
+    forecasts = [each["forecast"] for each in (first, second)]
     blocks = [
-        list(_changed(_settings(first), _settings(second))),
+        list(_changed(*(_flat(each, _NO_SETTINGS) for each in (first, second)))),
         _titled("units", [*_membership(first, second, "units"), *_units(first, second)]),
         _titled("replicated", list(_membership(first, second, "replicated"))),
-        _titled("forecast", list(_forecasts(first["forecast"], second["forecast"]))),
+        _titled("forecast", [] if None in forecasts else list(_changed(*map(_flat, forecasts)))),
     ]
     lines = [line for block in blocks for line in block]
     return "\n".join(lines) if lines else "The plans are equal."
 
 
-def _settings(plan: Mapping[str, Any]) -> dict[str, Any]:
-    settings = {name: value for name, value in plan.items() if name not in _NO_SETTINGS}
-    precision = settings.pop("mixed_precision") or {}
-    return settings | {f"mixed_precision.{name}": value for name, value in precision.items()}
+def _flat(tree: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
+    """Return a table whose inner tables in ``_TABLES`` are keys with a dot."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and key in _TABLES:
+            found |= {f"{key}.{inner}": each for inner, each in value.items()}
+        elif key not in without:
+            found[key] = value
+    return found
 
 
 def _units(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
@@ -110,16 +117,6 @@ def _membership(first: Mapping[str, Any], second: Mapping[str, Any], key: str) -
     for word, mine, others in (("first", names[0], names[1]), ("second", names[1], names[0])):
         for row in collapse([name for name in mine if name not in set(others)], lambda name: name):
             yield f"{row}: only in the {word}"
-
-
-def _forecasts(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> Iterator[str]:
-    if first is not None and second is not None:
-        for name in first:
-            if isinstance(first[name], Mapping):
-                parts = ({f"{name}.{key}": value for key, value in each[name].items()} for each in (first, second))
-                yield from _changed(*parts)
-            else:
-                yield from _changed({name: first[name]}, {name: second[name]})
 
 
 def _changed(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:

@@ -156,25 +156,16 @@ def _search_setting(evaluator: Evaluator, setting: Setting) -> None:
             (fitting if forecast.fits else lacking).append(candidate)
             if forecast.fits or cost(forecast) >= _worth(evaluator):
                 break  # those that free more are slower
-    pairs = sorted(
-        (_mixed_cost(evaluator, fast, frugal, _share(evaluator, fast, frugal)), number, fast, frugal)
-        for number, (fast, frugal) in enumerate(itertools.product(lacking, fitting))
-    )
-    for expected, _, fast, frugal in pairs:
-        if expected < _worth(evaluator):
-            _mix(evaluator, fast, frugal)
+    for fast, frugal in sorted(itertools.product(lacking, fitting), key=lambda pair: _expected(evaluator, *pair)):
+        _mix(evaluator, fast, frugal)
 
 
-def _share(evaluator: Evaluator, fast: Candidate, frugal: Candidate) -> float:
-    """Return the part of the blocks, from 0 to 1, that has to take the frugal candidate's choice for it to fit."""
+def _expected(evaluator: Evaluator, fast: Candidate, frugal: Candidate) -> tuple[float, float]:
+    """Return the seconds a token of the mixture of two that just fits, and the part, 0 to 1, that is the second."""
     lacks, spare = evaluator.excess(fast), -evaluator.excess(frugal)
-    return max(0.0, lacks) / max(1, lacks + spare)
-
-
-def _mixed_cost(evaluator: Evaluator, fast: Candidate, frugal: Candidate, share: float) -> float:
-    """Return the expected seconds a token with that part of the blocks as in the frugal candidate."""
+    share = max(0, lacks) / max(1, lacks + spare)
     a, b = (cost(evaluator.forecasts[each]) for each in (fast, frugal))
-    return a + share * (b - a)
+    return a + share * (b - a), share
 
 
 def _mix(evaluator: Evaluator, fast: Candidate, frugal: Candidate) -> None:
@@ -182,10 +173,11 @@ def _mix(evaluator: Evaluator, fast: Candidate, frugal: Candidate) -> None:
     blocks = sum(unit.kind == "block" for unit in evaluator.units(frugal))
     low, high = (0, fast), (blocks, frugal)
     while high[0] - low[0] > 1:
-        if _mixed_cost(evaluator, low[1], high[1], _share(evaluator, low[1], high[1])) >= _worth(evaluator):
+        seconds, share = _expected(evaluator, low[1], high[1])
+        if seconds >= _worth(evaluator):
             return
-        step = (high[0] - low[0]) * _share(evaluator, low[1], high[1])
-        count = min(max(low[0] + math.ceil(step), low[0] + 1), high[0] - 1)
+        step = math.ceil((high[0] - low[0]) * share)
+        count = min(low[0] + max(1, step), high[0] - 1)
         between = count, evaluator.mixed(fast, frugal, count)
         if evaluator.evaluate(between[1]).fits:
             high = between
