@@ -49,7 +49,8 @@ Written by `make versions`. For each release of torch it makes an environment an
 [the contract](concepts/contract.md) on real processes (gloo, CPU), in their short form. No test is skipped because a
 release is old: where something is refused or differs there, its test expects exactly that, and the last column says
 so. `pip install trueshard` takes any torch from {TORCH[0]} on. On one that is newer than the last row, the first
-`shard()` gives a warning that names the version; `trueshard doctor` tells before.
+`shard()` gives a warning that names the version; `trueshard doctor` tells before. Everything else (the planner, the
+trainer, other frameworks' checkpoints) is tested on the release that `make test` installs, torch 2.13.
 
 """
 PYTHONS = f"""
