@@ -134,9 +134,9 @@ def test_a_cell_tells_by_how_much_the_worst_rank_differs_from_one_process() -> N
 def test_a_cell_tells_the_first_error_and_a_crash_before_the_errors_that_follow_it() -> None:
     lost = goes_wrong.Found(phase="training", error="RuntimeError: lost a peer", at=2.0)
     cause = goes_wrong.Found(phase="loading", error="KeyError: w", at=1.0)
-    assert cell(lost, cause) == "error in loading: KeyError: w"
+    assert cell(lost, cause) == "error in loading: KeyError: w; logs: waits for rank 1"
     assert cell(lost, Unfinished(False, -6)) == "crash: SIGABRT"
-    assert cell(Unfinished(True, -9), cause) == "error in loading: KeyError: w"
+    assert cell(Unfinished(True, -9), cause) == "error in loading: KeyError: w; logs: waits for rank 1"
     assert cell(Unfinished(True, -9), trained(4.0)) == "hangs (20 s); logs: waits for rank 1"
 
 
