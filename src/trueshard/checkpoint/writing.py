@@ -17,9 +17,7 @@ import os
 import re
 import secrets
 import shutil
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,8 +31,7 @@ from trueshard.files import locked
 _BEGUN = ".trueshard-partial"  # a file that a remote directory has until its manifest is there
 _PARTIAL = re.compile(r"(\..+\.partial-[0-9a-f]{8})(\.lock)?")
 OF_A_STEP = re.compile(r"step-(\d{8,})")  # names of a run's checkpoints, beside which the link ``latest`` stands
-PAGE = 4096  # bytes to whose multiples a file is written and read past the cache
-READ_TOGETHER = 64 * 2**20  # bytes of tensors after which they are read again, to verify them
+PAGE = 4096  # bytes to whose multiples a file is written past the cache
 _PATIENCE = 10.0  # seconds to wait for a save that takes this one's new lock for a dead one's
 
 
@@ -89,18 +86,36 @@ class LocalWriter:
         by_file: dict[str, list[str]] = {}
         for key in mine:
             by_file.setdefault(entries[key].pieces[0].file, []).append(key)
-        with ThreadPoolExecutor(1) as reader:  # what is written is read again while the next tensors are written
-            checks: list[Future[None]] = []
-            for name, keys in by_file.items():
-                path = self._partial / name
-                for places in _written_together(path, keys, mine, entries, written.parts):
-                    if verify and threading.current_thread() is threading.main_thread():
-                        checks.append(reader.submit(_read_again, path, places, written.parts))
-                    elif verify:  # in the background nobody waits, and at the interpreter's end no thread can start
-                        _read_again(path, places, written.parts)
-            for check in checks:
-                check.result()
+        places = {name: self._write_to(name, keys, mine, entries, written.parts) for name, keys in by_file.items()}
+        for name in places if verify else ():  # now, since a disk that reads and writes at once does both slowly
+            path = self._partial / name
+            with _naming(path), _DiskFile(path) as file:
+                for key, (start, end) in places[name].items():
+                    _verify(file.read(start, end), written.parts[key], path, key)
         return written
+
+    def _write_to(
+        self,
+        name: str,
+        keys: Iterable[str],
+        mine: Mapping[str, Any],
+        entries: Mapping[str, TensorEntry],
+        parts: dict[str, tuple[int, int, int]],
+    ) -> dict[str, tuple[int, int]]:
+        """Write this rank's rows of tensors to one file, and add to ``parts``; return places (first byte, end)."""
+        places: dict[str, tuple[int, int]] = {}
+        path = self._partial / name
+        with _DiskFile(path) as file:
+            for key in keys:
+                begin, tensor = mine[key]
+                data, start = as_bytes(tensor), entries[key].pieces[0].begin + begin
+                with _naming(path, key):
+                    checksum = file.write(start, data)
+                parts[key] = begin, begin + len(data), checksum
+                places[key] = start, start + len(data)
+            with _naming(path):
+                file.sync()
+        return places
 
     def publish(self, manifest: bytes) -> None:
         _write_file(self._partial / MANIFEST, manifest)
@@ -114,39 +129,6 @@ class LocalWriter:
         self._lock.close()
 
 
-def _written_together(
-    path: Path,
-    keys: Iterable[str],
-    mine: Mapping[str, Any],
-    entries: Mapping[str, TensorEntry],
-    parts: dict[str, tuple[int, int, int]],
-) -> Iterator[dict[str, tuple[int, int]]]:
-    """Write this rank's rows of tensors to one file, and add to ``parts``; yield the places (first byte, end) of
-    each ``READ_TOGETHER`` bytes, and of the last ones once all is on the disk."""
-    places: dict[str, tuple[int, int]] = {}
-    with _DiskFile(path) as file:
-        for key in keys:
-            begin, tensor = mine[key]
-            data, start = as_bytes(tensor), entries[key].pieces[0].begin + begin
-            with _naming(path, key):
-                checksum = file.write(start, data)
-            parts[key] = begin, begin + len(data), checksum
-            places[key] = start, start + len(data)
-            if sum(end - begin for begin, end in places.values()) >= READ_TOGETHER:
-                yield places
-                places = {}
-        with _naming(path):
-            file.sync()
-    yield places
-
-
-def _read_again(path: Path, places: Mapping[str, tuple[int, int]], parts: Mapping[str, tuple[int, int, int]]) -> None:
-    """Raise ``OSError`` if a tensor does not lie in the file at its place (first byte, end) as it was written."""
-    with _naming(path), _DiskFile(path) as file:
-        for key, (start, end) in places.items():
-            _verify(file.read(start, end), parts[key], path, key)
-
-
 def _write_file(path: Path, data: bytes, size: int = 0) -> None:
     """Write a new file that begins with ``data``, and has ``size`` bytes if that is more, to disk."""
     with _naming(path), open(path, "xb") as file:
@@ -158,10 +140,9 @@ def _write_file(path: Path, data: bytes, size: int = 0) -> None:
 
 
 class _DiskFile:
-    """A file that is written and read past the system's cache, where its file system can do that.
+    """A file that is written past the system's cache, where its file system can do that, which is faster.
 
-    That is faster, and what is read again is what lies on the disk. It goes by whole pages: those at both ends of a
-    tensor, which another rank may write to, go through the cache.
+    It goes by whole pages: those at both ends of a tensor, which another rank may write to, go through the cache.
     """
 
     def __init__(self, path: Path) -> None:
@@ -197,14 +178,14 @@ class _DiskFile:
         return checksum
 
     def read(self, begin: int, end: int) -> Iterator[memoryview]:
-        """Read bytes ``begin`` to ``end`` from the disk, block by block."""
-        if self._direct == self._cached:
-            getattr(os, "fdatasync", os.fsync)(self._cached)  # only what is on the disk can be dropped from the cache
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self._cached, begin, end - begin, os.POSIX_FADV_DONTNEED)
-        for at in range(begin // PAGE * PAGE, end, BLOCK):
-            count = os.preadv(self._direct, [self._buffer], at)
-            yield self._buffer[max(0, begin - at) : min(count, end - at)]
+        """Read bytes ``begin`` to ``end``, block by block: from the disk, once ``sync`` has put them there.
+
+        That goes through the cache, from which they are dropped first, since the system then reads ahead.
+        """
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._cached, begin, end - begin, os.POSIX_FADV_DONTNEED)
+        for at in range(begin, end, BLOCK):
+            yield self._buffer[: os.preadv(self._cached, [self._buffer[: end - at]], at)]
 
     def sync(self) -> None:
         """Return when all that was written is on the disk."""
