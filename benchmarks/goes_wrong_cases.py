@@ -158,6 +158,13 @@ def _momenta(run: Run) -> Result:
     return run.trained(job)
 
 
+def _resumed(run: Run, job: Job) -> Result:
+    """Go on from what ``run`` saved, on a model made anew."""
+    run.resume(job)
+    run.train(2, 3)
+    return run.trained(job)
+
+
 def _frozen(run: Run) -> Result:
     """The optimizer is over all parameters, as ``model.parameters()`` gives them."""
 
@@ -169,9 +176,7 @@ def _frozen(run: Run) -> Result:
     run.start(job)
     run.train(0, 1)
     run.save()
-    run.resume(job)
-    run.train(2, 3)
-    return run.trained(job)
+    return _resumed(run, job)
 
 
 def _unused(run: Run) -> Result:
@@ -182,9 +187,7 @@ def _unused(run: Run) -> Result:
     run.train(0, 1)
     run.system.module.config.num_hidden_layers = 2
     run.save()
-    run.resume(job)
-    run.train(2, 3)
-    return run.trained(job)
+    return _resumed(run, job)
 
 
 def _early(run: Run) -> Result:
@@ -204,10 +207,7 @@ def _save(run: Run) -> Result:
 
 
 def _resume(run: Run) -> Result:
-    job = Job(_llama, _adamw)
-    run.resume(job)
-    run.train(2, 3)
-    return run.trained(job)
+    return _resumed(run, Job(_llama, _adamw))
 
 
 def _tied(run: Run) -> Result:
@@ -215,10 +215,9 @@ def _tied(run: Run) -> Result:
     run.start(job)
     run.train(0, 1)
     run.save()
-    run.resume(job)
-    run.train(2, 3)
+    found = _resumed(run, job)
     head, embedding = run.system.module.get_output_embeddings(), run.system.module.get_input_embeddings()
-    return run.trained(job) | {"head is embedding": head.weight is embedding.weight}
+    return found | {"head is embedding": head.weight is embedding.weight}
 
 
 def _to_bfloat16(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:

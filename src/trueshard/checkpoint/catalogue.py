@@ -229,11 +229,12 @@ class Catalogue:
                 self.fill(key, tensor)
             except Exception as error:
                 failures.append(error)
-        data = local.contiguous()
-        for group, reader in zip(groups, readers, strict=True):
-            dist.broadcast(data.view(-1).view(torch.uint8), reader, group)
-        if data is not local:
-            local.copy_(data)
+        if groups:
+            data = local.contiguous()
+            for group, reader in zip(groups, readers, strict=True):
+                dist.broadcast(data.view(-1).view(torch.uint8), reader, group)
+            if data is not local:
+                local.copy_(data)
 
     def whole(self, key: str) -> torch.Tensor:
         """Read a tensor into new memory on the CPU."""

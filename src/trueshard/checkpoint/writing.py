@@ -86,36 +86,23 @@ class LocalWriter:
         by_file: dict[str, list[str]] = {}
         for key in mine:
             by_file.setdefault(entries[key].pieces[0].file, []).append(key)
-        places = {name: self._write_to(name, keys, mine, entries, written.parts) for name, keys in by_file.items()}
-        for name in places if verify else ():  # now, since a disk that reads and writes at once does both slowly
+        for name, keys in by_file.items():
             path = self._partial / name
-            with _naming(path), _DiskFile(path) as file:
-                for key, (start, end) in places[name].items():
-                    _verify(file.read(start, end), written.parts[key], path, key)
+            with _DiskFile(path) as file:
+                for key in keys:
+                    begin, tensor = mine[key]
+                    data = as_bytes(tensor)
+                    with _naming(path, key):
+                        checksum = file.write(entries[key].pieces[0].begin + begin, data)
+                    written.parts[key] = begin, begin + len(data), checksum
+                with _naming(path):
+                    file.sync()
+                # Not sooner: a disk that reads and writes at once does both more slowly.
+                for key in keys if verify else ():
+                    begin, end, _ = part = written.parts[key]
+                    start = entries[key].pieces[0].begin
+                    _verify(file.read(start + begin, start + end), part, path, key)
         return written
-
-    def _write_to(
-        self,
-        name: str,
-        keys: Iterable[str],
-        mine: Mapping[str, Any],
-        entries: Mapping[str, TensorEntry],
-        parts: dict[str, tuple[int, int, int]],
-    ) -> dict[str, tuple[int, int]]:
-        """Write this rank's rows of tensors to one file, and add to ``parts``; return places (first byte, end)."""
-        places: dict[str, tuple[int, int]] = {}
-        path = self._partial / name
-        with _DiskFile(path) as file:
-            for key in keys:
-                begin, tensor = mine[key]
-                data, start = as_bytes(tensor), entries[key].pieces[0].begin + begin
-                with _naming(path, key):
-                    checksum = file.write(start, data)
-                parts[key] = begin, begin + len(data), checksum
-                places[key] = start, start + len(data)
-            with _naming(path):
-                file.sync()
-        return places
 
     def publish(self, manifest: bytes) -> None:
         _write_file(self._partial / MANIFEST, manifest)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
-from rich.console import Console
 
 import trueshard
 from trueshard.choices import OFFLOAD_WORDS, RECOMPUTE_WORDS, RESHARD_WORDS, Choices, PrecisionWord, reshard_word
@@ -202,6 +201,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Say what training a model costs on a cluster, and choose how to shard it. Needs neither GPUs nor weights."""
+    from rich.console import Console
+
     from trueshard.planner.planning import Request, check_writable, read_plan
     from trueshard.planner.report import compare, page, report
 

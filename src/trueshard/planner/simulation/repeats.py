@@ -191,7 +191,7 @@ def shorten(model: nn.Module, plan: Plan, runs: Sequence[Run], count: int) -> Pl
     return dataclasses.replace(plan, units=units, replicated=replicated)
 
 
-# Labels
+# Many blocks from few
 
 KEPT = 6
 """Blocks of a run that are simulated."""
