@@ -28,6 +28,7 @@ NOUNS = {
     "chat": "conversations",
     "preference": "preferences",
     "vision": "conversations with images",
+    "prompt": "prompts",
 }
 """Name of the data of each format, for messages."""
 
@@ -69,7 +70,7 @@ def prepare(config: Config, *, frozen: bool, make: bool) -> Prepared:
         held = [] if own is None or own.path is None else find(config.data, own.path)
         read = _fingerprint(config, sources + held)
         kept = kept or (summary is not None and (summary.identity, summary.fingerprint) == (_identity(config), read))
-    is_vision = config.data.format == "vision"
+    is_vision = config.images
     processor = tokenizers.load_processor(config.tokenizer, config.model) if is_vision else None
     if not kept:
         if not make:

@@ -178,7 +178,7 @@ def sequence_indices(seed: int, first_sample: int, count: int, sequences: int) -
     samples = np.arange(first_sample, first_sample + count, dtype=np.uint64)
     passes, places = samples // np.uint64(sequences), samples % np.uint64(sequences)
     half_bits = max(1, (int(sequences - 1).bit_length() + 1) // 2)
-    keys = _mix(np.uint64(seed) + _mix(passes))
+    keys = mix(np.uint64(seed) + mix(passes))
     result = _permute(places, keys, half_bits)
     outside = result >= sequences
     while outside.any():
@@ -197,7 +197,7 @@ class Order:
         shares = [Fraction(str(weight)) for weight in weights]
         scale = math.lcm(*(share.denominator for share in shares))
         self._shares = [int(share * scale) for share in shares]
-        self._phases = _mix(np.arange(len(lengths), dtype=np.uint64) + np.uint64(seed % 2**64))
+        self._phases = mix(np.arange(len(lengths), dtype=np.uint64) + np.uint64(seed % 2**64))
 
     def turn(self, sample: int) -> tuple[int, int]:
         """Return the source of a global sample, and the number of samples that this source gave before."""
@@ -228,10 +228,10 @@ class Order:
 
 def draws(seed: int, bound: int) -> Iterator[int]:
     """Yield pseudorandom integers from 0 to ``bound - 1`` forever."""
-    key = _mix(np.full(1024, seed % 2**64, dtype=np.uint64))
+    key = mix(np.full(1024, seed % 2**64, dtype=np.uint64))
     for first in count(0, 1024):
         numbers = np.arange(first, first + 1024, dtype=np.uint64)
-        yield from (_mix(numbers + key) % np.uint64(bound)).tolist()
+        yield from (mix(numbers + key) % np.uint64(bound)).tolist()
 
 
 def _permute(values: Indices, keys: Indices, half_bits: int) -> Indices:
@@ -239,11 +239,11 @@ def _permute(values: Indices, keys: Indices, half_bits: int) -> Indices:
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for number in range(ROUNDS):
-        left, right = right, left ^ (_mix(right + _mix(keys + np.uint64(number))) & mask)
+        left, right = right, left ^ (mix(right + mix(keys + np.uint64(number))) & mask)
     return (left << shift) | right
 
 
-def _mix(values: Indices) -> Indices:
+def mix(values: Indices) -> Indices:
     """Apply the finalizer of SplitMix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
     with np.errstate(over="ignore"):
         values = (values + np.uint64(GOLDEN)).astype(np.uint64)

@@ -42,7 +42,7 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 def _auto(config: Config) -> Any:
     import transformers
 
-    is_vision = config.data.format == "vision"
+    is_vision = config.images
     return transformers.AutoModelForImageTextToText if is_vision else transformers.AutoModelForCausalLM
 
 
@@ -128,7 +128,7 @@ def _changed(config: Config, base: Any, checking: bool = False) -> nn.Module:
     if section.quantize != "none":
         _quantise(base, section.quantize, adapter, checking)
     if adapter is not None:
-        model = adapters.add_adapter(base, adapter, "CAUSAL_LM" if config.data.format != "vision" else None, checking)
+        model = adapters.add_adapter(base, adapter, None if config.images else "CAUSAL_LM", checking)
     freeze(model, section.freeze)
     return model
 
@@ -234,7 +234,7 @@ def _check_known(config: Config, model_type: Any, where: str) -> None:
     from transformers.models.auto import configuration_auto, modeling_auto
 
     known, noun = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal language model"
-    if config.data.format == "vision":
+    if config.images:
         known, noun = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "model of images and text"
     if model_type in known:
         return

@@ -120,7 +120,7 @@ def check_settings(config: Config, ranks: int) -> Any:
     tokenizer = load_tokenizer(config.tokenizer, config.model, config.data.format)
     vocab_size = len(tokenizer) if tokenizer is not None else config.tokenizer.vocab_size
     assert vocab_size is not None
-    processor = load_processor(config.tokenizer, config.model) if config.data.format == "vision" else None
+    processor = load_processor(config.tokenizer, config.model) if config.images else None
     settings = architecture(config, vocab_size, getattr(processor, "image_token_id", None))
     limit = getattr(settings, "max_position_embeddings", None)
     if isinstance(limit, int) and limit < train.sequence_length:

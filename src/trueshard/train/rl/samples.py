@@ -1,0 +1,134 @@
+"""A sample, its name, and the random numbers that follow from the name.
+
+A sample is a function of (seed, step, prompt, sample) and of the weights: number t of its uniform random numbers, from
+which its token t is drawn, is a hash of these and of t. No generator has a state, so none is saved, lost, or shared by
+samples that are generated together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trueshard.train.data.samples import mix
+
+Name = tuple[int, int, int]
+"""(step, prompt, sample)."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A record of the data, as tokens."""
+
+    number: int
+    """Of the record among the training samples."""
+    ids: list[int]
+    record: Mapping[str, Any]
+    """The fields of the record, for the reward."""
+    where: str
+    """File and line, for error messages."""
+    messages: list[dict[str, Any]] | None = None
+    """Of a conversation, images in place; None for plain text."""
+
+
+@dataclass
+class Sample:
+    """An answer of the model to a prompt, and its reward."""
+
+    step: int
+    """The optimizer step that it was made for, from 1."""
+    prompt: int
+    """Number of the prompt in the data."""
+    sample: int
+    """Number among the answers to the prompt in this step, from 0."""
+    asked: list[int]
+    """Tokens of the prompt."""
+    tokens: list[int] = field(default_factory=list)
+    """Tokens after the prompt, with the one that ends the answer."""
+    own: list[bool] = field(default_factory=list)
+    """Of each of ``tokens``: True if the model gave it, False if an environment did."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of each of ``tokens``: the engine's log-probability, in nats; 0 if an environment gave it."""
+    text: str = ""
+    """``tokens`` as text, without special tokens."""
+    finished: bool = False
+    """True if it ended by itself, False if it was cut at the largest number of tokens."""
+    weights_version: int = 0
+    """Optimizer steps that the weights had taken which made it."""
+    reward: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    """What the reward functions returned, by name."""
+
+    @property
+    def name(self) -> Name:
+        return self.step, self.prompt, self.sample
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to continue."""
+
+    name: Name
+    ids: list[int]
+    first: int = 0
+    """Tokens of the sample that the model has drawn before: index of its next random number."""
+    most: int = 1
+    """Tokens to draw, at most."""
+    messages: list[dict[str, Any]] | None = None
+    """The conversation, if it has images."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The continuation of a request."""
+
+    ids: list[int]
+    """With the token that ends it."""
+    logprobs: list[float]
+    """Log-probability of each, in nats, at the temperature of sampling."""
+    finished: bool
+    """True if it ended by itself."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn."""
+
+    temperature: float = 1.0
+    """0: the likeliest token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: Sequence[str] = ()
+    seed: int = 0
+
+
+class Engine(Protocol):
+    """Generates. Both methods are collective; requests, and answers in their order, are the same on every rank."""
+
+    def update(self, version: int) -> None:
+        """Take over the weights of the model, after ``version`` optimizer steps."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
+        """Continue each request; equal requests, weights and sampling give equal answers."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+def key_of(seed: int, name: Name) -> int:
+    """Return the 64-bit key of a sample: a hash of its name."""
+    text = "/".join(map(str, (seed, *name)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def uniform(
+    keys: npt.NDArray[np.uint64],  # [samples]
+    numbers: npt.NDArray[np.uint64],  # [samples]: which random number of each
+) -> npt.NDArray[np.float64]:
+    """Return one random number of each sample, in [0, 1): float64 [samples], multiples of 2**-53."""
+    return (mix(mix(numbers) ^ keys) >> np.uint64(11)).astype(np.float64) * 2.0**-53
