@@ -297,8 +297,8 @@ class RLSection(Section):
     division (Dr. GRPO). leave_one_out: reward - mean of the others (RLOO). batch: standardised over the step's tokens
     (REINFORCE++). greedy: reward - reward of the likeliest answer (ReMax)."""
     average: Literal["token", "sequence", "length"] = "token"
-    """Mean of the loss over all tokens of the step; over answers, each the mean of its tokens; or over answers, each the
-    sum of its tokens divided by `rollout.tokens` (Dr. GRPO)."""
+    """Mean of the loss over all tokens of the step; over answers, each the mean of its tokens; or over answers, each
+    the sum of its tokens divided by `rollout.tokens` (Dr. GRPO)."""
     loss: Text = "clip"
     """clip (PPO), sequence (GSPO), weight (CISPO), soft (SAPO), or "file.py:function" of your own."""
     clip: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=2, max_length=2)] = [0.2, 0.28]
@@ -310,7 +310,8 @@ class RLSection(Section):
     updates: Annotated[int, Field(ge=1)] = 1
     """Optimizer steps on the answers of one rollout, each on `train.batch_size` others."""
     kl: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the divergence from the model before training; above 0 that model is kept, or an adapter's base used."""
+    """Weight of the divergence from the model before training; above 0 that model is kept, or an adapter's base
+    used."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimate of the divergence from the sampled tokens (Schulman 2020)."""
     kl_in: Literal["loss", "reward"] | None = None
@@ -320,8 +321,8 @@ class RLSection(Section):
     refill: Annotated[int, Field(ge=0)] = 3
     """At most so many times a rollout."""
     overlong: Literal["count", "mask"] | dict[Literal["from"], Annotated[int, Field(ge=0)]] = "count"
-    """Answers that do not end within `rollout.tokens`: counted as they are, masked (no loss), or `{from = n}`: the reward
-    falls from n tokens on, by 1 at `rollout.tokens` (DAPO)."""
+    """Answers that do not end within `rollout.tokens`: counted as they are, masked (no loss), or `{from = n}`: the
+    reward falls from n tokens on, by 1 at `rollout.tokens` (DAPO)."""
 
     @model_validator(mode="after")
     def _groups(self) -> RLSection:
@@ -366,8 +367,8 @@ class RolloutSection(Section):
     url: Text | None = None
     """With "vllm": address of the server, "http://127.0.0.1:8000"."""
     sync: Literal["directory", "nccl"] = "directory"
-    """With "vllm": the way of new weights. directory: files below `run.dir`, which the server must see. nccl: from GPU to
-    GPU."""
+    """With "vllm": the way of new weights. directory: files below `run.dir`, which the server must see. nccl: from GPU
+    to GPU."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
     """With "vllm": seconds for an answer of the server, or for new weights."""
     correction: Literal["none", "truncate", "mask", "sequence_mask"] = "none"

@@ -38,6 +38,10 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 AtHead = Callable[[nn.Module, Forward, torch.Tensor], torch.Tensor]
 """(head, its forward, hidden states [batch, length, features]) → output in place of logits, any shape."""
 
+OnRows = Callable[[nn.Module | None, Forward, torch.Tensor], torch.Tensor]
+"""(head, its forward, hidden states [positions, features]) → output, any shape; (None, identity, logits) where the
+whole logits are held."""
+
 _PIECES = 8
 """Number of pieces to recompute rows in: more save little memory, and each adds up a gradient."""
 
@@ -76,9 +80,12 @@ class CausalLoss:
     """Summed cross entropy of the next token: a ``Loss``."""
 
     def __init__(self, whole_logits: bool = False) -> None:
-        self.whole_logits = whole_logits
+        self._rows_of = HeadRows(whole_logits)
+
+    @property
+    def whole_logits(self) -> bool:
         """True if the whole logits are held: as asked for, or because the model needs it."""
-        self._known = whole_logits
+        return self._rows_of.whole_logits
 
     def count(self, batch: Batch) -> int:
         """Return the number of targets."""
@@ -98,22 +105,42 @@ class CausalLoss:
         targets = batch["targets"]
         shape = targets.shape[:1] if rows else ()
 
-        def compute(head: nn.Module, own: Forward, hidden: torch.Tensor) -> torch.Tensor:
-            hidden = hidden.flatten(0, 1)
+        def compute(head: nn.Module | None, own: Forward, hidden: torch.Tensor) -> torch.Tensor:
             is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
             if is_plain and not rows:
-                found = summed(cast(nn.Linear, head), hidden, targets.flatten())
-            else:
-                each = each_loss(own, hidden, targets.flatten())
-                found = each.view(targets.shape).sum(1) if rows else each.sum()
-            return found.reshape(-1, 1, 1).clone()  # FSDP2 warns of views
+                return summed(cast(nn.Linear, head), hidden, targets.flatten())
+            each = each_loss(own, hidden, targets.flatten()) if head else losses_of(hidden, targets.flatten())
+            return each.view(targets.shape).sum(1) if rows else each.sum()
+
+        return self._rows_of(model, inputs, targets.shape, compute).reshape(shape)
+
+
+class HeadRows:
+    """Computes from what the head of a model reads, a row a position; from its whole logits where it must be."""
+
+    def __init__(self, whole_logits: bool = False) -> None:
+        self.whole_logits = whole_logits
+        """True if the whole logits are held: as asked for, or because the model needs it."""
+        self._known = whole_logits
+
+    def __call__(
+        self, model: nn.Module, inputs: Mapping[str, torch.Tensor], shape: torch.Size, compute: OnRows
+    ) -> torch.Tensor:
+        """Return what ``compute`` does, flat, for ``shape``, [batch, length], of positions. Collective if sharded.
+
+        Raises `ValueError` if the model gives no logits for each position.
+        """
+
+        def at_rows(head: nn.Module, own: Forward, hidden: torch.Tensor) -> torch.Tensor:
+            return compute(head, own, hidden.flatten(0, 1)).reshape(-1, 1, 1).clone()  # FSDP2 warns of views
 
         if not self.whole_logits:
-            before = None if self._known else (torch.get_rng_state(), *get_device_states(targets))
-            found = at_head(model, inputs, targets.shape, compute)
+            device = next(iter(inputs.values()))
+            before = None if self._known else (torch.get_rng_state(), *get_device_states(device))
+            found = at_head(model, inputs, shape, at_rows)
             if found is not None:
                 self._known = True
-                return found.reshape(shape)
+                return found.flatten()
             assert before is not None, "a model changed what it does to its logits"
             torch.set_rng_state(before[0])
             set_device_states(*before[1:])
@@ -125,13 +152,12 @@ class CausalLoss:
                     stacklevel=2,
                 )
         logits = logits_of(model, inputs)
-        if logits.shape[:-1] != targets.shape:
+        if logits.shape[:-1] != shape:
             raise ValueError(
-                f"the model gives logits of shape {list(logits.shape)} for {list(targets.shape)} targets; it must give "
+                f"the model gives logits of shape {list(logits.shape)} for {list(shape)} targets; it must give "
                 "one row for each input token"
             )
-        each = losses_of(logits.flatten(0, 1), targets.flatten()).view(targets.shape)
-        return each.sum(1) if rows else each.sum()
+        return compute(None, lambda rows: rows, logits.flatten(0, 1)).flatten()
 
 
 class PreferenceLoss:

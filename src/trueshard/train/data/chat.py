@@ -196,6 +196,17 @@ class ChatTemplate:
             raise UserError(f"{where}: there is nothing that the assistant says, so nothing to learn; leave it out")
         return Rendered(text, spans)
 
+    def prompt(self, found: list[Message], where: str, tools: Any = None) -> str:
+        """Return a conversation as text, up to where the assistant begins to answer. Raises `UserError`."""
+        return self._text(found, where, tools, prompt=True)[0]
+
+    def ends_turn(self) -> str | None:
+        """Return the special token after what the assistant says; None if there is none."""
+        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
+        before, after = self._text(talk[:1], "", None, prompt=True)[0], self._text(talk, "", None)[0]
+        said = after[len(before) :].lstrip().removeprefix(".").lstrip() if after.startswith(before) else ""
+        return max((end for end in self._ends if said.startswith(end)), key=len, default=None)
+
     def documents(self, rendered: Sequence[Rendered]) -> list[Document]:
         """Tokenise conversations; tokens that begin in a span are targets."""
         found = self.tokenizer([each.text for each in rendered], add_special_tokens=False, return_offsets_mapping=True)
@@ -235,6 +246,53 @@ def spoken(record: Record) -> list[Message]:
     return flat(conversation(record.fields, record.where), record.where)
 
 
+def encode_prompts(
+    template: ChatTemplate, most: int | None, records: Sequence[Record], folder: Path
+) -> list[tuple[Document, ...]]:
+    """Return one document a record, the prompt and all fields as JSON; none for a prompt of more than ``most`` tokens.
+
+    Images held as bytes go to `images/` in ``folder``; what else JSON cannot hold is left out of the fields.
+    """
+    found: list[tuple[Document, ...]] = []
+    for record in records:
+        prompt = prompt_of(record, images=most is None)
+        if most is None:
+            _store_images([prompt], folder)  # type: ignore[list-item]
+        else:
+            tools = record.fields.get("tools")
+            text = prompt if isinstance(prompt, str) else template.prompt(prompt, record.where, tools)
+            if len(template.tokenizer(text, add_special_tokens=False)["input_ids"]) > most:
+                found.append(())
+                continue
+        kept = {"prompt": prompt, "record": _plain({**record.fields, "prompt": prompt})}
+        found.append((whole(np.frombuffer(json.dumps(kept).encode(), dtype=np.uint8)),))
+    return found
+
+
+def prompt_of(record: Record, images: bool = False) -> str | list[Message]:
+    """Return the prompt of a record: a string, or messages, with ``images`` in place. Raises `UserError`."""
+    value, where = record.fields.get("prompt"), record.where
+    if images:
+        asked = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        return vision_messages(record._replace(fields={**record.fields, "messages": asked}))
+    if isinstance(value, str) and value.strip():
+        return value
+    if value is None or isinstance(value, str):
+        state = "has no 'prompt'" if value is None else "has an empty 'prompt'"
+        near = names.nearest("prompt", record.fields, 1)
+        raise UserError(f"{where}: {state}, found keys {sorted(record.fields)}; correct it.{near}".removesuffix("."))
+    return flat(messages(value, f"{where}: prompt"), where)
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can hold of a value; None in place of anything else."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, (str, int, float, bool)) else None
+
+
 def _inside(places: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
     """Return bool [tokens]: True if a token begins in a span. ``places``: [tokens, 2], its range of characters."""
     begins, ends = places.reshape(-1, 2).T
@@ -250,13 +308,18 @@ def _inside(places: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray
 def encode_vision(records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
     """Return one document a record: its messages as JSON. Images held as bytes go to `images/` in ``folder``."""
     conversations = [vision_messages(each) for each in records]
+    _store_images(conversations, folder)
+    return [(whole(np.frombuffer(json.dumps(found).encode(), dtype=np.uint8)),) for found in conversations]
+
+
+def _store_images(conversations: Sequence[list[Message]], folder: Path) -> None:
+    """Write images held as bytes to `images/` in ``folder``, and put their paths in their places."""
     for part in (part for found in conversations for message in found for part in message["content"]):
         if isinstance(part.get("image"), bytes):
             name = f"images/{hashlib.sha256(part['image']).hexdigest()[:32]}"
             (folder / "images").mkdir(exist_ok=True)
             (folder / name).write_bytes(part["image"])
             part["image"] = name
-    return [(whole(np.frombuffer(json.dumps(found).encode(), dtype=np.uint8)),) for found in conversations]
 
 
 def vision_messages(record: Record) -> list[Message]:

@@ -3,6 +3,7 @@
 - Text: an end-of-text token follows each document. Documents are joined and cut into sequences without padding: the
   last target of one is the first input of the next.
 - Chat and vision: see ``chat``.
+- Prompts are strings, or messages for the chat template, kept as JSON with the record, whose fields are for the reward.
 - Preferences are two documents a record that begin with the same prompt; the answers are the targets. `prompt`,
   `chosen` and `rejected` are strings, joined as they are with an end-of-text token at the end, or lists of messages,
   which go through the chat template. Without `prompt`, the prompt is the messages that both conversations share.
@@ -69,11 +70,14 @@ class Format:
 
 
 def format_of(section: DataSection, length: int, tokenizer: Any, processor: Any) -> Format:
-    """Return the format of `[data]`, for sequences of ``length`` inputs. ``processor``: for the format "vision"."""
+    """Return the format of `[data]`, for sequences or prompts of ``length`` tokens. ``processor``: for images."""
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     vocabulary = 1 + max(tokenizer.get_vocab().values())
     if section.format == "text":
         return Format("joined", partial(encode_texts, tokenizer, section.field), single, samples.stack, vocabulary)
+    if section.format == "prompt":
+        prompts = partial(chat.encode_prompts, chat.ChatTemplate(tokenizer, True), None if section.images else length)
+        return Format("kept", prompts, single, samples.stack, None)
     if section.format == "vision":
         collate = chat.VisionCollate(processor, length, section.answers_only)
         return Format("kept", chat.encode_vision, single, collate, None)
@@ -91,6 +95,9 @@ def texts_of(section: DataSection, record: Record) -> Iterator[str]:
     if section.format == "preference":
         for part in pair(record.fields, record.where):
             yield from [part] if isinstance(part, str) else chat.texts(part)
+    elif section.format == "prompt":
+        prompt = chat.prompt_of(record)
+        yield from [prompt] if isinstance(prompt, str) else chat.texts(prompt)
     elif section.format == "chat":
         yield from chat.texts(chat.spoken(record))
     else:

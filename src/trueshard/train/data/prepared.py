@@ -100,7 +100,7 @@ def _make(config: Config, sources: list[DataSource], held: list[DataSource], pro
     if config.data.format != "text":
         tokenizers.set_chat_template(config.tokenizer, tokenizer, processor)
     (processor or tokenizer).save_pretrained(str(folder / "tokenizer"))
-    length, identity, read = config.train.sequence_length, _identity(config), _fingerprint(config, sources + held)
+    length, identity, read = _length(config), _identity(config), _fingerprint(config, sources + held)
     form = format_of(config.data, length, tokenizer, processor)
     if held:
         place = folder / "evaluation"
@@ -122,7 +122,7 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
     assert summary is not None
     if processor is not None:
         tokenizers.set_chat_template(config.tokenizer, processor.tokenizer, processor)
-    section, length = config.evaluation, config.train.sequence_length
+    section, length = config.evaluation, _length(config)
     tokenizer = AutoTokenizer.from_pretrained(str(folder / "tokenizer"), local_files_only=True)
     form = format_of(config.data, length, tokenizer, processor)
 
@@ -164,11 +164,16 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
     return Prepared(folder, summary, train, Mixture(held, [1.0] * len(held)), form.collate, tokenizer)
 
 
+def _length(config: Config) -> int:
+    """Return the tokens of a sequence or, for reinforcement learning, of a prompt, at most."""
+    return config.train.sequence_length - (config.rollout.tokens if config.rl is not None else 0)
+
+
 def _identity(config: Config) -> dict[str, Any]:
     every = config.identity()
     kept = {key: value for key, value in every.items() if key.startswith(("tokenizer.", "data.", "evaluation."))}
     # Joined text is the same for every length of sequence.
-    length = None if config.data.format == "text" else config.train.sequence_length
+    length = None if config.data.format == "text" else _length(config)
     return {**kept, "model": config.model.path or config.model.config, "train.sequence_length": length}
 
 

@@ -102,7 +102,10 @@ def build(
             members += train + held
         ranges.append({"train": (begin, middle), "evaluation": (middle, end)})
     writer.close(None if form.layout == "joined" else members)
-    if cuts["cut"] or cuts["left out"]:
+    if cuts["left out"] and form.layout == "kept":
+        said = f"{cuts['left out']} of {cuts['records']} prompts left out"
+        print(f"{said}: longer than train.sequence_length - rollout.tokens = {length} tokens", flush=True)
+    elif cuts["cut"] or cuts["left out"]:
         left = f", {cuts['left out']} left out as no answer is within that" if cuts["left out"] else ""
         print(f"{cuts['cut']} of {cuts['records']} records cut at train.sequence_length = {length}{left}", flush=True)
     return Summary(
@@ -126,7 +129,7 @@ def _write(
         for record, found in form.documents(source, writer.folder):
             documents = truncate(found, length) if form.cut else found
             cuts["records"] += 1
-            cuts["left out"] += form.cut and not documents
+            cuts["left out"] += not documents and form.layout != "joined"
             cuts["cut"] += any(len(kept.ids) < len(each.ids) for kept, each in zip(documents, found, strict=False))
             if form.layout == "joined" and fraction and _drawn(record, fraction):
                 for document in documents:
@@ -266,13 +269,14 @@ class StoredSamples:
         return whole(ids) if self._counted is None else Document(ids, self._counted[first:last])
 
     def _kept(self, index: int, document: Document) -> Sample:
-        """Return ``messages``, with images as absolute paths, and ``where``."""
+        """Return ``messages``, or ``prompt`` and ``record``, with images as absolute paths, and ``where``."""
         found = json.loads(document.ids.tobytes())
-        for message in found:
-            for part in message["content"]:
-                if part["type"] == "image":  # relative to the store, or absolute, which stays as it is
+        kept = found if isinstance(found, dict) else {"messages": found}
+        for message in kept.get("messages") or kept["prompt"]:
+            for part in message["content"] if isinstance(message, dict) else ():
+                if isinstance(part, dict) and part["type"] == "image":  # relative to the store, or absolute
                     part["image"] = str(self._folder / part["image"])
-        return {"messages": found, "where": self.where(index)}
+        return {**kept, "where": self.where(index)}
 
 
 def _between(ends: npt.NDArray[np.int64], number: int) -> tuple[int, int]:

@@ -1,0 +1,128 @@
+"""Prompts as tokens, and samples as microbatches of the trainer.
+
+- Which samples share an optimizer step follows from their names alone. Within a step they are dealt to microbatches by
+  length, so that the microbatches of all ranks at one time are of about one length.
+- Rows are padded at their ends: prompt, then answer. The target at a position is the next token, if the model gave it.
+- A microbatch without a sample gets one of another, without targets, so that all ranks take part in each pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from trueshard.errors import UserError
+from trueshard.train.data import chat
+from trueshard.train.data.samples import IGNORED, Batch
+from trueshard.train.rl.samples import Prompt, Sample
+
+
+class PromptEncoder:
+    """Makes tokens of prompts and, for models of images and text, the inputs that images are."""
+
+    def __init__(self, tokenizer: Any, processor: Any = None) -> None:
+        self.tokenizer, self._processor = tokenizer, processor
+        self.template = chat.ChatTemplate(tokenizer, True) if tokenizer.chat_template else None
+
+    @property
+    def has_images(self) -> bool:
+        """True for a model of images and text."""
+        return self._processor is not None
+
+    def of(self, prompts: Sequence[Mapping[str, Any]], number: int) -> Prompt:
+        """Return a prompt: its ``prompt`` is a string, or messages with images in place."""
+        found = prompts[number]
+        record = {**found.get("record", found), "prompt": found["prompt"]}
+        asked, where = record["prompt"], str(found.get("where", f"prompt {number}"))
+        if isinstance(asked, str):
+            ids = self.tokenizer(asked, add_special_tokens=False)["input_ids"]
+            return Prompt(number, ids or [self.tokenizer.eos_token_id], record, where)
+        if self.template is None:
+            raise UserError(f"{where}: its prompt is messages, and the tokenizer has no chat template; set one")
+        text = self.template.prompt(asked, where, record.get("tools"))
+        if self._processor is None:
+            return Prompt(number, self.tokenizer(text, add_special_tokens=False)["input_ids"], record, where, asked)
+        ids = self._process([text], [asked], "left")["input_ids"][0].tolist()
+        return Prompt(number, ids, record, where, asked)
+
+    def images(self, conversations: Sequence[list[dict[str, Any]]], width: int, side: str = "left") -> Batch:
+        """Return the model's inputs besides ``input_ids`` and ``attention_mask``, for prompts of these conversations.
+
+        Those of a token a place are [rows, width], padded with 0 on ``side``.
+        """
+        assert self.template is not None
+        texts = [self.template.prompt(each, "a prompt") for each in conversations]
+        made = self._process(texts, conversations, side)
+        shape, found = made["input_ids"].shape, {}
+        for key, value in made.items():
+            if key in ("input_ids", "attention_mask") or not isinstance(value, torch.Tensor):
+                continue
+            if value.shape[:2] == shape:
+                room = (width - shape[1], 0) if side == "left" else (0, width - shape[1])
+                value = torch.nn.functional.pad(value, (0, 0) * (value.ndim - 2) + room)
+            found[key] = value
+        return found
+
+    def _process(self, texts: list[str], conversations: Sequence[list[dict[str, Any]]], side: str) -> Any:
+        images = [
+            [
+                chat.read_image(part["image"], "a prompt")
+                for message in each
+                for part in message["content"]
+                if isinstance(part, dict) and part["type"] == "image"
+            ]
+            for each in conversations
+        ]
+        return self._processor(
+            text=texts, images=images, padding=True, padding_side=side, add_special_tokens=False, return_tensors="pt"
+        )
+
+
+def dealt(samples: Sequence[Sample], ranks: int, accumulate: int) -> list[list[list[int]]]:
+    """Return the positions of samples by [rank][microbatch]: by length, and then dealt in turn. Some may be empty."""
+    order = sorted(range(len(samples)), key=lambda i: (-len(samples[i].asked) - len(samples[i].tokens), i))
+    size = -(-len(order) // accumulate)
+    parts = [order[number * size : (number + 1) * size] for number in range(accumulate)]
+    return [[part[rank::ranks] for part in parts] for rank in range(ranks)]
+
+
+def microbatch(
+    samples: Sequence[Sample],
+    advantages: Sequence[float],
+    pad: int,
+    *,
+    counted: Sequence[bool],  # False: no token of the sample is a target
+    more: Mapping[str, Sequence[np.ndarray[Any, Any] | None]],  # log-probabilities of each sample's tokens, by key
+) -> Batch:
+    """Return a batch of ``PolicyLoss``, a row a sample."""
+    length = max(len(each.asked) + len(each.tokens) - 1 for each in samples)
+    rows = len(samples)
+    batch: Batch = {
+        "input_ids": torch.full((rows, length), pad, dtype=torch.int64),
+        "attention_mask": torch.zeros(rows, length, dtype=torch.int64),
+        "targets": torch.full((rows, length), IGNORED, dtype=torch.int64),
+        "advantages": torch.zeros(rows, dtype=torch.float32),
+    }
+    batch |= {key: torch.zeros(rows, length, dtype=torch.float32) for key in more}
+    for row, sample in enumerate(samples):
+        ids = torch.tensor([*sample.asked, *sample.tokens])
+        begin, end = len(sample.asked) - 1, len(ids) - 1
+        batch["input_ids"][row, :end], batch["attention_mask"][row, :end] = ids[:-1], 1
+        batch["advantages"][row] = advantages[row]
+        if counted[row]:
+            own = torch.tensor(sample.own)
+            batch["targets"][row, begin:end] = torch.where(own, ids[1:][begin:], IGNORED)
+        for key, values in more.items():
+            if (value := values[row]) is not None:
+                batch[key][row, begin:end] = torch.from_numpy(value)
+    return batch
+
+
+def of_samples(values: torch.Tensor, samples: Sequence[Sample]) -> list[np.ndarray[Any, Any]]:
+    """Return the values at each sample's tokens, float32, of [rows, length] of their microbatch: its inverse."""
+    table = values.float().cpu().numpy()
+    places = [(len(each.asked) - 1, len(each.asked) + len(each.tokens) - 1) for each in samples]
+    return [table[row, begin:end] for row, (begin, end) in enumerate(places)]

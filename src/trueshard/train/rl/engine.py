@@ -1,0 +1,196 @@
+"""Sampling with transformers' own ``generate``, on the model that is trained: any architecture, with its cache.
+
+- ``gathered``: on a whole copy in the compute dtype, on each rank by itself. ``sharded``, ``kept``: on the sharded
+  model, so that all ranks march together, one forward a token.
+- Requests are generated in pieces of ``batch``, whose content follows from the order of requests and not from the
+  number of ranks; piece i on rank i modulo ranks. Each form of the engine gives the same tokens.
+- Tokens are drawn here, by inverse CDF with the random numbers of the sample's name, and not by ``generate``, which has
+  one generator for all rows: one token is left finite, which it then takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, TopKLogitsWarper, TopPLogitsWarper
+
+from trueshard.distributed import device_of
+from trueshard.errors import UserError
+from trueshard.model import names
+from trueshard.runtime.engine import set_reshard_after_forward, sharded
+from trueshard.train.rl.ranks import divided, rank_and_ranks
+from trueshard.train.rl.samples import Answer, Request, Sampling, key_of, uniform
+
+Images = Callable[[Sequence[list[dict[str, Any]]], int], dict[str, torch.Tensor]]
+"""(conversations with images, width) → the model's inputs besides tokens; those of a token a place, padded on the left.
+"""
+
+
+class TransformersEngine:
+    """Generates on the model itself; see the file's docstring."""
+
+    def __init__(
+        self,
+        model: nn.Module,  # sharded
+        tokenizer: Any,
+        *,
+        copy: str = "gathered",  # "gathered", "kept" or "sharded"
+        batch: int = 64,  # requests that are generated together
+        ends: Collection[int] = (),  # tokens that end an answer, besides the tokenizer's end of text
+        images: Images | None = None,
+    ) -> None:
+        from trueshard.runtime.gathering import GatheredCopy
+
+        if not callable(getattr(names.unwrap(model), "generate", None)):
+            raise UserError(f"rollout.engine: a {type(names.unwrap(model)).__name__} has no generate(); use another")
+        self._model, self._tokenizer, self._batch, self._images = model, tokenizer, batch, images
+        self._ends = sorted({tokenizer.eos_token_id, *ends})
+        self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self._device = device_of(sharded(model).mesh)
+        self._kept = copy == "kept"
+        self._copy = GatheredCopy(model) if copy == "gathered" else None
+        self._is_new = True
+
+    def update(self, version: int) -> None:
+        """Take over the weights of the model. Collective."""
+        if self._copy is not None and not self._is_new:
+            self._copy.update()
+        self._is_new = False
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
+        """Continue each request; the same requests and answers on every rank. Collective."""
+        pieces = [list(requests[at : at + self._batch]) for at in range(0, len(requests), self._batch)]
+        ranks = rank_and_ranks()[1]
+        together = self._copy is None and ranks > 1
+        if together:  # all ranks take part in each forward, so they generate equally many pieces
+            pieces += [pieces[-1]] * (-len(pieces) % ranks)
+        with self._generating() as model:
+            found = divided(pieces, lambda own: [self._piece(model, each, sampling, together) for each in own])
+        return [answer for piece in found for answer in piece][: len(requests)]
+
+    def close(self) -> None:
+        """Free the copy."""
+        if self._copy is not None:
+            self._copy.close()
+
+    @contextlib.contextmanager
+    def _generating(self) -> Iterator[Any]:
+        """Give the model to generate on, in evaluation mode and without generation settings of its own."""
+        root: Any = names.unwrap(self._model if self._copy is None else self._copy.module)
+        training, settings = root.training, root.generation_config
+        policy = sharded(self._model).plan.reshard_after_forward
+        root.eval()
+        root.generation_config = GenerationConfig()
+        if self._kept:
+            set_reshard_after_forward(self._model, "never")
+        try:
+            with torch.no_grad():
+                yield root
+        finally:
+            root.generation_config = settings
+            if self._kept:
+                set_reshard_after_forward(self._model, policy)
+            root.train(training)
+
+    def _piece(self, model: Any, requests: list[Request], sampling: Sampling, together: bool) -> list[Answer]:
+        width = max(len(request.ids) for request in requests)
+        ids = torch.full((len(requests), width), self._pad, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(requests):
+            ids[row, width - len(request.ids) :] = torch.tensor(request.ids)
+            mask[row, width - len(request.ids) :] = 1
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if self._images is not None:
+            inputs |= self._images([request.messages or [] for request in requests], width)
+        draw = Draw(requests, sampling, self._ends, self._tokenizer)
+        model.generate(
+            **{key: value.to(self._device) for key, value in inputs.items()},
+            generation_config=GenerationConfig(
+                max_new_tokens=max(request.most for request in requests),
+                do_sample=False,
+                pad_token_id=self._pad,
+                use_cache=True,
+            ),
+            logits_processor=[draw],
+            stopping_criteria=[EndOfAnswers(draw)],
+            synced_gpus=together,
+        )
+        return draw.answers()
+
+
+class Draw(LogitsProcessor):
+    """Draws the next token of each row, and records it and its log-probability."""
+
+    def __init__(self, requests: Sequence[Request], sampling: Sampling, ends: Sequence[int], tokenizer: Any) -> None:
+        self._sampling, self._ends, self._tokenizer = sampling, ends, tokenizer
+        self._most = np.array([request.most for request in requests])
+        self._keys = np.array([key_of(sampling.seed, request.name) for request in requests], dtype=np.uint64)
+        self._firsts = np.array([request.first for request in requests], dtype=np.uint64)
+        self._tokens: list[list[int]] = [[] for _ in requests]
+        self._logprobs: list[list[float]] = [[] for _ in requests]
+        self._finished = np.zeros(len(requests), dtype=np.bool_)
+        self.done = np.zeros(len(requests), dtype=np.bool_)
+        """[rows]: True if the answer of a row has ended."""
+        self._taken = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores, [rows, vocabulary], of which the drawn token's alone are finite."""
+        greedy = self._sampling.temperature == 0
+        logs = (scores.float() if greedy else scores.float() / self._sampling.temperature).log_softmax(1)
+        numbers = uniform(self._keys, self._firsts + np.uint64(self._taken))
+        chosen = logs.argmax(1) if greedy else drawn(self._warped(input_ids, logs), torch.from_numpy(numbers))
+        self._record(chosen.tolist(), logs.gather(1, chosen[:, None])[:, 0].tolist())
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
+
+    def _warped(self, input_ids: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
+        sampling = self._sampling
+        if sampling.top_k:
+            logs = TopKLogitsWarper(sampling.top_k)(input_ids, logs)
+        return TopPLogitsWarper(sampling.top_p)(input_ids, logs) if sampling.top_p < 1 else logs
+
+    def _record(self, tokens: list[int], logprobs: list[float]) -> None:
+        self._taken += 1
+        for row in np.flatnonzero(~self.done).tolist():
+            self._tokens[row].append(tokens[row])
+            self._logprobs[row].append(logprobs[row])
+            self._finished[row] = tokens[row] in self._ends or self._at_stop(row)
+        self.done |= self._finished | (self._taken >= self._most)
+
+    def _at_stop(self, row: int) -> bool:
+        if not self._sampling.stop:
+            return False
+        longest = max(len(text) for text in self._sampling.stop)
+        text = self._tokenizer.decode(self._tokens[row][-longest - 1 :])  # a token is at least a byte
+        return any(stop in text for stop in self._sampling.stop)
+
+    def answers(self) -> list[Answer]:
+        """Return the answers of all rows."""
+        rows = zip(self._tokens, self._logprobs, self._finished.tolist(), strict=True)
+        return [Answer(tokens, logprobs, finished) for tokens, logprobs, finished in rows]
+
+
+class EndOfAnswers(StoppingCriteria):
+    """Ends the generation of rows whose answers have ended."""
+
+    def __init__(self, draw: Draw) -> None:
+        self._draw = draw
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.from_numpy(self._draw.done.copy()).to(input_ids.device)
+
+
+def drawn(
+    logs: torch.Tensor,  # [rows, vocabulary], log-probabilities or anything that differs from them by a constant
+    numbers: torch.Tensor,  # [rows], float64 in [0, 1)
+) -> torch.Tensor:
+    """Return the token of each row at which its cumulative distribution first exceeds a number: int64 [rows]."""
+    heights = logs.softmax(1).double().cumsum(1)
+    wanted = numbers.to(heights.device)[:, None] * heights[:, -1:]
+    found = torch.searchsorted(heights, wanted, right=True)[:, 0]
+    likeliest = (heights < heights[:, -1:]).sum(1)  # the last token that has any probability
+    return torch.minimum(found, likeliest)

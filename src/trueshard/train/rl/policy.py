@@ -1,0 +1,265 @@
+"""The losses that raise the probability of answers with an advantage.
+
+With the ratio r = π / π_old of a token's probabilities, the advantage A of its answer, and clip = (low, high), the loss
+of a token is
+
+- ``clip`` (PPO, Schulman et al. 2017; GRPO): max(-A r, -A clip(r, 1 - low, 1 + high)), and for A < 0 with ``dual_clip``
+  c at most -A c (Ye et al. 2020);
+- ``sequence`` (GSPO, Zheng et al. 2025): the same with the geometric mean of the answer's ratios in place of r;
+- ``weight`` (CISPO, MiniMax 2025): -A log π times clip(r, …), which has no gradient itself;
+- ``soft`` (SAPO, Gao et al. 2025): -A (4 / τ) sigmoid(τ (r - 1)), with one τ for A >= 0 and one for A < 0;
+- a function of one's own.
+
+- π and π_old are computed in the same microbatches and without dropout, so at equal weights r is exactly 1.
+- log r is cut at ±20.
+- Log-probabilities and entropies come from some rows of the head at a time: the whole logits are never held, unless the
+  model changes them after its head. Positions without a target are left out before the head.
+- Everything that is divided is summed here, and divided by the trainer over all ranks and microbatches: how answers are
+  cut into microbatches does not change the loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from trueshard.train.data.samples import IGNORED, Batch
+from trueshard.train.losses import Forward, HeadRows
+from trueshard.train.trainer import over_ranks
+
+Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(log-probabilities, old ones, both [rows, length], advantages [rows, 1], mask [rows, length] of the targets) → loss
+of each token, [rows, length]."""
+
+LIMIT = 20.0
+"""Largest |log r|."""
+PIECES = 8
+"""Pieces in which the rows of the head are computed, and recomputed in backward."""
+OWN = ("targets", "advantages", "old_logprobs", "engine_logprobs", "reference_logprobs")
+"""Entries of a batch that are not the model's inputs."""
+SUMS = ("tokens", "entropy", "clipped_low", "clipped_high", "kl_reference", "mismatch", "mismatch_k3")
+MAXIMA = ("ratio_max", "mismatch_max")
+
+
+class PolicyLoss:
+    """Loss of sampled answers, weighted by their advantages: a ``Loss`` of the trainer.
+
+    A batch has ``input_ids`` and ``targets`` [rows, length], -100 where there is no target; ``advantages`` [rows],
+    float32; and, float32 [rows, length] at the targets: ``engine_logprobs``, with which the answers were sampled;
+    ``old_logprobs``, without which π_old is π; ``reference_logprobs`` for ``kl``. Other tensors are the model's inputs.
+    """
+
+    unit = "term"
+
+    def __init__(
+        self,
+        loss: str | Function = "clip",
+        *,
+        clip: Sequence[float] = (0.2, 0.28),
+        dual_clip: float | None = None,
+        soft: Sequence[float] = (1.0, 1.05),  # τ for A >= 0 and for A < 0
+        average: str = "token",  # "token", "sequence" or "length"
+        length: int | None = None,  # tokens by which ``average="length"`` divides each answer
+        temperature: float = 1.0,  # of sampling; divides the logits
+        kl: float = 0.0,  # weight of the divergence from the reference in the loss
+        kl_estimator: str = "k3",  # "k1", "k2" or "k3"
+        correction: str = "none",  # "none", "truncate", "mask" or "sequence_mask"
+        bounds: Sequence[float] = (0.5, 5.0),  # of π_old over the engine's probability
+        whole_logits: bool = False,
+    ) -> None:
+        if isinstance(loss, str) and loss not in LOSSES:
+            raise ValueError(f"loss is {loss!r}; it is one of {', '.join(LOSSES)}, or a function")
+        if average not in ("token", "sequence", "length") or (average == "length") != (length is not None):
+            raise ValueError(f'average is {average!r}; it is "token", "sequence", or "length" together with length=')
+        self.loss, self.clip, self.dual_clip, self.soft = loss, tuple(clip), dual_clip, tuple(soft)
+        self.average, self.length, self.temperature = average, length, temperature
+        self.kl, self.kl_estimator, self.correction, self.bounds = kl, kl_estimator, correction, tuple(bounds)
+        self._rows_of = HeadRows(whole_logits)
+        self._sums: dict[str, torch.Tensor] = {}
+        self.kept: list[torch.Tensor] = []
+        """Log-probabilities of the microbatches since ``measures``, [rows, length] each, on the CPU."""
+
+    def count(self, batch: Batch) -> int:
+        """Return the number of terms in the mean: target tokens, answers, or answers × ``length``."""
+        targets = batch["targets"].ne(IGNORED)
+        if self.average == "token":
+            return int(targets.sum())
+        return int(targets.any(1).sum()) * (self.length or 1)
+
+    def tokens(self, batch: Batch) -> int:
+        """Return the number of tokens that the model reads, without padding."""
+        return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
+
+    def logprobs(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities of the targets and entropies of the distributions, in nats, 0 where no target is.
+
+        Both [rows, length], float32 or wider; the entropies have no gradient. Collective if sharded.
+        """
+        inputs = {key: value for key, value in batch.items() if key not in OWN}
+        targets = batch["targets"]
+        mask = targets.ne(IGNORED).flatten()
+        chosen = targets.flatten()[mask]
+
+        def compute(head: nn.Module | None, own: Forward, hidden: torch.Tensor) -> torch.Tensor:
+            rows = -(-len(chosen) // PIECES) or 1
+            pieces = zip(hidden[mask].split(rows), chosen.split(rows), strict=True)
+            return torch.cat([self._piece(head, own, some, wanted) for some, wanted in pieces])
+
+        with without_dropout(model):
+            found = self._rows_of(model, inputs, targets.shape, compute).view(-1, 2)
+        places = mask.nonzero().flatten()
+        spread = found.new_zeros(targets.numel(), 2).index_copy(0, places, found)
+        return spread[:, 0].view(targets.shape), spread[:, 1].detach().view(targets.shape)
+
+    def _piece(
+        self, head: nn.Module | None, own: Forward, some: torch.Tensor, wanted: torch.Tensor
+    ) -> torch.Tensor:  # [some rows, 2]
+        def both(some: torch.Tensor) -> torch.Tensor:
+            logits = own(some)
+            wide = logits if logits.dtype == torch.float64 else logits.float()
+            logs = (wide / self.temperature).log_softmax(1)
+            with torch.no_grad():
+                entropy = torch.special.entr(logs.exp()).sum(1)
+            return torch.stack([logs.gather(1, wanted[:, None])[:, 0], entropy], 1)
+
+        if head is None or not torch.is_grad_enabled():
+            return both(some)
+        found: torch.Tensor = checkpoint(both, some, use_reentrant=False)
+        return found
+
+    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the summed loss of a microbatch, 0-dim. Collective if sharded."""
+        logs, entropy = self.logprobs(model, batch)
+        mask = batch["targets"].ne(IGNORED)
+        old = batch.get("old_logprobs", logs.detach())
+        advantages = batch["advantages"].to(logs.dtype)[:, None]
+        engine = batch.get("engine_logprobs")
+        each = self._each(logs, old, advantages, mask)
+        if engine is not None and self.correction != "none":
+            each = each * self._weights(old - engine, mask)
+        if "reference_logprobs" in batch:
+            divergence = estimates(logs - batch["reference_logprobs"], self.kl_estimator)
+            each = each + self.kl * divergence if self.kl else each
+            self._add("kl_reference", divergence, mask)
+        if torch.is_grad_enabled():
+            self._measure(logs.detach(), entropy, old, engine, advantages, mask)
+        each = torch.where(mask, each, 0.0)
+        if self.average == "sequence":
+            return (each.sum(1) / mask.sum(1).clamp(min=1)).sum()
+        return each.sum()
+
+    def _each(
+        self, logs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        if callable(self.loss):
+            return self.loss(logs, old, advantages, mask)
+        log_ratio = _log_ratio(logs, old, mask, whole=self.loss == "sequence")
+        ratio, (low, high) = log_ratio.exp(), self.clip
+        if self.loss == "weight":
+            return -advantages * logs * ratio.detach().clamp(1 - low, 1 + high)
+        if self.loss == "soft":
+            above, below = self.soft
+            heat = torch.where(advantages >= 0, above, below).to(ratio.dtype)
+            return -advantages * (4 / heat) * torch.sigmoid(heat * (ratio - 1))
+        each = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+        if self.dual_clip is not None:
+            each = torch.where(advantages < 0, torch.minimum(each, -advantages * self.dual_clip), each)
+        return each
+
+    def _weights(self, difference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the weights of the correction, [rows, length], for log π_old - log of the engine's probability."""
+        difference = torch.where(mask, difference, 0.0).detach()
+        if self.correction == "sequence_mask":
+            difference = difference.sum(1, keepdim=True)
+        weights = difference.clamp(-LIMIT, LIMIT).exp()
+        low, high = self.bounds
+        if self.correction == "truncate":
+            return weights.clamp(max=high)
+        return torch.where((weights >= low) & (weights <= high), weights, 0.0)
+
+    # What is measured
+
+    @torch.no_grad()
+    def _measure(
+        self,
+        logs: torch.Tensor,
+        entropy: torch.Tensor,
+        old: torch.Tensor,
+        engine: torch.Tensor | None,
+        advantages: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> None:
+        ratio, (low, high) = _log_ratio(logs, old, mask, whole=self.loss == "sequence").exp(), self.clip
+        self._add("tokens", torch.ones_like(logs), mask)
+        self._add("entropy", entropy, mask)
+        self._add("clipped_low", ((ratio < 1 - low) & (advantages < 0)).to(logs.dtype), mask)
+        self._add("clipped_high", ((ratio > 1 + high) & (advantages > 0)).to(logs.dtype), mask)
+        self._add("ratio_max", ratio, mask)
+        if engine is not None:
+            difference = old - engine
+            self._add("mismatch", difference.abs(), mask)
+            self._add("mismatch_max", difference.abs(), mask)
+            self._add("mismatch_k3", estimates(-difference, "k3"), mask)
+        self.kept.append(logs.float().cpu())
+
+    def _add(self, key: str, each: torch.Tensor, mask: torch.Tensor) -> None:
+        values = torch.where(mask, each.detach().double(), 0.0)
+        before = self._sums.get(key, torch.zeros((), dtype=torch.float64, device=values.device))
+        self._sums[key] = torch.maximum(before, values.max()) if key in MAXIMA else before + values.sum()
+
+    def measures(self) -> dict[str, float]:
+        """Return means over the target tokens since the last call, and maxima; begin anew. Collective.
+
+        ``entropy`` and ``kl_reference`` in nats, ``clipped_low`` and ``clipped_high`` as fractions, ``ratio_max``;
+        ``mismatch_mean`` and ``mismatch_max`` of |log π_old - log of the engine's probability|, ``mismatch_k3``.
+        """
+        device = next((each.device for each in self._sums.values()), torch.device("cpu"))
+        found = over_ranks([self._sums.get(key, 0.0) for key in SUMS], device)
+        greatest = over_ranks([self._sums.get(key, 0.0) for key in MAXIMA], device, dist.ReduceOp.MAX)
+        known, self._sums, self.kept = set(self._sums), {}, []
+        tokens, *sums = found
+        values = [each / max(1.0, tokens) for each in sums] + greatest
+        named = {key: value for key, value in zip((*SUMS[1:], *MAXIMA), values, strict=True) if key in known}
+        return {"mismatch_mean" if key == "mismatch" else key: value for key, value in named.items()}
+
+
+def estimates(
+    difference: torch.Tensor,  # log π - log of the other's probability, of tokens sampled from π
+    kind: str,  # "k1", "k2" or "k3"
+) -> torch.Tensor:
+    """Return estimates of the divergence of π from another distribution (Schulman 2020), each token's own."""
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference**2 / 2
+    return (-difference).clamp(max=LIMIT).exp() + difference - 1
+
+
+def _log_ratio(logs: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, whole: bool) -> torch.Tensor:
+    """Return log r, [rows, length]; with ``whole``, the mean of each row, [rows, 1]."""
+    found = torch.where(mask, logs - old, 0.0)
+    if whole:
+        found = found.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return found.clamp(-LIMIT, LIMIT)
+
+
+@contextlib.contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Run a model in evaluation mode, but for layers of transformers that recompute in training mode only."""
+    modules: list[Any] = [module for module in model.modules() if module.training]
+    for module in modules:
+        module.training = bool(getattr(module, "gradient_checkpointing", False))
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = True
+
+
+LOSSES = ("clip", "sequence", "weight", "soft")

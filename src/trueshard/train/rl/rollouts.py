@@ -1,0 +1,402 @@
+"""Rollouts: the loader of the trainer that samples what a step is trained on.
+
+- Before a step: the engine takes over the weights, prompts are answered, answers are rewarded, groups of equal rewards
+  are replaced, log-probabilities of the model (and the reference) are computed where the loss needs them, and rewards
+  become advantages. Every rank knows all samples, and trains on its part.
+- The place of a run in its data is the number of prompts consumed. With several steps a rollout, or samples made ahead,
+  the samples that are not used yet are in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from trueshard.distributed import device_of
+from trueshard.runtime.engine import sharded
+from trueshard.train.config import RLSection, RolloutSection
+from trueshard.train.data.samples import Batch, Mixture, Order
+from trueshard.train.losses import without_adapter
+from trueshard.train.rl import advantages
+from trueshard.train.rl.batch import dealt, microbatch, of_samples
+from trueshard.train.rl.policy import PolicyLoss, estimates
+from trueshard.train.rl.ranks import divided, rank_and_ranks
+from trueshard.train.rl.sampler import Sampler
+from trueshard.train.rl.samples import Prompt, Sample, Sampling
+
+Logs = npt.NDArray[np.float32]
+
+
+@dataclass
+class Scored:
+    """A sample, and what the loss needs of it."""
+
+    sample: Sample
+    advantage: float = 0.0
+    used: bool = True
+    """False if its group was left out."""
+    old: Logs | None = None
+    """Log-probabilities of its tokens before the update; None: those of the update itself."""
+    reference: Logs | None = None
+
+
+@dataclass
+class Rollout:
+    """The samples of one rollout."""
+
+    step: int
+    """The first step that uses it."""
+    scored: list[Scored]
+    """Group after group; those that are used and those that are left out."""
+    refilled: int = 0
+    """Prompts answered in place of others."""
+    equal: int = 0
+    """Groups whose rewards were all equal."""
+
+    def minibatches(self, updates: int, samples: int) -> list[list[Scored]]:
+        """Return the samples of each step: whole groups, in their order, as evenly as can be."""
+        used = [each for each in self.scored if each.used]
+        groups = len(used) // samples
+        cuts = [number * groups // updates * samples for number in range(updates + 1)]
+        return [used[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False)]
+
+
+class Rollouts:
+    """Microbatches of sampled answers, without end; see the file's docstring. Every method is collective.
+
+    Args:
+        model: sharded, on the rank's device.
+        sampler: engine, rewards and tokenizer.
+        prompts: records with a ``prompt``, a string or messages.
+        loss: the loss of the trainer; its log-probabilities are used before a step too.
+        batch_size: answers of an optimizer step over all ranks; a multiple of ``rl.samples``.
+        rl: the table [rl], or a dict of its keys.
+        rollout: the table [rollout], or a dict of its keys.
+        accumulate: microbatches of this rank in a step.
+        seed: of the order of prompts and of the samples.
+        reference: the model before training, sharded; None: the adapter is turned off instead.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sampler: Sampler,
+        prompts: Sequence[Mapping[str, Any]],
+        *,
+        loss: PolicyLoss,
+        batch_size: int,
+        rl: RLSection | Mapping[str, Any] | None = None,
+        rollout: RolloutSection | Mapping[str, Any] | None = None,
+        accumulate: int = 1,
+        seed: int = 0,
+        reference: nn.Module | None = None,
+    ) -> None:
+        self.rl = rl if isinstance(rl, RLSection) else RLSection(**rl or {})
+        self.rollout = rollout if isinstance(rollout, RolloutSection) else RolloutSection(**rollout or {})
+        if batch_size % self.rl.samples:
+            raise ValueError(f"batch_size is {batch_size}; it is a multiple of {self.rl.samples} samples a prompt")
+        self.model, self.sampler, self.loss, self.reference = model, sampler, loss, reference
+        self._prompts, self._seed, self._accumulate = prompts, seed, accumulate
+        self._order = prompts.order(seed) if isinstance(prompts, Mixture) else Order(seed, [len(prompts)], [1])
+        self._groups = batch_size * self.rl.updates // self.rl.samples
+        self._sampling = Sampling(self.rollout.temperature, stop=tuple(self.rollout.stop), seed=seed)
+        self.step = 0
+        """The optimizer step whose microbatches were begun last."""
+        self.consumed = 0
+        """Prompts answered so far."""
+        self.current: Rollout | None = None
+        self.measures: dict[str, float] = {}
+        """Of the current step."""
+        self._ahead: Rollout | None = None
+        self._left: list[list[Scored]] = []
+        self._minibatch: list[Scored] = []
+        self._batches: list[Batch] = []
+
+    def __iter__(self) -> Rollouts:
+        return self
+
+    def __next__(self) -> Batch:
+        if not self._batches:
+            self._begin_step()
+        return self._batches.pop(0)
+
+    def _begin_step(self) -> None:
+        self.step += 1
+        self.measures = {}
+        if not self._left:
+            self.current = self._ahead or self._make(self.step)
+            self._ahead = None
+            if self.rollout.ahead:
+                self._ahead = self._make(self.step + self.rl.updates)
+            self._left = self.current.minibatches(self.rl.updates, self.rl.samples)
+            self.measures |= self._measured(self.current)
+        self._minibatch = self._left.pop(0)
+        rank, ranks = rank_and_ranks()
+        places = dealt([each.sample for each in self._minibatch], ranks, self._accumulate)[rank]
+        self._batches = [self._batch(self._minibatch, each) for each in places]
+
+    # One rollout
+
+    def _make(self, step: int) -> Rollout:
+        version = self.step - 1
+        self.sampler.update(version)
+        rollout = Rollout(step, [])
+        kept: list[list[Scored]] = []
+        seen: Counter[int] = Counter()
+        missing, rounds = self._groups, 0
+        while missing and rounds <= (self.rl.refill if self.rl.skip_equal else 0):
+            prompts = [self._prompt(self.consumed + number) for number in range(missing)]
+            self.consumed += missing
+            rollout.refilled += missing if rounds else 0
+            groups = self._answered(prompts, seen, step, version)
+            rewards = np.array([[each.sample.reward for each in group] for group in groups])
+            equal = advantages.is_equal(rewards) if self.rl.samples > 1 else np.zeros(len(groups), dtype=np.bool_)
+            rollout.equal += int(equal.sum())
+            for group, same in zip(groups, equal.tolist(), strict=True):
+                for each in group:
+                    each.used = not (same and self.rl.skip_equal)
+                kept += [group] if group[0].used else []
+                rollout.scored += group
+            missing, rounds = self._groups - len(kept), rounds + 1
+        self._keep_enough(rollout, len(kept))
+        self._score(rollout)
+        self._weigh(rollout)
+        return rollout
+
+    def _prompt(self, position: int) -> Prompt:
+        number = int(self._order.indices(position, 1)[0])
+        return self.sampler.encoder.of(self._prompts, number)
+
+    def _answered(self, prompts: list[Prompt], seen: Counter[int], step: int, version: int) -> list[list[Scored]]:
+        """Return a group for each prompt; a prompt that comes again in a rollout gets further samples."""
+        count, asked = self.rl.samples, []
+        for prompt in prompts:
+            first = seen[prompt.number]
+            seen[prompt.number] += count
+            asked += [(prompt, first + number) for number in range(count)]
+        samples = self.sampler.answer(asked, step, version, self._sampling)
+        if isinstance(self.rl.overlong, dict):
+            lengths = np.array([len(each.tokens) for each in samples])
+            falls = advantages.too_long(lengths, self.rl.overlong["from"], self.rollout.tokens)
+            for sample, fall in zip(samples, falls.tolist(), strict=True):
+                sample.reward, sample.parts = sample.reward + fall, {**sample.parts, "overlong": fall}
+        scored = [Scored(sample) for sample in samples]
+        return [scored[at : at + count] for at in range(0, len(scored), count)]
+
+    def _keep_enough(self, rollout: Rollout, kept: int) -> None:
+        """Use equal groups, whose advantages are 0, where a step would have no group else."""
+        for at in range(0, len(rollout.scored), self.rl.samples):
+            if kept >= self.rl.updates:
+                break
+            group = rollout.scored[at : at + self.rl.samples]
+            kept += not group[0].used
+            for each in group:
+                each.used = True
+
+    def _score(self, rollout: Rollout) -> None:
+        """Compute the log-probabilities that the loss compares with, in the microbatches of the steps to come."""
+        began = time.perf_counter()
+        in_reward = self.rl.kl > 0 and self.rl.kl_place == "reward"
+        needs_old = self.rl.updates > 1 or self.rollout.ahead > 0 or in_reward
+        ranks = rank_and_ranks()[1]
+        for minibatch in rollout.minibatches(self.rl.updates, self.rl.samples):
+            parts = dealt([each.sample for each in minibatch], ranks, self._accumulate)
+            if needs_old:
+                for each, logs in zip(minibatch, self._logs(self.model, minibatch, parts), strict=True):
+                    each.old = logs
+            if self.rl.kl > 0:
+                with without_adapter(self.model) if self.reference is None else contextlib.nullcontext():
+                    found = self._logs(self.reference or self.model, minibatch, parts)
+                for each, logs in zip(minibatch, found, strict=True):
+                    each.reference = logs
+        self.sampler.seconds["score"] += time.perf_counter() - began
+
+    @torch.no_grad()
+    def _logs(self, model: nn.Module, minibatch: list[Scored], parts: list[list[list[int]]]) -> list[Logs]:
+        """Return the log-probabilities of all samples of a minibatch, each computed on the rank that trains on it."""
+        rank, ranks = rank_and_ranks()
+
+        def compute(_: Any) -> list[dict[int, Logs]]:
+            found: dict[int, Logs] = {}
+            for places in parts[rank]:
+                batch = self._batch(minibatch, places)
+                logs, _ = self.loss.logprobs(model, batch_to(batch, self.device))
+                found |= dict(zip(places, of_samples(logs, [minibatch[i].sample for i in places]), strict=False))
+            return [found]
+
+        every = {place: logs for part in divided(range(ranks), compute) for place, logs in part.items()}
+        return [every[place] for place in range(len(minibatch))]
+
+    def _weigh(self, rollout: Rollout) -> None:
+        """Turn rewards into advantages."""
+        used = [each for each in rollout.scored if each.used]
+        rewards = np.array([each.sample.reward for each in used])
+        if self.rl.kl > 0 and self.rl.kl_place == "reward":
+            for number, each in enumerate(used):
+                assert each.old is not None
+                assert each.reference is not None
+                own = torch.tensor(each.sample.own)
+                difference = torch.from_numpy(each.old - each.reference).double()[own]
+                divergence = float(estimates(difference, self.rl.kl_estimator).sum())
+                each.sample.parts["kl"] = divergence
+                rewards[number] -= self.rl.kl * divergence
+        shape = (-1, self.rl.samples)
+        lengths = np.array([sum(each.sample.own) for each in used]).reshape(shape)
+        baselines = self._baselines(used, rollout) if self.rl.advantage == "greedy" else None
+        found = advantages.advantages(self.rl.advantage, rewards.reshape(shape), lengths, baselines)
+        for each, advantage in zip(used, found.ravel().tolist(), strict=True):
+            each.advantage = advantage
+
+    def _baselines(self, used: list[Scored], rollout: Rollout) -> npt.NDArray[np.float64]:
+        """Return the reward of the likeliest answer to the prompt of each group."""
+        firsts = [each.sample for each in used[:: self.rl.samples]]
+        prompts = {each.prompt: self.sampler.encoder.of(self._prompts, each.prompt) for each in firsts}
+        greedy = Sampling(0.0, stop=self._sampling.stop, seed=self._seed)
+        asked = [(prompt, 0) for prompt in prompts.values()]
+        found = self.sampler.answer(asked, rollout.step, firsts[0].weights_version, greedy)
+        rewards = {sample.prompt: sample.reward for sample in found}
+        return np.array([rewards[each.prompt] for each in firsts])
+
+    # Microbatches
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the model computes."""
+        return device_of(sharded(self.model).mesh)
+
+    def _batch(self, minibatch: list[Scored], places: list[int]) -> Batch:
+        chosen = [minibatch[place] for place in places] or minibatch[:1]
+        samples = [each.sample for each in chosen]
+        counted = [bool(places) and (each.finished or self.rl.overlong != "mask") for each in samples]
+        more: dict[str, list[Logs | None]] = {
+            "engine_logprobs": [np.array(each.logprobs, dtype=np.float32) for each in samples]
+        }
+        if minibatch[0].old is not None:
+            more["old_logprobs"] = [each.old for each in chosen]
+        if minibatch[0].reference is not None:
+            more["reference_logprobs"] = [each.reference for each in chosen]
+        tokenizer = self.sampler.encoder.tokenizer
+        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        batch = microbatch(samples, [each.advantage for each in chosen], pad, counted=counted, more=more)
+        if self.sampler.encoder.has_images:
+            prompts = [self.sampler.encoder.of(self._prompts, each.prompt) for each in samples]
+            batch |= self.sampler.encoder.images(
+                [each.messages or [] for each in prompts], batch["input_ids"].shape[1], "right"
+            )
+        return batch
+
+    # What is measured, and kept
+
+    def _measured(self, rollout: Rollout) -> dict[str, float]:
+        samples = [each.sample for each in rollout.scored]
+        rewards, lengths = [each.reward for each in samples], [len(each.tokens) for each in samples]
+        found: dict[str, float] = {
+            "reward": float(np.mean(rewards)),
+            "reward_std": float(np.std(rewards)),
+            "samples_equal": rollout.equal,
+            "refilled": rollout.refilled,
+            "prompts": self.consumed,
+            "length_mean": float(np.mean(lengths)),
+            "length_max": max(lengths),
+            "truncated": float(np.mean([not each.finished for each in samples])),
+            "weights_version": samples[0].weights_version,
+            "age": self.step - 1 - samples[0].weights_version,
+            "slow_rewards": len(self.sampler.slow),
+        }
+        parts = {key for each in samples for key in each.parts}
+        for key in sorted(parts):
+            found[f"reward_{key}"] = float(np.mean([each.parts[key] for each in samples if key in each.parts]))
+        seconds = self.sampler.take_seconds()
+        return found | {f"seconds_{key}": seconds[key] for key in ("sync", "generate", "reward", "score")}
+
+    def trained(self, kept: Sequence[torch.Tensor]) -> dict[int, Logs]:
+        """Return the trainer's log-probabilities of the last step's samples, by place in its minibatch; of this rank.
+
+        ``kept``: of each microbatch, [rows, length].
+        """
+        rank, ranks = rank_and_ranks()
+        places = dealt([each.sample for each in self._minibatch], ranks, self._accumulate)[rank]
+        found: dict[int, Logs] = {}
+        for own, values in zip(places, kept, strict=False):
+            found |= dict(zip(own, of_samples(values, [self._minibatch[i].sample for i in own]), strict=False))
+        return found
+
+    def describe_last(self, microbatches: int) -> str:
+        """Describe the samples of the last step."""
+        wanted = dict.fromkeys(each.sample.prompt for each in self._minibatch)
+        return f"{len(self._minibatch)} samples of the prompts {', '.join(map(str, wanted))}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the prompts, and the samples that are not used yet."""
+        rollouts = {"ahead": self._ahead}
+        if self._left and self.current is not None:
+            rollouts["current"] = self.current
+        kept = {key: packed(each) for key, each in rollouts.items() if each is not None}
+        return {"step": self.step, "consumed": self.consumed, "left": len(self._left), "rollouts": kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what ``state_dict`` returned, at any number of ranks."""
+        self.step, self.consumed, self._batches = int(state["step"]), int(state["consumed"]), []
+        found = {key: unpacked(each) for key, each in state["rollouts"].items()}
+        self._ahead, self.current = found.get("ahead"), found.get("current")
+        self._left = []
+        if self.current is not None:
+            self._left = self.current.minibatches(self.rl.updates, self.rl.samples)[-int(state["left"]) :]
+
+
+def batch_to(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch on another device."""
+    return {key: value.to(device) for key, value in batch.items()}
+
+
+# Samples in a checkpoint: lists of numbers are joined into tensors
+
+
+_LISTS = {"asked": torch.int64, "tokens": torch.int64, "own": torch.bool, "logprobs": torch.float32}
+
+
+def packed(rollout: Rollout) -> dict[str, Any]:
+    """Return a rollout as JSON values and tensors."""
+    rows, lists = [], {key: [] for key in (*_LISTS, "old", "reference")}  # type: ignore[var-annotated]
+    for each in rollout.scored:
+        row = asdict(each.sample)
+        for key in _LISTS:
+            lists[key].append(row.pop(key))
+        for key in ("old", "reference"):
+            value = getattr(each, key)
+            lists[key].append([] if value is None else value.tolist())
+        rows.append({**row, "advantage": each.advantage, "used": each.used})
+    tensors = {}
+    for key, values in lists.items():
+        tensors[key] = torch.tensor([one for value in values for one in value], dtype=_LISTS.get(key, torch.float32))
+        tensors[f"{key}_lengths"] = torch.tensor([len(value) for value in values], dtype=torch.int64)
+    head = {"step": rollout.step, "refilled": rollout.refilled, "equal": rollout.equal}
+    return {**head, "rows": rows, "lists": tensors}
+
+
+def unpacked(state: Mapping[str, Any]) -> Rollout:
+    """Return the rollout that ``packed`` made this of."""
+    lists = {
+        key: [part.tolist() for part in state["lists"][key].split(state["lists"][f"{key}_lengths"].tolist())]
+        for key in (*_LISTS, "old", "reference")
+    }
+    scored = []
+    for number, row in enumerate(state["rows"]):
+        row = dict(row)
+        advantage, used = row.pop("advantage"), row.pop("used")
+        old, reference = (
+            np.array(lists[key][number], dtype=np.float32) if lists[key][number] else None
+            for key in ("old", "reference")
+        )
+        sample = Sample(**row, **{key: lists[key][number] for key in _LISTS})
+        scored.append(Scored(sample, advantage, used, old, reference))
+    return Rollout(state["step"], scored, state["refilled"], state["equal"])
