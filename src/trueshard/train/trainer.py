@@ -100,7 +100,8 @@ class Trainer:
             the loss.
         scaler: a ``torch.amp.GradScaler``, for float16.
         max_grad_norm: gradients are scaled down to this norm; None: their norm is only measured.
-        evaluation: microbatches that are not trained on; ranks may have different numbers of them.
+        evaluation: microbatches that are not trained on; ranks may have different numbers of them. Or a function that
+            returns a record with ``reward``, to be as high as can be.
         evaluate_every: steps between evaluations.
         patience: stop after so many evaluations without a better one.
         checkpoints: where to save; training resumes from the newest one.
@@ -127,7 +128,7 @@ class Trainer:
         scheduler: Any = None,
         scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = 1.0,
-        evaluation: Iterable[Any] | None = None,
+        evaluation: Iterable[Any] | Callable[[], dict[str, float]] | None = None,
         evaluate_every: int | None = None,
         patience: int | None = None,
         checkpoints: Checkpoints | None = None,
@@ -163,7 +164,7 @@ class Trainer:
         """Tokens that the model has read, on all ranks."""
         self.skipped = 0
         self.best = math.inf
-        """Smallest loss of an evaluation."""
+        """Smallest loss of an evaluation, or greatest reward, negated."""
         self.worse = 0
         """Evaluations since ``best``."""
         self.stopped = ""
@@ -188,9 +189,10 @@ class Trainer:
                     record |= {f"evaluation_{key}": value for key, value in self.evaluate().items()}
                 self._tell("on_step", record)
                 last = self.step == self.steps or bool(self.stopped)
-                best = self.patience is not None and record.get("evaluation_loss") == self.best
+                found = record.get("evaluation_loss", -record.get("evaluation_reward", math.nan))
+                best = self.patience is not None and found == self.best
                 if self.checkpoints is not None and (last or best or self._due(self.checkpoint_every)):
-                    self._stall = self.save(record.get("evaluation_loss"))
+                    self._stall = self.save(found)
             self._wait_for_checkpoint()
         except NonFiniteLoss:
             self._wait_for_checkpoint()
@@ -266,24 +268,29 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Return the mean loss over ``evaluation`` and, for tokens, its perplexity. Collective; without side effect.
+        """Return the mean loss over ``evaluation`` and, for tokens, its perplexity; or what the function returns.
 
-        A rank with fewer microbatches than others repeats its last one, which does not count.
+        Collective; without side effect. A rank with fewer microbatches than others repeats its last one, which does not
+        count.
         """
         assert self.evaluation is not None
         training = self.model.training
         self.model.eval()
         devices = [self.device] if self.device.type != "cpu" else []
         with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
-            total, count = self._sum_of_evaluation(iter(self.evaluation))
+            if callable(self.evaluation):
+                record = self.evaluation()
+            else:
+                total, count = self._sum_of_evaluation(iter(self.evaluation))
+                record = {"loss": total / count, "count": count}
         self.model.train(training)
-        record = {"loss": total / count, "count": count}
-        if self._unit == "token":
+        if self._unit == "token" and "loss" in record:
             record["perplexity"] = math.exp(min(record["loss"], 700.0))
+        found = record["loss"] if "loss" in record else -record["reward"]
         if self._by_metric():
-            self.scheduler.step(record["loss"])
-        self.worse = 0 if record["loss"] < self.best else self.worse + 1
-        self.best = min(self.best, record["loss"])
+            self.scheduler.step(found)
+        self.worse = 0 if found < self.best else self.worse + 1
+        self.best = min(self.best, found)
         self._lose_patience()
         self._tell("on_evaluation", record)
         return record
@@ -311,11 +318,12 @@ class Trainer:
         if self.patience is not None and self.worse >= self.patience:
             self.stop(f"no better evaluation in the last {self.worse}")
 
-    def save(self, evaluation: float | None = None) -> float:
+    def save(self, evaluation: float = math.nan) -> float:
         """Begin a checkpoint; return the seconds that training stood still. Collective.
 
         Args:
-            evaluation: loss of the evaluation at this step, for `Checkpoints(keep_best=..., metric="evaluation")`.
+            evaluation: loss of the evaluation at this step, for `Checkpoints(keep_best=..., metric="evaluation")`; NaN:
+                there was none.
         """
         assert self.checkpoints is not None
         if self._saved_step == self.step:
@@ -323,7 +331,7 @@ class Trainer:
         began = time.perf_counter()
         self._saving = self.checkpoints.save(
             self.step,
-            metrics={"evaluation": math.nan if evaluation is None else evaluation},
+            metrics={"evaluation": evaluation},
             model=self.model,
             optimizer=self.optimizer,
             trainer=self.state_dict(),

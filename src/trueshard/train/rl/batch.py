@@ -48,6 +48,26 @@ class PromptEncoder:
         ids = self._process([text], [asked], "left")["input_ids"][0].tolist()
         return Prompt(number, ids, record, where, asked)
 
+    def reply(self, talk: list[Any], answer: str, last: int, new: list[Any], where: str) -> list[int]:
+        """Return the tokens after an answer in a conversation: its end, ``new`` messages, the beginning of the next.
+
+        ``talk``: the messages before the answer; ``last``: its last token. Raises `UserError` for a chat template that
+        writes earlier messages otherwise once more follow.
+        """
+        assert self.template is not None
+        before = self.template.prompt(talk, where)
+        after = self.template.prompt([*talk, {"role": "assistant", "content": answer}, *new], where)
+        rest = after.removeprefix(before)
+        if len(rest) == len(after) or (not rest.startswith(answer.strip()) and not rest.startswith(answer)):
+            raise UserError(
+                f"{where}: the chat template writes earlier messages otherwise once more follow, so the tokens that "
+                "the model gave would change; set tokenizer.chat_template to one that only adds"
+            )
+        rest = rest.removeprefix(answer if rest.startswith(answer) else answer.strip())
+        rest = rest.removeprefix(self.tokenizer.decode([last]))
+        ids: list[int] = self.tokenizer(rest, add_special_tokens=False)["input_ids"]
+        return ids
+
     def images(self, conversations: Sequence[list[dict[str, Any]]], width: int, side: str = "left") -> Batch:
         """Return the model's inputs besides ``input_ids`` and ``attention_mask``, for prompts of these conversations.
 

@@ -23,6 +23,7 @@ from trueshard.distributed import device_of
 from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.runtime.engine import set_reshard_after_forward, sharded
+from trueshard.runtime.gathering import GatheredCopy
 from trueshard.train.rl.ranks import divided, rank_and_ranks
 from trueshard.train.rl.samples import Answer, Request, Sampling, key_of, uniform
 
@@ -44,8 +45,6 @@ class TransformersEngine:
         ends: Collection[int] = (),  # tokens that end an answer, besides the tokenizer's end of text
         images: Images | None = None,
     ) -> None:
-        from trueshard.runtime.gathering import GatheredCopy
-
         if not callable(getattr(names.unwrap(model), "generate", None)):
             raise UserError(f"rollout.engine: a {type(names.unwrap(model)).__name__} has no generate(); use another")
         self._model, self._tokenizer, self._batch, self._images = model, tokenizer, batch, images
@@ -53,7 +52,7 @@ class TransformersEngine:
         self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._device = device_of(sharded(model).mesh)
         self._kept = copy == "kept"
-        self._copy = GatheredCopy(model) if copy == "gathered" else None
+        self._copy: GatheredCopy | None = GatheredCopy(model) if copy == "gathered" else None
         self._is_new = True
 
     def update(self, version: int) -> None:

@@ -165,7 +165,7 @@ class PolicyLoss:
             return -advantages * logs * ratio.detach().clamp(1 - low, 1 + high)
         if self.loss == "soft":
             above, below = self.soft
-            heat = torch.where(advantages >= 0, above, below).to(ratio.dtype)
+            heat = torch.where(advantages >= 0, torch.full_like(advantages, above), below)
             return -advantages * (4 / heat) * torch.sigmoid(heat * (ratio - 1))
         each = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
         if self.dual_clip is not None:

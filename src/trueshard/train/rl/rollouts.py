@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -67,7 +68,7 @@ class Rollout:
         used = [each for each in self.scored if each.used]
         groups = len(used) // samples
         cuts = [number * groups // updates * samples for number in range(updates + 1)]
-        return [used[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False)]
+        return [used[begin:end] for begin, end in itertools.pairwise(cuts)]
 
 
 class Rollouts:
@@ -108,7 +109,7 @@ class Rollouts:
         self._prompts, self._seed, self._accumulate = prompts, seed, accumulate
         self._order = prompts.order(seed) if isinstance(prompts, Mixture) else Order(seed, [len(prompts)], [1])
         self._groups = batch_size * self.rl.updates // self.rl.samples
-        self._sampling = Sampling(self.rollout.temperature, stop=tuple(self.rollout.stop), seed=seed)
+        self.sampling = Sampling(self.rollout.temperature, stop=tuple(self.rollout.stop), seed=seed)
         self.step = 0
         """The optimizer step whose microbatches were begun last."""
         self.consumed = 0
@@ -118,7 +119,8 @@ class Rollouts:
         """Of the current step."""
         self._ahead: Rollout | None = None
         self._left: list[list[Scored]] = []
-        self._minibatch: list[Scored] = []
+        self.minibatch: list[Scored] = []
+        """Samples of the current step."""
         self._batches: list[Batch] = []
 
     def __iter__(self) -> Rollouts:
@@ -139,10 +141,10 @@ class Rollouts:
                 self._ahead = self._make(self.step + self.rl.updates)
             self._left = self.current.minibatches(self.rl.updates, self.rl.samples)
             self.measures |= self._measured(self.current)
-        self._minibatch = self._left.pop(0)
+        self.minibatch = self._left.pop(0)
         rank, ranks = rank_and_ranks()
-        places = dealt([each.sample for each in self._minibatch], ranks, self._accumulate)[rank]
-        self._batches = [self._batch(self._minibatch, each) for each in places]
+        places = dealt([each.sample for each in self.minibatch], ranks, self._accumulate)[rank]
+        self._batches = [self._batch(self.minibatch, each) for each in places]
 
     # One rollout
 
@@ -183,7 +185,7 @@ class Rollouts:
             first = seen[prompt.number]
             seen[prompt.number] += count
             asked += [(prompt, first + number) for number in range(count)]
-        samples = self.sampler.answer(asked, step, version, self._sampling)
+        samples = self.sampler.answer(asked, step, version, self.sampling)
         if isinstance(self.rl.overlong, dict):
             lengths = np.array([len(each.tokens) for each in samples])
             falls = advantages.too_long(lengths, self.rl.overlong["from"], self.rollout.tokens)
@@ -260,7 +262,7 @@ class Rollouts:
         """Return the reward of the likeliest answer to the prompt of each group."""
         firsts = [each.sample for each in used[:: self.rl.samples]]
         prompts = {each.prompt: self.sampler.encoder.of(self._prompts, each.prompt) for each in firsts}
-        greedy = Sampling(0.0, stop=self._sampling.stop, seed=self._seed)
+        greedy = Sampling(0.0, stop=self.sampling.stop, seed=self._seed)
         asked = [(prompt, 0) for prompt in prompts.values()]
         found = self.sampler.answer(asked, rollout.step, firsts[0].weights_version, greedy)
         rewards = {sample.prompt: sample.reward for sample in found}
@@ -319,21 +321,22 @@ class Rollouts:
         return found | {f"seconds_{key}": seconds[key] for key in ("sync", "generate", "reward", "score")}
 
     def trained(self, kept: Sequence[torch.Tensor]) -> dict[int, Logs]:
-        """Return the trainer's log-probabilities of the last step's samples, by place in its minibatch; of this rank.
+        """Return the trainer's log-probabilities of the last step's samples, by place in its minibatch.
 
-        ``kept``: of each microbatch, [rows, length].
+        ``kept``: of each microbatch of this rank, [rows, length].
         """
         rank, ranks = rank_and_ranks()
-        places = dealt([each.sample for each in self._minibatch], ranks, self._accumulate)[rank]
+        places = dealt([each.sample for each in self.minibatch], ranks, self._accumulate)[rank]
         found: dict[int, Logs] = {}
         for own, values in zip(places, kept, strict=False):
-            found |= dict(zip(own, of_samples(values, [self._minibatch[i].sample for i in own]), strict=False))
-        return found
+            found |= dict(zip(own, of_samples(values, [self.minibatch[i].sample for i in own]), strict=False))
+        parts = divided(range(ranks), lambda _: [found])
+        return {place: logs for part in parts for place, logs in part.items()}
 
     def describe_last(self, microbatches: int) -> str:
         """Describe the samples of the last step."""
-        wanted = dict.fromkeys(each.sample.prompt for each in self._minibatch)
-        return f"{len(self._minibatch)} samples of the prompts {', '.join(map(str, wanted))}"
+        wanted = dict.fromkeys(each.sample.prompt for each in self.minibatch)
+        return f"{len(self.minibatch)} samples of the prompts {', '.join(map(str, wanted))}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the prompts, and the samples that are not used yet."""

@@ -19,13 +19,17 @@ class Sampler:
         self.engine, self.rewards, self.encoder, self.tokens = engine, rewards, encoder, tokens
         self.seconds: dict[str, float] = defaultdict(float)
         """Seconds of "sync", "generate" and "reward" since the last ``take_seconds``."""
+        self._version = -1
         self.slow: list[str] = []
         """Samples whose reward took too long, since the last ``take_seconds``."""
 
     def update(self, version: int) -> None:
-        """Give the engine the weights of the model."""
+        """Give the engine the weights of the model after ``version`` steps, unless it has them."""
+        if version == self._version:
+            return
         began = time.perf_counter()
         self.engine.update(version)
+        self._version = version
         self.seconds["sync"] += time.perf_counter() - began
 
     def take_seconds(self) -> dict[str, float]:
@@ -92,4 +96,64 @@ class Sampler:
                 self.slow.append(f"{prompt.where}, sample {sample.sample} of prompt {sample.prompt}")
 
     def _converse(self, samples: list[Sample], prompts: list[Prompt], sampling: Sampling) -> None:
-        raise NotImplementedError
+        """Play the episode of each sample: the environment and the model take turns, all samples together."""
+        talks: list[list[Any]] = [[] for _ in samples]
+        turns = self._turns(samples, prompts, {})
+        while live := [i for i, turn in turns.items() if isinstance(turn, list)]:
+            for i in live:
+                self._add_turn(samples[i], prompts[i], talks[i], turns[i])
+            room = {i: self.tokens - len(samples[i].tokens) for i in live}
+            requests = [
+                Request(samples[i].name, samples[i].asked + samples[i].tokens, sum(samples[i].own), room[i])
+                for i in live
+                if room[i] > 0
+            ]
+            answers = iter(self.engine.generate(requests, sampling) if requests else ())
+            texts: dict[int, str | None] = {}
+            for i in live:
+                answer = next(answers) if room[i] > 0 else None
+                texts[i] = None if answer is None else self._text(answer.ids)
+                if answer is None:
+                    samples[i].finished = False
+                else:
+                    self._take(samples[i], answer)
+                    talks[i].append({"role": "assistant", "content": texts[i]})
+            turns = self._turns(samples, prompts, texts)
+
+    def _add_turn(self, sample: Sample, prompt: Prompt, talk: list[Any], new: list[Any]) -> None:
+        """Add what the environment says to a sample, and to its conversation."""
+        encoder = self.encoder
+        if not talk:
+            sample.asked = encoder.of([{"prompt": new, "where": prompt.where}], 0).ids
+        else:
+            *before, said = talk
+            ids = encoder.reply(before, said["content"], sample.tokens[-1], new, prompt.where)
+            sample.tokens += ids
+            sample.own += [False] * len(ids)
+            sample.logprobs += [0.0] * len(ids)
+        talk += new
+
+    def _turns(
+        self, samples: list[Sample], prompts: list[Prompt], texts: dict[int, str | None]
+    ) -> dict[int, Any]:  # by place: messages, or a reward
+        """Give episodes the model's answers, or begin them all; one without room for an answer is dropped.
+
+        Each lives on one rank. Rewards are put into the samples.
+        """
+
+        def play(places: list[int]) -> list[Any]:
+            if not texts:
+                begun = self.rewards.begin([samples[i].name for i in places], [prompts[i] for i in places])
+                return list(begun)
+            mine = {samples[i].name: text for i in places if (text := texts.get(i)) is not None}
+            self.rewards.drop([samples[i].name for i in places if i in texts and texts[i] is None])
+            found = self.rewards.answer(mine)
+            return [found.get(samples[i].name) for i in places]
+
+        found = dict(enumerate(divided(range(len(samples)), play)))
+        for i, turn in found.items():
+            if turn is not None and not isinstance(turn, list):
+                samples[i].reward, samples[i].parts = turn.reward, turn.parts
+                if turn.slow:
+                    self.slow.append(prompts[i].where)
+        return {i: turn for i, turn in found.items() if turn is not None}

@@ -173,8 +173,7 @@ def build_trainer(
     fill(config, model)
     seed = (train.seed + 1 + dist.get_rank()) % 2**63  # dropout draws from it: different on each rank
     seed_all(seed)
-    loss = choose_loss(config, settings, model)
-    loader, evaluation = _loaders(config, data, device)
+    loader, evaluation, loss, first = _what_is_learned(config, settings, model, data, device)
     profiles = [metrics.Profile(config.run.folder / "profile", *PROFILED)] if profile else []
     trainer = Trainer(
         model,
@@ -192,11 +191,26 @@ def build_trainer(
         checkpoints=checkpoints_of(config),
         checkpoint_every=train.checkpoint_every,
         skip_nonfinite=train.skip_nonfinite,
-        callbacks=[*_reporters(config, model, device, ready.memory_planned), *profiles],
+        callbacks=[*first, *_reporters(config, model, device, ready.memory_planned), *profiles],
         wants_stop=wants_stop,
         saved={"tokenizer": data.tokenizer, "data": {"crc32": data.summary.crc32}},
     )
     return trainer, plan
+
+
+def _what_is_learned(
+    config: Config, settings: Any, model: nn.Module, data: Prepared, device: torch.device
+) -> tuple[Any, Any, Loss, list[Callback]]:
+    """Return loader, evaluation and loss, and the callbacks that measure them. Collective."""
+    if config.rl is None:
+        loss = choose_loss(config, settings, model)
+        return (*_loaders(config, data, device), loss, [])
+    from trueshard.train.rl import run
+    from trueshard.train.showing.samples import SamplesWriter
+
+    parts = run.parts_of(config, settings, model, data)
+    writer = SamplesWriter(config.run.folder)
+    return parts.rollouts, parts.evaluation, parts.loss, [run.Reinforcement(parts.rollouts, parts.loss, writer.write), writer]
 
 
 def shard(section: ShardSection, model: nn.Module, *optimizers: torch.optim.Optimizer) -> trueshard.Plan:
