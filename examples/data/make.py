@@ -73,6 +73,24 @@ def pictures(size: int = 32) -> list[dict[str, Any]]:
     return records
 
 
+def sorting(chance: random.Random) -> dict[str, str]:
+    """Five digits to sort; ``text`` is prompt and answer, to begin with."""
+    digits = [chance.randrange(10) for _ in range(5)]
+    prompt, answer = f"sort {' '.join(map(str, digits))} ->", " ".join(map(str, sorted(digits)))
+    return {"prompt": prompt, "answer": answer, "text": f"{prompt} {answer}"}
+
+
+def sorting_tokenizer(folder: Path) -> None:
+    """Write a tokenizer that has a token for each word of these prompts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<end>", "<pad>", "sort", "->", *map(str, range(10))]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>").save_pretrained(folder)
+
+
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
@@ -134,6 +152,10 @@ def main() -> None:
     chance.shuffle(records)
     write("pictures.jsonl", records)
     vision_model(records)
+    chance = random.Random(1)
+    write("sort_start.jsonl", [sorting(chance) for _ in range(1000)])
+    write("sort.jsonl", [sorting(chance) for _ in range(1000)])
+    sorting_tokenizer(HERE.parent / "models" / "sort")
 
 
 if __name__ == "__main__":
