@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,3 +75,81 @@ def write_run(folder: Path, records: Sequence[dict[str, Any]]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     return folder
+
+
+def rewarded(step: int, **more: Any) -> dict[str, Any]:
+    """A step of reinforcement learning: the reward rises from 0.1 to 0.7, the loss is about 0."""
+    reward = 0.1 + 0.6 * (1 - math.exp(-step / 30)) + 0.03 * math.sin(step * 2.4)
+    evaluated = {"evaluation_reward": reward - 0.02} if step % 10 == 0 else {}
+    return record(
+        step,
+        loss=-0.01 * math.sin(step),
+        reward=reward,
+        reward_std=0.4 - 0.2 * reward,
+        reward_exact=reward / 2,
+        samples_equal=step // 20,
+        refilled=0,
+        entropy=1.2 * math.exp(-step / 60) + 0.02 * math.cos(step * 1.7),
+        kl_reference=0.002 * step,
+        clipped_low=0.01 + 0.005 * math.cos(step),
+        clipped_high=0.03 + 0.01 * math.sin(step),
+        mismatch_mean=2e-3 * (1 + 0.2 * math.sin(step)),
+        mismatch_max=6e-2 * (1 + 0.4 * math.cos(step * 1.3)),
+        length_mean=18 + step / 10 + math.sin(step * 3),
+        length_max=40,
+        weights_version=step - 1,
+        **evaluated,
+        **more,
+    )
+
+
+def answer(step: int, prompt: int, sample: int, **more: Any) -> dict[str, Any]:
+    """A line of `samples.jsonl`: digits to sort, sorted better in later steps."""
+    chance = random.Random(f"{step}/{prompt}/{sample}")
+    asked = random.Random(prompt)
+    digits = [asked.randrange(10) for _ in range(7)]
+    right = sorted(digits)
+    given = [digit if chance.random() < 0.5 + step / 130 else chance.randrange(10) for digit in right]
+    pieces = ["<think>", "\n", *(f" {digit}" for digit in digits), "\n", "</think>", "\n"]
+    pieces += [piece for digit in given for piece in (" ", str(digit))] + ["<|end|>"]
+    logprobs = [math.log(min(1.0, chance.betavariate(6, 1) + 1e-9)) for _ in pieces]
+    exact, part = float(given == right), sum(a == b for a, b in zip(given, right, strict=True)) / len(right)
+    return {
+        "step": step,
+        "prompt": prompt,
+        "sample": sample,
+        "text": "".join(pieces[:-1]),
+        "prompt_text": f"Sort these digits, and answer with them alone.\n{' '.join(map(str, digits))}",
+        "tokens": list(range(100, 100 + len(pieces))),
+        "pieces": pieces,
+        "own": [not 2 <= i < 4 for i in range(len(pieces))],
+        "logprobs": logprobs,
+        "trained_logprobs": [each + chance.gauss(0, 0.01) - (chance.random() < 0.02) * 0.4 for each in logprobs],
+        "reward": round(0.5 * exact + 0.5 * part, 4),
+        "parts": {"exact": exact, "place": round(part, 4)},
+        "advantage": chance.gauss(0, 1),
+        "finished": chance.random() < 0.95,
+        "weights_version": step - 1,
+        "used": True,
+        **more,
+    }
+
+
+def answers(steps: int, prompts: int = 4, samples: int = 8) -> list[dict[str, Any]]:
+    """The answers of a run; those to prompt 3 are all alike from step 40 on."""
+    lines = []
+    for step in range(1, steps + 1):
+        for prompt in range(prompts):
+            alike = prompt == 3 and step >= 40
+            lines += [
+                answer(step, prompt, sample, **({"reward": 1.0, "advantage": 0.0, "used": False} if alike else {}))
+                for sample in range(samples)
+            ]
+    return lines
+
+
+def write_samples(folder: Path, lines: Sequence[dict[str, Any]]) -> Path:
+    """Put answers into the folder of a run."""
+    file = folder / "samples.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return file

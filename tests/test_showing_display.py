@@ -10,6 +10,7 @@ import pty
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from rich.console import Console
 
 import forks
 from parity import Ranks
-from showing import record, trainer
+from showing import record, rewarded, trainer
 from trueshard.train.showing.metrics import Measures
-from trueshard.train.showing.report import Display, bar, figures, fitting, together
+from trueshard.train.showing.report import Display, bar, figures, fitting, together, trend
 from trueshard.train.trainer import Callback, Trainer
 
 
@@ -61,6 +62,40 @@ def test_an_evaluation_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(found) == 2
 
 
+class Rewards(Callback):
+    """Rewards of 0, and of 0.5 from step 31 on; and evaluations, the second of which is worse."""
+
+    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        record["reward"] = 0.5 * (record["step"] > 30)
+
+    def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
+        record["reward"] = 0.75 if trainer.step == 25 else 0.5
+        trainer.best = -0.75
+
+
+def test_a_reward_takes_the_place_of_the_loss_with_its_trend(capsys: pytest.CaptureFixture[str]) -> None:
+    held_out = [(torch.randn(4, 8), torch.randn(4, 1))]
+    trainer([Rewards(), Measures(), Display(5)], 50, evaluation=held_out, evaluate_every=25).fit()
+    found = lines(capsys)
+    shown = {int(line.split()[1].split("/")[0]): line for line in found if line.startswith("step")}
+    assert re.match(r"step 5/50  reward 0\.000  [\d,]+ tokens/s", shown[5])
+    assert "reward 0.000 → 0.000" in shown[30]
+    assert "reward 0.500 ↑ 0.500" in shown[50]
+    assert not any("loss" in line for line in found)
+    assert [line for line in found if line.startswith("evaluation")] == [
+        "evaluation at step 25  reward 0.750  best so far",
+        "evaluation at step 50  reward 0.500",
+    ]
+
+
+def test_the_trend_is_that_of_the_last_twenty_steps_against_those_before() -> None:
+    assert trend([9.0] * 5 + [1.0] * 20 + [0.75] * 20) == -0.25
+    assert trend([0.0] * 5 + [1.0] * 5) == 1
+    assert trend([0.0, math.nan] * 5 + [1.0] * 5) == 1
+    assert trend([0.0] * 9) is None
+    assert figures(rewarded(50) | {"reward": 0.25, "reward_trend": -0.125})["reward"] == "reward 0.250 ↓ 0.125"
+
+
 def test_a_step_that_was_skipped_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     class Overflow(Callback):
         """A weight that makes the second loss infinite, and is taken back after it."""
@@ -88,11 +123,13 @@ def test_one_rank_speaks(ranks2: Ranks) -> None:
     assert second == ""
 
 
+@pytest.mark.parametrize("kind", [record, rewarded])
 @pytest.mark.parametrize(("width", "words"), [(50, 1), (70, 2), (90, 3), (110, 4), (200, 5)])
-def test_figures_that_have_no_room_are_left_out(width: int, words: int) -> None:
+def test_figures_that_have_no_room_are_left_out(kind: Callable[..., Any], width: int, words: int) -> None:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, _environ={})
     shown = bar(console)
-    step = record(700, mfu=0.5, memory_planned=70 << 30, data_wait=0.1)
+    step = kind(700, mfu=0.5, memory_planned=70 << 30, data_wait=0.1, reward_trend=0.25)
+    words -= kind is rewarded and words in (2, 3)  # it is longer than a loss by 9 columns
     shown.add_task("", total=1000, completed=700, figures=fitting(step, width))
     console.print(shown)
     assert isinstance(console.file, io.StringIO)

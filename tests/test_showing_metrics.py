@@ -65,6 +65,22 @@ def test_what_is_not_finite_is_null_and_comes_back_as_nan(tmp_path: Path) -> Non
     assert math.isnan(read_metrics(tmp_path / "metrics.jsonl")[1]["grad_norm"])
 
 
+def test_an_evaluation_before_training_is_step_0(tmp_path: Path) -> None:
+    class First(Callback):
+        def on_start(self, trainer: Trainer) -> None:
+            if not trainer.step:
+                trainer.evaluate()
+
+    def fit(steps: int) -> None:
+        held_out = [(torch.randn(4, 8), torch.randn(4, 1))]
+        trainer([MetricsWriter(tmp_path), First()], steps, tmp_path, evaluation=held_out).fit()
+
+    fit(2)
+    fit(4)
+    assert steps(tmp_path) == [0, 1, 2, 3, 4]
+    assert read_metrics(tmp_path / "metrics.jsonl")[0].keys() == {"step", "evaluation_loss", "evaluation_count"}
+
+
 @pytest.mark.parametrize("damage", ['{"step": 2, "lo', "[1, 2]", '{"loss": 1.0}', "\x00\x00"])
 def test_a_damaged_line_is_passed_over_only_where_it_is_the_last(tmp_path: Path, damage: str) -> None:
     file = tmp_path / "metrics.jsonl"

@@ -14,22 +14,14 @@ from matplotlib.image import imread
 
 import chromium
 from messages import lacking, naming
-from showing import record, write_run
+from showing import record, rewarded, write_run
 from trueshard.errors import UserError
-from trueshard.train.showing.plot import (
-    PANELS,
-    RunRecords,
-    curve,
-    half_life,
-    page,
-    picture,
-    plot,
-    read_runs,
-    smoothed,
-)
+from trueshard.train.showing.panels import LOSS, RunRecords, curve, half_life, shown_panels, smoothed
+from trueshard.train.showing.picture import picture
+from trueshard.train.showing.plot import page, plot, read_runs
 
+PLAIN = ["loss", "evaluation_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory", "data_wait"]
 in_a_browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")
-LOSS = next(panel for panel in PANELS if panel.key == "loss")
 
 
 def evaluated(step: int) -> dict[str, float]:
@@ -135,6 +127,34 @@ def test_smoothing_is_a_hundredth_of_the_longest_run() -> None:
     assert half_life(runs) == 10
 
 
+# Panels
+
+
+def test_a_run_with_a_reward_shows_that_first_and_its_loss_without_a_unit() -> None:
+    panels = shown_panels([RunRecords("rl", [rewarded(step) for step in range(1, 31)])])
+    keys = [panel.key for panel in panels]
+    learned = ["length_mean", "entropy", "mismatch_mean", "kl_reference", "clipped_high", "grad_norm"]
+    assert keys[:9] == ["reward", "evaluation_reward", "loss", *learned]
+    by = dict(zip(keys, panels, strict=True))
+    assert (by["loss"].title, by["loss"].unit) == ("Policy loss", "signed")
+    assert (by["reward"].band, by["mismatch_mean"].dashed, by["clipped_high"].dashed) == (
+        "reward_std",
+        "mismatch_max",
+        "clipped_low",
+    )
+    assert by["mismatch_mean"].log
+    assert by["memory"].dashed == ""
+
+
+def test_what_a_run_does_not_have_is_not_named() -> None:
+    zeros = {"mismatch_mean": 0.0, "mismatch_max": 0.0}
+    panels = shown_panels([RunRecords("rl", [record(1, reward=0.5, **zeros)])])
+    by = {panel.key: panel for panel in panels}
+    assert (by["reward"].band, by["reward"].note) == ("", "")
+    assert not by["mismatch_mean"].log
+    assert "entropy" not in by
+
+
 # Files
 
 
@@ -187,11 +207,11 @@ def test_the_page_has_the_figures_and_points_nowhere(two: list[Path]) -> None:
     assert {*re.findall(r"(?:https?:)?//[a-z][\w.]+\.[a-z]{2,}[\w/]*", text)} <= {"http://www.w3.org/2000/svg"}
     assert "default-src 'none'" in text
     data = data_of(text)
-    assert [panel["key"] for panel in data["panels"]] == [panel.key for panel in PANELS]
+    assert [panel["key"] for panel in data["panels"]] == PLAIN
     one, other = data["runs"]
     assert one["curves"]["loss"]["mean"] == pytest.approx([record(step)["loss"] for step in range(1, 101)])
     assert one["curves"]["evaluation_loss"]["step"] == list(range(10, 101, 10))
-    assert one["best"] == pytest.approx(3.01)
+    assert one["best_evaluation_loss"] == pytest.approx(3.01)
     assert "evaluation_loss" not in other["curves"]
     assert other["curves"]["lr"]["mean"] == [2e-5] * 60
 
@@ -253,6 +273,35 @@ def test_the_page_draws_every_run_without_an_error_or_a_request(tab: chromium.Pa
         assert count > 50, (number, chart)
     assert tab.errors == []
     assert tab.requests == [file.as_uri()]
+
+
+@in_a_browser
+def test_rewards_have_a_band_and_figures_a_second_line(browser: chromium.Page, tmp_path: Path) -> None:
+    before = {"step": 0, "evaluation_reward": 0.125}
+    run = write_run(tmp_path / "rl", [before, *(rewarded(step, tokens=100 * step) for step in range(1, 61))])
+    browser.resize(1280, 1400)
+    browser.open(plot([run], tmp_path / "rl.html")[0])
+    assert browser.run("charts.slice(0, 3).map((each) => each.panel.title)") == [
+        "Reward",
+        "Evaluation reward",
+        "Policy loss",
+    ]
+    low, top = browser.run("[charts[0].low, charts[0].top]")
+    assert low < rewarded(1)["reward"] - rewarded(1)["reward_std"]
+    assert top > rewarded(60)["reward"] + rewarded(60)["reward_std"]
+    browser.point(*at(browser, "reward", 30))
+    assert "±" in tip(browser, "reward")
+    browser.point(*at(browser, "mismatch_mean", 30))
+    assert "largest 0.0" in tip(browser, "mismatch_mean")
+    browser.point(*at(browser, "evaluation_reward", 0))
+    assert lacking(tip(browser, "evaluation_reward"), "step 0", "0.125") == []
+    row = browser.run("document.querySelector('#runs').innerText")
+    assert lacking(row, "Reward", "Best evaluation", "0.5") == []
+    assert "Loss" not in row
+    choose(browser, "input[value=tokens]")
+    assert browser.run("[view.from, view.to]") == [0, 6000]
+    assert browser.run(chromium.CONTRAST) == []
+    assert browser.errors == []
 
 
 @in_a_browser

@@ -8,19 +8,19 @@ from pathlib import Path
 from matplotlib.image import imread
 
 from messages import lacking
-from showing import record
-from trueshard.train.showing.plot import draw_loss
-from trueshard.train.showing.report import file_list, final_line, final_loss
+from showing import record, rewarded
+from trueshard.train.showing.picture import draw_result
+from trueshard.train.showing.report import file_list, final_line, final_mean
 
 
-def test_the_final_loss_is_the_mean_of_the_last_steps() -> None:
+def test_the_final_mean_is_the_mean_of_the_last_steps() -> None:
     records = [record(step, loss=float(step)) for step in range(1, 41)]
-    assert final_loss(records) == (30.5, 20)
-    assert final_loss(records[:3]) == (2.0, 3)
+    assert final_mean(records) == (30.5, 20)
+    assert final_mean(records[:3]) == (2.0, 3)
 
 
 def test_a_loss_that_was_not_finite_does_not_count() -> None:
-    assert final_loss([record(1, loss=1.0), record(2, loss=math.nan), record(3, loss=3.0)]) == (2.0, 3)
+    assert final_mean([record(1, loss=1.0), record(2, loss=math.nan), record(3, loss=3.0)]) == (2.0, 3)
 
 
 def test_the_final_line_says_loss_evaluation_and_entropy() -> None:
@@ -29,13 +29,35 @@ def test_the_final_line_says_loss_evaluation_and_entropy() -> None:
     assert lacking(final_line(records, 5.6), "Loss 2.000", "last 2 steps", "1.500", "4.48", "entropy", "5.600") == []
 
 
+def test_the_final_line_of_a_run_with_a_reward_says_it_first_and_last() -> None:
+    records = [rewarded(step) for step in range(1, 61)]
+    first, last = (sum(each["reward"] for each in part) / 20 for part in (records[:20], records[-20:]))
+    said = final_line(records)
+    assert lacking(said, f"Reward {last:.3f}", "last 20 steps", f"{first:.3f} in the first") == []
+    assert lacking(said, f"{records[9]['evaluation_reward']:.3f} at step 10", "at step 60") == []
+    assert lacking(said, "Loss", "nats", "before", "step 20") == ["Loss", "nats", "before", "step 20"]
+    before = final_line([{"step": 0, "evaluation_reward": 0.125}, *records])
+    assert lacking(before, "0.125 before training", "at step 10", "at step 60") == []
+    assert lacking(final_line(records[:1]), "Reward") == []
+    assert "first" not in final_line(records[:1])
+
+
 def test_the_picture_shows_loss_evaluation_and_entropy(tmp_path: Path) -> None:
     records = [record(step, **({"evaluation_loss": 3.0} if step % 5 == 0 else {})) for step in range(1, 30)]
-    draw_loss(records, 5.6, tmp_path / "loss.png")
-    draw_loss([record(1)], None, tmp_path / "one.png")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["loss.png", "one.png"]
+    (one := tmp_path / "one").mkdir()
+    draw_result(records, 5.6, tmp_path)
+    draw_result([record(1)], None, one)
+    assert [file.name for file in one.iterdir()] == ["loss.png"]
     pixels = (imread(tmp_path / "loss.png")[..., :3] * 255).round().astype(int)
     for colour in ([0x2F, 0x5F, 0xD0], [0xD9, 0x73, 0x0D], [128, 128, 128]):
+        assert (abs(pixels - colour).max(-1) < 8).sum() > 50, colour
+
+
+def test_the_picture_of_a_run_with_a_reward_shows_it(tmp_path: Path) -> None:
+    file = draw_result([rewarded(step) for step in range(1, 41)], 5.6, tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == [file.name] == ["reward.png"]
+    pixels = (imread(file)[..., :3] * 255).round().astype(int)
+    for colour in ([0x2F, 0x5F, 0xD0], [0xD9, 0x73, 0x0D]):
         assert (abs(pixels - colour).max(-1) < 8).sum() > 50, colour
 
 

@@ -26,7 +26,7 @@ from trueshard.train.optimizer import build_optimizer, build_schedule
 from trueshard.train.running import resuming
 from trueshard.train.running.checks import Ready, checkpoints_of
 from trueshard.train.showing import metrics, report
-from trueshard.train.showing.plot import draw_loss
+from trueshard.train.showing.picture import draw_result
 from trueshard.train.trainer import Callback, NonFiniteLoss, Trainer, over_ranks
 
 PROFILED = (3, 5)
@@ -110,7 +110,7 @@ def finish(config: Config, data: Prepared, trainer: Trainer) -> None:
         return
     records = metrics.read_metrics(folder / "metrics.jsonl")
     entropy = data.summary.unigram_entropy if is_text else None
-    draw_loss(records, entropy, folder / "loss.png")
+    draw_result(records, entropy, folder)
     unit = getattr(trainer.loss, "unit", "token")
     print(f"\n{report.final_line(records, entropy, unit)}")
     if trainer.stopped:

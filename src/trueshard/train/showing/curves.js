@@ -112,8 +112,10 @@ function listen(chart) {
 const COLUMNS = [
   ["Steps", "steps", number],
   ["Tokens", "tokens", compact, "that the model has read"],
+  ["Reward", "reward", (value) => number(value, 3), "mean of the last 20 steps"],
+  ["Best evaluation", "best_evaluation_reward", (value) => number(value, 3), "largest reward of an evaluation"],
   ["Loss", "loss", (value) => number(value, 4), "mean of the last 20 steps"],
-  ["Best evaluation", "best", (value) => number(value, 4)],
+  ["Best evaluation", "best_evaluation_loss", (value) => number(value, 4), "smallest loss of an evaluation"],
   ["Tokens/s", "rate", compact, "median of the steps"],
   ["MFU", "mfu", (value) => `${number(value * 100, 1)}%`, "median of the steps"],
   ["Memory", "memory", bytes, "the most that the fullest rank had"],

@@ -15,7 +15,7 @@ function compact(value, digits = 4) {
   return trimmed(value, digits);
 }
 
-const WORDS = { bytes, part: (value) => `${trimmed(value * 100, 4)}%`, rate: (value) => compact(value), nats: (value) => trimmed(value, 5) };
+const WORDS = { bytes, count: (value) => compact(value), signed: (value) => trimmed(value, 4), part: (value) => `${trimmed(value * 100, 4)}%`, rate: (value) => compact(value), nats: (value) => trimmed(value, 5) };
 const exponential = (value) => (value ? Number(value.toPrecision(4)).toExponential().replace("-", "−") : "0");
 
 let probe = null;
@@ -64,8 +64,7 @@ class Chart {
     this.words = panel.key === "lr" ? exponential : WORDS[panel.unit] ?? compact;
     this.mayBeLog = panel.unit === "nats" || panel.unit === "";
     const unit = panel.unit === "nats" ? element("small", {}, "nats a token") : "";
-    const planned = panel.key === "memory" && data.runs.some((run) => run.curves.memory_planned);
-    const note = planned ? element("small", {}, "dashed: planned") : "";
+    const note = panel.note ? element("small", {}, panel.note) : "";
     this.canvas = element("canvas", { id: panel.key, tabindex: 0, role: "application", "aria-labelledby": `${panel.key}-title` });
     this.tip = element("div", { class: "tip", hidden: "" });
     this.plot = element("div", { class: "plot" }, this.canvas, this.tip);
@@ -76,7 +75,7 @@ class Chart {
 
   get wide() { return this.plot.clientWidth; }
   get inner() { return this.wide - GUTTER - RIGHT; }
-  get log() { return this.mayBeLog && view.scale === "log" && this.panel.key !== "lr"; }
+  get log() { return this.panel.log || (this.mayBeLog && view.scale === "log" && this.panel.key !== "lr"); }
   xOf(value) { return GUTTER + ((value - view.from) / (view.to - view.from)) * this.inner; }
   at(x) { return view.from + ((x - GUTTER) / this.inner) * (view.to - view.from); }
   yOf(value) {
@@ -105,6 +104,15 @@ class Chart {
     return curve.smooth;
   }
 
+  // [low, high] around the smoothed line of a run, and the band's curve; null without a band.
+  around(run, curve) {
+    const half = run.curves[this.panel.band];
+    if (!half) return null;
+    const line = this.smoothed(curve), width = this.smoothed(half);
+    const middle = half.step === curve.step ? line : Float64Array.from(half.step, (step) => line[nearestAt(curve.step, step)]);
+    return { ...half, low: middle.map((value, i) => value - width[i]), high: middle.map((value, i) => value + width[i]) };
+  }
+
   // The range of values: of the lines that are drawn strong, and of all but the rarest of the faint ones.
   measure() {
     const strong = [], faint = [];
@@ -115,7 +123,10 @@ class Chart {
         strong.push(line[i]);
         faint.push(curve.mean[i]);
       }
-      if (this.panel.key === "memory" && run.curves.memory_planned) strong.push(run.curves.memory_planned.mean[0]);
+      const dashed = run.curves[this.panel.dashed], band = this.around(run, curve);
+      const seen = ({ [view.x]: there }, values) => values.filter((_, i) => there[i] >= view.from && there[i] <= view.to);
+      if (dashed) strong.push(...seen(dashed, this.smoothed(dashed)));
+      if (band) strong.push(...seen(band, band.low), ...seen(band, band.high));
     }
     const known = (values) => values.filter((value) => !Number.isNaN(value) && (!this.log || value > 0));
     const most = known(strong), rest = known(faint).sort((a, b) => a - b);
@@ -126,7 +137,7 @@ class Chart {
       const room = Math.max((top / low) ** 0.06, 1.02);
       [this.low, this.top] = [low / room, top * room];
     } else {
-      const zero = ["bytes", "part", "rate"].includes(this.panel.unit) || this.panel.key === "lr";
+      const zero = ["bytes", "part", "rate", "count"].includes(this.panel.unit) || this.panel.key === "lr";
       const room = (top - low || Math.abs(top) || 1) * 0.06;
       [this.low, this.top] = [zero && low >= 0 ? 0 : low - room, top + (zero ? top * 0.06 || room : room)];
     }
@@ -193,8 +204,13 @@ class Chart {
     const pen = this.pen, line = this.smoothed(curve), dim = view.only && view.only !== run ? 0.18 : 1;
     pen.strokeStyle = pen.fillStyle = solid(run.colour);
     pen.lineJoin = "round";
+    const around = this.around(run, curve);
+    if (around) {
+      pen.globalAlpha = 0.15 * dim;
+      this.fill(around);
+    }
     if (line !== curve.mean) {
-      if (curve.low) {
+      if (curve.low && !around) {
         pen.globalAlpha = 0.13 * dim;
         this.band(curve);
       }
@@ -208,11 +224,11 @@ class Chart {
     const points = this.path(curve, line);
     pen.setLineDash([]);
     if (points.length <= FEW && line === curve.mean) for (const point of points) this.dot(...point, 3);
-    const planned = this.panel.key === "memory" && run.curves.memory_planned;
-    if (planned) {
+    const dashed = run.curves[this.panel.dashed];
+    if (dashed) {
       pen.setLineDash([5, 4]);
       pen.lineWidth = 1.5;
-      this.path(planned, planned.mean);
+      this.path(dashed, this.smoothed(dashed));
       pen.setLineDash([]);
     }
     pen.globalAlpha = 1;
@@ -246,6 +262,15 @@ class Chart {
       const x = this.xOf(across[i - 1]), y = this.yOf(Math.max(curve.high[i], least));
       pen.fillRect(x, y, this.xOf(across[i]) - x, this.yOf(Math.max(curve.low[i], least)) - y);
     }
+  }
+
+  fill(curve) {
+    const pen = this.pen, across = curve[view.x];
+    const known = [...across.keys()].filter((i) => !Number.isNaN(curve.low[i] + curve.high[i]));
+    pen.beginPath();
+    for (const i of known) pen.lineTo(this.xOf(across[i]), this.yOf(curve.high[i]));
+    for (const i of known.reverse()) pen.lineTo(this.xOf(across[i]), this.yOf(curve.low[i]));
+    pen.fill();
   }
 
   dot(x, y, size) {
@@ -285,7 +310,11 @@ class Chart {
   rows() {
     const found = this.under().map(([run, curve, i]) => {
       const line = this.smoothed(curve);
-      return { run, step: curve.step[i], tokens: curve.tokens[i], value: line[i], raw: line === curve.mean ? null : curve.mean[i] };
+      const also = (key) => (run.curves[key] ? this.smoothed(run.curves[key])[nearestAt(run.curves[key].step, curve.step[i])] : NaN);
+      return {
+        run, step: curve.step[i], tokens: curve.tokens[i], value: line[i], raw: line === curve.mean ? null : curve.mean[i],
+        dashed: also(this.panel.dashed), half: also(this.panel.band),
+      };
     });
     return found.sort((a, b) => (Number.isNaN(b.value) ? -1 : b.value) - (Number.isNaN(a.value) ? -1 : a.value));
   }
@@ -302,7 +331,8 @@ class Chart {
       element("p", {}, element("b", {}, head), more),
       element("table", {}, ...rows.map((row) => element("tr", {},
         element("td", {}, lineOf(row.run), data.runs.length > 1 ? row.run.name : this.panel.title),
-        element("td", {}, element("b", {}, say(row.value))),
+        element("td", {}, element("b", {}, say(row.value)), Number.isNaN(row.half) ? "" : ` ± ${say(row.half)}`),
+        Number.isNaN(row.dashed) ? "" : element("td", { class: "faint" }, `${this.panel.dashed_name} ${say(row.dashed)}`),
         this.panel.noisy && view.half ? element("td", { class: "faint" }, row.raw === null ? "" : say(row.raw)) : "",
         same ? "" : element("td", { class: "faint" }, `at ${number(row.step)}`)))));
     place(this.tip, this.plot, this.xOf(view.cursor), y);

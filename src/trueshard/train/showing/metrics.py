@@ -8,10 +8,10 @@ lookups and recomputation count nothing. The peak is that of the planner's catal
 An unknown value is absent, never 0; memory and data wait are the largest of all ranks; seconds are those of the step
 alone, without evaluations and checkpoints.
 
-`metrics.jsonl` has one JSON object a step, numbered 1, 2, 3, … without gaps or repeats, also after a resume. Non-finite
-numbers are null, so that every language can read it, and are read back as NaN. Trackers beside it are TensorBoard,
-Weights & Biases, trackio, or any class of the same shape. A resumed run continues its curves, with each step once. A
-tracker that fails during training is dropped with a message.
+`metrics.jsonl` has one JSON object a step, numbered 1, 2, 3, … without gaps or repeats, also after a resume; 0 is an
+evaluation before training. Trackers beside it are TensorBoard, Weights & Biases, trackio, or any class of the same
+shape. A resumed run continues its curves, with each step once. A tracker that fails during training is dropped with a
+message.
 
 The trace is that of torch's profiler, for Perfetto or chrome://tracing. Each rank writes its own, gzipped, which gets
 its name once it is complete. Steps count from the start of the process: a resumed run is profiled too, after its own
@@ -21,14 +21,13 @@ warm-up.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -39,6 +38,7 @@ from trueshard.errors import UserError, explained, one_line
 from trueshard.files import replace_text, replacing
 from trueshard.planner.hardware import hardware, recognise
 from trueshard.train.data.loader import Loader
+from trueshard.train.showing.jsonl import StepLines, read_lines
 from trueshard.train.trainer import Callback, Trainer, over_ranks
 
 NAME = "metrics.jsonl"
@@ -123,27 +123,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     A last line that a crash cut off is left out. Raises `UserError` if another line is damaged.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
+    if not path.exists():
         return []
-    records: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            record["step"] = int(record["step"])
-        except (ValueError, TypeError, KeyError):
-            if number == len(lines):
-                break
-            said = f"{path}, line {number}: is no JSON object with a step; delete that line, or move the file away"
-            raise UserError(said) from None
-        records.append({key: math.nan if value is None else value for key, value in record.items()})
-    return records
+    with path.open("rb") as file:
+        return list(read_lines(file, path))
 
 
-def _line(record: dict[str, Any]) -> str:
-    unknown = {key: None for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
-    return json.dumps(record | unknown, allow_nan=False) + "\n"
+def before_training(trainer: Trainer, record: Mapping[str, float]) -> dict[str, Any] | None:
+    """Return the metrics of step 0 for an evaluation before the first step; None for a later one, whose step has it."""
+    return None if trainer.step else {"step": 0} | {f"evaluation_{key}": value for key, value in record.items()}
 
 
 class MetricsWriter(Callback):
@@ -151,25 +139,22 @@ class MetricsWriter(Callback):
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
-        self._file: TextIO | None = None
+        self._lines = StepLines(self.path)
 
     def on_start(self, trainer: Trainer) -> None:
-        if trainer.rank != 0:
-            return
-        kept = [record for record in read_metrics(self.path) if record["step"] <= trainer.step]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(self.path, "".join(map(_line, kept)))
-        self._file = self.path.open("a", encoding="utf-8")
+        if trainer.rank == 0:
+            read_metrics(self.path)  # a damaged line is an error now, and not after training
+            self._lines.open(trainer.step)
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(_line(record))
-            self._file.flush()
+        self._lines.write([record])
+
+    def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
+        if (first := before_training(trainer, record)) is not None:
+            self._lines.write([first])
 
     def on_end(self, trainer: Trainer) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._lines.close()
 
 
 class Tracker(Protocol):
@@ -183,6 +168,13 @@ class Tracker(Protocol):
 
     def finish(self) -> None:
         """End the run."""
+
+
+class TextTracker(Tracker, Protocol):
+    """A tracker that shows texts too; other trackers are told none."""
+
+    def text(self, step: int, tag: str, markdown: str) -> None:
+        """Take a text of a step."""
 
 
 class TensorBoard:
@@ -200,6 +192,10 @@ class TensorBoard:
         # One event for all values: an add_scalar() for each takes twenty times as long.
         points = [self._summary.Value(tag=key, simple_value=value) for key, value in values.items()]
         self._writer.file_writer.add_summary(self._summary(value=points), step)
+        self._writer.flush()
+
+    def text(self, step: int, tag: str, markdown: str) -> None:
+        self._writer.add_text(tag, markdown, step)
         self._writer.flush()
 
     def finish(self) -> None:
@@ -283,6 +279,16 @@ class Tracking(Callback):
         finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
         for each in list(self._trackers):
             self._try(each, f"at step {record['step']}", each.log, record["step"], finite)
+
+    def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
+        if (first := before_training(trainer, record)) is not None:
+            self.on_step(trainer, first)
+
+    def text(self, step: int, tag: str, markdown: str) -> None:
+        """Pass a text to the trackers that show texts."""
+        for each in list(self._trackers):
+            if (show := getattr(each, "text", None)) is not None:
+                self._try(each, f"at step {step}", show, step, tag, markdown)
 
     def on_end(self, trainer: Trainer) -> None:
         for each in list(self._trackers):

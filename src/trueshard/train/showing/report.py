@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,16 @@ from trueshard.train.trainer import Callback, Trainer
 GIB = 2**30
 WAITING = 0.05
 """Fraction of a step spent waiting for data from which on it is shown."""
-WIDTHS = {"loss": 0, "tokens/s": 66, "MFU": 84, "memory": 100, "waiting": 116}
+WIDTHS = {"loss": 0, "reward": 0, "tokens/s": 66, "MFU": 84, "memory": 100, "waiting": 116}
 """Minimum columns of a terminal at which the bar shows a value."""
 LAST_STEPS = 20
-"""Number of steps in the mean of the final loss: a single batch is noisy."""
+"""Number of steps in a mean loss or reward: a single batch is noisy."""
 MEANINGS = {
     "metrics.jsonl": "loss, gradient norm, learning rate, tokens/s and more of each step",
     "loss.png": "the loss curve",
+    "reward.png": "the reward curve",
+    "samples.jsonl": "every answer, with its reward and the log-probability of each token",
+    "samples.html": "the answers, to look through in a browser",
     "sample.txt": "the sampled continuation",
     "config.json": "the settings of the run",
     "plan.json": "how the model is sharded and, on GPUs, the memory and speed that were forecast",
@@ -47,6 +51,7 @@ class Display(Callback):
         self._log_every = log_every
         self._shown, self._first, self._steps = False, 1, 0
         self._since: list[dict[str, Any]] = []
+        self._rewards: deque[float] = deque(maxlen=2 * LAST_STEPS)
         self._bar: Progress | None = None
 
     def on_start(self, trainer: Trainer) -> None:
@@ -64,6 +69,10 @@ class Display(Callback):
             return
         step, finite = record["step"], math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
         self._since.append(record)
+        if "reward" in record:
+            self._rewards.append(record["reward"])
+            record = record | {"reward_trend": trend(self._rewards)}
+            self._since[-1] = record
         if not finite and trainer.scaler is None:
             print(
                 f"step {step}/{self._steps}  loss {record['loss']:.4f}, gradient norm {record['grad_norm']:.4f}: "
@@ -80,9 +89,11 @@ class Display(Callback):
 
     def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
         if self._shown:
-            best = "  best so far" if record["loss"] <= trainer.best else ""
+            rewarded = "reward" in record  # the trainer looks for the smallest of minus the rewards
+            best = "  best so far" if (-record["reward"] if rewarded else record["loss"]) <= trainer.best else ""
+            said = f"reward {record['reward']:.3f}" if rewarded else f"loss {record['loss']:.4f}"
             perplexity = f"  perplexity {_short(record['perplexity'])}" if "perplexity" in record else ""
-            print(f"evaluation at step {trainer.step}  loss {record['loss']:.4f}{perplexity}{best}", flush=True)
+            print(f"evaluation at step {trainer.step}  {said}{perplexity}{best}", flush=True)
 
     def on_end(self, trainer: Trainer) -> None:
         if self._bar is not None:
@@ -102,7 +113,10 @@ def together(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def figures(record: dict[str, Any]) -> dict[str, str]:
     """Return the known values of a step as text, by the keys of `WIDTHS`."""
-    said = {"loss": f"loss {record['loss']:.4f}", "tokens/s": f"{record['tokens_per_second']:,.0f} tokens/s"}
+    said = {"loss": f"loss {record['loss']:.4f}"}
+    if "reward" in record:
+        said = {"reward": f"reward {record['reward']:.3f}{_arrow(record.get('reward_trend'))}"}
+    said["tokens/s"] = f"{record['tokens_per_second']:,.0f} tokens/s"
     if "mfu" in record:
         said["MFU"] = f"MFU {record['mfu']:.1%}"
     used = record.get("memory_reserved", record.get("memory_allocated"))
@@ -115,9 +129,25 @@ def figures(record: dict[str, Any]) -> dict[str, str]:
     return said
 
 
+def trend(rewards: Sequence[float]) -> float | None:
+    """Return the mean of the last steps less that of as many before; None for less than ten steps."""
+    known = [reward for reward in rewards if math.isfinite(reward)]
+    count = min(LAST_STEPS, len(known) // 2)
+    return sum(known[-count:]) / count - sum(known[-2 * count : -count]) / count if count >= 5 else None
+
+
+def _arrow(change: float | None) -> str:
+    if change is None:
+        return ""
+    said = f"{abs(change):.3f}"
+    return f" {'→' if float(said) == 0 else '↑' if change > 0 else '↓'} {said}"
+
+
 def fitting(record: dict[str, Any], width: int) -> str:
     """Return the values of a step for which a terminal of `width` columns has room."""
-    return "  ".join(words for key, words in figures(record).items() if width >= WIDTHS[key])
+    found = figures(record)
+    more = max(0, len(next(iter(found.values()))) - len("loss 2.1234"))
+    return "  ".join(words for key, words in found.items() if not WIDTHS[key] or width >= WIDTHS[key] + more)
 
 
 def bar(console: Console) -> Progress:
@@ -133,16 +163,23 @@ def bar(console: Console) -> Progress:
     )
 
 
-def final_loss(records: Sequence[dict[str, Any]]) -> tuple[float, int]:
-    """Return the mean loss of the last steps, in nats a token, and the number of those steps."""
-    last = [record["loss"] for record in records[-LAST_STEPS:]]
-    finite = [loss for loss in last if math.isfinite(loss)]
+def has_reward(records: Sequence[dict[str, Any]]) -> bool:
+    """Return True for a run of reinforcement learning."""
+    return any("reward" in record for record in records)
+
+
+def final_mean(records: Sequence[dict[str, Any]], key: str = "loss") -> tuple[float, int]:
+    """Return the mean of the last steps (of the loss in nats a token), and the number of those steps."""
+    last = [record[key] for record in records if key in record][-LAST_STEPS:]
+    finite = [value for value in last if math.isfinite(value)]
     return (sum(finite) / len(finite) if finite else math.nan), len(last)
 
 
 def final_line(records: Sequence[dict[str, Any]], entropy: float | None = None, unit: str = "token") -> str:
-    """Describe the result of a run: its loss, its last evaluation and, for text, the unigram entropy."""
-    loss, count = final_loss(records)
+    """Describe the result of a run: its loss, its last evaluation and, for text, the unigram entropy; or its reward."""
+    if has_reward(records):
+        return _final_reward(records)
+    loss, count = final_mean(records)
     over = f" (mean of the last {count} steps)" if count > 1 else ""
     said = [f"Loss {loss:.3f} nats a {unit}{over}"]
     evaluated = [record for record in records if "evaluation_loss" in record]
@@ -152,6 +189,26 @@ def final_line(records: Sequence[dict[str, Any]], entropy: float | None = None, 
         said.append(f"evaluation {last['evaluation_loss']:.3f}{perplexity}")
     if entropy is not None:
         said.append(f"unigram entropy of the text {entropy:.3f}")
+    return "; ".join(said)
+
+
+def _final_reward(records: Sequence[dict[str, Any]]) -> str:
+    """Describe the reward: its mean in the first steps and in the last, and evaluations, also that before training."""
+    taken = [record for record in records if "reward" in record]
+    count = min(LAST_STEPS, max(1, len(taken) // 2))
+    first, last = final_mean(taken[:count], "reward")[0], final_mean(taken[-count:], "reward")[0]
+    said = [f"Reward {last:.3f}"]
+    if len(taken) > 1:
+        steps = f"{count} steps" if count > 1 else "step"
+        said = [f"Reward {last:.3f} in the last {steps}, {first:.3f} in the first"]
+    evaluated = [record for record in records if "evaluation_reward" in record]
+    shown = evaluated[:2] if evaluated and evaluated[0]["step"] == 0 else evaluated[:1]
+    if len(evaluated) > len(shown):
+        shown = [*shown, evaluated[-1]]
+    if shown:
+        when = [f"at step {record['step']}" if record["step"] else "before training" for record in shown]
+        values = (f"{record['evaluation_reward']:.3f} {place}" for record, place in zip(shown, when, strict=True))
+        said.append("evaluation " + ", ".join(values))
     return "; ".join(said)
 
 
