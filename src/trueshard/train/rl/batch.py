@@ -16,8 +16,12 @@ import torch
 
 from trueshard.errors import UserError
 from trueshard.train.data import chat
-from trueshard.train.data.samples import IGNORED, Batch
+from trueshard.train.data.samples import IGNORED, Batch, Samples
 from trueshard.train.rl.samples import Prompt, Sample
+
+
+Prompts = Sequence[Mapping[str, Any]] | Samples
+"""Records with a ``prompt``, a string or messages; or what a run has prepared of them."""
 
 
 class PromptEncoder:
@@ -32,7 +36,7 @@ class PromptEncoder:
         """True for a model of images and text."""
         return self._processor is not None
 
-    def of(self, prompts: Sequence[Mapping[str, Any]], number: int) -> Prompt:
+    def of(self, prompts: Prompts, number: int) -> Prompt:
         """Return a prompt: its ``prompt`` is a string, or messages with images in place."""
         found = prompts[number]
         record = {**found.get("record", found), "prompt": found["prompt"]}

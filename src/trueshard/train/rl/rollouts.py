@@ -28,7 +28,7 @@ from trueshard.train.config import RLSection, RolloutSection
 from trueshard.train.data.samples import Batch, Mixture, Order
 from trueshard.train.losses import without_adapter
 from trueshard.train.rl import advantages
-from trueshard.train.rl.batch import dealt, microbatch, of_samples
+from trueshard.train.rl.batch import Prompts, dealt, microbatch, of_samples
 from trueshard.train.rl.policy import PolicyLoss, estimates
 from trueshard.train.rl.ranks import divided, rank_and_ranks
 from trueshard.train.rl.sampler import Sampler
@@ -91,7 +91,7 @@ class Rollouts:
         self,
         model: nn.Module,
         sampler: Sampler,
-        prompts: Sequence[Mapping[str, Any]],
+        prompts: Prompts,
         *,
         loss: PolicyLoss,
         batch_size: int,

@@ -122,7 +122,7 @@ def own_loss(words: str) -> Function:
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"rl.loss: {path} has no function {name!r}; correct the name")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def choose_engine(config: Config, model: nn.Module, encoder: PromptEncoder) -> Engine:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from trueshard.train.data.samples import mix
+if TYPE_CHECKING:  # a reward's process imports this file, and needs neither numpy nor torch
+    import numpy as np
+    import numpy.typing as npt
 
 Name = tuple[int, int, int]
 """(step, prompt, sample)."""
@@ -131,4 +130,8 @@ def uniform(
     numbers: npt.NDArray[np.uint64],  # [samples]: which random number of each
 ) -> npt.NDArray[np.float64]:
     """Return one random number of each sample, in [0, 1): float64 [samples], multiples of 2**-53."""
+    import numpy as np
+
+    from trueshard.train.data.samples import mix
+
     return (mix(mix(numbers) ^ keys) >> np.uint64(11)).astype(np.float64) * 2.0**-53

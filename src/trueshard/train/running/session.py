@@ -210,7 +210,8 @@ def _what_is_learned(
 
     parts = run.parts_of(config, settings, model, data)
     writer = SamplesWriter(config.run.folder)
-    return parts.rollouts, parts.evaluation, parts.loss, [run.Reinforcement(parts.rollouts, parts.loss, writer.write), writer]
+    measures = run.Reinforcement(parts.rollouts, parts.loss, writer.write)
+    return parts.rollouts, parts.evaluation, parts.loss, [measures, writer]
 
 
 def shard(section: ShardSection, model: nn.Module, *optimizers: torch.optim.Optimizer) -> trueshard.Plan:
