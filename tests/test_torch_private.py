@@ -101,6 +101,8 @@ CALLED = {
     "drop_unreduced",
     "has_unreduced",
     "sharded_places",
+    "places_in_unit",
+    "cast_floating",
     "call_before_backward",
     "keep_gathered",
     "follow_views",
@@ -380,6 +382,9 @@ def numbers(rank: int, world_size: int) -> None:
     assert sharded is model.one.weight
     assert gathered is weight
     assert places == [(model.one, "weight"), (model.two, "weight")]
+    assert _torch.places_in_unit(model) == [places]
+    cast = _torch.cast_floating({"x": [torch.ones(1), torch.arange(2)]}, torch.bfloat16)
+    assert [each.dtype for each in cast["x"]] == [torch.bfloat16, torch.int64]
 
 
 def unused(rank: int, world_size: int) -> None:

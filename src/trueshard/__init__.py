@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trueshard.checkpoint.saving import Checkpoints as Checkpoints
     from trueshard.checkpoint.saving import Saving as Saving
     from trueshard.checkpoint.saving import save as save
+    from trueshard.checkpoint.weights import weights as weights
     from trueshard.optim.norms import MeasuredNorms as MeasuredNorms
     from trueshard.optim.norms import Norms as Norms
     from trueshard.optim.norms import clip_grad_norm_ as clip_grad_norm_
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from trueshard.plans import Unit as Unit
     from trueshard.runtime.engine import accumulate as accumulate
     from trueshard.runtime.engine import set_reshard_after_forward as set_reshard_after_forward
+    from trueshard.runtime.gathering import gathered as gathered
     from trueshard.runtime.tokens import TokenMean as TokenMean
     from trueshard.runtime.tokens import count_targets as count_targets
     from trueshard.runtime.tokens import token_mean as token_mean
@@ -53,11 +55,13 @@ _MODULES = {
     "checkpoint.inspecting": "Checked Compared DamagedCheckpoint Inspected check inspect",
     "checkpoint.loading": "Found load",
     "checkpoint.saving": "Checkpoints Saving save",
+    "checkpoint.weights": "weights",
     "optim.norms": "MeasuredNorms Norms clip_grad_norm_ measure_norms",
     "planner.planning": "plan",
     "planner.workload": "NothingFits",
     "plans": "Forecast MixedPrecision Plan Unit",
     "runtime.engine": "accumulate set_reshard_after_forward",
+    "runtime.gathering": "gathered",
     "runtime.tokens": "TokenMean count_targets token_mean",
     "train.trainer": "Callback NonFiniteLoss Trainer",
     "verification.report": "Verified",

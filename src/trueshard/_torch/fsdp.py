@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
+from torch.distributed.utils import _apply_to_tensors
 
 from trueshard._torch.capabilities import IS_2_11, missing_for_speed
 from trueshard._torch.modules import limit_alike
@@ -122,10 +123,24 @@ def sharded_places(
 ) -> Iterator[tuple[str, nn.Parameter, nn.Parameter | None, list[tuple[nn.Module, str]]]]:
     """Yield (name, sharded parameter, gathered parameter, places that FSDP2 writes them to); a tie has several."""
     for parameter in _parameters_below(root):
-        info = parameter._module_info
-        places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
         gathered = getattr(parameter, "_unsharded_param", None)
-        yield parameter._param_fqn or info.param_name, parameter.sharded_param, gathered, places
+        name = parameter._param_fqn or parameter._module_info.param_name
+        yield name, parameter.sharded_param, gathered, _places(parameter)
+
+
+def places_in_unit(unit: ShardedModule) -> list[list[tuple[nn.Module, str]]]:
+    """Return the places of each parameter of one unit, in the order in which they are gathered."""
+    return [_places(parameter) for group in _groups(unit) for parameter in group.fsdp_params]
+
+
+def _places(parameter: Any) -> list[tuple[nn.Module, str]]:
+    info = parameter._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Cast floating-point tensors inside lists, dicts and dataclasses as FSDP2 casts a unit's inputs and outputs."""
+    return _apply_to_tensors(functools.partial(_fsdp_common._cast_fp_tensor, dtype), value)
 
 
 def offloaded(root: nn.Module) -> set[int]:

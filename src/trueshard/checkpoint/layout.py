@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -19,7 +20,7 @@ import os
 import re
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,7 +84,7 @@ def adapted_keys(module: nn.Module, folder: str) -> dict[str, FileKey] | None:
                 if name not in tensors or peft.peft_config[adapter].peft_type != "PROMPT_TUNING":
                     continue
             if name is not None:
-                found[name] = FileKey(f"{folder}{_adapter_folder(peft, adapter)}", "adapter_model", key)
+                found[name] = FileKey(f"{folder}{adapter_folder(peft, adapter)}", "adapter_model", key)
     prompted = any(config.is_prompt_learning for config in peft.peft_config.values())
     for name in tensors:
         if name not in found:
@@ -93,7 +94,7 @@ def adapted_keys(module: nn.Module, folder: str) -> dict[str, FileKey] | None:
     return found if len(set(found.values())) == len(found) else None
 
 
-def _adapter_folder(module: Any, adapter: str) -> str:
+def adapter_folder(module: Any, adapter: str) -> str:
     return "" if len(module.peft_config) == 1 or adapter == "default" else f"{adapter}/"
 
 
@@ -169,7 +170,7 @@ def _configurations(module: Any, base_path: str) -> list[tuple[str, Callable[[st
             kind = _torch.own_class(base)
             mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
             save = functools.partial(copied.save_pretrained, auto_mapping_dict=None if copied.task_type else mapping)
-            found.append((_adapter_folder(module, adapter), save))
+            found.append((adapter_folder(module, adapter), save))
         module, folder = base, BASE
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained"):
@@ -258,15 +259,8 @@ def _translate(module: Any, wanted: Mapping[str, torch.Tensor], catalogue: Catal
         return
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    # Its tables go by the names of the classes that modules had before they were sharded.
-    changed = [(each, type(each)) for each in module.modules() if _torch.own_class(each) is not type(each)]
-    try:
-        for each, _ in changed:
-            each.__class__ = _torch.own_class(each)
+    with _own_classes(module):
         table = list(get_model_conversion_mapping(module))
-    finally:
-        for each, kind in changed:
-            each.__class__ = kind
     renamings = [each for each in table if isinstance(each, WeightRenaming)]
     converters = [each for each in table if isinstance(each, WeightConverter)]
     of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -292,6 +286,32 @@ def _translate(module: Any, wanted: Mapping[str, torch.Tensor], catalogue: Catal
             ) from error
     catalogue.entries.clear()
     catalogue.entries.update(found)
+
+
+@contextlib.contextmanager
+def _own_classes(module: Any) -> Iterator[None]:
+    """Inside, give modules the classes from before sharding, by whose names transformers' tables go."""
+    changed = [(each, type(each)) for each in module.modules() if _torch.own_class(each) is not type(each)]
+    try:
+        for each, _ in changed:
+            each.__class__ = _torch.own_class(each)
+        yield
+    finally:
+        for each, kind in changed:
+            each.__class__ = kind
+
+
+def as_published(module: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rename, merge and split whole ``tensors`` of a model as transformers does where it saves it."""
+    try:
+        from transformers import PreTrainedModel
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # this version has no tables
+        return tensors
+    if not isinstance(module, PreTrainedModel):
+        return tensors
+    with _own_classes(module), torch.no_grad():
+        return dict(revert_weight_conversion(module, tensors))
 
 
 def _halved(shape: Sequence[int]) -> list[int]:

@@ -94,6 +94,11 @@ def mix_in(module: nn.Module, mixin: type) -> None:
         object.__setattr__(module, "__class__", _mixed(cls, mixin))
 
 
+def take_out(module: nn.Module) -> None:
+    """Undo the last ``mix_in`` of one module."""
+    object.__setattr__(module, "__class__", type(module).__bases__[1])
+
+
 @functools.cache
 def _mixed(cls: type, mixin: type) -> type:
     # To whoever asks, such as pickle and a checkpoint's manifest, it is the user's class.

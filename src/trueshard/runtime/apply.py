@@ -39,7 +39,7 @@ from trueshard.plans import MixedPrecision, Plan, Unit
 from trueshard.runtime import methods
 from trueshard.runtime.gradients import GradientHooks
 from trueshard.runtime.passes import Runtime
-from trueshard.runtime.replicated import HoldsWhole, follow_assignments
+from trueshard.runtime.replicated import HoldsWhole, follow_assignments, release_whole
 
 _aten = torch.ops.aten
 _ATTENTION = (
@@ -277,31 +277,76 @@ def _allow_deepcopy(runtime: Runtime, before: Snapshot) -> None:
         if isinstance(module, ShardedModule):
             module.__dict__["__deepcopy__"] = _refuse
     # The root's is among the changes that a copy undoes.
-    root.__dict__["__deepcopy__"] = functools.partial(_copy, runtime, Trace(before))
+    runtime.changes = Trace(before)
+    root.__dict__["__deepcopy__"] = functools.partial(_copy, runtime)
 
 
 def _refuse(memo: dict[int, Any]) -> Any:
     raise RuntimeError("one unit of a sharded model cannot be copied alone; copy the model that was given to shard()")
 
 
-def _copy(runtime: Runtime, trace: Trace, memo: dict[int, Any]) -> nn.Module:
+def _copy(runtime: Runtime, memo: dict[int, Any]) -> nn.Module:
     root: Any = runtime.root
     runtime.free()
     sources = {name: t for kind in ("parameters", "buffers") for name, _, _, t in names.named_tensors(root, kind)}
-    for tensor in sources.values():
-        if isinstance(tensor, DTensor):
-            shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            empty = nn.Parameter(shape, requires_grad=tensor.requires_grad)
-            empty.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
-            memo[id(tensor)] = empty
-    with trace.undone(root):
-        new: nn.Module = copy.deepcopy(root, memo)
+    new: nn.Module = copy_modules(runtime, root, on_meta, memo)
     apply(new, runtime.plan, runtime.mesh, sources=sources)
     # Whatever is copied along with the model (an optimizer) holds the copy's parameters.
     copies = {name: tensor for name, _, _, tensor in names.named_tensors(names.unwrap(new), "parameters")}
     watch(names.unwrap(new), {})
     memo.update((id(tensor), copies[name]) for name, tensor in sources.items() if name in copies)
     return new
+
+
+def on_meta(parameter: torch.Tensor) -> nn.Parameter:
+    """Return a parameter without memory, whole, that is like a sharded one."""
+    shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(shape, requires_grad=parameter.requires_grad)
+
+
+def copy_modules(
+    runtime: Runtime, modules: Any, made: Callable[[torch.Tensor], nn.Parameter], memo: dict[int, Any]
+) -> Any:
+    """Return a deep copy of ``modules``, the root or a list of modules below, as they were before sharding.
+
+    ``made``: sharded parameter → the whole one that stands for it in the copy. ``memo``: that of ``copy.deepcopy``.
+
+    Raises:
+        RuntimeError: a module cannot be copied; the message names it.
+    """
+    root = runtime.root
+    pairs = [(sharded, gathered) for _, sharded, gathered, _ in _torch.sharded_places(root)]
+    pairs += [(whole.parameter, None) for whole in runtime.replicated]
+    for sharded, gathered in pairs:
+        new = made(sharded)
+        new.__dict__.update(copy.deepcopy(sharded.__dict__, memo))
+        memo[id(sharded)] = new
+        if gathered is not None:
+            memo[id(gathered)] = new
+    memo.update((id(whole), "left out") for whole in runtime.replicated)
+    assert runtime.changes is not None
+    parameters = dict(memo)
+    with runtime.changes.undone(root):
+        try:
+            copied = copy.deepcopy(modules, memo)
+        except Exception as error:
+            name = _uncopied(root, parameters)
+            raise RuntimeError(f"the module {name!r} cannot be copied by copy.deepcopy: {error}") from error
+    for module in (m for each in (copied if isinstance(copied, list) else [copied]) for m in each.modules()):
+        release_whole(module)
+    return copied
+
+
+def _uncopied(root: nn.Module, memo: dict[int, Any]) -> str:
+    """Return the name of the first module that cannot be copied, without those below it."""
+    modules = dict(names.named_modules(root))
+    for name, module in modules.items():
+        others = {id(other): other for other in modules.values() if other is not module}
+        try:
+            copy.deepcopy(module, memo | others)
+        except Exception:
+            return name or type(module).__name__
+    return type(root).__name__
 
 
 @torch.no_grad()

@@ -35,6 +35,7 @@ from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.model import names
 from trueshard.model.names import Held
+from trueshard.model.snapshot import Trace
 from trueshard.optim import stepping
 from trueshard.optim.rebind import shard_like
 from trueshard.plans import Plan
@@ -86,6 +87,8 @@ class Runtime:
         """Of each sharded parameter: the registry that holds it, its attribute, and its name."""
         self.accumulating = False
         """True while gradients add up on each rank without being reduced: the user's setting, not a state."""
+        self.changes: Trace | None = None
+        """What ``shard()`` changed in the modules."""
         self.states: list[State] = []
         self._gathered_before: set[ShardedModule] = set()
         """Units that were gathered when the outermost pass began."""

@@ -139,6 +139,13 @@ class HoldsWhole(nn.Module):
         return super().__getattr__(name)
 
 
+def release_whole(module: nn.Module) -> None:
+    """Make the copy of a module that holds a replicated parameter an ordinary module again."""
+    module.__dict__.pop(_KEY, None)
+    if isinstance(module, HoldsWhole):
+        names.take_out(module)
+
+
 @torch.no_grad()
 def average_gradients(parameters: Iterable[WholeParameter], mesh: DeviceMesh, *, only_hooked: bool) -> None:
     """Average at the end of a backward; ``only_hooked``: those with a hook, which means the global gradient.

@@ -1,0 +1,275 @@
+"""``weights``: go through the whole tensors of a sharded model unit by unit, under the names that files have.
+
+- A unit is gathered with one collective in the dtype in which it computes, and freed before the next one.
+- Adapters of PEFT are merged by PEFT's own layers, in float32: copies of these layers without memory, made once, get
+  the gathered tensors of one layer at a time. Parameters of a layer that lie in several units are kept until all are
+  there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from trueshard import _torch
+from trueshard._torch import ShardedModule
+from trueshard.checkpoint import layout, state
+from trueshard.checkpoint.format import find_dtype
+from trueshard.model import names
+from trueshard.runtime.apply import copy_modules, on_meta
+from trueshard.runtime.engine import sharded
+from trueshard.runtime.gathering import gather_each, settle
+from trueshard.runtime.passes import Runtime
+from trueshard.runtime.replicated import WholeParameter
+
+Place = tuple[nn.Module, str]
+"""(module, attribute)."""
+
+
+def weights(
+    model: nn.Module,
+    *,
+    adapters: Literal["merged", "alone"] = "merged",
+    naming: Literal["saved", "hub"] = "saved",
+    dtype: torch.dtype | str | None = None,
+) -> Generator[tuple[list[str], list[torch.Tensor]], None, None]:
+    """Go through the whole tensors of a sharded model, unit by unit in the plan's order. Collective.
+
+        for names, tensors in trueshard.weights(model):
+            engine.load_weights(zip(names, tensors))
+
+    Each unit is gathered with one collective. Every parameter comes once, a tie under its first name; what every rank
+    holds whole comes last, persistent buffers at its end. Every rank goes through all of it; one that ends early frees
+    its unit. Between two steps no pass of the model may run.
+
+    Args:
+        model: a sharded model.
+        adapters: of a PEFT model. "merged": the base's tensors, under the names that the base has without PEFT, with
+            the active adapters merged in float32. "alone": the tensors of the active adapter, under the names that
+            PEFT's file has.
+        naming: "saved": names and tensors as ``save`` writes them, which are the model's own. "hub": as
+            ``save_pretrained`` of transformers writes them and engines expect them; they differ where transformers
+            renames, merges or splits tensors when it loads (the experts of Mixtral, parts of Llava).
+        dtype: of floating-point tensors, such as ``torch.bfloat16`` or "bfloat16"; None: parameters in the dtype in
+            which the model computes, buffers in their own.
+
+    Returns:
+        A generator of (names, tensors), of equal length. Tensors are on the device that computes, and valid until the
+        iterator goes on.
+
+    Raises:
+        ValueError: the model is not sharded, an argument is wrong, or PEFT cannot merge the adapter.
+    """
+    form = _form(adapters, naming, dtype)
+    runtime = sharded(model)
+    settle(runtime)
+    held, _ = state.model_tensors(runtime.root)
+    with torch.no_grad():  # PEFT may call a prompt's encoder, which is a pass
+        name_of = _names(runtime.root, list(held), alone=adapters == "alone")
+    merging = Merging(runtime) if adapters == "merged" else None
+    given = {id(each.tensor): name_of[name] for name, each in held.items() if name in name_of}
+
+    def members(every: Iterable[list[Place]]) -> list[_Member]:
+        """Return the parameters, each by its places, that are given or needed for it."""
+        found = [_Member(places, given.get(id(_registered(places[0])))) for places in every]
+        return [each for each in found if each.name is not None or (merging and each.places[0] in merging.layers_at)]
+
+    every = [(unit, members(_torch.places_in_unit(unit))) for unit in runtime.units]
+    whole = [(each, member) for each in runtime.replicated for member in members([each.places])]
+    buffers = {name_of[n]: each.tensor for n, each in held.items() if n in name_of and each.trainable is None}
+    return _go_through(runtime, {unit: found for unit, found in every if found}, whole, buffers, merging, form)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What is done to names and whole tensors before they are given."""
+
+    published: bool
+    dtype: torch.dtype | None
+
+    def of(self, root: Any, found: dict[str, torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
+        if self.published:
+            found = layout.as_published(root.get_base_model() if hasattr(root, "get_base_model") else root, found)
+        own = [t if self.dtype is None or not t.is_floating_point() else t.to(self.dtype) for t in found.values()]
+        return list(found), own
+
+
+def _form(adapters: str, naming: str, dtype: torch.dtype | str | None) -> _Form:
+    if adapters not in ("merged", "alone"):
+        raise ValueError(f'adapters={adapters!r}: it is "merged" or "alone"')
+    if naming not in ("saved", "hub") or (naming == "hub" and adapters == "alone"):
+        raise ValueError(f'naming={naming!r}: it is "saved", or with merged adapters "hub"')
+    wanted = dtype if isinstance(dtype, torch.dtype) else find_dtype(dtype)
+    if dtype is not None and not (wanted is not None and wanted.is_floating_point):
+        raise ValueError(f"dtype={dtype!r}: it is a floating-point dtype, such as bfloat16, float16 or float32")
+    return _Form(naming == "hub", wanted)
+
+
+def _names(root: Any, held: list[str], *, alone: bool) -> dict[str, str]:
+    """Return name in the model → name to give, of each tensor that is given."""
+    peft: dict[str, Any] = getattr(root, "peft_config", {})
+    keys = layout.adapted_keys(root, "") if peft else None
+    if keys is None:
+        if alone or (peft and hasattr(root, "get_base_model")):
+            name = _torch.own_class(root).__name__
+            if peft:
+                raise ValueError(f"two tensors of this {name} would have one name without PEFT: call trueshard.save()")
+            raise ValueError(f'this {name} has no adapter of PEFT, so adapters="alone" has nothing to give')
+        return dict(zip(held, held, strict=True))
+    if alone:
+        active = [root.active_adapter] if isinstance(root.active_adapter, str) else list(root.active_adapter)
+        if len(active) != 1:
+            raise ValueError(f"the adapters {', '.join(active)} are active: activate one with set_adapter()")
+        folder = layout.adapter_folder(root, active[0])
+        every = ((name, key) for name, key in keys.items() if key.stem == "adapter_model" and key.folder == folder)
+        return {name: key.key for name, key in every if name in held}
+    if packed := next((name for name in held if name.endswith(".packed")), None):
+        raise ValueError(
+            f"the base is quantized ({packed}), and merging would round the adapter away; "
+            'adapters="alone" gives the adapter alone'
+        )
+    if not hasattr(root, "merge_and_unload") or not hasattr(root.base_model, "merge_and_unload"):
+        kind = next(iter(peft.values())).peft_type
+        raise ValueError(f'PEFT cannot merge a {kind} adapter into its base; adapters="alone" gives it alone')
+    found = {name: keys[name].key for name in held if keys[name].stem == "model"}
+    return found | _of_saved_modules(root, found)
+
+
+def _of_saved_modules(root: nn.Module, found: dict[str, str]) -> dict[str, str]:
+    """Return the names of modules that were trained whole; take those of their originals out of ``found``."""
+    from peft.utils import ModulesToSaveWrapper
+
+    saved: dict[str, str] = {}
+    for name, module in names.named_modules(root):
+        if isinstance(module, ModulesToSaveWrapper):
+            for adapter in (each for each in module.active_adapters if each in module.modules_to_save):
+                original = f"{name}.original_module."
+                for own in [each for each in found if each.startswith(original)]:
+                    saved[f"{name}.modules_to_save.{adapter}.{own.removeprefix(original)}"] = found.pop(own)
+    return saved
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A parameter of a unit, or one that every rank holds whole."""
+
+    places: list[Place]
+    name: str | None
+    """To give; None: it is not given itself."""
+
+
+def _go_through(
+    runtime: Runtime,
+    units: dict[ShardedModule, list[_Member]],
+    whole: list[tuple[WholeParameter, _Member]],
+    buffers: dict[str, torch.Tensor],
+    merging: Merging | None,
+    form: _Form,
+) -> Generator[tuple[list[str], list[torch.Tensor]], None, None]:
+    def given(values: list[tuple[_Member, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        merged = values if merging is None else merging.merged(values)
+        return {each.name: value for each, value in merged if each.name is not None}
+
+    for unit in gather_each(runtime, units):
+        if found := given([(each, _registered(each.places[0]).detach()) for each in units[unit]]):
+            yield form.of(runtime.root, found)
+        del found
+    with torch.no_grad():
+        last = given([(member, each.gathered().detach()) for each, member in whole]) | buffers
+    if last:
+        yield form.of(runtime.root, last)
+
+
+def _registered(place: Place) -> torch.Tensor:
+    module, attribute = place
+    tensor = _torch.own_parameters(module)[attribute]
+    assert tensor is not None
+    return tensor
+
+
+class _Layers:
+    """Layers of PEFT that share parameters, mostly one: copies without memory, and what was gathered for them."""
+
+    def __init__(self) -> None:
+        self.twins: list[Any] = []
+        self.missing: set[Place] = set()
+        """First places of parameters that were not gathered yet."""
+        self.gathered: list[tuple[_Member, Place, torch.dtype]] = []
+        """Each with its place in the copies, and the dtype that it was gathered in."""
+
+
+class Merging:
+    """Merges the active adapters of PEFT into the layers around them, as their parameters are gathered."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.layers_at: dict[Place, tuple[_Layers, Place]] = {}
+        """Place in the model → the layers that it belongs to, and the place in their copies."""
+        layers = _adapted_layers(runtime.root)
+        twins = copy_modules(runtime, layers, on_meta, {}) if layers else []
+        every = [places for unit in runtime.units for places in _torch.places_in_unit(unit)]
+        every += [each.places for each in runtime.replicated]
+        first_of = {place: places[0] for places in every for place in places}
+        known: dict[Place, _Layers] = {}
+        for layer, twin in zip(layers, twins, strict=True):
+            places = {
+                (module, attribute): (copied, attribute)
+                for (_, module), (_, copied) in zip(names.named_modules(layer), names.named_modules(twin), strict=True)
+                for attribute, parameter in _torch.own_parameters(module).items()
+                if parameter is not None
+            }
+            firsts = {first_of[place] for place in places}
+            group = next((known[place] for place in firsts if place in known), _Layers())
+            group.twins.append(twin)
+            group.missing |= firsts
+            known |= dict.fromkeys(firsts, group)
+            self.layers_at |= {mine: (group, theirs) for mine, theirs in places.items()}
+
+    @torch.no_grad()
+    def merged(self, values: list[tuple[_Member, torch.Tensor]]) -> list[tuple[_Member, torch.Tensor]]:
+        """Return what needs no merging, and the parameters of layers that are complete now, merged."""
+        found: list[tuple[_Member, torch.Tensor]] = []
+        for member, value in values:
+            own = [self.layers_at.pop(place) for place in member.places if place in self.layers_at]
+            if not own:
+                found.append((member, value))
+                continue
+            held = nn.Parameter(value.to(torch.float32, copy=True), requires_grad=False)
+            for _, (twin, attribute) in own:
+                _torch.own_parameters(twin)[attribute] = held
+            group, place = own[0]
+            group.gathered.append((member, place, value.dtype))
+            group.missing.discard(member.places[0])
+            if not group.missing:
+                found += _merge(group)
+        return found
+
+
+def _merge(group: _Layers) -> list[tuple[_Member, torch.Tensor]]:
+    for twin in group.twins:
+        if hasattr(twin, "unload_and_optionally_merge_module"):
+            twin.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        else:
+            twin.merge(safe_merge=False, adapter_names=None)
+    group.twins.clear()
+    every = [(member, getattr(*place).detach(), dtype) for member, place, dtype in group.gathered if member.name]
+    group.gathered.clear()
+    return [(member, value.to(dtype)) for member, value, dtype in every]
+
+
+def _adapted_layers(root: nn.Module) -> list[nn.Module]:
+    """Return the layers of PEFT that are not inside another one."""
+    if not hasattr(root, "get_base_model"):
+        return []
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in root.modules():  # from the outside inwards
+        if isinstance(module, BaseTunerLayer) and module not in inside:
+            found.append(module)
+            inside |= set(module.modules())
+    return found
