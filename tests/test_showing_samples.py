@@ -14,8 +14,9 @@ from parity import Ranks
 from showing import Lost, answer, answers, trainer, write_samples
 from test_showing_trackers import CONFIG, Kept
 from trueshard.errors import UserError
+from trueshard.train.rl.samples import Sample
 from trueshard.train.showing.metrics import Measures, Tracking, trackers
-from trueshard.train.showing.samples import SamplesWriter, markdown, read_samples
+from trueshard.train.showing.samples import SamplesWriter, line, markdown, read_samples
 from trueshard.train.trainer import Callback, Trainer
 
 
@@ -74,21 +75,30 @@ def test_a_new_run_begins_with_an_empty_file(tmp_path: Path) -> None:
     assert len(read_samples(tmp_path / "samples.jsonl")) == 6
 
 
+def test_a_sample_is_a_line(tmp_path: Path) -> None:
+    whole = answer(7, 5, 2)
+    own = {key: value for key, value in whole.items() if key in Sample.__dataclass_fields__}
+    more = {key: whole[key] for key in ("advantage", "trained_logprobs", "used")}
+    assert line(Sample(asked=[1, 2], **own), whole["prompt_text"], whole["pieces"], **more) == whole
+    del more["trained_logprobs"]
+    assert "trained_logprobs" not in line(Sample(asked=[1, 2], **own), "", whole["pieces"], **more)
+
+
 def test_steps_may_be_left_out(tmp_path: Path) -> None:
     trainer(written(tmp_path, every=3), 7).fit()
     assert steps(tmp_path) == [1, 3, 6]
 
 
 def test_what_is_not_finite_is_null_and_comes_back_as_nan(tmp_path: Path) -> None:
-    line = answer(1, 5, 0)
-    line |= {"reward": math.nan, "logprobs": [-math.inf, *line["logprobs"][1:]], "parts": {"exact": math.inf}}
+    lost = answer(1, 5, 0)
+    lost |= {"reward": math.nan, "logprobs": [-math.inf, *lost["logprobs"][1:]], "parts": {"exact": math.inf}}
     writer = SamplesWriter(tmp_path)
     writer.on_start(trainer([], 1))
-    writer.write([line])
+    writer.write([lost])
     json.loads((tmp_path / "samples.jsonl").read_text(), parse_constant=pytest.fail)
     (found,) = read_samples(writer.path)
     assert all(math.isnan(value) for value in (found["reward"], found["logprobs"][0], found["parts"]["exact"]))
-    assert found["logprobs"][1:] == line["logprobs"][1:]
+    assert found["logprobs"][1:] == lost["logprobs"][1:]
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,27 @@ from showing import Lost, trainer
 from trueshard.errors import UserError
 from trueshard.train.parse import load_config
 from trueshard.train.showing.metrics import Measures, MetricsWriter, Tracker, Tracking, read_metrics, trackers
-from trueshard.train.trainer import Callback
+from trueshard.train.trainer import Callback, Trainer
 
 CONFIG = {"train": {"steps": 6}}
 
 
+class Texts(Callback):
+    """Tells a text in each step."""
+
+    def __init__(self, tracking: Tracking) -> None:
+        self.tracking = tracking
+
+    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        self.tracking.text(record["step"], "samples", f"**Step** {record['step']} <b>")
+
+
 def interrupted_and_resumed(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Six steps, of which 3 and 4 are taken twice; their records."""
+    """Six steps, of which 3 and 4 are taken twice, with a text each; their records."""
 
     def shown() -> list[Callback]:
-        return [Measures(), MetricsWriter(folder), Tracking(trackers([name]), CONFIG, folder, "trial")]
+        tracking = Tracking(trackers([name]), CONFIG, folder, "trial")
+        return [Measures(), MetricsWriter(folder), tracking, Texts(tracking)]
 
     first = trainer([*shown(), Lost(4)], 6, folder)
     with pytest.raises(InterruptedError):
@@ -96,7 +107,7 @@ def test_wandb_offline_has_every_step(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     records = interrupted_and_resumed(tmp_path, "wandb")
-    losses = {}
+    losses, texts = {}, set()
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     for file in files:
         for message in messages_of(file):
@@ -105,7 +116,10 @@ def test_wandb_offline_has_every_step(tmp_path: Path, monkeypatch: pytest.Monkey
             row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in found.history.item}
             if "loss" in row:
                 losses[found.history.step.num] = row["loss"]
+            if "samples" in row:
+                texts.add(found.history.step.num)
     assert losses == {each["step"]: pytest.approx(each["loss"]) for each in records}
+    assert texts == set(losses)
     assert len({file.stem for file in files}) == 1, "both parts are of one run"
 
 
@@ -118,16 +132,18 @@ def test_trackio_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
         "records = interrupted_and_resumed(Path(sys.argv[2]), 'trackio')\n"
         "from trackio.sqlite_storage import SQLiteStorage\n"
         "runs = SQLiteStorage.get_runs('trial')\n"
-        "logs = [(each['step'], each['loss']) for run in runs for each in SQLiteStorage.get_logs('trial', run)]\n"
-        "print(json.dumps([runs, sorted(logs), [(each['step'], each['loss']) for each in records]]))\n"
+        "rows = [each for run in runs for each in SQLiteStorage.get_logs('trial', run)]\n"
+        "logs = sorted((each['step'], each['loss']) for each in rows if 'loss' in each)\n"
+        "texts = sorted(each['step'] for each in rows if 'samples' in each)\n"
+        "print(json.dumps([runs, logs, [(each['step'], each['loss']) for each in records], texts]))\n"
     )
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
     command = [sys.executable, "-c", program, str(Path(__file__).parent), str(tmp_path / "run")]
     done = forks.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    runs, logged, taken = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
+    runs, logged, taken, texts = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
     assert len(runs) == 1
-    assert [step for step, _ in logged] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in logged] == texts == [1, 2, 3, 4, 5, 6]
     assert logged == [[step, pytest.approx(loss)] for step, loss in taken]
 
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trueshard import rl as rl
     from trueshard.api import shard as shard
     from trueshard.checkpoint.catalogue import latest as latest
     from trueshard.checkpoint.exporting import export as export
@@ -69,10 +70,12 @@ _MODULES = {
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
 
-__all__ = sorted(_WHERE)
+__all__ = sorted([*_WHERE, "rl"])
 
 
 def __getattr__(name: str) -> Any:
+    if name == "rl":
+        return import_module("trueshard.rl")
     if name not in _WHERE:
         raise AttributeError(f"module 'trueshard' has no attribute {name!r}")
     from trueshard.errors import with_extra

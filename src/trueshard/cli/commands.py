@@ -112,7 +112,7 @@ def plot(
         Path | None, typer.Option(help="A .png or .html file; left out: both, with the run.", metavar="FILE")
     ] = None,
 ) -> None:
-    """Draw the curves of one or more runs, as PNG and as a page."""
+    """Draw the curves of one or more runs, as PNG and as a page; of a run with answers, a page of them too."""
     from trueshard.train.showing.plot import plot as draw
 
     for path in draw(runs, out):

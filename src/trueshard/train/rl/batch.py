@@ -19,7 +19,6 @@ from trueshard.train.data import chat
 from trueshard.train.data.samples import IGNORED, Batch, Samples
 from trueshard.train.rl.samples import Prompt, Sample
 
-
 Prompts = Sequence[Mapping[str, Any]] | Samples
 """Records with a ``prompt``, a string or messages; or what a run has prepared of them."""
 

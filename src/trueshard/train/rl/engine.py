@@ -15,7 +15,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, TopKLogitsWarper, TopPLogitsWarper
 
@@ -24,8 +26,11 @@ from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.runtime.engine import set_reshard_after_forward, sharded
 from trueshard.runtime.gathering import GatheredCopy
+from trueshard.train.config import RolloutSection
+from trueshard.train.rl.batch import PromptEncoder
 from trueshard.train.rl.ranks import divided, rank_and_ranks
-from trueshard.train.rl.samples import Answer, Request, Sampling, key_of, uniform
+from trueshard.train.rl.samples import Answer, Engine, Request, Sampling, key_of, uniform
+from trueshard.train.trainer import over_ranks
 
 Images = Callable[[Sequence[list[dict[str, Any]]], int], dict[str, torch.Tensor]]
 """(conversations with images, width) → the model's inputs besides tokens; those of a token a place, padded on the left.
@@ -193,3 +198,30 @@ def drawn(
     found = torch.searchsorted(heights, wanted, right=True)[:, 0]
     likeliest = (heights < heights[:, -1:]).sum(1)  # the last token that has any probability
     return torch.minimum(found, likeliest)
+
+
+ROOM = 0.5
+"""Part of the free memory that a gathered copy may take with `rollout.copy = "auto"`."""
+
+
+def choose_engine(section: RolloutSection, model: nn.Module, encoder: PromptEncoder) -> Engine:
+    """Return the engine of `[rollout]`. Collective; raises `UserError`."""
+    end = encoder.template.ends_turn() if encoder.template is not None else None
+    ends = [] if end is None else [int(encoder.tokenizer.convert_tokens_to_ids(end))]
+    copy = section.copy_ if section.copy_ != "auto" else ("gathered" if copy_fits(model) else "kept")
+    images = encoder.images if encoder.has_images else None
+    return TransformersEngine(model, encoder.tokenizer, copy=copy, batch=section.batch, ends=ends, images=images)
+
+
+def copy_fits(model: nn.Module) -> bool:
+    """Return True if a whole copy in the compute dtype takes at most half of every rank's free memory. Collective."""
+    runtime = sharded(model)
+    mixed = runtime.plan.mixed_precision
+    width = getattr(torch, mixed.compute).itemsize if mixed and mixed.compute else None
+    size = sum(each.numel() * (width or each.dtype.itemsize) for each in model.parameters())
+    device = device_of(runtime.mesh)
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = psutil.virtual_memory().available // rank_and_ranks()[1]
+    return bool(over_ranks([free], device, dist.ReduceOp.MIN)[0] * ROOM > size)

@@ -29,8 +29,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from trueshard.errors import UserError
+from trueshard.train.config import RLSection, RolloutSection
 from trueshard.train.data.samples import IGNORED, Batch
 from trueshard.train.losses import Forward, HeadRows
+from trueshard.train.rl.reward_functions import Wrong, find
 from trueshard.train.trainer import over_ranks
 
 Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -263,3 +266,27 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 LOSSES = ("clip", "sequence", "weight", "soft")
+
+
+def policy_loss(rl: RLSection, rollout: RolloutSection, whole_logits: bool = False) -> PolicyLoss:
+    """Return the loss of the tables [rl] and [rollout]. Raises `UserError` for a function that cannot be had."""
+    loss: str | Function = rl.loss
+    if ":" in rl.loss:
+        try:
+            loss, _ = find(rl.loss, {})
+        except Wrong as error:
+            raise UserError(f"rl.loss: {error}") from None
+    return PolicyLoss(
+        loss,
+        clip=rl.clip,
+        dual_clip=rl.dual_clip,
+        soft=rl.soft,
+        average=rl.average,
+        length=rollout.tokens if rl.average == "length" else None,
+        temperature=rollout.temperature,
+        kl=rl.kl if rl.kl_place == "loss" else 0.0,
+        kl_estimator=rl.kl_estimator,
+        correction=rollout.correction,
+        bounds=rollout.bounds,
+        whole_logits=whole_logits,
+    )

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trueshard.errors import UserError
 from trueshard.train.config import RewardSection
-from trueshard.train.rl.reward_functions import LISTS
+from trueshard.train.rl.reward_functions import LISTS, Function, Wrong, form_of, rewards_of
 from trueshard.train.rl.reward_processes import Answer, Call, Processes
 from trueshard.train.rl.samples import Name, Prompt, Sample
 
@@ -224,6 +224,35 @@ class Rewards:
         which = about[at or 0] if at is not None or len(about) == 1 else f"{len(about)} samples, from {about[0]} on"
         problem = f"its process {answer.ended}" if answer.ended else answer.content["error"]
         raise UserError(f"reward.function: {self._functions[function]} failed for {which}: {problem}; correct it")
+
+
+class CalledReward:
+    """A reward function that is called in this process, without a time limit: for a loop of one's own."""
+
+    turns = False
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        name = getattr(function, "__name__", type(function).__name__)
+        self._function = Function(function, form_of(function, name), {}, None)
+        if self._function.form == "episode":
+            raise ValueError(f'{name} is an episode, which runs in a process of its own; give "file.py:{name}"')
+        self._name, self.whole = name, self._function.form in LISTS
+
+    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Reward]:
+        """Return the reward of each sample. Raises `ValueError` for what is no reward, and what the function raises."""
+        found = []
+        groups = [range(len(samples))] if self.whole else [range(i, i + 1) for i in range(len(samples))]
+        for places in groups:
+            value = self._function.on([dict(prompts[i].record) for i in places], [samples[i] for i in places])
+            try:
+                found += [Reward(*each) for each in rewards_of(value, self._function, len(places))]
+            except Wrong as error:
+                about = _about(prompts[places[0]].where, *samples[places[0]].name)
+                raise ValueError(f"{self._name} failed for {about}: {error}") from None
+        return found
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def _about(where: str, step: int, prompt: int, sample: int) -> str:

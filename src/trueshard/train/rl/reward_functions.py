@@ -97,12 +97,21 @@ def _easy_input(record: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
 
 def load(words: str, arguments: dict[str, Any]) -> Function:
     """Import "file.py:function", or a built-in word, and return the function. Raises `Wrong`, which names it."""
+    call, folder = find(words, BUILT_IN)
+    form = form_of(call, words.rpartition(":")[2])
+    _check_signature(call, form, arguments, words)
+    return Function(call, form, arguments, folder)
+
+
+def find(words: str, built_in: Mapping[str, str]) -> tuple[Callable[..., Any], Path | None]:
+    """Return the function of "file.py:function" and its folder, or of a ``built_in`` word. Raises `Wrong`."""
     path, _, name = words.rpartition(":")
-    if not path and name in BUILT_IN:
-        module, folder = _imported(words, lambda: importlib.import_module(BUILT_IN[name]), None), None
+    if not path and name in built_in:
+        module, folder = _imported(words, lambda: importlib.import_module(built_in[name]), None), None
     elif not path or not name:
-        near = nearest(words, BUILT_IN)
-        raise Wrong(f'{words!r} names no function; write "file.py:function", or a word: {", ".join(BUILT_IN)}.{near}')
+        near = nearest(words, built_in)
+        words_known = f", or a word: {', '.join(built_in)}" if built_in else ""
+        raise Wrong(f'{words!r} names no function; write "file.py:function"{words_known}.{near}')
     else:
         file = Path(path).expanduser().resolve()
         if not file.is_file():
@@ -114,9 +123,7 @@ def load(words: str, arguments: dict[str, Any]) -> Function:
         known = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
         near = nearest(name, known) or (f" It has {', '.join(known)}." if known else "")
         raise Wrong(f"{Path(path).name} has no function {name!r}; name one that it has.{near}")
-    form = _form(call, name)
-    _check_signature(call, form, arguments, words)
-    return Function(call, form, arguments, folder)
+    return call, folder
 
 
 def _imported(words: str, make: Callable[[], ModuleType], folder: Path | None) -> ModuleType:
@@ -149,7 +156,8 @@ def _module(file: Path) -> ModuleType:
     return module
 
 
-def _form(call: Callable[..., Any], name: str) -> Form:
+def form_of(call: Callable[..., Any], name: str) -> Form:
+    """Return the form of a function with this name."""
     if inspect.isgeneratorfunction(call):
         return "episode"
     with contextlib.suppress(TypeError, ValueError):  # compiled code without a signature

@@ -13,8 +13,9 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,15 @@ from torch import nn
 
 from trueshard.distributed import device_of
 from trueshard.runtime.engine import sharded
-from trueshard.train.config import RLSection, RolloutSection
+from trueshard.train.config import RewardSection, RLSection, RolloutSection
 from trueshard.train.data.samples import Batch, Mixture, Order
 from trueshard.train.losses import without_adapter
 from trueshard.train.rl import advantages
-from trueshard.train.rl.batch import Prompts, dealt, microbatch, of_samples
-from trueshard.train.rl.policy import PolicyLoss, estimates
+from trueshard.train.rl.batch import PromptEncoder, Prompts, dealt, microbatch, of_samples
+from trueshard.train.rl.engine import choose_engine
+from trueshard.train.rl.policy import PolicyLoss, estimates, policy_loss
 from trueshard.train.rl.ranks import divided, rank_and_ranks
+from trueshard.train.rl.reward import CalledReward, Rewards
 from trueshard.train.rl.sampler import Sampler
 from trueshard.train.rl.samples import Prompt, Sample, Sampling
 
@@ -75,37 +78,51 @@ class Rollouts:
     """Microbatches of sampled answers, without end; see the file's docstring. Every method is collective.
 
     Args:
-        model: sharded, on the rank's device.
-        sampler: engine, rewards and tokenizer.
-        prompts: records with a ``prompt``, a string or messages.
-        loss: the loss of the trainer; its log-probabilities are used before a step too.
+        model: sharded, on the rank's device; of transformers, with ``generate``.
+        tokenizer: of transformers.
+        prompts: records with a ``prompt``, a string or messages; the reward gets the whole record.
+        reward: ``(completion, record, sample) -> float or dict`` or another form of such a function; or the table
+            [reward].
+        loss: the loss of the trainer, whose log-probabilities are used before a step too; None: that of ``rl``.
         batch_size: answers of an optimizer step over all ranks; a multiple of ``rl.samples``.
         rl: the table [rl], or a dict of its keys.
         rollout: the table [rollout], or a dict of its keys.
         accumulate: microbatches of this rank in a step.
         seed: of the order of prompts and of the samples.
-        reference: the model before training, sharded; None: the adapter is turned off instead.
+        reference: with ``rl.kl``, the model before training, sharded; None: the adapter is turned off instead.
+        processor: of images and text, for such a model.
+        folder: for the files that an engine needs.
+
+    Raises:
+        ValueError: a key or value of the tables is wrong, or ``batch_size``.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        sampler: Sampler,
+        tokenizer: Any,
         prompts: Prompts,
+        reward: Callable[..., Any] | Mapping[str, Any] | Rewards,
         *,
-        loss: PolicyLoss,
         batch_size: int,
+        loss: PolicyLoss | None = None,
         rl: RLSection | Mapping[str, Any] | None = None,
         rollout: RolloutSection | Mapping[str, Any] | None = None,
         accumulate: int = 1,
         seed: int = 0,
         reference: nn.Module | None = None,
+        processor: Any = None,
+        folder: Path | None = None,
     ) -> None:
         self.rl = rl if isinstance(rl, RLSection) else RLSection(**rl or {})
         self.rollout = rollout if isinstance(rollout, RolloutSection) else RolloutSection(**rollout or {})
-        if batch_size % self.rl.samples:
+        if batch_size < 1 or batch_size % self.rl.samples:
             raise ValueError(f"batch_size is {batch_size}; it is a multiple of {self.rl.samples} samples a prompt")
-        self.model, self.sampler, self.loss, self.reference = model, sampler, loss, reference
+        self.model, self.reference = model, reference
+        self.loss = policy_loss(self.rl, self.rollout) if loss is None else loss
+        encoder = PromptEncoder(tokenizer, processor)
+        engine = choose_engine(self.rollout, model, encoder)
+        self.sampler = Sampler(engine, _rewards(reward), encoder, tokens=self.rollout.tokens)
         self._prompts, self._seed, self._accumulate = prompts, seed, accumulate
         self._order = prompts.order(seed) if isinstance(prompts, Mixture) else Order(seed, [len(prompts)], [1])
         self._groups = batch_size * self.rl.updates // self.rl.samples
@@ -354,6 +371,12 @@ class Rollouts:
         self._left = []
         if self.current is not None:
             self._left = self.current.minibatches(self.rl.updates, self.rl.samples)[-int(state["left"]) :]
+
+
+def _rewards(reward: Callable[..., Any] | Mapping[str, Any] | Rewards) -> Rewards | CalledReward:
+    if isinstance(reward, Rewards):
+        return reward
+    return Rewards(RewardSection(**reward)) if isinstance(reward, Mapping) else CalledReward(reward)
 
 
 def batch_to(batch: Batch, device: torch.device) -> Batch:

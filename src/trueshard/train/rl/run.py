@@ -7,33 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
-import torch
-import torch.distributed as dist
 from torch import nn
 
 import trueshard
-from trueshard.distributed import device_of
-from trueshard.errors import UserError
 from trueshard.runtime.engine import sharded
 from trueshard.train.config import Config, EvaluationSection
 from trueshard.train.data.prepared import Prepared
 from trueshard.train.data.samples import Mixture
 from trueshard.train.data.tokenizer import load_processor, set_chat_template
 from trueshard.train.models.build import fill, reference
-from trueshard.train.rl.batch import PromptEncoder
-from trueshard.train.rl.policy import Function, PolicyLoss
-from trueshard.train.rl.ranks import rank_and_ranks
+from trueshard.train.rl.policy import PolicyLoss, policy_loss
 from trueshard.train.rl.reward import Rewards
 from trueshard.train.rl.rollouts import Rollouts
-from trueshard.train.rl.sampler import Sampler
-from trueshard.train.rl.samples import Engine
-from trueshard.train.trainer import Callback, Trainer, over_ranks
+from trueshard.train.trainer import Callback, Trainer
 
 Line = dict[str, Any]
-
-ROOM = 0.5
-"""Part of the free memory that a gathered copy may take with `rollout.copy = "auto"`."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +41,7 @@ def parts_of(config: Config, settings: Any, model: nn.Module, data: Prepared) ->
     processor = load_processor(config.tokenizer, config.model) if config.images else None
     if processor is not None:
         set_chat_template(config.tokenizer, processor.tokenizer, processor)
-    encoder = PromptEncoder(data.tokenizer, processor)
-    loss = policy_loss(config)
-    engine = choose_engine(config, model, encoder)
-    sampler = Sampler(engine, Rewards(config.reward), encoder, tokens=rollout.tokens)
+    loss = policy_loss(rl, rollout, config.train.whole_logits)
     other = reference(config, settings) if rl.kl > 0 else None
     if other is not None:
         runtime = sharded(model)
@@ -65,8 +50,9 @@ def parts_of(config: Config, settings: Any, model: nn.Module, data: Prepared) ->
     assert isinstance(data.train, Mixture)
     rollouts = Rollouts(
         model,
-        sampler,
+        data.tokenizer,
         data.train,
+        Rewards(config.reward),
         loss=loss,
         batch_size=train.batch_size,
         rl=rl,
@@ -74,82 +60,14 @@ def parts_of(config: Config, settings: Any, model: nn.Module, data: Prepared) ->
         accumulate=train.accumulate,
         seed=train.seed,
         reference=other,
+        processor=processor,
+        folder=config.run.folder,
     )
     evaluation = None
     if config.evaluation is not None:
         assert isinstance(data.evaluation, Mixture)
         evaluation = Evaluation(rollouts, data.evaluation, config.evaluation)
     return Parts(rollouts, loss, evaluation)
-
-
-def policy_loss(config: Config) -> PolicyLoss:
-    """Return the loss of a run."""
-    rl, rollout = config.rl, config.rollout
-    assert rl is not None
-    return PolicyLoss(
-        own_loss(rl.loss) if ":" in rl.loss else rl.loss,
-        clip=rl.clip,
-        dual_clip=rl.dual_clip,
-        soft=rl.soft,
-        average=rl.average,
-        length=rollout.tokens if rl.average == "length" else None,
-        temperature=rollout.temperature,
-        kl=rl.kl if rl.kl_place == "loss" else 0.0,
-        kl_estimator=rl.kl_estimator,
-        correction=rollout.correction,
-        bounds=rollout.bounds,
-        whole_logits=config.train.whole_logits,
-    )
-
-
-def own_loss(words: str) -> Function:
-    """Return the function of "file.py:function". Raises `UserError`."""
-    import importlib.util
-    from pathlib import Path
-
-    file, _, name = words.rpartition(":")
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise UserError(f"rl.loss: {path} does not exist; correct the path")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"rl.loss: {path} is no Python file; give one")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"rl.loss: {path} cannot be imported ({type(error).__name__}: {error}); correct it") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UserError(f"rl.loss: {path} has no function {name!r}; correct the name")
-    return function
-
-
-def choose_engine(config: Config, model: nn.Module, encoder: PromptEncoder) -> Engine:
-    """Return the engine of `[rollout]`. Collective."""
-    from trueshard.train.rl.engine import TransformersEngine
-
-    section = config.rollout
-    template = encoder.template
-    end = template.ends_turn() if template is not None else None
-    ends = [] if end is None else [int(encoder.tokenizer.convert_tokens_to_ids(end))]
-    copy = section.copy_ if section.copy_ != "auto" else ("gathered" if copy_fits(model) else "kept")
-    images = encoder.images if encoder.has_images else None
-    return TransformersEngine(model, encoder.tokenizer, copy=copy, batch=section.batch, ends=ends, images=images)
-
-
-def copy_fits(model: nn.Module) -> bool:
-    """Return True if a whole copy in the compute dtype takes at most half of every rank's free memory. Collective."""
-    runtime = sharded(model)
-    mixed = runtime.plan.mixed_precision
-    width = getattr(torch, mixed.compute).itemsize if mixed and mixed.compute else None
-    size = sum(each.numel() * (width or each.dtype.itemsize) for each in model.parameters())
-    device = device_of(runtime.mesh)
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = psutil.virtual_memory().available // rank_and_ranks()[1]
-    return bool(over_ranks([free], device, dist.ReduceOp.MIN)[0] * ROOM > size)
 
 
 class Evaluation:

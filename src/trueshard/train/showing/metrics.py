@@ -20,6 +20,7 @@ warm-up.
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import math
 import os
@@ -224,6 +225,15 @@ class WandB:
         if step >= self._next:  # the first one that the run does not have
             self._run.log(dict(values), step=step)
 
+    def text(self, step: int, tag: str, markdown: str) -> None:
+        if step >= self._next:
+            self._run.log({tag: self._page(markdown)}, step=step)
+
+    def _page(self, markdown: str) -> Any:
+        import wandb
+
+        return wandb.Html(f"<pre>{html.escape(markdown)}</pre>", data_is_not_path=True)
+
     def finish(self) -> None:
         self._run.finish()
 
@@ -239,6 +249,11 @@ class Trackio(WandB):
         known = SQLiteStorage.get_max_step_for_run(project, name)
         self._next = 0 if known is None else known + 1
         self._run = trackio.init(project=project, name=name, config=dict(config), resume="allow", embed=False)
+
+    def _page(self, markdown: str) -> Any:
+        import trackio
+
+        return trackio.Markdown(markdown)
 
 
 TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}

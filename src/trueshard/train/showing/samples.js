@@ -148,7 +148,7 @@ function leftOut() {
   if (answers) said.push(`${count(answers, "answer")} between the best and the worst`);
   if (tokens) said.push(`the ends of long answers (${count(tokens, "token")})`);
   $("left-out").hidden = !said.length;
-  $("left-out").textContent = `Left out to keep this page small: ${said.join(", ")}. samples.jsonl has everything.`;
+  $("left-out").textContent = `Left out to keep this page small: ${said.join(", ")}. samples.jsonl has everything. Mean rewards are of the steps shown.`;
 }
 
 function start() {

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trueshard.train.rl.samples import Sample
 from trueshard.train.showing.jsonl import Line, Place, StepLines, WrongLineError, damage, read_lines, record_of
 from trueshard.train.showing.metrics import Tracking
 from trueshard.train.trainer import Callback, Trainer
@@ -72,6 +73,22 @@ class SamplesWriter(Callback):
     @staticmethod
     def _is_due(step: int, every: int) -> bool:
         return step == 1 or step % every == 0
+
+
+def line(
+    sample: Sample,
+    prompt_text: str,
+    pieces: Sequence[str],
+    *,
+    advantage: float,
+    trained_logprobs: Sequence[float] | None = None,
+    used: bool = True,
+) -> Line:
+    """Return an answer as `SamplesWriter.write` takes it; ``pieces`` and ``trained_logprobs`` have a value a token."""
+    same = ("step", "prompt", "sample", "text", "tokens", "own", "logprobs", "reward", "parts", "finished")
+    found = {key: getattr(sample, key) for key in (*same, "weights_version")}
+    found |= {"prompt_text": prompt_text, "pieces": list(pieces), "advantage": advantage, "used": used}
+    return found if trained_logprobs is None else found | {"trained_logprobs": list(trained_logprobs)}
 
 
 def read_samples(path: Path) -> list[Line]:
