@@ -497,10 +497,8 @@ def test_adapter_that_begins_with_the_weights_is_made_from_them(saved: Path) -> 
 
 def reference_case(rank: int, world: int, given: Config) -> tuple[float, bool]:
     model, settings = sharded(given)
-    other = reference(given, settings)
+    other = reference(given, settings, model)
     assert other is not None
-    trueshard.shard(other)
-    fill(given, other)
     trained = any(parameter.requires_grad for parameter in other.parameters())
     return float(PreferenceLoss(other)(model, batch(4))), trained
 
@@ -528,7 +526,8 @@ def test_reference_is_sharded_as_the_model(ranks2: Ranks) -> None:
 
 def test_adapted_model_is_its_own_reference() -> None:
     given = config(llama(), ALL, format="preference")
-    assert reference(given, architecture(given, VOCABULARY)) is None
+    settings = architecture(given, VOCABULARY)
+    assert reference(given, settings, build(given, settings)) is None
 
 
 def test_names_are_those_of_the_model_that_transformers_makes(saved: Path) -> None:

@@ -400,7 +400,7 @@ class RewardSection(Section):
     """The reward of an answer, with `[rl]`: functions of your own, in processes of their own."""
 
     function: Text | Annotated[list[Text], Field(min_length=1)]
-    """"file.py:function", or several whose rewards are added: see the guide to reinforcement learning."""
+    """"file.py:function", or "maths" (needs math-verify); or several, whose rewards are added."""
     weights: list[float] = []
     """With several functions: the weight of each. Left out: 1."""
     arguments: dict[str, Any] = {}
@@ -517,6 +517,8 @@ class LogSection(Section):
     """Trackers; each is imported when it is used."""
     project: Text = "trueshard"
     """Name of the project, for "wandb" and "trackio"."""
+    samples_every: Annotated[int, Field(ge=1)] = 1
+    """With `[rl]`: steps between those whose answers go to `samples.jsonl`, tokens and all."""
 
 
 class SampleSection(Section):

@@ -181,6 +181,8 @@ class Trainer:
         self._lose_patience()
         self.model.train()
         self._tell("on_start")
+        if callable(self.evaluation) and self.step == 0:
+            self.evaluate()  # what the model can do before
         try:
             while self.step < self.steps and not self.stopped:
                 record = self.take_step()

@@ -78,12 +78,18 @@ def build(config: Config, settings: Any) -> nn.Module:
     return empty(config, settings)
 
 
-def reference(config: Config, settings: Any) -> nn.Module | None:
-    """Return the model before training, frozen, on the meta device; None with an adapter, which is then turned off."""
+def reference(config: Config, settings: Any, model: nn.Module) -> nn.Module | None:
+    """Return the model before training, frozen, sharded like ``model`` and with its values. Collective.
+
+    None with an adapter, which is turned off instead.
+    """
     if config.adapter is not None:
         return None
     plain = config.model_copy(update={"model": config.model.model_copy(update={"freeze": []})})
-    return empty(plain, settings).requires_grad_(False).eval()
+    found, runtime = empty(plain, settings).requires_grad_(False).eval(), sharded(model)
+    trueshard.shard(found, plan=runtime.plan, mesh=runtime.mesh)
+    fill(config, found)
+    return found
 
 
 def empty(config: Config, settings: Any, checking: bool = False) -> nn.Module:

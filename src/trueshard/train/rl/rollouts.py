@@ -350,6 +350,11 @@ class Rollouts:
         parts = divided(range(ranks), lambda _: [found])
         return {place: logs for part in parts for place, logs in part.items()}
 
+    def close(self) -> None:
+        """End the processes of rewards, and free what the engine holds."""
+        self.sampler.rewards.close()
+        self.sampler.engine.close()
+
     def describe_last(self, microbatches: int) -> str:
         """Describe the samples of the last step."""
         wanted = dict.fromkeys(each.sample.prompt for each in self.minibatch)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-import trueshard
-from trueshard.runtime.engine import sharded
 from trueshard.train.config import Config, EvaluationSection
 from trueshard.train.data.prepared import Prepared
 from trueshard.train.data.samples import Mixture
 from trueshard.train.data.tokenizer import load_processor, set_chat_template
-from trueshard.train.models.build import fill, reference
+from trueshard.train.models.build import reference
 from trueshard.train.rl.policy import PolicyLoss, policy_loss
-from trueshard.train.rl.reward import Rewards
+from trueshard.train.rl.reward import CHECKED, Rewards
 from trueshard.train.rl.rollouts import Rollouts
+from trueshard.train.showing.metrics import Tracking
+from trueshard.train.showing.samples import SamplesWriter, line
 from trueshard.train.trainer import Callback, Trainer
 
 Line = dict[str, Any]
@@ -42,11 +42,7 @@ def parts_of(config: Config, settings: Any, model: nn.Module, data: Prepared) ->
     if processor is not None:
         set_chat_template(config.tokenizer, processor.tokenizer, processor)
     loss = policy_loss(rl, rollout, config.train.whole_logits)
-    other = reference(config, settings) if rl.kl > 0 else None
-    if other is not None:
-        runtime = sharded(model)
-        trueshard.shard(other, plan=runtime.plan, mesh=runtime.mesh)
-        fill(config, other)
+    other = reference(config, settings, model) if rl.kl > 0 else None
     assert isinstance(data.train, Mixture)
     rollouts = Rollouts(
         model,
@@ -68,6 +64,27 @@ def parts_of(config: Config, settings: Any, model: nn.Module, data: Prepared) ->
         assert isinstance(data.evaluation, Mixture)
         evaluation = Evaluation(rollouts, data.evaluation, config.evaluation)
     return Parts(rollouts, loss, evaluation)
+
+
+def with_samples(parts: Parts, config: Config, reporters: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks of a run and those that measure and write its samples, in their order."""
+    tracking = next((each for each in reporters if isinstance(each, Tracking)), None)
+    writer = SamplesWriter(config.run.folder, tracking, every=config.log.samples_every)
+    return [Reinforcement(parts, writer), *reporters, writer]
+
+
+def check_parts(config: Config, data: Prepared) -> None:
+    """Raise `UserError` for a reward or loss function that is wrong, before a model is built."""
+    assert config.rl is not None
+    assert config.reward is not None
+    policy_loss(config.rl, config.rollout)
+    rewards = Rewards(config.reward)
+    try:
+        prompts: Any = data.train
+        first = [prompts[number] for number in range(min(len(prompts), CHECKED))]
+        rewards.check([(each["record"], each["where"]) for each in first])
+    finally:
+        rewards.close()
 
 
 class Evaluation:
@@ -101,32 +118,25 @@ def _mean(values: Sequence[float]) -> float:
 
 
 class Reinforcement(Callback):
-    """Adds what rollouts and loss measure to the record of each step, and evaluates before the first one.
+    """Adds what rollouts and loss measure to the record of each step, and writes the samples.
 
     To be given before the callbacks that write the record.
     """
 
-    def __init__(self, rollouts: Rollouts, loss: PolicyLoss, write: Callable[[Sequence[Line]], None]) -> None:
-        self._rollouts, self._loss, self._write = rollouts, loss, write
-        self._before: dict[str, float] = {}
-
-    def on_start(self, trainer: Trainer) -> None:
-        if trainer.evaluation is not None and trainer.step == 0:
-            self._before = {"evaluation_reward_before": trainer.evaluate()["reward"]}
+    def __init__(self, parts: Parts, writer: SamplesWriter) -> None:
+        self._rollouts, self._loss, self._writer = parts.rollouts, parts.loss, writer
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
         trained = self._rollouts.trained(self._loss.kept)
-        record |= self._rollouts.measures | self._loss.measures() | self._before
-        self._before = {}
+        record |= self._rollouts.measures | self._loss.measures()
         # The loader's time is that of the rollout, not of waiting for data.
         record["seconds_update"] = record["seconds"] - record["data_wait"]
         record["data_wait"] = 0.0
-        if "reward" in record:  # the first step of a rollout
-            self._write(lines(self._rollouts, trained) if trainer.rank == 0 else [])
+        if "reward" in record and trainer.rank == 0:  # the first step of a rollout
+            self._writer.write(lines(self._rollouts, trained))
 
     def on_end(self, trainer: Trainer) -> None:
-        self._rollouts.sampler.rewards.close()
-        self._rollouts.sampler.engine.close()
+        self._rollouts.close()
 
 
 def lines(rollouts: Rollouts, trained: Mapping[int, Any]) -> list[Line]:
@@ -137,16 +147,10 @@ def lines(rollouts: Rollouts, trained: Mapping[int, Any]) -> list[Line]:
     found = []
     for each in rollouts.current.scored:
         sample, logs = each.sample, each.old if each.old is not None else of_last.get(id(each))
-        line: Line = {
-            **{key: getattr(sample, key) for key in ("step", "prompt", "sample", "text", "tokens", "own")},
-            "prompt_text": tokenizer.decode(sample.asked),
-            "pieces": [tokenizer.decode([token]) for token in sample.tokens],
-            "logprobs": [round(value, 5) for value in sample.logprobs],
+        more: dict[str, Any] = {
             "advantage": each.advantage,
-            "used": each.used,
-            **{key: getattr(sample, key) for key in ("reward", "parts", "finished", "weights_version")},
+            "trained_logprobs": None if logs is None else logs.tolist(),
         }
-        if logs is not None:
-            line["trained_logprobs"] = [round(value, 5) for value in logs.tolist()]
-        found.append(line)
+        pieces = [tokenizer.decode([token]) for token in sample.tokens]
+        found.append(line(sample, tokenizer.decode(sample.asked), pieces, used=each.used, **more))
     return found

@@ -86,13 +86,18 @@ def check(config: Config, ranks: int, make: bool = True, override: bool = False)
     changes = resuming.check_resumable(config, plain_settings(settings), override) if saved else []
     with written_to(config.run.folder):
         data = prepare(config, frozen=bool(saved) or not make, make=make)
+    if config.rl is not None and make:
+        from trueshard.train.rl.run import check_parts
+
+        check_parts(config, data)
     steps = config.train.steps or steps_of_epochs(config, len(data))
     return Ready(settings, data, saved[-1] if saved else 0, steps, changes)
 
 
 def steps_of_epochs(config: Config, samples: int) -> int:
-    """Return the optimizer steps of `train.epochs` over ``samples``."""
-    return max(1, math.ceil((config.train.epochs or 0) * samples / config.train.batch_size))
+    """Return the optimizer steps of `train.epochs` over ``samples``: sequences, or prompts with several answers."""
+    answers = samples * (config.rl.samples if config.rl is not None else 1)
+    return max(1, math.ceil((config.train.epochs or 0) * answers / config.train.batch_size))
 
 
 def count_samples(config: Config) -> int | None:
@@ -109,7 +114,7 @@ def check_settings(config: Config, ranks: int) -> Any:
     """Return the transformers configuration of the model; raise `UserError` if settings do not go together."""
     quiet_transformers()
     train = config.train
-    if train.batch_size % (portion := ranks * train.accumulate):
+    if config.rl is None and train.batch_size % (portion := ranks * train.accumulate):
         raise UserError(
             f"train.batch_size: {train.batch_size} sequences do not divide over {ranks} ranks × train.accumulate = "
             f"{train.accumulate}; use a multiple of {portion}, such as {-(-train.batch_size // portion) * portion}"

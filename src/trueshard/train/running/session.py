@@ -173,7 +173,19 @@ def build_trainer(
     fill(config, model)
     seed = (train.seed + 1 + dist.get_rank()) % 2**63  # dropout draws from it: different on each rank
     seed_all(seed)
-    loader, evaluation, loss, first = _what_is_learned(config, settings, model, data, device)
+    reporters = _reporters(config, model, device, ready.memory_planned)
+    loader: Any
+    evaluation: Any
+    loss: Loss
+    if config.rl is None:
+        loss = choose_loss(config, settings, model)
+        loader, evaluation = _loaders(config, data, device)
+    else:
+        from trueshard.train.rl import run
+
+        parts = run.parts_of(config, settings, model, data)
+        loader, evaluation, loss = parts.rollouts, parts.evaluation, parts.loss
+        reporters = run.with_samples(parts, config, reporters)
     profiles = [metrics.Profile(config.run.folder / "profile", *PROFILED)] if profile else []
     trainer = Trainer(
         model,
@@ -191,27 +203,11 @@ def build_trainer(
         checkpoints=checkpoints_of(config),
         checkpoint_every=train.checkpoint_every,
         skip_nonfinite=train.skip_nonfinite,
-        callbacks=[*first, *_reporters(config, model, device, ready.memory_planned), *profiles],
+        callbacks=[*reporters, *profiles],
         wants_stop=wants_stop,
         saved={"tokenizer": data.tokenizer, "data": {"crc32": data.summary.crc32}},
     )
     return trainer, plan
-
-
-def _what_is_learned(
-    config: Config, settings: Any, model: nn.Module, data: Prepared, device: torch.device
-) -> tuple[Any, Any, Loss, list[Callback]]:
-    """Return loader, evaluation and loss, and the callbacks that measure them. Collective."""
-    if config.rl is None:
-        loss = choose_loss(config, settings, model)
-        return (*_loaders(config, data, device), loss, [])
-    from trueshard.train.rl import run
-    from trueshard.train.showing.samples import SamplesWriter
-
-    parts = run.parts_of(config, settings, model, data)
-    writer = SamplesWriter(config.run.folder)
-    measures = run.Reinforcement(parts.rollouts, parts.loss, writer.write)
-    return parts.rollouts, parts.evaluation, parts.loss, [measures, writer]
 
 
 def shard(section: ShardSection, model: nn.Module, *optimizers: torch.optim.Optimizer) -> trueshard.Plan:
@@ -231,16 +227,12 @@ def shard(section: ShardSection, model: nn.Module, *optimizers: torch.optim.Opti
 
 def choose_loss(config: Config, settings: Any, model: nn.Module) -> Loss:
     """Return the loss of a run, for a sharded model with its values. A reference is sharded alike. Collective."""
-    runtime = sharded(model)
     whole_logits = config.train.whole_logits
     if config.data.format == "preference":
-        other = reference(config, settings)
-        if other is not None:
-            trueshard.shard(other, plan=runtime.plan, mesh=runtime.mesh)
-            fill(config, other)
+        other = reference(config, settings, model)
         return PreferenceLoss(other, config.preference.beta, config.preference.label_smoothing, whole_logits)
     if config.data.format == "chat" and config.data.packing:
-        check_apart(model, device_of(runtime.mesh))
+        check_apart(model, device_of(sharded(model).mesh))
     return CausalLoss(whole_logits)
 
 
