@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trueshard.convert.converting import FRAMEWORKS, Framework
 from trueshard.convert.engine import Rule
+from trueshard.convert.tables import FRAMEWORKS, Framework
 
 FILE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 HEAD = "| key | becomes | how, or why not |\n|---|---|---|"
@@ -15,7 +15,7 @@ def markdown(source: Framework) -> str:
     """Return a table with a row for each rule: its keys, what they become, and why."""
     rows = [
         f"| {', '.join(f'`{key}`' for key in rule.shown)} | {_cell(rule.becomes)} | {_cell(_sentence(rule))} |"
-        for rule in source.rules
+        for rule in source.own
     ]
     return "\n".join([HEAD, *rows])
 

@@ -28,16 +28,18 @@ import trueshard
 from convert_tables import FILE, fill
 from messages import lacking
 from parity import Ranks
-from trueshard.convert.converting import FRAMEWORKS, Converted, Framework, convert, spelled, table
+from trueshard.convert.converting import Converted, convert
 from trueshard.convert.engine import Draft, Wrong, our_default
+from trueshard.convert.tables import FRAMEWORKS, Framework, spelled, table
 from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.parse import fields, load_config
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "coming_from"
-RANKS = {"torchtitan.toml": 8, "composer.yaml": 8, "training_arguments.json": 8}
+RANKS = {"torchtitan.toml": 8, "composer.yaml": 8, "training_arguments.json": 8, "trl.yaml": 4}
 EXAMPLE_FILES = ["accelerate.yaml", "composer.yaml", "fsdp.env", "torchtitan.toml", "training_arguments.json"]
+EXAMPLE_FILES += ["easyr1.yaml", "verl.yaml", "trl.yaml"]
 KNOWN = {source.name: set(source.index) for source in FRAMEWORKS}
 RULES = {source.name: source.index for source in FRAMEWORKS}
 PLACEHOLDERS = {
@@ -46,6 +48,7 @@ PLACEHOLDERS = {
     "train.steps": 10,
     "train.batch_size": 16,
     "train.sequence_length": 64,
+    "reward.function": "rewards.py:score",
 }
 
 
@@ -183,6 +186,7 @@ def test_each_key_that_a_rule_names_is_one_of_ours(source: Framework) -> None:
 VALUES: list[Any] = [True, 2, "2", 0.5, -1, "1ep", {}, {"min_lr_rate": 0.1}]
 VALUES += ["none", "no", "never", "full_shard", "FSDP", "NO_WRAP", "BACKWARD_PRE", "PURE", "selective", "op"]
 VALUES += ["adamw_torch", "AdamW", "linear", "steps", "float32", "amp_bf16", "inductor"]
+VALUES += [512, "grpo", "k1", "gspo", "token", "token-mean", "cosine", [0.9, 0.999], ["a"], [{"path": "a"}]]
 VALUES += [{"name": "decoupled_adamw"}, {"name": "cosine_with_warmup"}]
 AS_ANOTHER = {"composer": ("parallelism_config.fsdp2.", "fsdp_config."), "hf": ("evaluation_strategy",)}
 """Keys with the rules of others, under whose name they are told."""
@@ -200,7 +204,7 @@ def of_tree(source: Framework, key: str, value: Any, folder: Path) -> Converted:
 
 @pytest.mark.parametrize("source", FRAMEWORKS, ids=lambda source: source.name)
 def test_every_key_is_told_whatever_its_value(source: Framework, tmp_path: Path) -> None:
-    for key in source.index:
+    for key in (key for rule in source.own for key in rule.keys):
         if key.startswith(AS_ANOTHER.get(source.name, ("-",))):
             continue
         taken = 0
@@ -234,7 +238,10 @@ def test_an_example_becomes_what_lies_beside_it(name: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", EXAMPLE_FILES)
 def test_an_example_is_accepted_once_what_it_asks_is_set(name: str, tmp_path: Path) -> None:
     converted = convert(EXAMPLES / name, ranks=RANKS.get(name))
-    config = accepted(tmp_path, converted, **{"model.config": "model", "train.batch_size": 32})
+    more = {"model.config": "model", "train.batch_size": 32}
+    if name == "trl.yaml":
+        more |= {"train.sequence_length": 2048, "reward.function": ["rewards.py:right", "rewards.py:form"]}
+    config = accepted(tmp_path, converted, **more)
     assert config.shard.mixed_precision == "bf16"
 
 

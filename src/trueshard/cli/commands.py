@@ -123,7 +123,9 @@ def convert(
     file: Annotated[Path | None, typer.Argument(help="A configuration of another framework.", metavar="[FILE]")] = None,
     source: Annotated[
         str | None,
-        typer.Option("--from", help="accelerate, torchtitan, composer, hf or environment.", metavar="NAME"),
+        typer.Option(
+            "--from", help="accelerate, torchtitan, composer, hf, easyr1, verl, trl or environment.", metavar="NAME"
+        ),
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Processes of the run.", metavar="N", min=1)] = None,
     out: Annotated[Path | None, typer.Option(help="The TOML file to write.", metavar="FILE")] = None,

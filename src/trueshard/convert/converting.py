@@ -1,45 +1,29 @@
 """`trueshard convert`: turn a configuration of another framework into one of `trueshard train`.
 
-Each framework is a table in `frameworks/`: what concerns it as a whole, then a `[[rule]]` a key, or several alike:
-
-- `keys`: their names, dotted; `section.*` is any other key of a section. `shown`: the names in the documents, where
-  these differ.
-- One of `set` = our key; `always` = why it is so here anyway; `none` = why there is no equivalent; `command` = an
-  option; `part` or `later` = our key that another of theirs decides too; `function` = a function's name, and `becomes`.
-- `why`: how, what differs, or what to do instead. `default`: theirs, if that decides something here.
-- With `set`: `read` = a reader's name, or `words` = a list of values, or of names of `[words]` in `shared.toml`: `of` =
-  theirs ("*": any other), `value` = ours (or `sets` = several of our keys), and the rest as in `Word`.
-- `unset` (of `set`) and `off` (of `none`): values that mean "not asked for". `unless`: values without equivalent.
-  `needs`, `yields`, `when`, `otherwise`, `beside`, `last`: as in `Rule`.
-- `include` = rules of `shared.toml` or of this file, their keys with a prefix (the first one is shown as `shown`),
-  under other `names`, or in capitals (`upper`).
+Reads the file, guesses whose it is, applies the rules of that framework (`tables`), and writes a text and a report.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import pkgutil
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from trueshard.convert.engine import Draft, Entry, Kind, Rule, Word, Wrong, nearest, plain, shown
+from trueshard.convert.engine import Draft, Entry, Rule, Wrong, nearest, our_fields, shown
+from trueshard.convert.tables import ENVIRONMENT, FILES, FRAMEWORKS, Framework, table
 from trueshard.errors import UserError, explained, one_line
 from trueshard.files import replace_text
 from trueshard.train.config import Config
-from trueshard.train.parse import fields, read_text, set_key, toml_key, toml_value, tomllib
+from trueshard.train.parse import read_text, set_key, toml_key, toml_value, tomllib
 
-FOLDER = Path(__file__).with_name("frameworks")
-NOTHING = (None, "", "none")
-FIXED = {"always": "always so", "none": "no equivalent"}
 ASSIGNED = re.compile(r"\s*(?:(?:export|env)\s+)?[A-Za-z_][A-Za-z0-9_]*=")
 WORDS = {
     "set": "the same",
@@ -182,9 +166,10 @@ def _guess(tree: Mapping[str, Any], path: Path) -> Framework:
         raise UserError(f"{path}: this is a configuration of TrueShard; start it with `trueshard train {path}`")
     candidates = [source for source in FILES if set(source.marks) & set(tree)]
     if len(candidates) != 1:
-        hits = {source.name: _hits(source, tree) for source in candidates or FILES}
+        alone = [source for source in FILES if source.own == source.rules]  # others are told by a mark alone
+        hits = {source.name: _hits(source, tree) for source in candidates or alone}
         best = max(hits.values())
-        candidates = [source for source in candidates or FILES if hits[source.name] == best > 0]
+        candidates = [source for source in candidates or alone if hits[source.name] == best > 0]
     if len(candidates) != 1:
         which = " or ".join(source.title for source in candidates) or "none of the frameworks"
         names = ", ".join(source.name for source in FILES)
@@ -216,9 +201,10 @@ def _rules_of(given: Mapping[str, Any], source: Framework, where: str) -> dict[s
     """Return the rule of each known or given key, `section.*` that of any other in a section; raises `UserError`."""
     known, rules = list(source.index), dict(source.index)
     for key in given:
-        section, inside, _ = key.partition(".")
-        if inside and key not in rules and (rule := source.index.get(f"{section}.*")):
-            rules[key] = rule
+        section = key
+        while key not in rules and (section := section.rpartition(".")[0]):
+            if rule := source.index.get(f"{section}.*"):
+                rules[key] = rule
         if key not in rules and any(each.startswith(f"{key}.") for each in known):
             raise UserError(f"{where}: {key}: found {given[key]!r}, wanted a table; correct it")
         if key not in rules:
@@ -247,7 +233,8 @@ def _apply(kind: Framework, draft: Draft, where: str) -> None:
         draft.origins["run.dir"] = "chosen by its name"
     if not {"model.path", "model.config", "model.architecture"} & {*draft.tree, *draft.asked}:
         draft.ask("model.path", '"path/to/model"', "a directory with config.json, weights and tokenizer")
-    draft.ask("data.path", '"path/to/data"', "a folder, a file, or the name of a data set")
+    if "data.sources" not in draft.tree:
+        draft.ask("data.path", '"path/to/data"', "a folder, a file, or the name of a data set")
     if "train.epochs" not in draft.tree:
         draft.ask("train.steps", "1000", "steps in the whole run, or train.epochs")
 
@@ -282,7 +269,7 @@ def _toml(draft: Draft, origin: str) -> str:
 
 
 def _in_order(keys: Sequence[str] | Mapping[str, Any]) -> list[str]:
-    order = list(fields())
+    order = list(our_fields())
     return sorted(keys, key=lambda key: order.index(".".join(key.split(".")[:2])))
 
 
@@ -299,119 +286,3 @@ def _check(text: str, draft: Draft, where: str) -> None:
         cause = first["ctx"]["error"] if first["type"] == "value_error" else first["msg"].lower()
         origin = next((draft.origins[key] for key in draft.origins if ours.startswith(key)), "its values")
         raise UserError(f"{where}: {origin}: {cause}; correct it") from None
-
-
-# The frameworks, read from their tables
-
-
-@dataclass(frozen=True)
-class Framework:
-    """A kind of configuration that can be converted."""
-
-    name: str
-    title: str
-    rules: tuple[Rule, ...]
-    finish: Callable[[Draft], None]  # sets what several keys decide, such as batch sizes, and asks for what is missing
-    arrange: Callable[[dict[str, Any], Set[str]], dict[str, Any]]  # (tree, known sections) → its full present form
-    marks: tuple[str, ...]  # keys of the top level that only this kind has
-    silent: tuple[str, ...]  # a file of these sections alone says nothing of other keys, which else have defaults
-
-    @functools.cached_property
-    def index(self) -> dict[str, Rule]:
-        return {key: rule for rule in self.rules for key in rule.keys}
-
-    def prepare(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return a tree in the full present form; raises `Wrong` for one that cannot be brought into it."""
-        return self.arrange(tree, {key.partition(".")[0] for key in self.index})
-
-    def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the framework's values for absent keys, where they count."""
-        if self.silent and {key.partition(".")[0] for key in given} <= set(self.silent):
-            return {}
-        return {rule.keys[0]: rule.default for rule in self.rules if rule.default is not None}
-
-
-@functools.cache
-def table(name: str) -> dict[str, Any]:
-    return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
-
-
-def framework(file: str) -> Framework:
-    tree = table(file)
-    return Framework(
-        name=tree["name"],
-        title=tree["title"],
-        rules=tuple(_rule(row) for row in _rows(tree)),
-        finish=_named(tree["finish"]),
-        arrange=_named(tree["prepare"]) if "prepare" in tree else lambda given, sections: given,
-        marks=tuple(tree.get("marks", ())),
-        silent=tuple(tree.get("silent", ())),
-    )
-
-
-def _rows(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rules of a table, with those it includes in their place."""
-    for row in tree["rule"]:
-        if "include" not in row:
-            yield {**row, "keys": _listed(row["keys"])}
-            continue
-        for each in tree.get(row["include"]) or table("shared")[row["include"]]:
-            keys = _listed(each["keys"])
-            shown = [row["shown"] + key for key in keys] if "shown" in row else spelled(row, keys)[: len(keys)]
-            when = {spelled(row, [key])[0]: values for key, values in each.get("when", {}).items()}
-            beside = spelled(row, each.get("beside", ()))
-            yield {**each, "keys": spelled(row, keys), "when": when, "beside": beside, "shown": shown}
-
-
-def spelled(include: Mapping[str, Any], keys: Any) -> list[str]:
-    """Return included keys as the framework spells them, under each of its prefixes."""
-    named = [include.get("names", {}).get(key, key) for key in keys]
-    spelling = [prefix + key for prefix in _listed(include["prefix"]) for key in named]
-    return [key.upper() for key in spelling] if include.get("upper") else spelling
-
-
-def _rule(row: Mapping[str, Any]) -> Rule:
-    kind: Kind = next((kind for kind in get_args(Kind) if kind in row), "set")
-    becomes = FIXED.get(kind) or row.get("becomes") or row[kind]
-    unless = {plain(value): each["none"] for each in row.get("unless", ()) for value in each["of"]}
-    unset = (None, *row["unset"]) if "unset" in row else (*NOTHING, *row.get("off", ())) if kind == "none" else ()
-    more: dict[str, Any] = {name: tuple(row[name]) for name in ("keys", "needs", "yields", "beside") if name in row}
-    more |= {name: row[name] for name in ("default", "last", "otherwise") if name in row}
-    return Rule(
-        kind=kind,
-        becomes=becomes,
-        why=row[kind] if kind in FIXED else row["why"],
-        shown=tuple(_listed(row.get("shown", row["keys"]))),
-        read=_named(row["read"]) if "read" in row else None,
-        words=dict(_words(row.get("words", ()), becomes)),
-        unset=frozenset(map(plain, unset)),
-        unless=unless,
-        when={key: tuple(values) for key, values in row.get("when", {}).items()},
-        function=_named(row["function"]) if kind == "function" else None,
-        **more,
-    )
-
-
-def _words(listed: Any, becomes: str) -> Iterator[tuple[str, Word]]:
-    for each in _listed(listed):
-        if isinstance(each, str):
-            yield from _words(table("shared")["words"][each], becomes)
-            continue
-        more = {name: value for name, value in each.items() if name not in ("of", "value", "sets")}
-        sets = {becomes: each["value"]} if "value" in each else {}
-        word = Word({**sets, **each.get("sets", {})}, **more)
-        yield from ((of, word) for of in _listed(each["of"]))
-
-
-def _named(name: str) -> Any:
-    """Return a reader of `engine`, or a function of the module before the dot."""
-    return pkgutil.resolve_name(f"trueshard.convert.{name if '.' in name else f'engine.{name}'}")
-
-
-def _listed(value: Any) -> list[Any]:
-    return [value] if isinstance(value, str) else list(value)
-
-
-FILES = tuple(map(framework, ("accelerate", "torchtitan", "composer", "huggingface")))
-ENVIRONMENT = framework("environment")
-FRAMEWORKS = (*FILES, ENVIRONMENT)

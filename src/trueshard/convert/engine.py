@@ -1,6 +1,6 @@
 """The engine of a conversion: applies rules to another framework's keys and collects our configuration.
 
-- A `Rule` says what one of their keys, or several alike, becomes. Rules are data, which `converting` reads.
+- A `Rule` says what one of their keys, or several alike, becomes. Rules are data, which `tables` reads.
 - A `Draft` is our configuration in the making, with an `Entry` for each of their keys: its status and why.
 - What a rule cannot say as data is a function `(draft, key, value) -> None` that it names.
 """
@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ Status = Literal["set", "near", "always", "command", "none"]
 """set: the same here. near: set, and something differs. always: nothing to set. command: said when the run is started.
 none: no equivalent."""
 Kind = Literal["set", "always", "none", "command", "part", "later", "function"]
-"""As `converting` describes them; set: the value goes to our key."""
+"""As `tables` describes them; set: the value goes to our key."""
 Found = TypeVar("Found")
 
 
@@ -192,9 +193,12 @@ class Draft:
         return tuple(sorted(self.entries, key=lambda entry: order.index(entry.key)))
 
 
+our_fields = functools.cache(fields)
+
+
 def our_default(ours: str) -> Any:
     """Return the default of a key of ours; None where it is required, or inside a table."""
-    info = fields().get(ours)
+    info = our_fields().get(ours)
     return None if info is None or info.is_required() else info.get_default(call_default_factory=True)
 
 

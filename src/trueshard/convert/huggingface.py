@@ -123,7 +123,15 @@ def recompute(draft: Draft, key: str, value: Any) -> None:
         draft.tell(key, value, "always", "not asked for")
 
 
+def evaluation(draft: Draft) -> None:
+    """Set when to evaluate, if that is asked for and `eval_steps` does not say it."""
+    key = "logging_steps"
+    if str(draft.get("eval_strategy")).lower() == "steps" and draft.get("eval_steps") is None and draft.defaults:
+        _steps(draft, "evaluation.every", key, draft.get(key), number(draft.get(key)))
+
+
 def finish(draft: Draft) -> None:
+    evaluation(draft)
     if draft.defaults:
         batch(draft, "per_device_train_batch_size", "gradient_accumulation_steps")
     else:
