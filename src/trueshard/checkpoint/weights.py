@@ -255,9 +255,8 @@ def _merge(group: _Layers) -> list[tuple[_Member, torch.Tensor]]:
         else:
             twin.merge(safe_merge=False, adapter_names=None)
     group.twins.clear()
-    every = [(member, getattr(*place).detach(), dtype) for member, place, dtype in group.gathered if member.name]
-    group.gathered.clear()
-    return [(member, value.to(dtype)) for member, value, dtype in every]
+    every, group.gathered = [each for each in group.gathered if each[0].name is not None], []
+    return [(member, getattr(twin, attribute).detach().to(dtype)) for member, (twin, attribute), dtype in every]
 
 
 def _adapted_layers(root: nn.Module) -> list[nn.Module]:

@@ -65,9 +65,7 @@ class Runtime:
     """The record of one ``shard()``, kept on the root module."""
 
     def __init__(self, root: ShardedModule, plan: Plan, mesh: DeviceMesh) -> None:
-        self.root = root
-        self.plan = plan
-        self.mesh = mesh
+        self.root, self.plan, self.mesh = root, plan, mesh
         self.replicated: list[WholeParameter] = []
         """Parameters that every rank holds whole, in the same order on every rank."""
         self.usage = Usage(mesh)
@@ -87,8 +85,7 @@ class Runtime:
         """Of each sharded parameter: the registry that holds it, its attribute, and its name."""
         self.accumulating = False
         """True while gradients add up on each rank without being reduced: the user's setting, not a state."""
-        self.changes: Trace | None = None
-        """What ``shard()`` changed in the modules."""
+        self.changes: Trace | None = None  # that ``shard()`` made to modules; None until all are made
         self.states: list[State] = []
         self._gathered_before: set[ShardedModule] = set()
         """Units that were gathered when the outermost pass began."""
