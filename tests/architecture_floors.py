@@ -7,6 +7,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
     ("convert", "doctor", "verification"),
+    ("rl",),
     ("train",),
     ("__init__",),
     ("api",),
@@ -18,6 +19,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("distributed", "plans"),
     ("_torch",),
-    ("files", "launching", "log", "machine", "text"),
+    ("files", "launching", "machine", "text"),
     ("errors",),
 )

@@ -125,7 +125,7 @@ def test_tokens_do_not_depend_on_the_number_of_ranks(
 ) -> None:
     assert len(whole["samples"]) >= 64
     for ranks, accumulate in ((ranks2, 2), (ranks3, 1), (ranks4, 3)):
-        for found in ranks.run(run, dict(accumulate=accumulate)):
+        for found in ranks.run(run, {"accumulate": accumulate}):
             assert found["samples"] == whole["samples"]
             assert_same(found["weights"], whole["weights"], 1e-3, 1e-4)
 
@@ -133,7 +133,7 @@ def test_tokens_do_not_depend_on_the_number_of_ranks(
 @pytest.mark.parametrize("copy", ["sharded", "kept"])
 def test_each_form_of_the_engine_gives_the_same_tokens_and_weights(copy: str, ranks2: Ranks) -> None:
     wanted = ranks2.run(run, {})[0]
-    for found in ranks2.run(run, dict(copy=copy)):
+    for found in ranks2.run(run, {"copy": copy}):
         assert found["samples"] == wanted["samples"]
         assert_same(found["weights"], wanted["weights"])
         for mine, theirs in zip(found["measures"], wanted["measures"], strict=True):
@@ -144,17 +144,17 @@ def test_the_mismatch_of_the_embedded_engine_is_rounding(whole: dict[str, Any], 
     for measured in whole["measures"]:
         assert 0 < measured["mismatch_max"] < 2e-5
         assert measured["ratio_max"] == 1.0
-    (found, _) = ranks2.run(run, dict(words={"mixed_precision": "bf16"}))
+    (found, _) = ranks2.run(run, {"words": {"mixed_precision": "bf16"}})
     assert found["measures"][0]["mismatch_max"] < 0.1
 
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(updates: int, alone: Ranks, ranks2: Ranks) -> None:
     """Also in the middle of the steps of one rollout, and at another number of ranks."""
-    (wanted,) = alone.run(run, dict(updates=updates, lr=0.0))
-    (first,) = alone.run(run, dict(steps=1, updates=updates, lr=0.0))
+    (wanted,) = alone.run(run, {"updates": updates, "lr": 0.0})
+    (first,) = alone.run(run, {"steps": 1, "updates": updates, "lr": 0.0})
     for ranks in (alone, ranks2):
-        found = ranks.run(run, dict(steps=3, updates=updates, start=first, lr=0.0))[0]
+        found = ranks.run(run, {"steps": 3, "updates": updates, "start": first, "lr": 0.0})[0]
         assert first["samples"] | found["samples"] == wanted["samples"]
 
 
@@ -162,12 +162,12 @@ def test_at_a_learning_rate_of_zero_the_ratio_is_one_and_there_is_no_divergence(
     settings = {"kl": 0.1, "skip_equal": False}
     for kind in ("lora", "tied"):
         extra = {"kl": 0.0} if kind == "tied" else {}  # no reference without an adapter
-        found = ranks2.run(run, dict(kind=kind, lr=0.0, updates=2, accumulate=3, rl=settings | extra))[0]
+        found = ranks2.run(run, {"kind": kind, "lr": 0.0, "updates": 2, "accumulate": 3, "rl": settings | extra})[0]
         for measured in found["measures"]:
             assert measured["ratio_max"] == 1.0
             assert measured["clipped_low"] == measured["clipped_high"] == 0.0
 
 
 def test_temperature_enters_once_on_both_sides(alone: Ranks) -> None:
-    (found,) = alone.run(run, dict(steps=2, rollout={"temperature": 0.6}))
+    (found,) = alone.run(run, {"steps": 2, "rollout": {"temperature": 0.6}})
     assert all(measured["mismatch_max"] < 2e-5 for measured in found["measures"])

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from trueshard import distributed
 from trueshard.choices import Choices, UnitWords
 from trueshard.errors import with_extra
-from trueshard.log import timed
 from trueshard.model import agreement
 from trueshard.plans import Plan
 from trueshard.runtime import engine
+from trueshard.text import timed
 
 
 def shard(

@@ -1,13 +1,21 @@
-"""Text helpers: sizes in bytes, ranges of numbers, columns for a terminal, and the nearest known word for an error."""
+"""Text helpers: sizes in bytes, ranges of numbers, columns for a terminal, nearest known words; the logger.
+
+At INFO the logger ``trueshard`` logs the durations of shard, save, load and plan.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
+import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from trueshard.errors import with_extra
+
+logger = logging.getLogger("trueshard")
 
 
 def size(count: float) -> str:
@@ -55,3 +63,11 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """Return ``" Did you mean …?"`` with the known words nearest to ``name``; ``""`` if none is near."""
     found = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
     return f" Did you mean {', '.join(repr(word) for word in found)}?" if found else ""
+
+
+@contextlib.contextmanager
+def timed(what: str) -> Iterator[None]:
+    """Log at INFO how long the block took; nothing if it raises. Also a decorator."""
+    began = time.perf_counter()
+    yield
+    logger.info("%s took %.2f s", what, time.perf_counter() - began)

@@ -34,10 +34,10 @@ from trueshard.checkpoint.format import (
 from trueshard.checkpoint.layout import Naming, naming_of
 from trueshard.checkpoint.materialise import materialise, uncomputable
 from trueshard.checkpoint.ranks import RankGroup, check_same
-from trueshard.log import timed
 from trueshard.model import names as model_names
 from trueshard.optim.rebind import family
 from trueshard.optim.stepping import Role, roles_of
+from trueshard.text import timed
 
 
 @torch.no_grad()

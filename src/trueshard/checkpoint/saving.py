@@ -37,7 +37,7 @@ from trueshard.checkpoint.catalogue import is_url
 from trueshard.checkpoint.format import MANIFEST, FileRecord, Manifest, TensorEntry, crc32, crc32_joined, join
 from trueshard.checkpoint.ranks import RankGroup, check_same
 from trueshard.checkpoint.writing import OF_A_STEP, LocalWriter, RemoteWriter, Written, discard, writer_for
-from trueshard.log import logger, timed
+from trueshard.text import logger, timed
 
 _RESERVED = ("model", "optimizer", "rng")
 

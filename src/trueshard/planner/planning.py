@@ -17,7 +17,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trueshard import distributed
 from trueshard.choices import Choices
-from trueshard.log import timed
 from trueshard.model.names import nearest
 from trueshard.planner import process
 from trueshard.planner.hardware import Hardware, hardware, hardware_here
@@ -25,6 +24,7 @@ from trueshard.planner.inputs.fake_tensors import refuse_sharded
 from trueshard.planner.trace import Trace
 from trueshard.planner.workload import NothingFits
 from trueshard.plans import Plan
+from trueshard.text import timed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 
 from trueshard import _torch
-from trueshard.log import logger
-from trueshard.text import ranges
+from trueshard.text import logger, ranges
 
 PATIENCE = 30.0
 """Seconds that a rank may wait before it is said; a third of the time limit, if that is less."""
