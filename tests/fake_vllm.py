@@ -1,0 +1,141 @@
+"""A server that speaks as much of vLLM's HTTP as the engine uses, with a real tiny model of transformers behind it.
+
+It loads the directory that it is told to reload, so its log-probabilities are those of the files. `mode` makes it go
+wrong as servers do: POST it to `/mode`, or set it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+
+MODES = ("hangs", "dies", "fails", "no logprobs", "no tokens", "nan", "breaks off", "no json")
+"""How it goes wrong when it is asked for a completion."""
+
+
+class FakeVLLM:
+    """Serves on a port of the loopback interface until `close`."""
+
+    def __init__(self, logprobs_mode: str = "raw_logprobs") -> None:
+        self.mode = ""
+        self.model: Any = None
+        self.tokenizer: Any = None
+        self.adapters: dict[str, Any] = {}
+        """By name: the model with each."""
+        self.bodies: list[dict[str, Any]] = []
+        """Of the completions that were asked for."""
+        self.loaded: list[str] = []
+        """Directories, in order."""
+        self.config: dict[str, Any] = {"model_config": {"logprobs_mode": logprobs_mode}, "lora_config": None}
+        self.environment: dict[str, Any] = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True}
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.do_POST()
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+                status, told = fake.answer(self.path, body)
+                data = told.encode() if isinstance(told, str) else json.dumps(told).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data) + 1000 * (fake.mode == "dies")))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._closed.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        """HTTP status, and what is sent as JSON."""
+        if path == "/mode":
+            self.mode = body["mode"]
+            return 200, {}
+        if path.startswith("/server_info"):
+            return 200, {"vllm_config": self.config, "vllm_env": self.environment}
+        if path.startswith("/reset_prefix_cache"):
+            return 200, {"success": True}
+        if path == "/collective_rpc":
+            self.load(body["kwargs"]["weights_path"])
+            return 200, {"results": [None]}
+        if path == "/v1/load_lora_adapter":
+            from peft import PeftModel
+
+            self.adapters[body["lora_name"]] = PeftModel.from_pretrained(copy.deepcopy(self.model), body["lora_path"])
+            return 200, f"Success: LoRA adapter '{body['lora_name']}' added successfully."
+        if path == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
+            return 200, "Success"
+        if path == "/v1/completions":
+            return self._complete(body)
+        return 404, {"detail": "Not Found"}
+
+    def load(self, path: str) -> None:
+        """What it does when it is told to reload its weights."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.loaded.append(path)
+        if self.mode == "keeps old weights":
+            return
+        old, self.model = self.model, AutoModelForCausalLM.from_pretrained(path).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        if self.mode == "drops one tensor":
+            self.model.model.norm.weight.data = old.model.norm.weight.data
+
+    def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.bodies.append(body)
+        if self.mode == "hangs":
+            self._closed.wait(60)
+        if self.mode == "fails":
+            return 500, {"error": {"message": "EngineCore\nencountered an issue", "code": 500}}
+        if self.mode == "no json":
+            return 200, "<html>"
+        with self._lock, torch.no_grad():
+            choice = self._given(body) if "prompt_logprobs" in body else self._drawn(body)
+        if self.mode == "no logprobs":
+            choice["logprobs"] = None
+        if self.mode == "no tokens":
+            choice["token_ids"] = None
+        if self.mode == "nan":
+            choice["logprobs"]["token_logprobs"][-1] = float("nan")
+        if self.mode == "breaks off":
+            choice["finish_reason"] = "abort"
+        return 200, {"choices": [choice]}
+
+    def _given(self, body: dict[str, Any]) -> dict[str, Any]:
+        ids, model = body["prompt"], self.adapters.get(body.get("model"), self.model)
+        logprobs = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        known = [{str(token): {"logprob": logprobs[place, token].item()}} for place, token in enumerate(ids[1:])]
+        return {"prompt_logprobs": [None, *known]}
+
+    def _drawn(self, body: dict[str, Any]) -> dict[str, Any]:
+        generator, model = torch.Generator().manual_seed(body["seed"]), self.adapters.get(body.get("model"), self.model)
+        ids, logprobs, reason = list(body["prompt"]), [], "length"
+        begin = len(ids)
+        while len(ids) - begin < body["max_tokens"] and reason == "length":
+            of_all = (model(torch.tensor([ids])).logits[0, -1].float() / body["temperature"]).log_softmax(-1)
+            ids.append(int(torch.multinomial(of_all.exp(), 1, generator=generator)))
+            logprobs.append(of_all[ids[-1]].item())
+            text = self.tokenizer.decode(ids[begin:])
+            if ids[-1] in body["stop_token_ids"] or any(stop in text for stop in body["stop"]):
+                reason = "stop"
+        return {"token_ids": ids[begin:], "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}
