@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-import trueshard
-from trueshard.checkpoint import layout
 from trueshard.train.config import RolloutSection
+from trueshard.train.rl.engine import log_probabilities
 from trueshard.train.rl.samples import Request, Sampling
-from trueshard.train.rl.vllm import Logprobs, VLLMEngine, probe_bound
+from trueshard.train.rl.vllm import VLLMEngine, probe_bound
 
 PROBES = [[5, 6, 7, 8, 9, 40, 41, 42], [100, 20, 30, 3]]
 TEXT = "the quick brown fox jumps over the lazy dog 0123456789. " * 20
-
-
-def weights(model: Any, *, adapters: str = "merged", naming: str = "saved") -> Iterator[tuple[list[str], list[Any]]]:
-    """A stand-in for `trueshard.weights`, until that is there: each parameter a group; merges no adapters."""
-    keys = layout.adapted_keys(model, "") or {}
-    for name, parameter in model.named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        if adapters == "merged" or keys[name].stem == "adapter_model":
-            yield [keys[name].key if keys else name], [whole.detach()]
-
-
-if "weights" not in trueshard.__all__:
-    trueshard.weights = weights
 
 
 def tiny() -> tuple[Any, Any]:
@@ -56,13 +41,10 @@ def with_adapter() -> tuple[Any, Any]:
 
 
 def engine_of(model: Any, tokenizer: Any, folder: Path, url: str, **more: Any) -> VLLMEngine:
-    def score(texts: list[list[int]]) -> Logprobs:
-        with torch.no_grad():
-            of_all = [model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1) for ids in texts]
-        return [each[torch.arange(len(ids) - 1), ids[1:]].tolist() for each, ids in zip(of_all, texts, strict=True)]
-
     section = RolloutSection(engine="vllm", url=url, **{"batch": 4, "timeout": 30, **more})
-    return VLLMEngine(section, model, tokenizer, folder, PROBES, probe_bound(torch.float32), score)
+    score = functools.partial(log_probabilities, model)
+    ends = [tokenizer.eos_token_id]
+    return VLLMEngine(section, model, tokenizer, ends, folder, PROBES, probe_bound(torch.float32), score)
 
 
 def change(model: Any, by: float) -> None:

@@ -274,7 +274,8 @@ def prompt_of(record: Record, images: bool = False) -> str | list[Message]:
     value, where = record.fields.get("prompt"), record.where
     if images:
         asked = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        return vision_messages(record._replace(fields={**record.fields, "messages": asked}))
+        fields = {**record.fields, "messages": asked}
+        return vision_messages(Record(fields, record.file, record.line, where, record.folder))
     if isinstance(value, str) and value.strip():
         return value
     if value is None or isinstance(value, str):

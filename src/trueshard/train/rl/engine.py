@@ -11,7 +11,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +30,9 @@ from trueshard.model import names
 from trueshard.runtime.engine import set_reshard_after_forward, sharded
 from trueshard.runtime.gathering import GatheredCopy
 from trueshard.train.config import RolloutSection
+from trueshard.train.data.samples import draws
 from trueshard.train.rl.batch import PromptEncoder
+from trueshard.train.rl.policy import PolicyLoss
 from trueshard.train.rl.ranks import divided, rank_and_ranks
 from trueshard.train.rl.samples import Answer, Engine, Request, Sampling, key_of, uniform
 from trueshard.train.trainer import over_ranks
@@ -44,16 +49,16 @@ class TransformersEngine:
         self,
         model: nn.Module,  # sharded
         tokenizer: Any,
+        ends: Collection[int],  # tokens that end an answer
         *,
         copy: str = "gathered",  # "gathered", "kept" or "sharded"
         batch: int = 64,  # requests that are generated together
-        ends: Collection[int] = (),  # tokens that end an answer, besides the tokenizer's end of text
         images: Images | None = None,
     ) -> None:
         if not callable(getattr(names.unwrap(model), "generate", None)):
             raise UserError(f"rollout.engine: a {type(names.unwrap(model)).__name__} has no generate(); use another")
         self._model, self._tokenizer, self._batch, self._images = model, tokenizer, batch, images
-        self._ends = sorted({tokenizer.eos_token_id, *ends})
+        self._ends = frozenset(ends)
         self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._device = device_of(sharded(model).mesh)
         self._kept = copy == "kept"
@@ -130,7 +135,7 @@ class TransformersEngine:
 class Draw(LogitsProcessor):
     """Draws the next token of each row, and records it and its log-probability."""
 
-    def __init__(self, requests: Sequence[Request], sampling: Sampling, ends: Sequence[int], tokenizer: Any) -> None:
+    def __init__(self, requests: Sequence[Request], sampling: Sampling, ends: Collection[int], tokenizer: Any) -> None:
         self._sampling, self._ends, self._tokenizer = sampling, ends, tokenizer
         self._most = np.array([request.most for request in requests])
         self._keys = np.array([key_of(sampling.seed, request.name) for request in requests], dtype=np.uint64)
@@ -204,13 +209,57 @@ ROOM = 0.5
 """Part of the free memory that a gathered copy may take with `rollout.copy = "auto"`."""
 
 
-def choose_engine(section: RolloutSection, model: nn.Module, encoder: PromptEncoder) -> Engine:
+def choose_engine(section: RolloutSection, model: nn.Module, encoder: PromptEncoder, folder: Path | None) -> Engine:
     """Return the engine of `[rollout]`. Collective; raises `UserError`."""
-    end = encoder.template.ends_turn() if encoder.template is not None else None
-    ends = [] if end is None else [int(encoder.tokenizer.convert_tokens_to_ids(end))]
+    ends = ends_of(model, encoder)
+    if section.engine == "vllm":
+        from trueshard.train.rl.vllm import VLLMEngine, probe_bound
+
+        if folder is None:
+            raise ValueError('rollout.engine = "vllm" puts new weights into a folder; give folder=')
+        bound = probe_bound(compute_dtype(model))
+        texts = probes(len(encoder.tokenizer))
+        score = functools.partial(log_probabilities, model)
+        return VLLMEngine(section, model, encoder.tokenizer, ends, folder, texts, bound, score)
     copy = section.copy_ if section.copy_ != "auto" else ("gathered" if copy_fits(model) else "kept")
     images = encoder.images if encoder.has_images else None
-    return TransformersEngine(model, encoder.tokenizer, copy=copy, batch=section.batch, ends=ends, images=images)
+    return TransformersEngine(model, encoder.tokenizer, ends, copy=copy, batch=section.batch, images=images)
+
+
+def ends_of(model: nn.Module, encoder: PromptEncoder) -> set[int]:
+    """Return the tokens that end an answer: end of text, of the model's generation settings, of a turn of a chat."""
+    own: Any = names.unwrap(model)
+    own = own.get_base_model() if hasattr(own, "peft_config") else own
+    more = getattr(getattr(own, "generation_config", None), "eos_token_id", None)
+    found = {encoder.tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])}
+    if encoder.template is not None and (end := encoder.template.ends_turn()) is not None:
+        found.add(encoder.tokenizer.convert_tokens_to_ids(end))
+    return found - {None}
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype in which a sharded model computes."""
+    mixed = sharded(model).plan.mixed_precision
+    found: torch.dtype = getattr(torch, mixed.compute) if mixed and mixed.compute else next(model.parameters()).dtype
+    return found
+
+
+def probes(vocabulary: int) -> list[list[int]]:
+    """Return a few texts of any tokens, by which an engine's weights are known."""
+    tokens = draws(0, vocabulary)
+    return [list(itertools.islice(tokens, 16)) for _ in range(4)]
+
+
+@torch.no_grad()
+def log_probabilities(model: nn.Module, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Return the model's log-probabilities of the tokens of ``texts``, from the second on. Collective."""
+    device = device_of(sharded(model).mesh)
+    found = []
+    for text in texts:
+        ids = torch.tensor([text], device=device)
+        logs, _ = PolicyLoss().logprobs(model, {"input_ids": ids[:, :-1], "targets": ids[:, 1:]})
+        found.append(logs[0].tolist())
+    return found
 
 
 def copy_fits(model: nn.Module) -> bool:

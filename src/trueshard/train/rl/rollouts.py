@@ -121,7 +121,7 @@ class Rollouts:
         self.model, self.reference = model, reference
         self.loss = policy_loss(self.rl, self.rollout) if loss is None else loss
         encoder = PromptEncoder(tokenizer, processor)
-        engine = choose_engine(self.rollout, model, encoder)
+        engine = choose_engine(self.rollout, model, encoder, folder)
         self.sampler = Sampler(engine, _rewards(reward), encoder, tokens=self.rollout.tokens)
         self._prompts, self._seed, self._accumulate = prompts, seed, accumulate
         self._order = prompts.order(seed) if isinstance(prompts, Mixture) else Order(seed, [len(prompts)], [1])

@@ -54,8 +54,9 @@ class Sampler:
             self._converse(samples, prompts, sampling)
             self.seconds["generate"] += time.perf_counter() - began
             return samples
+        has_images = self.encoder.has_images
         requests = [
-            Request(sample.name, sample.asked, most=self.tokens, messages=prompt.messages)
+            Request(sample.name, sample.asked, most=self.tokens, messages=prompt.messages if has_images else None)
             for sample, prompt in zip(samples, prompts, strict=True)
         ]
         for sample, answer in zip(samples, self.engine.generate(requests, sampling), strict=True):

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from torch import nn
 
 from trueshard.checkpoint.ranks import RankGroup
 from trueshard.errors import UserError
-from trueshard.model import names
 from trueshard.train.config import RolloutSection
 from trueshard.train.rl.samples import Answer, Request, Sampling
 from trueshard.train.rl.vllm_server import (
@@ -72,7 +71,8 @@ class VLLMEngine:
     Args:
         section: ``[rollout]``.
         model: sharded by ``trueshard.shard``.
-        tokenizer: of the model; its end-of-text token ends answers, like those of the model's generation config.
+        tokenizer: of the model.
+        ends: tokens that end an answer.
         folder: ``run.dir``; new weights are written below it.
         probes: texts of the probe, as tokens.
         probe_bound: largest difference in the probe, in nats; see the function ``probe_bound``.
@@ -92,6 +92,7 @@ class VLLMEngine:
         section: RolloutSection,
         model: nn.Module,
         tokenizer: Any,
+        ends: Collection[int],
         folder: Path,
         probes: list[list[int]],
         probe_bound: float,
@@ -100,7 +101,7 @@ class VLLMEngine:
         self._section, self._probes, self._bound, self._score = section, probes, probe_bound, score
         self._ranks = ranks = RankGroup(list(model.parameters()))
         self._server = server = Server(section.url or "", section.timeout)
-        self._ends = _ends(model, tokenizer)
+        self._ends = sorted(ends)
         settings: Settings = on_first_rank(ranks, lambda: _checked(section, server))
         alone = has_adapters(model) and settings.adapters and section.sync == "directory"
         self._served: str | None = None
@@ -227,16 +228,6 @@ def _checked(section: RolloutSection, server: Server) -> Settings:
             '\'{"backend": "nccl"}\', or use "directory"'
         )
     return settings
-
-
-def _ends(model: nn.Module, tokenizer: Any) -> list[int]:
-    """Return the tokens that end an answer."""
-    own: Any = names.unwrap(model)
-    if has_adapters(model):
-        own = own.get_base_model()
-    more = getattr(getattr(own, "generation_config", None), "eos_token_id", None)
-    found = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
-    return sorted({each for each in found if each is not None})
 
 
 def _largest(ours: Logprobs, theirs: Logprobs) -> tuple[float, int, int]:
