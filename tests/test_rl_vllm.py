@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-import rl_serving
-import trueshard
 from fake_vllm import MODES, FakeVLLM
 from parity import Pool, Ranks
 from rl_serving import answers, change, made, requests, tiny, with_adapter
@@ -234,7 +232,6 @@ def test_an_adapter_alone_goes_to_a_server_that_takes_it(tmp_path: Path, server:
 
 
 @pytest.mark.rest
-@pytest.mark.skipif(trueshard.weights is rl_serving.weights, reason="the stand-in merges no adapters")
 def test_an_adapter_is_merged_for_a_server_that_takes_none(tmp_path: Path, server: FakeVLLM) -> None:
     model, engine = made(str(tmp_path), server.url, with_adapter)
     for version in range(2):
