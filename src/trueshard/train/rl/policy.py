@@ -83,6 +83,8 @@ class PolicyLoss:
         self.loss, self.clip, self.dual_clip, self.soft = loss, tuple(clip), dual_clip, tuple(soft)
         self.average, self.length, self.temperature = average, length, temperature
         self.kl, self.kl_estimator, self.correction, self.bounds = kl, kl_estimator, correction, tuple(bounds)
+        self.off_policy = False
+        """True if, without ``old_logprobs``, π_old is the distribution that the answers were sampled from."""
         self._rows_of = HeadRows(whole_logits)
         self._sums: dict[str, torch.Tensor] = {}
         self.kept: list[torch.Tensor] = []
@@ -140,9 +142,10 @@ class PolicyLoss:
         """Return the summed loss of a microbatch, 0-dim. Collective if sharded."""
         logs, entropy = self.logprobs(model, batch)
         mask = batch["targets"].ne(IGNORED)
-        old = batch.get("old_logprobs", logs.detach())
+        now = batch.get("old_logprobs", logs.detach())
         advantages = batch["advantages"].to(logs.dtype)[:, None]
         engine = batch.get("engine_logprobs")
+        old = engine if self.off_policy and engine is not None and "old_logprobs" not in batch else now
         each = self._each(logs, old, advantages, mask)
         if engine is not None and self.correction != "none":
             each = each * self._weights(old - engine, mask)
@@ -151,7 +154,9 @@ class PolicyLoss:
             each = each + self.kl * divergence if self.kl else each
             self._add("kl_reference", divergence, mask)
         if torch.is_grad_enabled():
-            self._measure(logs.detach(), entropy, old, engine, advantages, mask)
+            self._measure(logs.detach(), entropy, old, advantages, mask)
+            if engine is not None:
+                self._compare(now - engine, mask)
         each = torch.where(mask, each, 0.0)
         if self.average == "sequence":
             return (each.sum(1) / mask.sum(1).clamp(min=1)).sum()
@@ -194,7 +199,6 @@ class PolicyLoss:
         logs: torch.Tensor,
         entropy: torch.Tensor,
         old: torch.Tensor,
-        engine: torch.Tensor | None,
         advantages: torch.Tensor,
         mask: torch.Tensor,
     ) -> None:
@@ -204,12 +208,13 @@ class PolicyLoss:
         self._add("clipped_low", ((ratio < 1 - low) & (advantages < 0)).to(logs.dtype), mask)
         self._add("clipped_high", ((ratio > 1 + high) & (advantages > 0)).to(logs.dtype), mask)
         self._add("ratio_max", ratio, mask)
-        if engine is not None:
-            difference = old - engine
-            self._add("mismatch", difference.abs(), mask)
-            self._add("mismatch_max", difference.abs(), mask)
-            self._add("mismatch_k3", estimates(-difference, "k3"), mask)
         self.kept.append(logs.float().cpu())
+
+    def _compare(self, difference: torch.Tensor, mask: torch.Tensor) -> None:
+        """Measure the mismatch, of log-probabilities: the trainer's - the engine's."""
+        self._add("mismatch", difference.abs(), mask)
+        self._add("mismatch_max", difference.abs(), mask)
+        self._add("mismatch_k3", estimates(-difference, "k3"), mask)
 
     def _add(self, key: str, each: torch.Tensor, mask: torch.Tensor) -> None:
         values = torch.where(mask, each.detach().double(), 0.0)

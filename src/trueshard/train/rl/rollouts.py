@@ -10,11 +10,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,44 +33,20 @@ from trueshard.train.rl.engine import choose_engine
 from trueshard.train.rl.policy import PolicyLoss, estimates, policy_loss
 from trueshard.train.rl.ranks import divided, rank_and_ranks
 from trueshard.train.rl.reward import CalledReward, Rewards
-from trueshard.train.rl.sampler import Sampler
-from trueshard.train.rl.samples import Prompt, Sample, Sampling
-
-Logs = npt.NDArray[np.float32]
-
-
-@dataclass
-class Scored:
-    """A sample, and what the loss needs of it."""
-
-    sample: Sample
-    advantage: float = 0.0
-    used: bool = True
-    """False if its group was left out."""
-    old: Logs | None = None
-    """Log-probabilities of its tokens before the update; None: those of the update itself."""
-    reference: Logs | None = None
+from trueshard.train.rl.sampler import Asked, Sampler
+from trueshard.train.rl.samples import Prompt, Sampling
+from trueshard.train.rl.scored import Logs, Rollout, Scored, packed, unpacked
 
 
 @dataclass
-class Rollout:
-    """The samples of one rollout."""
+class Begun:
+    """A rollout whose first prompts are chosen."""
 
     step: int
-    """The first step that uses it."""
-    scored: list[Scored]
-    """Group after group; those that are used and those that are left out."""
-    refilled: int = 0
-    """Prompts answered in place of others."""
-    equal: int = 0
-    """Groups whose rewards were all equal."""
-
-    def minibatches(self, updates: int, samples: int) -> list[list[Scored]]:
-        """Return the samples of each step: whole groups, in their order, as evenly as can be."""
-        used = [each for each in self.scored if each.used]
-        groups = len(used) // samples
-        cuts = [number * groups // updates * samples for number in range(updates + 1)]
-        return [used[begin:end] for begin, end in itertools.pairwise(cuts)]
+    version: int
+    seen: Counter[int]
+    """How many samples each prompt has so far."""
+    asked: Asked
 
 
 class Rollouts:
@@ -120,9 +95,11 @@ class Rollouts:
             raise ValueError(f"batch_size is {batch_size}; it is a multiple of {self.rl.samples} samples a prompt")
         self.model, self.reference = model, reference
         self.loss = policy_loss(self.rl, self.rollout) if loss is None else loss
+        """With ``ahead`` on a server, π_old is the server's distribution."""
         encoder = PromptEncoder(tokenizer, processor)
         engine = choose_engine(self.rollout, model, encoder, folder)
         self.sampler = Sampler(engine, _rewards(reward), encoder, tokens=self.rollout.tokens)
+        self.loss.off_policy = self.rollout.ahead > 0 and self.sampler.in_background
         self._prompts, self._seed, self._accumulate = prompts, seed, accumulate
         self._order = prompts.order(seed) if isinstance(prompts, Mixture) else Order(seed, [len(prompts)], [1])
         self._groups = batch_size * self.rl.updates // self.rl.samples
@@ -135,6 +112,7 @@ class Rollouts:
         self.measures: dict[str, float] = {}
         """Of the current step."""
         self._ahead: Rollout | None = None
+        self._begun: Begun | None = None
         self._left: list[list[Scored]] = []
         self.minibatch: list[Scored] = []
         """Samples of the current step."""
@@ -152,10 +130,13 @@ class Rollouts:
         self.step += 1
         self.measures = {}
         if not self._left:
-            self.current = self._ahead or self._make(self.step)
+            self.settle()
+            self.current = self._ahead or self._complete(self._begin(self.step))
             self._ahead = None
             if self.rollout.ahead:
-                self._ahead = self._make(self.step + self.rl.updates)
+                self._begun = self._begin(self.step + self.rl.updates, background=self.sampler.in_background)
+                if self._begun.asked.started is None:
+                    self.settle()
             self._left = self.current.minibatches(self.rl.updates, self.rl.samples)
             self.measures |= self._measured(self.current)
         self.minibatch = self._left.pop(0)
@@ -165,44 +146,59 @@ class Rollouts:
 
     # One rollout
 
-    def _make(self, step: int) -> Rollout:
+    def settle(self) -> None:
+        """Finish the rollout that a server has begun in the background."""
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            self._ahead = self._complete(begun)
+
+    def _begin(self, step: int, *, background: bool = False) -> Begun:
+        """Choose the prompts of a rollout; with ``background``, let the engine begin."""
         version = self.step - 1
         self.sampler.update(version)
-        rollout = Rollout(step, [])
-        kept: list[list[Scored]] = []
         seen: Counter[int] = Counter()
-        missing, rounds = self._groups, 0
-        while missing and rounds <= (self.rl.refill if self.rl.skip_equal else 0):
-            prompts = [self._prompt(self.consumed + number) for number in range(missing)]
-            self.consumed += missing
-            rollout.refilled += missing if rounds else 0
-            groups = self._answered(prompts, seen, step, version)
+        asked = self._asked(self._groups, seen)
+        return Begun(step, version, seen, self.sampler.ask(asked, step, version, self.sampling, background=background))
+
+    def _complete(self, begun: Begun) -> Rollout:
+        """Answer the prompts, replace groups of equal rewards, and compute what the loss needs."""
+        rollout, kept, missing = Rollout(begun.step, []), 0, self._groups
+        for number in range(1 + (self.rl.refill if self.rl.skip_equal else 0)):
+            if number:
+                asked = self._asked(missing, begun.seen)
+                rollout.refilled += missing
+                begun.asked = self.sampler.ask(asked, begun.step, begun.version, self.sampling)
+            groups = self._answered(begun.asked)
             rewards = np.array([[each.sample.reward for each in group] for group in groups])
             equal = advantages.is_equal(rewards) if self.rl.samples > 1 else np.zeros(len(groups), dtype=np.bool_)
             rollout.equal += int(equal.sum())
             for group, same in zip(groups, equal.tolist(), strict=True):
                 for each in group:
                     each.used = not (same and self.rl.skip_equal)
-                kept += [group] if group[0].used else []
+                kept += group[0].used
                 rollout.scored += group
-            missing, rounds = self._groups - len(kept), rounds + 1
-        self._keep_enough(rollout, len(kept))
+            missing = self._groups - kept
+            if not missing:
+                break
+        self._keep_enough(rollout, kept)
         self._score(rollout)
         self._weigh(rollout)
         return rollout
 
-    def _prompt(self, position: int) -> Prompt:
-        number = int(self._order.indices(position, 1)[0])
-        return self.sampler.encoder.of(self._prompts, number)
+    def _asked(self, groups: int, seen: Counter[int]) -> list[tuple[Prompt, int]]:
+        """Return the next prompts, each once a sample; one that comes again in a rollout gets further samples."""
+        asked = []
+        for number in self._order.indices(self.consumed, groups).tolist():
+            first = seen[number]
+            seen[number] += self.rl.samples
+            prompt = self.sampler.encoder.of(self._prompts, number)
+            asked += [(prompt, first + sample) for sample in range(self.rl.samples)]
+        self.consumed += groups
+        return asked
 
-    def _answered(self, prompts: list[Prompt], seen: Counter[int], step: int, version: int) -> list[list[Scored]]:
-        """Return a group for each prompt; a prompt that comes again in a rollout gets further samples."""
-        count, asked = self.rl.samples, []
-        for prompt in prompts:
-            first = seen[prompt.number]
-            seen[prompt.number] += count
-            asked += [(prompt, first + number) for number in range(count)]
-        samples = self.sampler.answer(asked, step, version, self.sampling)
+    def _answered(self, asked: Asked) -> list[list[Scored]]:
+        """Return a group for each prompt."""
+        count, samples = self.rl.samples, self.sampler.answer(asked)
         if isinstance(self.rl.overlong, dict):
             lengths = np.array([len(each.tokens) for each in samples])
             falls = advantages.too_long(lengths, self.rl.overlong["from"], self.rollout.tokens)
@@ -225,7 +221,8 @@ class Rollouts:
         """Compute the log-probabilities that the loss compares with, in the microbatches of the steps to come."""
         began = time.perf_counter()
         in_reward = self.rl.kl > 0 and self.rl.kl_place == "reward"
-        needs_old = self.rl.updates > 1 or self.rollout.ahead > 0 or in_reward
+        is_late = rollout.step > self.step and not self.sampler.in_background
+        needs_old = self.rl.updates > 1 or is_late or in_reward
         ranks = rank_and_ranks()[1]
         for minibatch in rollout.minibatches(self.rl.updates, self.rl.samples):
             parts = dealt([each.sample for each in minibatch], ranks, self._accumulate)
@@ -281,7 +278,7 @@ class Rollouts:
         prompts = {each.prompt: self.sampler.encoder.of(self._prompts, each.prompt) for each in firsts}
         greedy = Sampling(0.0, stop=self.sampling.stop, seed=self._seed)
         asked = [(prompt, 0) for prompt in prompts.values()]
-        found = self.sampler.answer(asked, rollout.step, firsts[0].weights_version, greedy)
+        found = self.sampler.answer(self.sampler.ask(asked, rollout.step, firsts[0].weights_version, greedy))
         rewards = {sample.prompt: sample.reward for sample in found}
         return np.array([rewards[each.prompt] for each in firsts])
 
@@ -362,6 +359,7 @@ class Rollouts:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the prompts, and the samples that are not used yet."""
+        self.settle()
         rollouts = {"ahead": self._ahead}
         if self._left and self.current is not None:
             rollouts["current"] = self.current
@@ -387,47 +385,3 @@ def _rewards(reward: Callable[..., Any] | Mapping[str, Any] | Rewards) -> Reward
 def batch_to(batch: Batch, device: torch.device) -> Batch:
     """Return a batch on another device."""
     return {key: value.to(device) for key, value in batch.items()}
-
-
-# Samples in a checkpoint: lists of numbers are joined into tensors
-
-
-_LISTS = {"asked": torch.int64, "tokens": torch.int64, "own": torch.bool, "logprobs": torch.float32}
-
-
-def packed(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout as JSON values and tensors."""
-    rows, lists = [], {key: [] for key in (*_LISTS, "old", "reference")}  # type: ignore[var-annotated]
-    for each in rollout.scored:
-        row = asdict(each.sample)
-        for key in _LISTS:
-            lists[key].append(row.pop(key))
-        for key in ("old", "reference"):
-            value = getattr(each, key)
-            lists[key].append([] if value is None else value.tolist())
-        rows.append({**row, "advantage": each.advantage, "used": each.used})
-    tensors = {}
-    for key, values in lists.items():
-        tensors[key] = torch.tensor([one for value in values for one in value], dtype=_LISTS.get(key, torch.float32))
-        tensors[f"{key}_lengths"] = torch.tensor([len(value) for value in values], dtype=torch.int64)
-    head = {"step": rollout.step, "refilled": rollout.refilled, "equal": rollout.equal}
-    return {**head, "rows": rows, "lists": tensors}
-
-
-def unpacked(state: Mapping[str, Any]) -> Rollout:
-    """Return the rollout that ``packed`` made this of."""
-    lists = {
-        key: [part.tolist() for part in state["lists"][key].split(state["lists"][f"{key}_lengths"].tolist())]
-        for key in (*_LISTS, "old", "reference")
-    }
-    scored = []
-    for number, row in enumerate(state["rows"]):
-        row = dict(row)
-        advantage, used = row.pop("advantage"), row.pop("used")
-        old, reference = (
-            np.array(lists[key][number], dtype=np.float32) if lists[key][number] else None
-            for key in ("old", "reference")
-        )
-        sample = Sample(**row, **{key: lists[key][number] for key in _LISTS})
-        scored.append(Scored(sample, advantage, used, old, reference))
-    return Rollout(state["step"], scored, state["refilled"], state["equal"])

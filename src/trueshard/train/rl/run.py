@@ -101,11 +101,12 @@ class Evaluation:
     def __call__(self) -> dict[str, float]:
         """Return ``reward``, its parts, ``length_mean`` and ``count``. Collective."""
         sampler, section, version = self._rollouts.sampler, self._section, self._rollouts.step
+        self._rollouts.settle()
         sampler.update(version)
         count = min(len(self._prompts), section.samples or len(self._prompts))
         prompts = [sampler.encoder.of(self._prompts, number) for number in range(count)]
         asked = [(prompt, number) for prompt in prompts for number in range(section.answers)]
-        samples = sampler.answer(asked, 0, version, self._sampling)
+        samples = sampler.answer(sampler.ask(asked, 0, version, self._sampling))
         record = {"reward": _mean([each.reward for each in samples]), "count": float(len(samples))}
         for key in sorted({key for each in samples for key in each.parts}):
             record[f"reward_{key}"] = _mean([each.parts.get(key, 0.0) for each in samples])

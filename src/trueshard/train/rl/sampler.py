@@ -5,11 +5,24 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trueshard.train.rl.batch import PromptEncoder
 from trueshard.train.rl.ranks import divided
 from trueshard.train.rl.samples import Answer, Engine, Prompt, Request, Sample, Sampling
+
+
+@dataclass
+class Asked:
+    """What is to be answered."""
+
+    samples: list[Sample]
+    prompts: list[Prompt]
+    requests: list[Request]
+    sampling: Sampling
+    started: Any = None
+    """The engine's handle, if it has begun."""
 
 
 class Sampler:
@@ -37,35 +50,50 @@ class Sampler:
         found, self.seconds, self.slow = self.seconds, defaultdict(float), []
         return found
 
-    def answer(
+    def answer(self, asked: Asked) -> list[Sample]:
+        """Return an answer to each, with its reward; after ``ask``."""
+        began = time.perf_counter()
+        if self.rewards.turns:
+            self._converse(asked.samples, asked.prompts, asked.sampling)
+            self.seconds["generate"] += time.perf_counter() - began
+            return asked.samples
+        engine: Any = self.engine
+        answers = (
+            engine.generate(asked.requests, asked.sampling) if asked.started is None else engine.finish(asked.started)
+        )
+        for sample, answer in zip(asked.samples, answers, strict=True):
+            self._take(sample, answer)
+        generated = time.perf_counter()
+        self._reward(asked.samples, asked.prompts)
+        self.seconds["generate"] += generated - began
+        self.seconds["reward"] += time.perf_counter() - generated
+        return asked.samples
+
+    @property
+    def in_background(self) -> bool:
+        """True if the engine can generate while the model is trained."""
+        return hasattr(self.engine, "start") and not self.rewards.turns
+
+    def ask(
         self,
         asked: Sequence[tuple[Prompt, int]],  # prompts, and the number of each one's sample
         step: int,
         version: int,
         sampling: Sampling,
-    ) -> list[Sample]:
-        """Return an answer to each, with its reward."""
+        *,
+        background: bool = False,  # the engine begins at once
+    ) -> Asked:
+        """Return what to answer; the same on every rank."""
         samples = [
             Sample(step, prompt.number, number, list(prompt.ids), weights_version=version) for prompt, number in asked
         ]
-        prompts = [prompt for prompt, _ in asked]
-        began = time.perf_counter()
-        if self.rewards.turns:
-            self._converse(samples, prompts, sampling)
-            self.seconds["generate"] += time.perf_counter() - began
-            return samples
-        has_images = self.encoder.has_images
+        prompts, has_images = [prompt for prompt, _ in asked], self.encoder.has_images
         requests = [
             Request(sample.name, sample.asked, most=self.tokens, messages=prompt.messages if has_images else None)
             for sample, prompt in zip(samples, prompts, strict=True)
         ]
-        for sample, answer in zip(samples, self.engine.generate(requests, sampling), strict=True):
-            self._take(sample, answer)
-        generated = time.perf_counter()
-        self._reward(samples, prompts)
-        self.seconds["generate"] += generated - began
-        self.seconds["reward"] += time.perf_counter() - generated
-        return samples
+        engine: Any = self.engine
+        return Asked(samples, prompts, requests, sampling, engine.start(requests, sampling) if background else None)
 
     def _take(self, sample: Sample, answer: Answer) -> None:
         """Add the tokens of an answer to a sample."""
