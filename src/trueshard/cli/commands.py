@@ -106,6 +106,29 @@ def demo(nproc: Nproc = None, overrides: Overrides = None) -> None:
     _run(["demo"], config, overrides or [], nproc, 2)
 
 
+def replay(
+    run: Annotated[Path, typer.Argument(help="The folder of a run of reinforcement learning.", metavar="RUN")],
+    step: Annotated[int, typer.Option(help="The step whose samples are made again.", metavar="N", min=1)],
+    prompt: Annotated[
+        int | None, typer.Option(help="Compare the answers to this prompt alone, and show them.", metavar="P", min=0)
+    ] = None,
+    nproc: Nproc = None,
+) -> None:
+    """Make the samples of a step again, and say "same", or which is the first that differs; exit code 1 if one does.
+
+    Starts as many processes as the run had. Begins with the newest checkpoint before the step, and writes nothing.
+    """
+    from trueshard.train.running.launcher import start
+    from trueshard.train.running.replay import Replayed, config_of, recorded
+
+    config, ranks = config_of(run)
+    asked = Replayed(step, prompt)
+    recorded(config, asked)
+    command = ["replay", str(run), f"--step={step}", *([] if prompt is None else [f"--prompt={prompt}"])]
+    launched = "RANK" in os.environ or "SLURM_PROCID" in os.environ
+    raise typer.Exit(start(config, command, nproc=nproc or (None if launched else ranks), replayed=asked))
+
+
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or their metrics.jsonl.", metavar="RUN…")],
     out: Annotated[
@@ -147,14 +170,25 @@ def convert(
         raise typer.Exit(3)
 
 
-def _run(command: list[str], path: Path, overrides: list[str], nproc: int | None, on_cpu: int, **flags: bool) -> None:
+def _run(
+    command: list[str],
+    path: Path,
+    overrides: list[str],
+    nproc: int | None,
+    on_cpu: int,
+    *,
+    profile: bool = False,
+    override: bool = False,
+) -> None:
     """Launch a training run or, where a launcher has started this process, join it as a worker."""
     from trueshard.train.parse import load_config
     from trueshard.train.running.launcher import start
 
-    set_here = [*(f"--set={each}" for each in overrides), *(f"--{name}" for name, given in flags.items() if given)]
+    set_here = [f"--set={each}" for each in overrides]
+    set_here += [f"--{name}" for name, given in (("profile", profile), ("override", override)) if given]
     config = load_config(path, overrides)
-    raise typer.Exit(start(config, [*command, *set_here], nproc=nproc, cpu_processes=on_cpu, **flags))
+    command += set_here
+    raise typer.Exit(start(config, command, nproc=nproc, cpu_processes=on_cpu, profile=profile, override=override))
 
 
 def _count(what: str) -> Any:
@@ -365,7 +399,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-for command in (train, plan, verify, doctor, plot, convert, demo):
+for command in (train, plan, verify, doctor, plot, replay, convert, demo):
     app.command()(command)
 
 

@@ -63,13 +63,11 @@ class TransformersEngine:
         self._device = device_of(sharded(model).mesh)
         self._kept = copy == "kept"
         self._copy: GatheredCopy | None = GatheredCopy(model) if copy == "gathered" else None
-        self._is_new = True
 
     def update(self, version: int) -> None:
         """Take over the weights of the model. Collective."""
-        if self._copy is not None and not self._is_new:
+        if self._copy is not None:
             self._copy.update()
-        self._is_new = False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
         """Continue each request; the same requests and answers on every rank. Collective."""

@@ -14,6 +14,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from trueshard.launching import FAILED, STOPPED, USER_ERROR, Ended, how, python_
 from trueshard.train.config import Config
 from trueshard.train.running import checks, resuming
 from trueshard.train.running.worker import OUT_OF_MEMORY, RUN_ID, launcher_of, work
+
+if TYPE_CHECKING:
+    from trueshard.train.running.replay import Replayed
 
 STOP_GRACE = 600
 """Seconds the workers have to save after a stop was asked for."""
@@ -36,8 +40,9 @@ def start(
     cpu_processes: int = 1,
     override: bool = False,
     profile: bool = False,
+    replayed: Replayed | None = None,
 ) -> int:
-    """Train; return the exit code, with which a worker's process ends. Raises `UserError` for a wrong input.
+    """Train, or replay a step; return the exit code, with which a worker's process ends. Raises `UserError`.
 
     ``command`` is the command line with which workers are started.
     """
@@ -45,19 +50,19 @@ def start(
     if launcher is not None:
         if nproc is not None:
             raise UserError(f"--nproc {nproc}: {launcher} has already started the processes; leave --nproc out")
-        work(config, override=override, profile=profile)
+        work(config, override=override, profile=profile, replayed=replayed)
     nproc = checks.default_nproc(cpu_processes) if nproc is None else nproc
     checks.check_nproc(nproc)
     with checks.held(config.run.folder):
         ready = checks.check(checks.located(resuming.tightened(config, nproc)), nproc, override=override)
     checks.tell_changes(ready)
-    if checks.tell_if_complete(config.run.folder, ready, aloud=True):
+    if replayed is None and checks.tell_if_complete(config.run.folder, ready, aloud=True):
         return 0
     try:
         code = _supervise(config, ready, command, nproc)
     except KeyboardInterrupt:
         code = STOPPED
-    if code == STOPPED and not checks.checkpoints_of(config).steps():
+    if replayed is None and code == STOPPED and not checks.checkpoints_of(config).steps():
         print("Stopped before the first checkpoint; the same command begins again.")
     return code
 

@@ -56,6 +56,7 @@ def write_settings(config: Config, architecture: Mapping[str, Any], step: int = 
     known = read_settings(config.run.folder)
     record: dict[str, Any] = {
         "config": config.model_dump(mode="json", by_alias=True),
+        "given": config.model_dump(mode="json", by_alias=True, exclude_unset=True),
         "identity": config.identity(),
         "architecture": dict(architecture),
     }

@@ -24,7 +24,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,9 @@ from trueshard.train.config import Config
 from trueshard.train.running import out_of_memory, resuming
 from trueshard.train.running.checks import Ready, check, held, located, tell_changes, tell_if_complete
 from trueshard.train.running.session import train
+
+if TYPE_CHECKING:
+    from trueshard.train.running.replay import Replayed
 
 OUT_OF_MEMORY = 4
 """Exit code of a worker that has left a record of its shortage of memory for the launcher."""
@@ -201,8 +204,8 @@ class _End:
 class _Worker:
     """State of this rank so far, for whatever ends it."""
 
-    def __init__(self, config: Config, override: bool, profile: bool) -> None:
-        self.config, self.override, self.profile = config, override, profile
+    def __init__(self, config: Config, override: bool, profile: bool, replayed: Replayed | None) -> None:
+        self.config, self.override, self.profile, self.replayed = config, override, profile, replayed
         self.rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         self.stop = StopRequest()
         self.world: World | None = None
@@ -210,9 +213,11 @@ class _Worker:
         self.meter: out_of_memory.MemoryMeter | None = None
 
 
-def work(config: Config, *, override: bool = False, profile: bool = False) -> NoReturn:
-    """Run this process's rank of the training, and end the process with the exit code of the run."""
-    worker = _Worker(config, override, profile)
+def work(
+    config: Config, *, override: bool = False, profile: bool = False, replayed: Replayed | None = None
+) -> NoReturn:
+    """Run this process's rank of the training, or replay a step; end the process with the exit code of the run."""
+    worker = _Worker(config, override, profile, replayed)
     with contextlib.ExitStack() as locks:
         end = _run(worker, locks)
         if end.shortage is not None:
@@ -226,10 +231,16 @@ def _run(worker: _Worker, locks: contextlib.ExitStack) -> _End:
     try:
         worker.world = world = join(os.environ, worker.config.run.timeout)
         worker.ready = ready = _check_together(worker, world, locks)
+        stop = worker.stop.requested
+        if worker.replayed is not None:
+            from trueshard.train.running.replay import replay
+
+            code = replay(worker.config, ready, world.device, stop, worker.replayed)
+            dist.destroy_process_group()
+            return _End(code)
         if tell_if_complete(worker.config.run.folder, ready, world.rank == 0):
             return _End(0)
         worker.meter = out_of_memory.MemoryMeter(world.device, world.local_size)
-        stop = worker.stop.requested
         code = train(worker.config, ready, world.device, stop, profile=worker.profile, override=worker.override)
         dist.destroy_process_group()
         return _End(code, is_final=code == STOPPED)
