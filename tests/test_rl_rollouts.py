@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +74,7 @@ def trained(
     words: dict[str, Any] | None = None,
     rl: dict[str, Any] | None = None,
     rollout: dict[str, Any] | None = None,
+    folder: str | None = None,
 ) -> dict[str, Any]:
     """Train, and return every sample's name and tokens, the measures of each step, the weights, and the state."""
     model = model_of(kind)
@@ -89,6 +91,7 @@ def trained(
         rl={"samples": 4, "updates": updates} | (rl or {}),
         rollout={"tokens": 8, "batch": 6, "copy": copy} | (rollout or {}),
         accumulate=accumulate,
+        folder=Path(folder) if folder else None,
     )
     if start is not None:
         rollouts.load_state_dict(start["state"])

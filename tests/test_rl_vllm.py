@@ -17,6 +17,7 @@ import torch
 from fake_vllm import MODES, FakeVLLM
 from parity import Pool, Ranks
 from rl_serving import answers, change, made, requests, tiny, with_adapter
+from test_rl_rollouts import run
 from trueshard.errors import UserError
 from trueshard.train.rl.samples import Request, Sampling
 from trueshard.train.rl.vllm import VLLMEngine
@@ -241,3 +242,20 @@ def test_an_adapter_is_merged_for_a_server_that_takes_none(tmp_path: Path, serve
     assert not server.adapters
     assert len(server.loaded) == 2
     engine.close()
+
+
+def test_a_run_on_a_server_trains_on_its_answers(ranks2: Ranks, tmp_path: Path, server: FakeVLLM) -> None:
+    """At once, and one step ahead in the background; stopped in between, the answers under way are kept."""
+    at = {"engine": "vllm", "url": server.url, "timeout": 30.0}
+    (found, other) = ranks2.run(run, {"rollout": at, "folder": str(tmp_path / "now"), "steps": 3})
+    assert found["samples"] == other["samples"]
+    assert [each["weights_version"] for each in found["measures"]] == [0, 1, 2]
+    assert all(each["mismatch_max"] < 1e-4 for each in found["measures"])
+    ahead = {"rollout": at | {"ahead": 1}, "folder": str(tmp_path / "ahead")}
+    whole = ranks2.run(run, {**ahead, "steps": 4})[0]
+    assert [each["age"] for each in whole["measures"]] == [0, 1, 1, 1]
+    assert whole["measures"][1]["ratio_max"] != 1.0, "the ratio is to the server's distribution"
+    first = ranks2.run(run, {**ahead, "steps": 2, "lr": 0.0})[0]
+    rest = ranks2.run(run, {**ahead, "steps": 2, "lr": 0.0, "start": first})[0]
+    wanted = ranks2.run(run, {**ahead, "steps": 4, "lr": 0.0})[0]
+    assert first["samples"] | rest["samples"] == wanted["samples"]
