@@ -175,7 +175,7 @@ def test_private_attributes_of_torch_are_reached_in_one_package() -> None:
 #: The command line, and what `trueshard train` and `trueshard doctor` show on a terminal.
 TERMINAL = {
     *("doctor.processes", "train.data.prepared", "train.data.store", "train.running.checks", "train.running.launcher"),
-    *("train.running.session", "train.running.worker"),
+    *("train.running.replay", "train.running.session", "train.running.worker"),
     *("train.showing.metrics", "train.showing.report"),
 }
 

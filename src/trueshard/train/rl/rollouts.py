@@ -326,7 +326,7 @@ class Rollouts:
             "truncated": float(np.mean([not each.finished for each in samples])),
             "weights_version": samples[0].weights_version,
             "age": self.step - 1 - samples[0].weights_version,
-            "slow_rewards": len(self.sampler.slow),
+            "slow_rewards": self.sampler.slow,
         }
         parts = {key for each in samples for key in each.parts}
         for key in sorted(parts):

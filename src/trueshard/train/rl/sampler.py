@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trueshard.text import logger
 from trueshard.train.rl.batch import PromptEncoder
-from trueshard.train.rl.ranks import divided
+from trueshard.train.rl.ranks import divided, rank_and_ranks
 from trueshard.train.rl.samples import Answer, Engine, Prompt, Request, Sample, Sampling
 
 
@@ -33,7 +34,7 @@ class Sampler:
         self.seconds: dict[str, float] = defaultdict(float)
         """Seconds of "sync", "generate" and "reward" since the last ``take_seconds``."""
         self._version = -1
-        self.slow: list[str] = []
+        self.slow = 0
         """Samples whose reward took too long, since the last ``take_seconds``."""
 
     def update(self, version: int) -> None:
@@ -47,7 +48,7 @@ class Sampler:
 
     def take_seconds(self) -> dict[str, float]:
         """Return ``seconds``, and begin anew."""
-        found, self.seconds, self.slow = self.seconds, defaultdict(float), []
+        found, self.seconds, self.slow = self.seconds, defaultdict(float), 0
         return found
 
     def answer(self, asked: Asked) -> list[Sample]:
@@ -122,7 +123,13 @@ class Sampler:
         for sample, prompt, reward in zip(samples, prompts, found, strict=True):
             sample.reward, sample.parts = reward.reward, reward.parts
             if reward.slow:
-                self.slow.append(f"{prompt.where}, sample {sample.sample} of prompt {sample.prompt}")
+                self._tell_slow(sample, prompt)
+
+    def _tell_slow(self, sample: Sample, prompt: Prompt) -> None:
+        self.slow += 1
+        if rank_and_ranks()[0] == 0:
+            about = f"{prompt.where} (prompt {sample.prompt}, sample {sample.sample} of step {sample.step})"
+            logger.warning("reward.seconds: the reward of %s took too long, and is 0", about)
 
     def _converse(self, samples: list[Sample], prompts: list[Prompt], sampling: Sampling) -> None:
         """Play the episode of each sample: the environment and the model take turns, all samples together."""
@@ -184,5 +191,5 @@ class Sampler:
             if turn is not None and not isinstance(turn, list):
                 samples[i].reward, samples[i].parts = turn.reward, turn.parts
                 if turn.slow:
-                    self.slow.append(prompts[i].where)
+                    self._tell_slow(samples[i], prompts[i])
         return {i: turn for i, turn in found.items() if turn is not None}
