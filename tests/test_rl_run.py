@@ -172,3 +172,56 @@ def test_a_step_is_made_again(undisturbed: Path, tmp_path: Path) -> None:
         assert code == 2
         assert said in err
         assert len(err.splitlines()) == 1
+
+
+BAD = """
+import time
+def good(completion, record, sample):
+    return float(len(completion) % 3)
+def raises(completion, record, sample):
+    return record["points"] if sample.step == 3 else good(completion, record, sample)
+def nan(completion, record, sample):
+    return float("nan") if sample.step == 3 else good(completion, record, sample)
+def slow(completion, record, sample):
+    time.sleep(5 if sample.step == 3 and sample.sample == 1 else 0)
+    return good(completion, record, sample)
+def equal(completion, record, sample):
+    return 1.0
+"""
+
+
+def bad(folder: Path, function: str, *sets: str) -> tuple[int, str, str]:
+    folder = project(folder)
+    (folder / "bad.py").write_text(BAD)
+    words = [f"reward.function=bad.py:{function}", "train.steps=4", "rollout.ahead=0", "reward.seconds=1.0", *sets]
+    return end(start(folder, *TWICE, *[word for each in words for word in ("--set", each)]))
+
+
+@pytest.mark.parametrize("function", ["raises", pytest.param("nan", marks=pytest.mark.rest)])
+def test_a_reward_that_goes_wrong_ends_the_run_in_one_line(function: str, tmp_path: Path) -> None:
+    code, _, err = bad(tmp_path / function, function)
+    assert code == 2
+    (line,) = err.splitlines()
+    assert "sort.jsonl, line" in line
+    assert "of step 3" in line
+    assert {"raises": "bad.py:6: KeyError: 'points'", "nan": "nan, not a finite number"}[function] in line
+
+
+@pytest.mark.rest
+def test_a_slow_reward_is_nothing_and_named(tmp_path: Path) -> None:
+    code, out, err = bad(tmp_path / "slow", "slow")
+    assert code == 0, out + err
+    late = [each for each in answers(tmp_path / "slow").values() if (each["step"], each["sample"]) == (3, 1)]
+    assert [each["reward"] for each in late] == [0.0] * len(late)
+    assert metrics(tmp_path / "slow")[3]["slow_rewards"] == len(late) == len(err.splitlines()) > 0
+    assert all("sample 1 of step 3) took too long, and is 0" in line for line in err.splitlines())
+
+
+@pytest.mark.rest
+def test_equal_rewards_are_replaced_and_then_give_no_gradient(tmp_path: Path) -> None:
+    code, out, err = bad(tmp_path / "equal", "equal", "optimizer.weight_decay=0.0")
+    assert code == 0, out + err
+    records = metrics(tmp_path / "equal")
+    assert records[1]["refilled"] == 3 * 8
+    assert records[1]["samples_equal"] == 4 * 8
+    assert [each["grad_norm"] for each in records[1:]] == [0.0] * 4
