@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 import configuration_reference
 from messages import lacking, naming
 from trueshard.errors import UserError
+from trueshard.train.config import Config
 from trueshard.train.parse import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -89,3 +91,22 @@ def test_a_schedule_by_the_evaluation_needs_one(tmp_path: Path) -> None:
     file.write_text(head + rest[rest.index("[train]") :].replace("warmup_steps = 5", plateau))
     with pytest.raises(UserError, match=naming("[evaluation]")):
         load_config(file)
+
+
+RL = {
+    "run": {"dir": "x"},
+    "model": {"path": "m"},
+    "data": {"format": "prompt", "path": "d"},
+    "rl": {"samples": 4},
+    "reward": {"function": "r.py:f"},
+    "train": {"steps": 1, "batch_size": 8},
+    "rollout": {"tokens": 64},
+}
+
+
+@pytest.mark.parametrize("key", ["top_p", "top_k", "min_p"])
+def test_what_would_bias_the_ratio_is_refused(key: str) -> None:
+    Config.model_validate(RL)
+    with pytest.raises(ValidationError, match=f"rollout.{key}: the model would be trained on answers from the kept"):
+        Config.model_validate(RL | {"rollout": {key: 0.9}})
+    Config.model_validate(RL | {"evaluation": {"path": "e", "top_p": 0.9}})
