@@ -11,6 +11,7 @@ import torch
 import trueshard
 from trueshard.train.config import RolloutSection
 from trueshard.train.rl.engine import log_probabilities
+from trueshard.train.rl.policy import PolicyLoss
 from trueshard.train.rl.samples import Request, Sampling
 from trueshard.train.rl.vllm import VLLMEngine, probe_bound
 
@@ -43,7 +44,7 @@ def with_adapter() -> tuple[Any, Any]:
 
 def engine_of(model: Any, tokenizer: Any, folder: Path, url: str, **more: Any) -> VLLMEngine:
     section = RolloutSection(engine="vllm", url=url, **{"batch": 4, "timeout": 30, **more})
-    score = functools.partial(log_probabilities, model)
+    score = functools.partial(log_probabilities, model, PolicyLoss())
     ends = [tokenizer.eos_token_id]
     return VLLMEngine(section, model, tokenizer, ends, folder, PROBES, probe_bound(torch.float32), score)
 

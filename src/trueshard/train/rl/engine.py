@@ -217,7 +217,7 @@ def choose_engine(section: RolloutSection, model: nn.Module, encoder: PromptEnco
             raise ValueError('rollout.engine = "vllm" puts new weights into a folder; give folder=')
         bound = probe_bound(compute_dtype(model))
         texts = probes(len(encoder.tokenizer))
-        score = functools.partial(log_probabilities, model)
+        score = functools.partial(log_probabilities, model, PolicyLoss())
         return VLLMEngine(section, model, encoder.tokenizer, ends, folder, texts, bound, score)
     copy = section.copy_ if section.copy_ != "auto" else ("gathered" if copy_fits(model) else "kept")
     images = encoder.images if encoder.has_images else None
@@ -249,13 +249,13 @@ def probes(vocabulary: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def log_probabilities(model: nn.Module, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+def log_probabilities(model: nn.Module, loss: PolicyLoss, texts: Sequence[Sequence[int]]) -> list[list[float]]:
     """Return the model's log-probabilities of the tokens of ``texts``, from the second on. Collective."""
     device = device_of(sharded(model).mesh)
     found = []
     for text in texts:
         ids = torch.tensor([text], device=device)
-        logs, _ = PolicyLoss().logprobs(model, {"input_ids": ids[:, :-1], "targets": ids[:, 1:]})
+        logs, _ = loss.logprobs(model, {"input_ids": ids[:, :-1], "targets": ids[:, 1:]})
         found.append(logs[0].tolist())
     return found
 
