@@ -200,8 +200,13 @@ def _dtype(what: str) -> Any:
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="A folder with a config.json, that file, or file.py:factory.", metavar="MODEL")
+        str,
+        typer.Argument(
+            help="A folder with a config.json, that file, file.py:factory, or a training configuration (TOML).",
+            metavar="MODEL",
+        ),
     ] = "",
     hardware: Annotated[str, typer.Option(help="A device of the catalogue, or a TOML file.", metavar="NAME")] = "h100",
     ranks: Annotated[int, typer.Option(help="Processes, one a device.", metavar="N", min=1)] = 8,
@@ -234,13 +239,17 @@ def plan(
     rehearse: Annotated[
         bool, typer.Option("--rehearse", help="Run rank 0 on this machine's GPU, and compare.", show_default=False)
     ] = False,
+    overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Say what training a model costs on a cluster, and choose how to shard it. Needs neither GPUs nor weights."""
+    """Say what training a model costs on a cluster, and choose how to shard it. Needs neither GPUs nor weights.
+
+    A training configuration has its own batch, optimizer and [shard]: change them by --set.
+    """
     from rich.console import Console
 
     from trueshard.planner.planning import Request, check_writable, read_plan
-    from trueshard.planner.report import compare, page, report
+    from trueshard.planner.report import compare
 
     with refused():
         if diff is not None:
@@ -248,6 +257,14 @@ def plan(
             return
         if not model:
             raise UserError("plan needs a MODEL: a folder with a config.json, that file, or file.py:factory")
+        for file in (out, html):
+            if file is not None:
+                check_writable(file)
+        if model.endswith(".toml"):
+            _show(_plan_of_training(context, Path(model), overrides or []), out, html, as_json)
+            return
+        if overrides:
+            raise UserError("--set changes a training configuration, and MODEL is none; give the option itself")
         request = Request(
             model=model,
             hardware=hardware,
@@ -269,9 +286,6 @@ def plan(
             offload=offload,
             plan=None if given is None else read_plan(given),
         )
-        for file in (out, html):
-            if file is not None:
-                check_writable(file)
         with Console(stderr=True).status(f"Building {model} on fake tensors") as status:
             from trueshard.planner.simulation import rehearse as rehearsing
             from trueshard.planner.solve import solve, space_of
@@ -279,19 +293,43 @@ def plan(
             if rehearse:
                 rehearsing.require_gpu()
             found = solve(request, status.update)
-        if out is not None:
-            replace_text(out, found.plan.to_json() + "\n")
-        if html is not None:
-            replace_text(html, page.page(found))
         rehearsal = None
         if rehearse:
             space, _ = space_of(request)
             rehearsal = rehearsing.rehearse(rehearsing.job_of(found, space.workload), space.hardware)
-        if as_json:
-            more = {} if rehearsal is None else {"rehearsal": dataclasses.asdict(rehearsal)}
-            print(json.dumps(report.as_json(found) | more, indent=2))
-        else:
-            print(report.text(found), *([] if rehearsal is None else ["", rehearsal]), sep="\n")
+        _show(found, out, html, as_json, rehearsal)
+
+
+_OF_TRAINING = ("model", "hardware", "ranks", "ranks_per_node", "overrides", "out", "html", "as_json")
+"""Parameters of `plan` that go with a training configuration."""
+
+
+def _plan_of_training(context: typer.Context, path: Path, overrides: list[str]) -> Any:
+    """Return the study of a training configuration, with the options that go with it."""
+    from trueshard.train.parse import load_config
+    from trueshard.train.running.forecast import plan as planned
+
+    given = context.params
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in _OF_TRAINING and source is not None and source.name == "COMMANDLINE":
+            raise UserError(f"{parameter.opts[0]} does not go with a training configuration, which says it; use --set")
+    return planned(load_config(path, overrides), given["hardware"], given["ranks"], given["ranks_per_node"])
+
+
+def _show(found: Any, out: Path | None, html: Path | None, as_json: bool, rehearsal: Any = None) -> None:
+    """Print a study, and write its files."""
+    from trueshard.planner.report import page, report
+
+    if out is not None:
+        replace_text(out, found.plan.to_json() + "\n")
+    if html is not None:
+        replace_text(html, page.page(found))
+    if as_json:
+        more = {} if rehearsal is None else {"rehearsal": dataclasses.asdict(rehearsal)}
+        print(json.dumps(report.as_json(found) | more, indent=2))
+    else:
+        print(report.text(found), *([] if rehearsal is None else ["", rehearsal]), sep="\n")
 
 
 def _precision(param: str | None, reduce: str | None) -> Any:

@@ -12,7 +12,7 @@ from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.reserve import replay
 from trueshard.planner.simulation.simulate import Simulation, simulate
 from trueshard.planner.timeline import Timeline, schedule
-from trueshard.planner.trace import KINDS, Trace
+from trueshard.planner.trace import KINDS, Allocation, Place, Trace
 from trueshard.planner.workload import Job, Study
 from trueshard.plans import Forecast, MixedPrecision, Plan
 
@@ -71,11 +71,15 @@ def study(job: Job, cluster: Cluster, budget: int | None = None) -> Study:
     budget = cluster.available_bytes if budget is None else budget
     job = dataclasses.replace(job, on_cpu=not cluster.hardware.streams)
     made = simulate(dataclasses.replace(job, accumulation=min(job.accumulation, MICROBATCHES)))
+    for trace in (made.first, made.steady, made.score):
+        if trace is not None:
+            trace.resident += _beside(job, trace)
     mode: Mode = "compile" if made.plan.compile else "eager"
     line = schedule(made.steady, cluster.hardware, cluster.ranks_per_node, mode)
     amounts, received = _amounts(made.steady, line), ledger.received(made.steady)
     if (more := job.accumulation - MICROBATCHES) > 0:
-        less = simulate(dataclasses.replace(job, accumulation=MICROBATCHES - 1)).steady
+        alone = dataclasses.replace(job.workload, score=None)
+        less = simulate(dataclasses.replace(job, workload=alone, accumulation=MICROBATCHES - 1)).steady
         shorter = schedule(less, cluster.hardware, cluster.ranks_per_node, mode)
         amounts = _extended(amounts, _amounts(less, shorter), more)
         received = _extended(received, ledger.received(less), more)
@@ -108,7 +112,16 @@ def study(job: Job, cluster: Cluster, budget: int | None = None) -> Study:
         **amounts,
     )
     plan = dataclasses.replace(made.plan, forecast=forecast)
-    return Study(plan, forecast, made.steady, line, assumptions=_assumptions(job, made))
+    return Study(plan, forecast, made.steady, line, assumptions=_assumptions(job, made), score=made.score)
+
+
+def _beside(job: Job, trace: Trace) -> list[Allocation]:
+    """Return what lies beside the model, as allocations; ``None`` bytes are those of the model's shards and buffers."""
+    alike = sum(each.bytes for each in trace.resident if each.kind == "parameters")
+    return [
+        Allocation(Place("between", name), -1 - number, alike if size is None else size, "compute", "parameters", name)
+        for number, (name, size) in enumerate(job.workload.beside)
+    ]
 
 
 def _amounts(trace: Trace, line: Timeline) -> dict[str, Any]:

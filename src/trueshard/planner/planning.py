@@ -54,6 +54,10 @@ class Request:
     """(model, batch) → scalar; None: what forward returns, as the assumptions say."""
     clip: float | None = 1.0
     """Norm to which gradients are clipped; None: not at all."""
+    score: Callable[[nn.Module, Any], Any] | None = None
+    """(model, batch) → anything: a pass without gradient beside the step."""
+    beside: tuple[tuple[str, int | None], ...] = ()
+    """(name, bytes) of what lies on every rank beside; None bytes: another model that is sharded alike."""
     storage_dtype: str | None = None
     """Dtype in which parameters are stored; None: as made, float32 for a configuration."""
     units: Any = "auto"

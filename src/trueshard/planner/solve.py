@@ -104,6 +104,7 @@ def space_of(request: Request) -> tuple[Space, bool]:
         clip=request.clip,
         storage_dtype=request.storage_dtype,
     )
+    workload = dataclasses.replace(workload, score=request.score, beside=request.beside)
     microbatch = request.microbatch or _samples(request.batch)
     is_open = is_free(choices.reshard_after_forward) or is_free(choices.activation_checkpointing)
     is_open |= choices.offload == "auto"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,11 @@ class Workload:
     """Tokens of one sample; 1 for samples that are no sequences."""
     clip: float | None = 1.0
     """Norm to which gradients are clipped; None: no clipping."""
+    score: Callable[[nn.Module, Any], Any] | None = None
+    """(model, batch) → anything: a pass without gradient that stands beside the step, simulated by itself."""
+    beside: tuple[tuple[str, int | None], ...] = ()
+    """(name, bytes) of what lies on every rank all the time beside the model and its optimizers; None bytes: another
+    model that is sharded alike."""
     assumptions: tuple[str, ...] = ()
     """Assumptions made in building it, one sentence each, for the reader of a forecast."""
 
@@ -72,6 +77,21 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class StepPhase:
+    """A phase of a step of reinforcement learning."""
+
+    name: str
+    """``"generate"``, ``"score"`` or ``"update"``."""
+    live_bytes: int
+    """Peak of the memory that tensors take on a rank."""
+    seconds: float | None
+    """None: not known, as of a server."""
+    needs: Mapping[str, int]
+    """Bytes beyond what stays from phase to phase, by what takes them; of the update and the score, of all."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Study:
     """A plan, its forecast, and the simulation behind the forecast."""
 
@@ -85,6 +105,10 @@ class Study:
     assumptions: tuple[str, ...] = ()
     alternatives: list[Alternative] = field(default_factory=list)
     """All other plans that were evaluated."""
+    score: Trace | None = None
+    """Pass of ``Workload.score``."""
+    phases: tuple[StepPhase, ...] = ()
+    """Of reinforcement learning; the forecast is that of its update."""
 
 
 class NothingFits(ValueError):

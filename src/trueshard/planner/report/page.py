@@ -68,6 +68,7 @@ def _data(study: Study) -> dict[str, Any]:
         "memory": _memory(study, live, peak),
         "lanes": lanes(study.trace, study.timeline, SPANS),
         "phases": phases(study.timeline),
+        "steps": report.phase_rows(study),
         "alternatives": [{**mine, "words": "This plan"}, *others],
         "tensors": _tensors(study, peak),
         "units": report.unit_rows(study),

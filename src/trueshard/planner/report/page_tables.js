@@ -143,6 +143,17 @@ function frontTable() {
   ], rows, { mark: (row) => (row === data.alternatives[0] ? "chosen" : "") }));
 }
 
+function phaseTable() {
+  $("phases-of-step").hidden = !data.steps.length;
+  $("phases").append(table([
+    { head: "Phase", cell: (row) => row.name },
+    { head: "Live", number: true, cell: (row) => row.live },
+    { head: "Time", number: true, cell: (row) => row.time },
+    { head: "Of the step", number: true, cell: (row) => row.share },
+    { head: "Takes", wide: true, cell: (row) => row.needs },
+  ], data.steps));
+}
+
 function tables() {
   const most = Math.max(...data.tensors.map((row) => row.bytes * row.count), 1);
   const meter = (row) => element("i", {
@@ -184,6 +195,7 @@ document.querySelector("main").hidden = false;
 head();
 legend();
 frontTable();
+phaseTable();
 tables();
 lists();
 const redraw = () => (draw(), scatter());

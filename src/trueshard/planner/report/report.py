@@ -27,6 +27,7 @@ def text(study: Study) -> str:
         _listed("Taken for granted", study.assumptions),
         _units(study),
         _memory(forecast),
+        _phases(study),
         _communication(forecast),
         _time(study),
         _listed("Why", (*study.reasons, *_unit_reasons(study))),
@@ -51,6 +52,7 @@ def as_json(study: Study) -> dict[str, Any]:
             {**dataclasses.asdict(unit), **dataclasses.asdict(uses.get(unit.name, _NOTHING))}
             for unit in study.plan.units
         ],
+        **({"phases": [dataclasses.asdict(each) for each in study.phases]} if study.phases else {}),
         "plan": json.loads(study.plan.to_json()),
         "reasons": list(study.reasons),
         "assumptions": list(study.assumptions),
@@ -197,6 +199,30 @@ def _memory(forecast: Forecast) -> list[str]:
         ("overhead", size(forecast.overhead_bytes), "", "context and communicators, outside of torch's allocator"),
     ]
     return ["Memory of a rank", *_indented(rows, right=(1, 2))]
+
+
+def phase_rows(study: Study) -> list[dict[str, Any]]:
+    """Return the phases of a step of reinforcement learning, with words for a table."""
+    every = [each.seconds for each in study.phases]
+    whole = 0.0 if None in every else sum(each or 0.0 for each in every)
+    most = max((each.live_bytes for each in study.phases), default=0)
+    return [
+        {
+            "name": each.name,
+            "live": size(each.live_bytes) + (" (largest)" if each.live_bytes == most else ""),
+            "time": "unknown" if each.seconds is None else duration(each.seconds) if each.seconds else "none",
+            "share": f"{each.seconds / whole:.0%}" if each.seconds is not None and whole else "",
+            "needs": " · ".join([*(f"{name} {size(count)}" for name, count in each.needs.items()), *each.notes]),
+        }
+        for each in study.phases
+    ]
+
+
+def _phases(study: Study) -> list[str]:
+    if not study.phases:
+        return []
+    rows = [tuple(row.values()) for row in phase_rows(study)]
+    return ["Phases of a step", *_indented(rows, right=(2, 3))]
 
 
 def _communication(forecast: Forecast) -> list[str]:

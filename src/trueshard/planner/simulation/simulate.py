@@ -66,6 +66,15 @@ def run_step(
         optimizer.zero_grad()
 
 
+def run_score(workload: Workload, model: nn.Module, batch: Any, enter: Callable[[Phase], None]) -> None:
+    """Run the workload's ``score`` of a microbatch, without gradient."""
+    assert workload.score is not None
+    enter("forward")
+    with torch.no_grad():
+        workload.score(model, batch)
+    enter("between")
+
+
 @dataclass
 class Simulation:
     """One rank's first and later steps."""
@@ -76,6 +85,8 @@ class Simulation:
     """First step, in which optimizer state and FSDP2's buffers are made."""
     steady: Trace
     """Any later step."""
+    score: Trace | None = None
+    """Pass of ``Workload.score`` after these, if there is one."""
     models: int = 1
     """Models that were run; more than one if repeated blocks were extended."""
     whole_because: str = ""
@@ -132,7 +143,8 @@ def _run_shortened(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, run
     base = _run(job, mesh, model, short_plan)
     first = extend(base.first, [each.first for each in variants], runs)
     steady = extend(base.steady, [each.steady for each in variants], runs)
-    return Simulation(plan, first, steady, models=1 + len(variants))
+    score = base.score and extend(base.score, [each.score for each in variants if each.score], runs)
+    return Simulation(plan, first, steady, score, models=1 + len(variants))
 
 
 def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation:
@@ -152,19 +164,23 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation
     traces = []
     attention = contextlib.nullcontext() if job.on_cpu else attention_as_on_a_device()
     with attention, track_units(recorder, model, resolved), fake_tensors_look_real(), without_garbage_collection():
-        for _ in range(2):
+        for trains in (True, True, False)[: 3 if workload.score else 2]:
             resident = recorder.alive()
             with recorder, _torch.watching_resizes(recorder.resized):
-                batches = [workload.batch(job.microbatch, workload.sequence) for _ in range(job.accumulation)]
+                count = job.accumulation if trains else 1
+                batches = [workload.batch(job.microbatch, workload.sequence) for _ in range(count)]
                 recorder.mark(_torch.tensors_in(batches), "inputs")
-                run_step(workload, model, optimizers, batches, enter)
+                if trains:
+                    run_step(workload, model, optimizers, batches, enter)
+                else:
+                    run_score(workload, model, batches[0], enter)
                 del batches
             for name, tensor in _optimizer_state(model, optimizers):
                 recorder.mark([tensor], "optimizer", name)
             trace = Trace(recorder.take(), resident)
             _mark_activations(trace)
             traces.append(_as_planned(trace, job, plan, recorder.members))
-    return Simulation(resolved, traces[0], traces[1])
+    return Simulation(resolved, traces[0], traces[1], traces[2] if workload.score else None)
 
 
 def _adopt(recorder: Recorder, model: nn.Module, plan: Plan) -> None:

@@ -55,6 +55,8 @@ _COPIES = {"_to_copy", "clone"}
 _FOLLOWED = {*_INDEX_RESULTS, *_COPIES, "sum", "scatter", "scatter_", "eq", "ne", "gt"}
 _IDENTITIES = {("ne", 0), ("gt", 0), ("eq", 1)}
 """Comparisons that leave a mask as it is."""
+_TARGETS = ("ne", -100)
+"""The comparison that makes a mask of targets: with the value that torch's losses ignore."""
 
 
 @dataclass(slots=True)
@@ -71,6 +73,8 @@ class _Facts:
     """Exclusive upper bound of indices; 0: unknown."""
     share: float | None = None
     """Share of a mask's elements that are true."""
+    is_certain: bool = False
+    """The share is that of the batch, and no guess."""
 
 
 class KnownValues(_torch.DispatchMode):
@@ -162,7 +166,7 @@ class KnownValues(_torch.DispatchMode):
         """Track extremes, and flags that are usually false."""
         if name in ("max", "min", "amax", "amin"):
             self._known(outputs[0]).extreme = name
-        if len(outputs) != 1 or outputs[0].dtype != torch.bool:
+        if len(outputs) != 1 or (outputs[0].dtype != torch.bool and name != "_to_copy"):
             return
         known = [self._known(each) for each in inputs]
         derived = name in _TRUTH_PRESERVING and any(each.rarely_true for each in known)
@@ -215,9 +219,10 @@ class KnownValues(_torch.DispatchMode):
             self._known(outputs[0]).share = min(1.0, _size(index, dim) / max(1, bound))
         elif name == "eq" and (bound := self._known(args[0]).bound):
             self._known(outputs[0]).share = 1 / bound  # fake tensors make one_hot this way, too
-        elif name in _COPIES or (not isinstance(args[1], torch.Tensor) and (name, args[1]) in _IDENTITIES):
+        elif name in _COPIES or (not isinstance(args[1], torch.Tensor) and (name, args[1]) in {*_IDENTITIES, _TARGETS}):
             known, made = self._known(args[0]), self._known(outputs[0])
             made.bound, made.share = known.bound, known.share
+            made.is_certain = known.is_certain or (name not in _COPIES and (name, args[1]) == _TARGETS)
 
     def _run_with_unknown_size(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Run ``func``, whose results' shapes depend on values; return its fake result and its values, or None."""
@@ -238,7 +243,8 @@ class KnownValues(_torch.DispatchMode):
             with _torch.real_tensors():
                 return int(values.count_nonzero())
         share = self._known(mask).share
-        warnings.warn(EVERYTHING if share is None else EQUAL_SHARES, stacklevel=2)
+        if share is None or not self._known(mask).is_certain:
+            warnings.warn(EVERYTHING if share is None else EQUAL_SHARES, stacklevel=2)
         return math.ceil(mask.numel() * (1.0 if share is None else share) - 1e-6)
 
     def nonzero(self, mask: torch.Tensor) -> torch.Tensor:

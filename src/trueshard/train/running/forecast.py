@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trueshard.errors import one_line, refused
+from trueshard.errors import UserError, one_line, refused
 from trueshard.files import replace_text
 from trueshard.machine import memory_of_process
 from trueshard.planner import hardware as catalogue
@@ -26,15 +26,15 @@ from trueshard.planner import process
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.planning import Request
 from trueshard.planner.report import report
-from trueshard.planner.workload import Study
+from trueshard.planner.workload import StepPhase, Study
 from trueshard.plans import Plan
-from trueshard.train.config import Config, DataSection
+from trueshard.train.config import Config
 from trueshard.train.data.samples import Batch
 from trueshard.train.losses import CausalLoss
-from trueshard.train.models.build import empty
+from trueshard.train.models.build import architecture, empty, quiet_transformers
 from trueshard.train.optimizer import build_optimizer
 from trueshard.train.parse import toml_key, toml_value
-from trueshard.train.running import resuming
+from trueshard.train.running import phases, resuming
 from trueshard.train.running.checks import check_nproc, check_settings, count_samples, default_nproc, steps_of_epochs
 
 SILENT = ("include",)
@@ -63,33 +63,56 @@ def study(
     def model() -> nn.Module:
         return empty(config, settings)
 
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:  # for preferences it stands for that of pairs
+    def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:  # for preferences it stands for that of pairs
         return whole(model, batch) / batch["targets"].numel()
 
     model.__name__ = getattr(settings, "model_type", "model")  # for the tables of the study
-    train, feed = config.train, _feed(config.data)
+    train, feed = config.train, _feed(config)
     whole = CausalLoss(train.whole_logits)
+    loss, score = (own_loss, None) if config.rl is None else phases.policy_functions(config)
     try:
+        known = device if isinstance(device, Hardware) else _hardware_here(device, ranks_per_node)
+        copy = phases.copy_word(config, settings, known, ranks)
         request = Request(
             model=model,
-            hardware=device if isinstance(device, Hardware) else _hardware_here(device, ranks_per_node),
+            hardware=known,
             ranks=ranks,
             batch=feed,
             ranks_per_node=min(ranks_per_node, ranks),
             replicate=config.shard.replicate,
             sequence=train.sequence_length,
-            microbatch=max(1, train.batch_size // (ranks * train.accumulate)),
+            microbatch=phases.microbatch(config, ranks),
             accumulation=train.accumulate,
             optimizer=lambda model: build_optimizer(config.optimizer, model.named_parameters()),
-            loss=None if feed is None else loss,
+            loss=None if feed is None and config.rl is None else loss,
+            score=score,
+            beside=phases.beside(config, settings, copy),
             clip=train.max_grad_norm,
             **vars(config.shard.choices()),
         )
         found: Study = process.call("trueshard.planner.solve:solve", request, in_place=in_place)
+        if config.rl is not None:
+            made = None
+            if copy is not None:
+                arguments = (config, settings, phases.compute_dtype(config))
+                made = process.call("trueshard.train.running.phases:generation", *arguments, in_place=in_place)
+            found = _with_phases(found, phases.phases(config, found, copy, made, known), config)
     except Exception as error:  # whatever a model or an optimizer raises under simulation
         return Unplanned(one_line(error))
     optimizer = config.optimizer.class_path.rpartition(".")[2]
     return dataclasses.replace(found, forecast=dataclasses.replace(found.forecast, optimizer=optimizer))
+
+
+def _with_phases(found: Study, every: tuple[StepPhase, ...], config: Config) -> Study:
+    """Return the study of an update with all phases of its step."""
+    own = [each for each in found.assumptions if not each.startswith("loss: ")]  # preflight's, of the trainer's loss
+    tokens = config.rollout.tokens
+    own.append(
+        f"Answers have rollout.tokens = {tokens:,} tokens, and their prompts what these leave of "
+        f"train.sequence_length: {config.train.sequence_length - tokens:,}."
+    )
+    told = phases.advice(every, found.forecast.budget_bytes)
+    return dataclasses.replace(found, phases=every, assumptions=tuple(own), reasons=(told, *found.reasons))
 
 
 def _hardware_here(device: torch.device, local_ranks: int) -> Hardware:
@@ -101,11 +124,15 @@ def _hardware_here(device: torch.device, local_ranks: int) -> Hardware:
 
 
 def bytes_of(found: Study | Unplanned) -> int | None:
-    """Return the peak memory of a rank: what torch reserves; on a CPU, which has no such cache, tensors alone."""
+    """Return the peak memory of a rank: what torch reserves; on a CPU, which has no such cache, tensors alone.
+
+    Of reinforcement learning: at least what tensors take in any phase.
+    """
     if isinstance(found, Unplanned):
         return None
     forecast = found.forecast
-    return forecast.peak_live_bytes if forecast.hardware == "cpu" else forecast.peak_reserved_bytes
+    own = forecast.peak_live_bytes if forecast.hardware == "cpu" else forecast.peak_reserved_bytes
+    return max([own, *(each.live_bytes for each in found.phases)])
 
 
 def write(folder: Path, found: Study | Unplanned | Plan) -> None:
@@ -140,6 +167,26 @@ def dry_run(config: Config, nproc: int | None = None, *, hardware: str | None = 
         told = f"{samples:,} samples of {length} tokens; {steps:,} steps are {epochs:.3g} epochs\n{told}"
     comments = "\n".join(f"# {line}".rstrip() for line in told.splitlines())
     return f"{toml(config)}\n{comments}"
+
+
+def plan(config: Config, hardware: str, ranks: int, ranks_per_node: int | None = None) -> Study:
+    """Return the forecast of a configuration on a device of the catalogue; of the model only its configuration is read.
+
+    Raises `UserError` for settings that do not go together, and for what the planner cannot simulate.
+    """
+    with refused():
+        named = catalogue.hardware(hardware)
+    quiet_transformers()
+    section = config.model
+    if section.path is not None:
+        bare = section.model_copy(update={"path": None, "config": str(section.place()), "revision": None})
+        config = config.model_copy(update={"model": bare})
+    settings = architecture(config, config.tokenizer.vocab_size or 0) if section.architecture is None else None
+    settings = settings or check_settings(config, ranks)
+    found = study(config, settings, ranks, named, min(ranks, ranks_per_node or named.ranks_per_node), in_place=True)
+    if isinstance(found, Unplanned):
+        raise UserError(f"{config.model.config or section.architecture}: the planner cannot simulate it: {found}")
+    return found
 
 
 def toml(config: Config) -> str:
@@ -177,10 +224,13 @@ def _is_valid(tree: dict[str, Any]) -> bool:
     return True
 
 
-def _feed(data: DataSection) -> Callable[[int, int], Batch] | None:
+def _feed(config: Config) -> Callable[[int, int], Batch] | None:
     """Return what makes batches like the data's, of full length; None for images, which the planner makes itself."""
-    if data.format == "vision":
+    data = config.data
+    if config.images:
         return None
+    if config.rl is not None:
+        return lambda microbatch, sequence: phases.policy_batch(config, microbatch, sequence - 1)
     rows = 2 if data.format == "preference" else 1
 
     def batch(microbatch: int, sequence: int) -> Batch:

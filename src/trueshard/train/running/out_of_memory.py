@@ -2,10 +2,10 @@
 
 - On a GPU the figures are the caching allocator's. On a CPU they are the process's data, less what it held before the
   model was made, against the limits that the system sets a process.
-- Remedies that cost the least speed are tried first: reshard, smaller microbatches with more accumulation,
-  recomputation, then all of them together. Where the planner thought that the configuration fits, it was wrong by at
-  least the difference, and the remedy has to fit into that much less. A model that the planner cannot simulate gets a
-  setting that takes less for certain.
+- Remedies that cost the least speed are tried first: reshard, generating without a copy of the model that stays,
+  smaller microbatches with more accumulation, recomputation, then all of them together. Where the planner thought that
+  the configuration fits, it was wrong by at least the difference, and the remedy has to fit into that much less. A
+  model that the planner cannot simulate gets a setting that takes less for certain.
 """
 
 from __future__ import annotations
@@ -129,9 +129,10 @@ def find_remedy(config: Config, settings: Any, ranks: int, local_ranks: int, dev
         search = _RemedySearch(config, settings, ranks, local_ranks, device, shortage)
         found, facts = search.find(), f"{shortage}; {search.forecast}"
         if found is None:
+            lower = "train.sequence_length or train.batch_size" + (", or rollout.batch" if config.rl else "")
             return Remedy(
                 f"{facts}; no change of resharding, microbatch or recomputation fits: use more ranks or a larger "
-                "device, or lower train.sequence_length or train.batch_size",
+                f"device, or lower {lower}",
                 None,
             )
         changed, planned = found
@@ -173,6 +174,7 @@ class _RemedySearch:
         reshard, accumulations, recomputations = self._reshard(), self._accumulations(), self._recomputations()
         if reshard:
             yield reshard
+        yield from self._copies()
         if accumulations and self._fits(accumulations[-1]):
             yield from accumulations
         yield from recomputations
@@ -187,6 +189,13 @@ class _RemedySearch:
     def _reshard(self) -> dict[str, Any]:
         word = self._config.shard.reshard_after_forward
         return {} if word == "always" or self._ranks == 1 else {"shard.reshard_after_forward": "always"}
+
+    def _copies(self) -> list[dict[str, Any]]:
+        """Ways of reinforcement learning to generate without a copy that stays."""
+        if self._config.rl is None or self._config.rollout.engine != "transformers":
+            return []
+        ways = {"auto": ["kept", "sharded"], "gathered": ["kept", "sharded"], "kept": ["sharded"], "sharded": []}
+        return [{"rollout.copy": each} for each in ways[self._config.rollout.copy_]]
 
     def _recomputations(self) -> list[dict[str, Any]]:
         word = self._config.shard.activation_checkpointing
