@@ -177,3 +177,21 @@ def test_at_a_learning_rate_of_zero_the_ratio_is_one_and_there_is_no_divergence(
 def test_temperature_enters_once_on_both_sides(alone: Ranks) -> None:
     (found,) = alone.run(run, {"steps": 2, "rollout": {"temperature": 0.6}})
     assert all(measured["mismatch_max"] < 2e-5 for measured in found["measures"])
+
+
+def loaded_later(rank: int, world: int) -> float:
+    """As on a resume: the engine is made, and then the model gets other weights. Returns the first mismatch."""
+    model = model_of()
+    trueshard.shard(model)
+    words = {"samples": 4}, {"tokens": 8, "copy": "gathered"}
+    rollouts = trueshard.rl.Rollouts(model, tokenizer(), records(), reward, batch_size=8, rl=words[0], rollout=words[1])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    rollouts.loss(model, next(rollouts)).backward()
+    rollouts.close()
+    return float(rollouts.loss.measures()["mismatch_max"])
+
+
+def test_answers_come_from_weights_that_were_loaded_after_the_engine_was_made(ranks2: Ranks) -> None:
+    assert max(ranks2.run(loaded_later)) < 2e-5

@@ -73,6 +73,14 @@ def pictures(size: int = 32) -> list[dict[str, Any]]:
     return records
 
 
+def colours(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a prompt about each picture, and the first letter of its colour."""
+    text = {"type": "text", "text": "Which colour?"}
+    prompt = [{"role": "user", "content": [{"type": "image"}, text]}]
+    names = [Path(record["images"][0]).name for record in records]
+    return [{"prompt": prompt, "images": [f"pictures/{name}"], "answer": name[0]} for name in names]
+
+
 def sorting(chance: random.Random) -> dict[str, str]:
     """Five digits to sort; ``text`` is prompt and answer, to begin with."""
     digits = [chance.randrange(10) for _ in range(5)]
@@ -151,6 +159,7 @@ def main() -> None:
     records = pictures()
     chance.shuffle(records)
     write("pictures.jsonl", records)
+    write("colours.jsonl", colours(records))
     vision_model(records)
     chance = random.Random(1)
     write("sort_start.jsonl", [sorting(chance) for _ in range(1000)])

@@ -32,6 +32,8 @@ def small_configuration(
     if said:
         raise ValueError(f"{path} says how it is trained and sharded: leave out {', '.join(said)}, or override a key")
     config = located(load_config(path, list(overrides)))
+    if config.rl is not None:
+        raise UserError(f"{path}: verify compares losses of given data, and [rl] makes its own; name one without [rl]")
     train = config.train
     accumulate = min(train.accumulate, 2)
     samples = min(2, max(1, train.batch_size // (parts * train.accumulate)))

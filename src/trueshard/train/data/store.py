@@ -91,6 +91,11 @@ def build(
     for number, source in enumerate(sources):
         first_token, first_document = writer.tokens, writer.documents
         sizes = _write(source, number, writer, length, fraction, cuts)
+        if writer.documents == first_document and cuts["records"] and form.layout == "kept":
+            raise UserError(
+                f"{source.key}: all prompts of {source.name} are longer than train.sequence_length - rollout.tokens = "
+                f"{length} tokens; raise the former, or lower the latter"
+            )
         if writer.documents == first_document:
             raise UserError(f"{source.key}: {source.name} holds no record with anything to learn; give it some")
         if form.layout == "joined":

@@ -35,6 +35,12 @@ class PromptEncoder:
         """True for a model of images and text."""
         return self._processor is not None
 
+    @property
+    def never(self) -> list[int]:
+        """Tokens that stand for images, and are no part of an answer."""
+        found = [getattr(self._processor, f"{kind}_token_id", None) for kind in ("image", "video")]
+        return [each for each in found if isinstance(each, int)]
+
     def of(self, prompts: Prompts, number: int) -> Prompt:
         """Return a prompt: its ``prompt`` is a string, or messages with images in place."""
         found = prompts[number]
@@ -50,6 +56,19 @@ class PromptEncoder:
             return Prompt(number, self.tokenizer(text, add_special_tokens=False)["input_ids"], record, where, asked)
         ids = self._process([text], [asked], "left")["input_ids"][0].tolist()
         return Prompt(number, ids, record, where, asked)
+
+    def plain(self, messages: list[Any]) -> list[int]:
+        """Return the tokens of messages in a conversation that began with plain text: their contents as they are."""
+        text = "".join(str(each["content"]) for each in messages)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        return ids
+
+    def opening(self, talk: list[Any], prompt: Prompt) -> list[int]:
+        """Return the tokens of a conversation up to the model's first answer."""
+        assert self.template is not None
+        text = self.template.prompt(talk, prompt.where, prompt.record.get("tools"))
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def reply(self, talk: list[Any], answer: str, last: int, new: list[Any], where: str) -> list[int]:
         """Return the tokens after an answer in a conversation: its end, ``new`` messages, the beginning of the next.

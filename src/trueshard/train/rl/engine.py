@@ -54,11 +54,12 @@ class TransformersEngine:
         copy: str = "gathered",  # "gathered", "kept" or "sharded"
         batch: int = 64,  # requests that are generated together
         images: Images | None = None,
+        never: Sequence[int] = (),  # tokens that are not drawn
     ) -> None:
         if not callable(getattr(names.unwrap(model), "generate", None)):
             raise UserError(f"rollout.engine: a {type(names.unwrap(model)).__name__} has no generate(); use another")
         self._model, self._tokenizer, self._batch, self._images = model, tokenizer, batch, images
-        self._ends = frozenset(ends)
+        self._ends, self._never = frozenset(ends), list(never)
         self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._device = device_of(sharded(model).mesh)
         self._kept = copy == "kept"
@@ -114,7 +115,7 @@ class TransformersEngine:
         inputs = {"input_ids": ids, "attention_mask": mask}
         if self._images is not None:
             inputs |= self._images([request.messages or [] for request in requests], width)
-        draw = Draw(requests, sampling, self._ends, self._tokenizer)
+        draw = Draw(requests, sampling, self._ends, self._tokenizer, self._never)
         model.generate(
             **{key: value.to(self._device) for key, value in inputs.items()},
             generation_config=GenerationConfig(
@@ -133,8 +134,15 @@ class TransformersEngine:
 class Draw(LogitsProcessor):
     """Draws the next token of each row, and records it and its log-probability."""
 
-    def __init__(self, requests: Sequence[Request], sampling: Sampling, ends: Collection[int], tokenizer: Any) -> None:
-        self._sampling, self._ends, self._tokenizer = sampling, ends, tokenizer
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        ends: Collection[int],
+        tokenizer: Any,
+        never: list[int],  # tokens that are not drawn
+    ) -> None:
+        self._sampling, self._ends, self._tokenizer, self._never = sampling, ends, tokenizer, never
         self._most = np.array([request.most for request in requests])
         self._keys = np.array([key_of(sampling.seed, request.name) for request in requests], dtype=np.uint64)
         self._firsts = np.array([request.first for request in requests], dtype=np.uint64)
@@ -148,7 +156,10 @@ class Draw(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores, [rows, vocabulary], of which the drawn token's alone are finite."""
         greedy = self._sampling.temperature == 0
-        logs = (scores.float() if greedy else scores.float() / self._sampling.temperature).log_softmax(1)
+        logits = scores.float()
+        if self._never:
+            logits = logits.index_fill(1, torch.tensor(self._never, device=logits.device), -torch.inf)
+        logs = (logits if greedy else logits / self._sampling.temperature).log_softmax(1)
         numbers = uniform(self._keys, self._firsts + np.uint64(self._taken))
         chosen = logs.argmax(1) if greedy else drawn(self._warped(input_ids, logs), torch.from_numpy(numbers))
         self._record(chosen.tolist(), logs.gather(1, chosen[:, None])[:, 0].tolist())
@@ -221,7 +232,9 @@ def choose_engine(section: RolloutSection, model: nn.Module, encoder: PromptEnco
         return VLLMEngine(section, model, encoder.tokenizer, ends, folder, texts, bound, score)
     copy = section.copy_ if section.copy_ != "auto" else ("gathered" if copy_fits(model) else "kept")
     images = encoder.images if encoder.has_images else None
-    return TransformersEngine(model, encoder.tokenizer, ends, copy=copy, batch=section.batch, images=images)
+    return TransformersEngine(
+        model, encoder.tokenizer, ends, copy=copy, batch=section.batch, images=images, never=encoder.never
+    )
 
 
 def ends_of(model: nn.Module, encoder: PromptEncoder) -> set[int]:

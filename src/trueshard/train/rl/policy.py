@@ -85,6 +85,8 @@ class PolicyLoss:
         self.kl, self.kl_estimator, self.correction, self.bounds = kl, kl_estimator, correction, tuple(bounds)
         self.off_policy = False
         """True if, without ``old_logprobs``, π_old is the distribution that the answers were sampled from."""
+        self.never: list[int] = []
+        """Tokens that are never sampled, such as the place of an image: their probability is 0."""
         self._rows_of = HeadRows(whole_logits)
         self._sums: dict[str, torch.Tensor] = {}
         self.kept: list[torch.Tensor] = []
@@ -128,6 +130,8 @@ class PolicyLoss:
         def both(some: torch.Tensor) -> torch.Tensor:
             logits = own(some)
             wide = logits if logits.dtype == torch.float64 else logits.float()
+            if self.never:
+                wide = wide.index_fill(1, torch.tensor(self.never, device=wide.device), -torch.inf)
             logs = (wide / self.temperature).log_softmax(1)
             with torch.no_grad():
                 entropy = torch.special.entr(logs.exp()).sum(1)

@@ -97,6 +97,7 @@ class Rollouts:
         self.loss = policy_loss(self.rl, self.rollout) if loss is None else loss
         """With ``ahead`` on a server, π_old is the server's distribution."""
         encoder = PromptEncoder(tokenizer, processor)
+        self.loss.never = encoder.never
         engine = choose_engine(self.rollout, model, encoder, folder)
         self.sampler = Sampler(engine, _rewards(reward), encoder, tokens=self.rollout.tokens)
         self.loss.off_policy = self.rollout.ahead > 0 and self.sampler.in_background
@@ -304,10 +305,9 @@ class Rollouts:
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         batch = microbatch(samples, [each.advantage for each in chosen], pad, counted=counted, more=more)
         if self.sampler.encoder.has_images:
-            prompts = [self.sampler.encoder.of(self._prompts, each.prompt) for each in samples]
-            batch |= self.sampler.encoder.images(
-                [each.messages or [] for each in prompts], batch["input_ids"].shape[1], "right"
-            )
+            encoder, numbers = self.sampler.encoder, [each.prompt for each in samples]
+            talks = {number: encoder.of(self._prompts, number).messages or [] for number in set(numbers)}
+            batch |= encoder.images([talks[number] for number in numbers], batch["input_ids"].shape[1], "right")
         return batch
 
     # What is measured, and kept

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from trueshard.errors import UserError
 from trueshard.train.config import Config, EvaluationSection
 from trueshard.train.data.prepared import Prepared
 from trueshard.train.data.samples import Mixture
@@ -82,6 +83,9 @@ def check_parts(config: Config, data: Prepared) -> None:
     try:
         prompts: Any = data.train
         first = [prompts[number] for number in range(min(len(prompts), CHECKED))]
+        if config.images and rewards.turns:
+            name = config.reward.functions[0]
+            raise UserError(f"reward.function: {name} is an episode, which is of text; remove data.images")
         rewards.check([(each["record"], each["where"]) for each in first])
     finally:
         rewards.close()

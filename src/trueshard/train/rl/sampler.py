@@ -136,9 +136,7 @@ class Sampler:
         talks: list[list[Any]] = [[] for _ in samples]
         turns = self._turns(samples, prompts, {})
         while live := [i for i, turn in turns.items() if isinstance(turn, list)]:
-            for i in live:
-                self._add_turn(samples[i], prompts[i], talks[i], turns[i])
-            room = {i: self.tokens - len(samples[i].tokens) for i in live}
+            room = {i: self._add_turn(samples[i], prompts[i], talks[i], turns[i]) for i in live}
             requests = [
                 Request(samples[i].name, samples[i].asked + samples[i].tokens, sum(samples[i].own), room[i])
                 for i in live
@@ -156,18 +154,28 @@ class Sampler:
                     talks[i].append({"role": "assistant", "content": texts[i]})
             turns = self._turns(samples, prompts, texts)
 
-    def _add_turn(self, sample: Sample, prompt: Prompt, talk: list[Any], new: list[Any]) -> None:
-        """Add what the environment says to a sample, and to its conversation."""
-        encoder = self.encoder
-        if not talk:
-            sample.asked = encoder.of([{"prompt": new, "where": prompt.where}], 0).ids
+    def _add_turn(self, sample: Sample, prompt: Prompt, talk: list[Any], new: list[Any]) -> int:
+        """Add what the environment says to a sample and to its conversation; return how many tokens may follow.
+
+        Without room for a token of the model nothing is added.
+        """
+        encoder, is_text = self.encoder, prompt.messages is None
+        if not sample.tokens:
+            talk += [*(prompt.messages or ()), *new]
+            sample.asked = prompt.ids + encoder.plain(new) if is_text else encoder.opening(talk, prompt)
+            return self.tokens
+        *before, said = talk
+        if is_text:
+            ids = encoder.plain(new)
         else:
-            *before, said = talk
             ids = encoder.reply(before, said["content"], sample.tokens[-1], new, prompt.where)
+        room = self.tokens - len(sample.tokens) - len(ids)
+        if room > 0:
             sample.tokens += ids
             sample.own += [False] * len(ids)
             sample.logprobs += [0.0] * len(ids)
-        talk += new
+            talk += new
+        return room
 
     def _turns(
         self, samples: list[Sample], prompts: list[Prompt], texts: dict[int, str | None]

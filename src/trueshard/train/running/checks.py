@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -82,6 +83,7 @@ def check(config: Config, ranks: int, make: bool = True, override: bool = False)
     With ``override``, what the steps mean may differ. Raises `UserError`, and leaves nothing on disk.
     """
     settings = check_settings(config, ranks)
+    is_new = not (config.run.folder / "data").exists()
     saved = checkpoints_of(config).steps()
     changes = resuming.check_resumable(config, plain_settings(settings), override) if saved else []
     with written_to(config.run.folder):
@@ -89,7 +91,12 @@ def check(config: Config, ranks: int, make: bool = True, override: bool = False)
     if config.rl is not None and make:
         from trueshard.train.rl.run import check_parts
 
-        check_parts(config, data)
+        try:
+            check_parts(config, data)
+        except UserError:
+            if is_new:
+                shutil.rmtree(data.folder, ignore_errors=True)
+            raise
     steps = config.train.steps or steps_of_epochs(config, len(data))
     return Ready(settings, data, saved[-1] if saved else 0, steps, changes)
 
@@ -149,7 +156,8 @@ def checkpoints_of(config: Config) -> trueshard.Checkpoints:
 
 def tell_if_complete(folder: Path, ready: Ready, aloud: bool) -> bool:
     """Return True if the run has no steps left; say so, and what to change, if `aloud`."""
-    is_complete = ready.step >= ready.steps and (folder / "loss.png").exists()
+    is_drawn = any((folder / name).exists() for name in ("loss.png", "reward.png"))
+    is_complete = ready.step >= ready.steps and is_drawn
     if is_complete and aloud:
         said = f"The run in {folder} is complete: {ready.step} steps. To train on, set train.steps above {ready.step}"
         print(f"{said}; to begin another run, change run.dir.", flush=True)
