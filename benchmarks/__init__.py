@@ -11,6 +11,7 @@ Beside every peer, in the same run and by turns (``benchmarks.peers``):
 - ``first_step``: from a process with its imports done to the end of the first step.
 - ``compiled``: first steps, cold and warm, and later ones, with compiled blocks.
 - ``checkpoint``: loading, saving, and saving in the background.
+- ``rl``: a step of reinforcement learning, and what is learned.
 - ``planner_error``: predicted over measured peak memory.
 
 Beside one other way alone, and more closely:

@@ -21,6 +21,7 @@ NAMES = (
     "first_step",
     "compiled",
     "checkpoint",
+    "rl",
     "planner_error",
     "step",
     "optimizer",

@@ -74,7 +74,7 @@ def test_a_peer_that_refuses_has_its_own_error_in_its_cell(step: dict[str, Any])
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    "name", [name for name in NAMES if name not in ("goes_wrong", "peers_step", "peers_limits", "compiled")]
+    "name", [name for name in NAMES if name not in ("goes_wrong", "peers_step", "peers_limits", "compiled", "rl")]
 )
 def test_each_benchmark_runs(name: str, tmp_path: Path) -> None:
     table = quick(tmp_path, name)[name]
@@ -88,6 +88,15 @@ def test_bytes_and_memory_are_told_of_every_peer(tmp_path: Path) -> None:
     assert [row[1] for row in rows] == list(WAYS)
     over = {row[1]: float(row[3]) for row in rows if row[2]}
     assert over[OURS] == 1.0 < over["by hand"]
+
+
+@pytest.mark.rest
+def test_reinforcement_learning_is_held_against_trl_and_against_other_ways_to_generate(tmp_path: Path) -> None:
+    table = quick(tmp_path, "rl")["rl"]
+    steps = {row[3]: row for row in table["rows"] if row[0] == "step, s"}
+    assert set(steps) == {"TRL, DDP", "TRL, FSDP2", "copy = kept", "copy = sharded"}
+    assert all(float(row[4]) > 0 for row in steps.values()), "none failed"
+    assert {each["peer"] for each in table["over"]} == {"TRL, DDP", "TRL, FSDP2"}
 
 
 @pytest.mark.rest

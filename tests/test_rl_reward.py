@@ -326,6 +326,34 @@ def test_a_call_beyond_the_limit_gives_zero_and_the_others_their_reward(make: Ma
     wait_for(lambda: not any(map(runs, Path("started").read_text().split())))
 
 
+AHEAD = """
+import os, signal, time
+def score(completion, record, sample):
+    with open("calls", "a") as file:
+        file.write(f"{completion} {os.getpid()}\\n")
+    if completion == "37":
+        time.sleep(60)
+    if completion == "71" and os.path.exists("ends"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return float(completion)
+"""
+
+
+def test_calls_that_were_sent_ahead_of_a_slow_one_are_sent_again(make: Make) -> None:
+    rewards = make(AHEAD, seconds=0.5)
+    found = rewards.score(*asked(*map(str, range(100))))
+    assert found == [Reward(0.0, slow=True) if i == 37 else Reward(float(i)) for i in range(100)]
+    called = [int(line.split()[0]) for line in Path("calls").read_text().splitlines()]
+    assert called == list(range(100)), "each is begun once, in its order"
+
+
+def test_a_process_that_ends_among_calls_sent_ahead_is_told_of_the_one_it_worked_on(make: Make) -> None:
+    rewards = make(AHEAD, seconds=0.5)
+    Path("ends").touch()
+    with pytest.raises(UserError, match=r"line 36 \(prompt 35, sample 1 of step 5\): its process was ended"):
+        rewards.score(*asked(*map(str, range(100))))
+
+
 def test_a_slow_list_is_slow_for_all_and_a_slow_check_is_an_error(make: Make) -> None:
     text = "import re\ndef scores(completions, records, samples):\n    re.match('(a*)*b', 'a' * 40)"
     rewards = make(text, "rewards.py:scores", seconds=0.2)

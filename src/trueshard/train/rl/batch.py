@@ -146,20 +146,19 @@ def microbatch(
         "input_ids": torch.full((rows, length), pad, dtype=torch.int64),
         "attention_mask": torch.zeros(rows, length, dtype=torch.int64),
         "targets": torch.full((rows, length), IGNORED, dtype=torch.int64),
-        "advantages": torch.zeros(rows, dtype=torch.float32),
+        "advantages": torch.tensor(advantages, dtype=torch.float32),
     }
     batch |= {key: torch.zeros(rows, length, dtype=torch.float32) for key in more}
+    arrays = {key: value.numpy() for key, value in batch.items()}  # the same memory
     for row, sample in enumerate(samples):
-        ids = torch.tensor([*sample.asked, *sample.tokens])
-        begin, end = len(sample.asked) - 1, len(ids) - 1
-        batch["input_ids"][row, :end], batch["attention_mask"][row, :end] = ids[:-1], 1
-        batch["advantages"][row] = advantages[row]
+        begin, end = len(sample.asked) - 1, len(sample.asked) + len(sample.tokens) - 1
+        arrays["input_ids"][row, :end] = [*sample.asked, *sample.tokens][:-1]
+        arrays["attention_mask"][row, :end] = 1
         if counted[row]:
-            own = torch.tensor(sample.own)
-            batch["targets"][row, begin:end] = torch.where(own, ids[1:][begin:], IGNORED)
+            arrays["targets"][row, begin:end] = np.where(sample.own, sample.tokens, IGNORED)
         for key, values in more.items():
             if (value := values[row]) is not None:
-                batch[key][row, begin:end] = torch.from_numpy(value)
+                arrays[key][row, begin:end] = value
     return batch
 
 

@@ -64,6 +64,8 @@ class TransformersEngine:
         self._device = device_of(sharded(model).mesh)
         self._kept = copy == "kept"
         self._copy: GatheredCopy | None = GatheredCopy(model) if copy == "gathered" else None
+        if self._copy is not None:
+            self._copy.module.eval()
 
     def update(self, version: int) -> None:
         """Take over the weights of the model. Collective."""
@@ -92,7 +94,8 @@ class TransformersEngine:
         root: Any = names.unwrap(self._model if self._copy is None else self._copy.module)
         training, settings = root.training, root.generation_config
         policy = sharded(self._model).plan.reshard_after_forward
-        root.eval()
+        if training:
+            root.eval()
         root.generation_config = GenerationConfig()
         if self._kept:
             set_reshard_after_forward(self._model, "never")
@@ -103,7 +106,8 @@ class TransformersEngine:
             root.generation_config = settings
             if self._kept:
                 set_reshard_after_forward(self._model, policy)
-            root.train(training)
+            if training:
+                root.train()
 
     def _piece(self, model: Any, requests: list[Request], sampling: Sampling, together: bool) -> list[Answer]:
         width = max(len(request.ids) for request in requests)
@@ -142,16 +146,18 @@ class Draw(LogitsProcessor):
         tokenizer: Any,
         never: list[int],  # tokens that are not drawn
     ) -> None:
-        self._sampling, self._ends, self._tokenizer, self._never = sampling, ends, tokenizer, never
+        self._sampling, self._ends, self._tokenizer = sampling, np.array(sorted(ends)), tokenizer
+        self._never = never
         self._most = np.array([request.most for request in requests])
         self._keys = np.array([key_of(sampling.seed, request.name) for request in requests], dtype=np.uint64)
         self._firsts = np.array([request.first for request in requests], dtype=np.uint64)
-        self._tokens: list[list[int]] = [[] for _ in requests]
-        self._logprobs: list[list[float]] = [[] for _ in requests]
+        self._drawn: list[
+            tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+        ] = []  # tokens and log-probabilities, [rows]
+        self._lengths = np.zeros(len(requests), dtype=np.int64)
         self._finished = np.zeros(len(requests), dtype=np.bool_)
         self.done = np.zeros(len(requests), dtype=np.bool_)
         """[rows]: True if the answer of a row has ended."""
-        self._taken = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores, [rows, vocabulary], of which the drawn token's alone are finite."""
@@ -160,9 +166,9 @@ class Draw(LogitsProcessor):
         if self._never:
             logits = logits.index_fill(1, torch.tensor(self._never, device=logits.device), -torch.inf)
         logs = (logits if greedy else logits / self._sampling.temperature).log_softmax(1)
-        numbers = uniform(self._keys, self._firsts + np.uint64(self._taken))
+        numbers = uniform(self._keys, self._firsts + np.uint64(len(self._drawn)))
         chosen = logs.argmax(1) if greedy else drawn(self._warped(input_ids, logs), torch.from_numpy(numbers))
-        self._record(chosen.tolist(), logs.gather(1, chosen[:, None])[:, 0].tolist())
+        self._record(chosen.cpu().numpy(), logs.gather(1, chosen[:, None])[:, 0].cpu().numpy())
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
 
     def _warped(self, input_ids: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
@@ -171,25 +177,27 @@ class Draw(LogitsProcessor):
             logs = TopKLogitsWarper(sampling.top_k)(input_ids, logs)
         return TopPLogitsWarper(sampling.top_p)(input_ids, logs) if sampling.top_p < 1 else logs
 
-    def _record(self, tokens: list[int], logprobs: list[float]) -> None:
-        self._taken += 1
-        for row in np.flatnonzero(~self.done).tolist():
-            self._tokens[row].append(tokens[row])
-            self._logprobs[row].append(logprobs[row])
-            self._finished[row] = tokens[row] in self._ends or self._at_stop(row)
-        self.done |= self._finished | (self._taken >= self._most)
+    def _record(self, tokens: np.ndarray[Any, Any], logprobs: np.ndarray[Any, Any]) -> None:
+        self._drawn.append((tokens, logprobs))
+        self._lengths[~self.done] += 1
+        ended = np.isin(tokens, self._ends)
+        if self._sampling.stop:
+            for row in np.flatnonzero(~self.done & ~ended).tolist():
+                ended[row] = self._at_stop(row)
+        self._finished |= ended & ~self.done
+        self.done |= self._finished | (self._lengths >= self._most)
 
     def _at_stop(self, row: int) -> bool:
-        if not self._sampling.stop:
-            return False
         longest = max(len(text) for text in self._sampling.stop)
-        text = self._tokenizer.decode(self._tokens[row][-longest - 1 :])  # a token is at least a byte
+        last = [int(tokens[row]) for tokens, _ in self._drawn[-longest - 1 :]]  # a token is at least a byte
+        text = self._tokenizer.decode(last)
         return any(stop in text for stop in self._sampling.stop)
 
     def answers(self) -> list[Answer]:
         """Return the answers of all rows."""
-        rows = zip(self._tokens, self._logprobs, self._finished.tolist(), strict=True)
-        return [Answer(tokens, logprobs, finished) for tokens, logprobs, finished in rows]
+        tokens, logprobs = (np.stack(each, 1).tolist() for each in zip(*self._drawn, strict=True))
+        rows = zip(tokens, logprobs, self._lengths.tolist(), self._finished.tolist(), strict=True)
+        return [Answer(ids[:length], logs[:length], finished) for ids, logs, length, finished in rows]
 
 
 class EndOfAnswers(StoppingCriteria):

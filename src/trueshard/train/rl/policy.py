@@ -44,6 +44,8 @@ LIMIT = 20.0
 """Largest |log r|."""
 PIECES = 8
 """Pieces in which the rows of the head are computed, and recomputed in backward."""
+FEW = 2**20
+"""Logits of a microbatch that are computed at once, and kept for backward: 4 MiB in float32."""
 OWN = ("targets", "advantages", "old_logprobs", "engine_logprobs", "reference_logprobs")
 """Entries of a batch that are not the model's inputs."""
 SUMS = ("tokens", "entropy", "clipped_low", "clipped_high", "kl_reference", "mismatch", "mismatch_k3")
@@ -114,6 +116,9 @@ class PolicyLoss:
         chosen = targets.flatten()[mask]
 
         def compute(head: nn.Module | None, own: Forward, hidden: torch.Tensor) -> torch.Tensor:
+            wide = getattr(head, "out_features", None)
+            if wide is not None and len(chosen) * wide <= FEW:
+                return self._piece(None, own, hidden[mask], chosen)
             rows = -(-len(chosen) // PIECES) or 1
             pieces = zip(hidden[mask].split(rows), chosen.split(rows), strict=True)
             return torch.cat([self._piece(head, own, some, wanted) for some, wanted in pieces])

@@ -2,8 +2,9 @@
 
 - A process is started when there is a call for it, and again after it was killed. Each is a session of its own: what a
   function starts ends with it, and a Ctrl-C reaches this process alone.
-- A process has one call at a time. One that takes longer than its limit is killed, with its process.
-- Answers are in the order of calls. After a call that failed, no later one is begun, and every earlier one is
+- A process works on one call at a time. One that takes longer than its limit is killed, with its process. Where calls
+  are quick, the next ones are sent ahead, so that no process waits for its next call; after a kill they are sent again.
+- Answers are in the order of calls. After a call that failed, no later one is sent, and every earlier one is
   finished: so the first failure does not depend on the number of processes.
 - They end at ``close``, with this process, and, if this process is killed, by the end of their stdin.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -28,6 +30,10 @@ from trueshard.launching import how, python_command
 
 LOADING = 600.0
 """Seconds that a process has to import the files of its functions."""
+AHEAD_SECONDS = 0.02
+"""Work, in seconds, that is sent to a process ahead."""
+AHEAD_CALLS = 32
+"""Calls on their way to a process, at most."""
 _END = 1.0
 """Seconds that idle processes have to end by themselves."""
 
@@ -83,7 +89,7 @@ class Processes:
         return self.forms
 
     def run(self, calls: Sequence[Call]) -> list[Answer | None]:
-        """Return the answers to calls, up to the first that failed; None for later ones that were not begun.
+        """Return the answers to calls, up to the first that failed; later ones may be None.
 
         Raises:
             UserError: a function cannot be loaded.
@@ -95,19 +101,26 @@ class Processes:
         end = len(calls)
         try:
             while True:
-                for place in [place for place in range(len(self)) if place not in busy]:
+                for place in range(len(self)):
                     queue = own[place] or anywhere
-                    if queue and queue[0] < end:
-                        busy[place] = self._begin(place, queue.popleft(), calls)
+                    room = busy[place].room(len(queue)) if place in busy else 1
+                    if given := [queue.popleft() for _ in range(min(room, len(queue))) if queue[0] < end]:
+                        self._give(place, given, calls, busy)
                 if not busy:
                     return answers
                 for place in self._wait(busy):
                     running = busy[place]
-                    answer = self._advanced(place, running, calls[running.number])
-                    if answer is not None:
-                        answers[running.number] = answer
-                        del busy[place]
-                        end = min(end, running.number) if answer.failed else end
+                    for number, answer in self._advanced(place, running, calls):
+                        answers[number] = answer
+                        end = min(end, number) if answer.failed else end
+                    if end < len(calls) and all(number > end for number, _ in running.sent):
+                        self._kill(place)  # what it works on is not wanted any more
+                    if self._processes[place] is not running.process:  # killed
+                        for number, _ in reversed(running.sent):
+                            (anywhere if calls[number].place is None else own[place]).appendleft(number)
+                    elif running.sent:
+                        continue
+                    del busy[place]
         finally:  # after an exception, such as a Ctrl-C: what is on its way belongs to no later call
             for place in busy:
                 self._kill(place)
@@ -116,36 +129,45 @@ class Processes:
         """End all processes."""
         _end(self._processes, os.getpid())
 
-    def _begin(self, place: int, number: int, calls: Sequence[Call]) -> _Running:
-        process = self._processes[place]
-        if process is not None and process.has_ended():  # between two calls
-            self._kill(place)
-            process = None
-        if process is None:
-            process = self._processes[place] = _Process()
-            process.send(self._settings, time.monotonic() + LOADING)
-            return _Running(process, number, time.monotonic() + LOADING, loads=True)
-        return _sent(process, number, calls[number])
+    def _give(self, place: int, numbers: list[int], calls: Sequence[Call], busy: dict[int, _Running]) -> None:
+        """Send calls to a process, which is started if there is none."""
+        running, process = busy.get(place), self._processes[place]
+        if running is None:
+            if process is not None and process.has_ended():  # between two calls
+                self._kill(place)
+                process = None
+            running = busy[place] = _Running(process or _Process(), share=len(self))
+            if process is None:
+                self._processes[place] = running.process
+                running.process.send([self._settings], time.monotonic() + LOADING)
+                running.loads, running.deadline = True, time.monotonic() + LOADING
+        if running.loads:
+            running.sent += [(number, 0.0) for number in numbers]
+        else:
+            running.send(numbers, calls)
 
-    def _advanced(self, place: int, running: _Running, call: Call) -> Answer | None:
-        """Return the answer to a call that is ready, ended or late; None if it goes on."""
-        process = running.process
-        content = process.receive()
-        if content is None:
-            if time.monotonic() < running.deadline and not process.is_closed:
-                return None
+    def _advanced(self, place: int, running: _Running, calls: Sequence[Call]) -> list[tuple[int, Answer]]:
+        """Return the calls of a process that are answered, ended or late, in their order."""
+        process, found = running.process, []
+        for content in process.receive():
+            if not running.loads:
+                found.append((running.answered(), Answer(content)))
+            elif "error" in content:
+                raise UserError(f"reward.function: {content['error']}")
+            else:
+                self.forms, running.loads = content["forms"], False
+                numbers = [number for number, _ in running.sent]
+                running.sent.clear()
+                running.send(numbers, calls)
+        is_late = bool(running.sent) and time.monotonic() >= running.deadline
+        if process.is_closed or (is_late and not found):
             by_itself = process.is_closed or process.has_ended()
             code = self._kill(place)
             memory = "; the machine may have run out of memory" if code == -signal.SIGKILL else ""
-            return self._lost(running, f"{how(code)}{memory}" if by_itself else "")
-        if not running.loads:
-            return Answer(content)
-        if "error" in content:
-            raise UserError(f"reward.function: {content['error']}")
-        self.forms = content["forms"]
-        sent = _sent(process, running.number, call)
-        running.loads, running.deadline = False, sent.deadline
-        return None
+            lost = self._lost(running, f"{how(code)}{memory}" if by_itself else "")
+            if running.sent:
+                found.append((running.sent.popleft()[0], lost))
+        return found
 
     def _lost(self, running: _Running, ended: str) -> Answer:
         if running.loads:
@@ -173,19 +195,44 @@ class Processes:
 
 @dataclass
 class _Running:
+    """A process that works, and the calls on their way to it."""
+
     process: _Process
-    number: int
-    """Of the call."""
-    deadline: float
+    share: int
+    """Processes that share the calls."""
+    sent: deque[tuple[int, float]] = field(default_factory=deque)
+    """Number and time limit of each call; the first is the one that it works on."""
+    deadline: float = 0.0
+    """Of the first."""
     loads: bool = False
-    """True while the process imports the functions; the call is sent after it."""
+    """True while the process imports the functions; calls are sent after it."""
+    last: float = math.inf
+    """Seconds until the last answer."""
+    _since: float = 0.0
 
+    def room(self, waiting: int) -> int:
+        """Return how many calls to send ahead, of so many that wait; many at a time."""
+        most = min(AHEAD_CALLS, int(AHEAD_SECONDS / max(self.last, 1e-9)), -(-waiting // self.share))
+        return max(0, most - len(self.sent)) if not self.loads and len(self.sent) <= most // 2 else 0
 
-def _sent(process: _Process, number: int, call: Call) -> _Running:
-    seconds = call.seconds * process.turns(call.request)
-    deadline = time.monotonic() + seconds
-    process.send({**call.request, "seconds": seconds}, deadline)
-    return _Running(process, number, deadline)
+    def send(self, numbers: Sequence[int], calls: Sequence[Call]) -> None:
+        """Send calls."""
+        limits = [calls[number].seconds * self.process.turns(calls[number].request) for number in numbers]
+        now = time.monotonic()
+        if not self.sent:
+            self._since, self.deadline = now, now + limits[0]
+        self.sent += zip(numbers, limits, strict=True)
+        requests = [{**calls[i].request, "seconds": limit} for i, limit in zip(numbers, limits, strict=True)]
+        self.process.send(requests, max(self.deadline, now + limits[0]))
+
+    def answered(self) -> int:
+        """Return the number of the call that was answered; the next begins."""
+        now = time.monotonic()
+        number, _ = self.sent.popleft()
+        self.last, self._since = now - self._since, now
+        if self.sent:
+            self.deadline = now + self.sent[0][1]
+        return number
 
 
 class _Process:
@@ -220,28 +267,25 @@ class _Process:
         self._episodes.add(name)
         return len(request["answers"]) + 1
 
-    def send(self, request: dict[str, Any], deadline: float) -> None:
-        """Send a request; what is not taken until the deadline, or by a process that has ended, is dropped."""
-        left = memoryview(json.dumps(request, default=plain, skipkeys=True).encode() + b"\n")
+    def send(self, requests: Sequence[dict[str, Any]], deadline: float) -> None:
+        """Send requests; what is not taken until the deadline, or by a process that has ended, is dropped."""
+        lines = [json.dumps(request, default=plain, skipkeys=True) + "\n" for request in requests]
+        left = memoryview("".join(lines).encode())
         poll = select.poll()
         poll.register(self._stdin, select.POLLOUT)
         with contextlib.suppress(BrokenPipeError):
             while left and poll.poll(max(0, int((deadline - time.monotonic()) * 1000))):
                 left = left[os.write(self._stdin.fileno(), left) :]
 
-    def receive(self) -> dict[str, Any] | None:
-        """Return the answer if it is there as a whole."""
+    def receive(self) -> list[dict[str, Any]]:
+        """Return the answers that are there as a whole."""
         with contextlib.suppress(BlockingIOError):
-            while not self._received.endswith(b"\n"):
-                piece = os.read(self.descriptor, 1 << 20)
-                if not piece:
-                    self.is_closed = True
-                    return None
+            while piece := os.read(self.descriptor, 1 << 20):
                 self._received += piece
-            line, self._received = bytes(self._received), bytearray()
-            content: dict[str, Any] = json.loads(line)
-            return content
-        return None
+            self.is_closed = True
+        *lines, rest = self._received.split(b"\n")
+        self._received = rest
+        return [json.loads(line) for line in lines]
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -137,7 +139,8 @@ class Reinforcement(Callback):
         # The loader's time is that of the rollout, not of waiting for data.
         record["seconds_update"] = record["seconds"] - record["data_wait"]
         record["data_wait"] = 0.0
-        if "reward" in record and trainer.rank == 0:  # the first step of a rollout
+        # The first step of a rollout, if anybody wants its answers.
+        if "reward" in record and trainer.rank == 0 and self._writer.wants(record["step"]):
             self._writer.write(lines(self._rollouts, trained))
 
     def on_end(self, trainer: Trainer) -> None:
@@ -149,6 +152,17 @@ def lines(rollouts: Rollouts, trained: Mapping[int, Any]) -> list[Line]:
     assert rollouts.current is not None
     tokenizer = rollouts.sampler.encoder.tokenizer
     of_last = {id(each): trained[place] for place, each in enumerate(rollouts.minibatch) if place in trained}
+
+    @functools.cache
+    def piece(before: int | None, token: int) -> str:
+        """Return the text that a token adds, with the space that parts it from the one before."""
+        alone: str = tokenizer.decode([token])
+        if before is None:
+            return alone
+        both, first = tokenizer.decode([before, token]), tokenizer.decode([before])
+        return str(both.removeprefix(first)) if both.startswith(first) and both != first else alone
+
+    asked = functools.lru_cache(None)(lambda *tokens: tokenizer.decode(list(tokens)))
     found = []
     for each in rollouts.current.scored:
         sample, logs = each.sample, each.old if each.old is not None else of_last.get(id(each))
@@ -156,6 +170,6 @@ def lines(rollouts: Rollouts, trained: Mapping[int, Any]) -> list[Line]:
             "advantage": each.advantage,
             "trained_logprobs": None if logs is None else logs.tolist(),
         }
-        pieces = [tokenizer.decode([token]) for token in sample.tokens]
-        found.append(line(sample, tokenizer.decode(sample.asked), pieces, used=each.used, **more))
+        pieces = [piece(*pair) for pair in itertools.pairwise([None, *sample.tokens])]
+        found.append(line(sample, asked(*sample.asked), pieces, used=each.used, **more))
     return found

@@ -62,8 +62,9 @@ class Sampler:
         answers = (
             engine.generate(asked.requests, asked.sampling) if asked.started is None else engine.finish(asked.started)
         )
-        for sample, answer in zip(asked.samples, answers, strict=True):
-            self._take(sample, answer)
+        texts = self.encoder.tokenizer.batch_decode([each.ids for each in answers], skip_special_tokens=True)
+        for sample, answer, text in zip(asked.samples, answers, texts, strict=True):
+            self._take(sample, answer, text)
         generated = time.perf_counter()
         self._reward(asked.samples, asked.prompts)
         self.seconds["generate"] += generated - began
@@ -96,13 +97,13 @@ class Sampler:
         engine: Any = self.engine
         return Asked(samples, prompts, requests, sampling, engine.start(requests, sampling) if background else None)
 
-    def _take(self, sample: Sample, answer: Answer) -> None:
-        """Add the tokens of an answer to a sample."""
+    def _take(self, sample: Sample, answer: Answer, text: str) -> None:
+        """Add the tokens of an answer to a sample, whose text it has then."""
         sample.tokens += answer.ids
         sample.logprobs += answer.logprobs
         sample.own += [True] * len(answer.ids)
         sample.finished = answer.finished
-        sample.text = self._text(sample.tokens)
+        sample.text = text
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self.encoder.tokenizer.decode(ids, skip_special_tokens=True))
@@ -150,7 +151,7 @@ class Sampler:
                 if answer is None:
                     samples[i].finished = False
                 else:
-                    self._take(samples[i], answer)
+                    self._take(samples[i], answer, self._text(samples[i].tokens + answer.ids))
                     talks[i].append({"role": "assistant", "content": texts[i]})
             turns = self._turns(samples, prompts, texts)
 

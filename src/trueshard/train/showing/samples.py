@@ -52,6 +52,10 @@ class SamplesWriter(Callback):
         if trainer.rank == 0:
             self._lines.open(trainer.step)
 
+    def wants(self, step: int) -> bool:
+        """Return True if the answers of a step are written, or shown to trackers."""
+        return self._is_due(step, self._every) or (self._tracking is not None and self._is_due(step, self._text_every))
+
     def write(self, answers: Sequence[Line]) -> None:
         """Append answers; those of steps that the file already had are not written again. Only rank 0 writes."""
         fresh = [each for each in answers if each["step"] > self._lines.last]

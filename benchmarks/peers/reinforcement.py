@@ -1,0 +1,214 @@
+"""Reinforcement learning by TrueShard and by TRL: the same model, prompts, reward, settings and number of samples."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.peers.environment import environment
+
+ROOT = Path(__file__).parents[2] / "examples"
+ANSWERS = 128
+"""Of a step, over all ranks; 8 to each prompt."""
+
+
+@dataclass
+class Run:
+    """What a rank measured."""
+
+    steps: list[float] = field(default_factory=list)
+    """Seconds from the end of a step to the end of the next; the first from the start of training."""
+    phases: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Seconds of generation (with new weights for the copy) and reward, of each step."""
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of this rank's samples, of each step; TrueShard: of all."""
+    threads: int = 0
+    """Of torch, in this process, while it trained."""
+    sharded: bool = False
+    """True if parameters are DTensors."""
+
+
+def ours(steps: int, seed: int, folder: Path, copy: str) -> Run:
+    """``trueshard train`` of examples/grpo.toml, but for evaluation, checkpoints and the writing of samples."""
+    import torch
+
+    from trueshard.train.config import Config
+    from trueshard.train.running import checks, session
+    from trueshard.train.trainer import Callback, Trainer
+
+    ranks = dist.get_world_size()
+    config = Config.model_validate(
+        {
+            "run": {"dir": str(folder)},
+            "model": {"path": str(ROOT / "models/sort")},
+            "data": {"format": "prompt", "path": str(ROOT / "data/sort.jsonl")},
+            "rl": {"samples": 8, "advantage": "group", "loss": "clip", "clip": [0.2, 0.2], "skip_equal": False},
+            "rollout": {"tokens": 8, "batch": ANSWERS // ranks, "copy": copy},
+            "reward": {"function": f"{ROOT / 'rewards.py'}:sort"},
+            "train": {"steps": steps, "sequence_length": 24, "batch_size": ANSWERS, "seed": seed},
+            "optimizer": {"lr": 5e-4, "weight_decay": 0.0},
+            "schedule": {"decay": "constant"},
+            "log": {"samples_every": 10**6},
+        }
+    )
+    found = Run()
+
+    class Clock(Callback):
+        def on_start(self, trainer: Trainer) -> None:
+            self.last = time.perf_counter()
+
+        def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+            self.last, before = time.perf_counter(), self.last
+            found.steps.append(self.last - before)
+            found.phases["generation"].append(record["seconds_sync"] + record["seconds_generate"])
+            found.phases["reward"].append(record["seconds_reward"])
+            found.rewards.append(record["reward"])
+
+    with _silent():
+        ready = checks.check(config, ranks) if dist.get_rank() == 0 else None
+        dist.barrier()
+        ready = ready or checks.check(config, ranks, make=False)
+        trainer, _ = session.build_trainer(config, ready, lambda: False, device=torch.device("cpu"))
+        trainer.checkpoints = None
+        trainer.callbacks.append(Clock())
+        trainer.fit()
+    found.threads, found.sharded = torch.get_num_threads(), _is_sharded(trainer.model)
+    return found
+
+
+def trl(steps: int, seed: int, folder: Path, sharded: bool) -> Run:
+    """``GRPOTrainer``; over several ranks under DDP, or with ``sharded`` under Accelerate's FSDP2."""
+    import torch
+
+    # Accelerate takes all cores for one process where OMP_NUM_THREADS is not set.
+    with _silent(), environment(OMP_NUM_THREADS="1"):
+        from datasets import Dataset, disable_progress_bars
+        from transformers import TrainerCallback
+        from transformers.utils import logging
+        from trl import GRPOConfig, GRPOTrainer
+
+        disable_progress_bars()
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        found = Run()
+
+        class Timed(GRPOTrainer):  # type: ignore[misc]
+            def create_accelerator_and_postprocess(self) -> None:
+                super().create_accelerator_and_postprocess()
+                if sharded:
+                    _shard(self)
+
+            def _generate_single_turn(self, *words: Any, **more: Any) -> Any:
+                with _clocked(found.phases["generation"]):
+                    return super()._generate_single_turn(*words, **more)
+
+            def _calculate_rewards(self, *words: Any, **more: Any) -> Any:
+                with _clocked(found.phases["reward"]):
+                    return super()._calculate_rewards(*words, **more)
+
+        class Clock(TrainerCallback):
+            def on_train_begin(self, *words: Any, **more: Any) -> None:
+                self.last = time.perf_counter()
+
+            def on_step_end(self, *words: Any, **more: Any) -> None:
+                self.last, before = time.perf_counter(), self.last
+                found.steps.append(self.last - before)
+
+        def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+            both = zip(completions, answer, strict=True)
+            judged = [sort(text, {"answer": right}, None)["reward"] for text, right in both]
+            found.rewards.append(sum(judged) / len(judged))
+            return judged
+
+        sort = _sort()
+        lines = (ROOT / "data/sort.jsonl").read_text().splitlines()
+        rows = [{key: json.loads(line)[key] for key in ("prompt", "answer")} for line in lines]
+        settings = GRPOConfig(
+            output_dir=str(folder),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            model_init_kwargs={"dtype": "float32"},
+            per_device_train_batch_size=ANSWERS // dist.get_world_size(),
+            num_generations=8,
+            max_completion_length=8,
+            learning_rate=5e-4,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            epsilon=0.2,
+            beta=0.0,
+            loss_type="dapo",
+            scale_rewards="group",
+            max_steps=steps,
+            seed=seed,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            ddp_find_unused_parameters=False,
+        )
+        trainer = Timed(
+            str(ROOT / "models/sort"), reward, args=settings, train_dataset=Dataset.from_list(rows), callbacks=[Clock()]
+        )
+        torch.set_num_threads(1)
+        trainer.train()
+    found.threads, found.sharded = torch.get_num_threads(), _is_sharded(trainer.model)
+    return found
+
+
+def _shard(trainer: Any) -> None:
+    """Tell a trainer that it is on an accelerator: on CPUs, Accelerate quietly runs DDP where FSDP2 is asked for."""
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import DistributedType
+
+    from benchmarks.peers.accelerated import launched
+
+    with launched(ram_efficient=False):
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            cpu_ram_efficient_loading=False,
+            auto_wrap_policy="transformer_based_wrap",
+            reshard_after_forward=False,  # kept gathered between the tokens of an answer: the faster one
+        )
+    trainer.accelerator.state.fsdp_plugin = plugin
+    trainer.accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState().distributed_type = DistributedType.FSDP
+    trainer.is_fsdp_enabled = True
+
+
+def _is_sharded(model: Any) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(each, DTensor) for each in model.parameters())
+
+
+def _sort() -> Any:
+    return runpy.run_path(str(ROOT / "rewards.py"))["sort"]
+
+
+@contextlib.contextmanager
+def _clocked(seconds: list[float]) -> Any:
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds.append(time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def _silent() -> Any:
+    """Print nothing: what a run says of itself is not the table's."""
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        sys.stdout.flush()
+        yield
