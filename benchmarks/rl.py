@@ -165,7 +165,8 @@ def _note() -> str:
         "parameters. On CPUs Accelerate quietly runs DDP where FSDP2 is asked for; in its row for FSDP2 it is told "
         "that it is on an accelerator, and units stay gathered after forward. transformers' continuous batching is "
         "left out: with it 40 steps on the CPU had not ended after nine minutes. copy = kept and sharded are "
-        f"TrueShard's own other ways to generate. A ratio is of the seconds of TrueShard over the other's, in {TURNS} turns of "
-        f"{STEPS} steps; the median of {STEPS - WARM_UP} counts; below one, TrueShard takes less, and steps a minute "
-        f"are its inverse. Rewards are means of {SEEDS} trainings of {LEARNING} steps, with the least and the largest."
+        f"TrueShard's own other ways to generate. A ratio is of the seconds of TrueShard over the other's, in "
+        f"{TURNS} turns of {STEPS} steps; the median of {STEPS - WARM_UP} counts; below one, TrueShard takes less, "
+        "and steps a minute are its inverse. "
+        f"Rewards are means of {SEEDS} trainings of {LEARNING} steps, with the least and the largest."
     )

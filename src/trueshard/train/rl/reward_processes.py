@@ -32,7 +32,7 @@ LOADING = 600.0
 """Seconds that a process has to import the files of its functions."""
 AHEAD_SECONDS = 0.02
 """Work, in seconds, that is sent to a process ahead."""
-AHEAD_CALLS = 32
+AHEAD_CALLS = 128
 """Calls on their way to a process, at most."""
 _END = 1.0
 """Seconds that idle processes have to end by themselves."""
@@ -103,7 +103,7 @@ class Processes:
             while True:
                 for place in range(len(self)):
                     queue = own[place] or anywhere
-                    room = busy[place].room(len(queue)) if place in busy else 1
+                    room = self._room(place, busy, len(queue))
                     if given := [queue.popleft() for _ in range(min(room, len(queue))) if queue[0] < end]:
                         self._give(place, given, calls, busy)
                 if not busy:
@@ -124,6 +124,13 @@ class Processes:
         finally:  # after an exception, such as a Ctrl-C: what is on its way belongs to no later call
             for place in busy:
                 self._kill(place)
+
+    def _room(self, place: int, busy: dict[int, _Running], waiting: int) -> int:
+        """Return how many of the calls that wait to give to a process now."""
+        if place in busy:
+            return busy[place].room(waiting)
+        process = self._processes[place]
+        return 1 if process is None else max(1, _Running(process, share=len(self)).room(waiting))
 
     def close(self) -> None:
         """End all processes."""
@@ -206,13 +213,11 @@ class _Running:
     """Of the first."""
     loads: bool = False
     """True while the process imports the functions; calls are sent after it."""
-    last: float = math.inf
-    """Seconds until the last answer."""
     _since: float = 0.0
 
     def room(self, waiting: int) -> int:
         """Return how many calls to send ahead, of so many that wait; many at a time."""
-        most = min(AHEAD_CALLS, int(AHEAD_SECONDS / max(self.last, 1e-9)), -(-waiting // self.share))
+        most = min(AHEAD_CALLS, int(AHEAD_SECONDS / max(self.process.last, 1e-9)), -(-waiting // self.share))
         return max(0, most - len(self.sent)) if not self.loads and len(self.sent) <= most // 2 else 0
 
     def send(self, numbers: Sequence[int], calls: Sequence[Call]) -> None:
@@ -229,7 +234,7 @@ class _Running:
         """Return the number of the call that was answered; the next begins."""
         now = time.monotonic()
         number, _ = self.sent.popleft()
-        self.last, self._since = now - self._since, now
+        self.process.last, self._since = now - self._since, now
         if self.sent:
             self.deadline = now + self.sent[0][1]
         return number
@@ -252,6 +257,8 @@ class _Process:
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.descriptor = self._stdout.fileno()
+        self.last = math.inf
+        """Seconds that its last answer took."""
         self.is_closed = False
         """True if it closed its end, as it does when it ends."""
         self._received = bytearray()
@@ -269,8 +276,7 @@ class _Process:
 
     def send(self, requests: Sequence[dict[str, Any]], deadline: float) -> None:
         """Send requests; what is not taken until the deadline, or by a process that has ended, is dropped."""
-        lines = [json.dumps(request, default=plain, skipkeys=True) + "\n" for request in requests]
-        left = memoryview("".join(lines).encode())
+        left = memoryview(json.dumps(requests, default=plain, skipkeys=True).encode() + b"\n")
         poll = select.poll()
         poll.register(self._stdin, select.POLLOUT)
         with contextlib.suppress(BrokenPipeError):

@@ -1,6 +1,6 @@
 """The program in which reward functions run, in a process of its own; ``reward_processes`` starts it.
 
-It reads requests from stdin and answers each on stdout, one JSON object a line:
+It reads requests from stdin, a JSON list of them a line, and answers each on stdout, one JSON object a line:
 
 - first the settings, ``{"functions", "arguments"}``; answer: ``{"forms"}``, or ``{"error"}`` if a function cannot be
   loaded;
@@ -21,15 +21,16 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
-import queue
 import random
+import select
 import signal
 import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from trueshard.train.rl.reward_functions import Function, Wrong, load, messages_of, reward_of, rewards_of
@@ -44,20 +45,24 @@ _GRACE = 1.0
 def main() -> None:
     """Serve one caller until it closes stdin."""
     requests, reply = _protocol()
-    settings = requests.get()
+    settings = next(requests, None)
     if settings is None:
         return
     try:
-        worker = Worker([load(words, settings["arguments"]) for words in settings["functions"]])
+        worker = Worker([load(words, settings[0]["arguments"]) for words in settings[0]["functions"]])
     except Wrong as error:
         reply({"error": str(error)})
         return
     reply({"forms": [function.form for function in worker.functions]})
-    while (request := requests.get()) is not None:
-        # The caller ends what is slow. This is for the case that it has gone, and a function never lets go of Python's
-        # lock, as a regular expression that backtracks does: no thread of Python runs then.
-        faulthandler.dump_traceback_later(2 * request["seconds"] + _GRACE, exit=True, file=2)
-        reply(worker.answer(request))
+    for several in requests:
+        armed = -math.inf
+        for request in several:
+            # The caller ends what is slow. This is for the case that it has gone, and a function never lets go of
+            # Python's lock, as a regular expression that backtracks does: no thread of Python runs then.
+            if time.monotonic() - armed > _GRACE / 2:
+                armed = time.monotonic()
+                faulthandler.dump_traceback_later(2 * request["seconds"] + _GRACE, exit=True, file=2)
+            reply(worker.answer(request))
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -139,20 +144,20 @@ def _seed(*name: object) -> None:
         numpy.random.seed(zlib.crc32(text.encode()))
 
 
-def _protocol() -> tuple[queue.SimpleQueue[Request | None], Callable[[dict[str, Any]], None]]:
-    """Take stdin and stdout; return the requests, with None at their end, and a function that sends an answer."""
+def _protocol() -> tuple[Iterator[list[Request]], Callable[[dict[str, Any]], None]]:
+    """Take stdin and stdout; return the requests, and a function that sends an answer."""
     incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # what is killed shows what it printed
-    requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
 
-    def receive() -> None:
-        for line in incoming:
-            requests.put(json.loads(line))
-        requests.put(None)
+    def watch() -> None:
+        """End the process, whatever it does, when the caller has gone."""
+        gone = select.poll()
+        gone.register(incoming, 0)  # its end is always told
+        gone.poll()
         time.sleep(_GRACE)  # in which a process that waits for requests ends by itself
         os.killpg(os.getpid(), signal.SIGKILL)
 
@@ -160,5 +165,5 @@ def _protocol() -> tuple[queue.SimpleQueue[Request | None], Callable[[dict[str, 
         outgoing.write(json.dumps(answer).encode() + b"\n")
         outgoing.flush()
 
-    threading.Thread(target=receive, daemon=True).start()
-    return requests, reply
+    threading.Thread(target=watch, daemon=True).start()
+    return (json.loads(line) for line in incoming), reply
