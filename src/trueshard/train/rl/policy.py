@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from trueshard.errors import UserError
 from trueshard.train.config import RLSection, RolloutSection
 from trueshard.train.data.samples import IGNORED, Batch
-from trueshard.train.losses import Forward, HeadRows
+from trueshard.train.losses import Forward, HeadRows, logits_of
 from trueshard.train.rl.reward_functions import Wrong, find
 from trueshard.train.trainer import over_ranks
 
@@ -87,6 +87,8 @@ class PolicyLoss:
         self.kl, self.kl_estimator, self.correction, self.bounds = kl, kl_estimator, correction, tuple(bounds)
         self.off_policy = False
         """True if, without ``old_logprobs``, π_old is the distribution that the answers were sampled from."""
+        self.reads_mask = True
+        """False if the model is given no ``attention_mask``: padding at the end has no influence on what is before."""
         self.never: list[int] = []
         """Tokens that are never sampled, such as the place of an image: their probability is 0."""
         self._rows_of = HeadRows(whole_logits)
@@ -110,7 +112,8 @@ class PolicyLoss:
 
         Both [rows, length], float32 or wider; the entropies have no gradient. Collective if sharded.
         """
-        inputs = {key: value for key, value in batch.items() if key not in OWN}
+        left_out = OWN if self.reads_mask else (*OWN, "attention_mask")
+        inputs = {key: value for key, value in batch.items() if key not in left_out}
         targets = batch["targets"]
         mask = targets.ne(IGNORED).flatten()
         chosen = targets.flatten()[mask]
@@ -277,6 +280,21 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module.training = True
+
+
+@torch.no_grad()
+def padding_is_seen(model: nn.Module, pad: int, device: torch.device) -> bool:
+    """Return True if tokens at the end of a row have an influence on the logits before. Collective if sharded.
+
+    A causal model sees none. So it needs no mask of padding, without which attention has faster kernels.
+    """
+    tokens = torch.arange(8, device=device)[None] % max(2, pad)
+    padded = torch.cat([tokens, torch.full_like(tokens, pad)], 1)
+    with without_dropout(model):
+        alone, beside = (logits_of(model, {"input_ids": ids})[:, :8].float() for ids in (tokens, padded))
+        dtype = logits_of(model, {"input_ids": tokens}).dtype
+    limit = (8 if dtype.itemsize == 2 else 64) * torch.finfo(dtype).eps * float(alone.abs().max())
+    return float((alone - beside).abs().max()) > limit
 
 
 LOSSES = ("clip", "sequence", "weight", "soft")

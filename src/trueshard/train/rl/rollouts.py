@@ -30,7 +30,7 @@ from trueshard.train.losses import without_adapter
 from trueshard.train.rl import advantages
 from trueshard.train.rl.batch import PromptEncoder, Prompts, dealt, microbatch, of_samples
 from trueshard.train.rl.engine import choose_engine
-from trueshard.train.rl.policy import PolicyLoss, estimates, policy_loss
+from trueshard.train.rl.policy import PolicyLoss, estimates, padding_is_seen, policy_loss
 from trueshard.train.rl.ranks import divided, rank_and_ranks
 from trueshard.train.rl.reward import CalledReward, Rewards
 from trueshard.train.rl.sampler import Asked, Sampler
@@ -98,6 +98,7 @@ class Rollouts:
         """With ``ahead`` on a server, π_old is the server's distribution."""
         encoder = PromptEncoder(tokenizer, processor)
         self.loss.never = encoder.never
+        self.loss.reads_mask = encoder.has_images or padding_is_seen(model, encoder.pad, self.device)
         engine = choose_engine(self.rollout, model, encoder, folder)
         self.sampler = Sampler(engine, _rewards(reward), encoder, tokens=self.rollout.tokens)
         self.loss.off_policy = self.rollout.ahead > 0 and self.sampler.in_background
@@ -301,8 +302,7 @@ class Rollouts:
             more["old_logprobs"] = [each.old for each in chosen]
         if minibatch[0].reference is not None:
             more["reference_logprobs"] = [each.reference for each in chosen]
-        tokenizer = self.sampler.encoder.tokenizer
-        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        pad = self.sampler.encoder.pad
         batch = microbatch(samples, [each.advantage for each in chosen], pad, counted=counted, more=more)
         if self.sampler.encoder.has_images:
             encoder, numbers = self.sampler.encoder, [each.prompt for each in samples]
