@@ -362,6 +362,9 @@ class RolloutSection(Section):
     """Divides the logits, in sampling and in training."""
     batch: Annotated[int, Field(ge=1)] = 64
     """Answers that are generated together; it does not change them beyond rounding."""
+    continuous: bool = False
+    """With "transformers" and a copy: an answer that ends makes room for the next one at once, without padding. The
+    same answers, beyond rounding; faster where their lengths differ. For text, with transformers 5.19 or newer."""
     stop: list[Text] = []
     """Texts at which an answer ends, besides the end-of-text token."""
     url: Text | None = None
@@ -391,6 +394,10 @@ class RolloutSection(Section):
     def _server(self) -> RolloutSection:
         if (self.engine == "vllm") != (self.url is not None):
             raise ValueError('rollout.url goes with rollout.engine = "vllm", and that needs it; set both, or neither')
+        if self.continuous and self.engine == "vllm":
+            raise ValueError('rollout.continuous goes with rollout.engine = "transformers" only; remove it')
+        if self.continuous and self.copy_ not in ("auto", "gathered"):
+            raise ValueError(f'rollout.continuous needs a copy, and rollout.copy is "{self.copy_}"; use "gathered"')
         if self.bounds[0] >= self.bounds[1]:
             raise ValueError(f"rollout.bounds: {self.bounds[0]} is not below {self.bounds[1]}; give least and largest")
         return self
@@ -600,6 +607,8 @@ class Config(Section):
                 f"train.batch_size: {train.batch_size} answers are no whole number of groups of rl.samples = "
                 f"{rl.samples}; use a multiple, such as {below}"
             )
+        if self.rollout.continuous and self.images:
+            raise ValueError("rollout.continuous goes with prompts of text only, and data.images is true; remove it")
         if self.rollout.tokens >= train.sequence_length:
             raise ValueError(
                 f"rollout.tokens: an answer of {self.rollout.tokens} and its prompt do not fit into "

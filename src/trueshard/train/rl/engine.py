@@ -4,8 +4,8 @@
   model, so that all ranks march together, one forward a token.
 - Requests are generated in pieces of ``batch``, whose content follows from the order of requests and not from the
   number of ranks; piece i on rank i modulo ranks. Each form of the engine gives the same tokens.
-- Tokens are drawn here, by inverse CDF with the random numbers of the sample's name, and not by ``generate``, which has
-  one generator for all rows: one token is left finite, which it then takes.
+- Continuous batching, the fourth form, is in ``continuous``.
+- Tokens are drawn by ``drawing.Draw``, which gives each sample random numbers of its own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, TopKLogitsWarper, TopPLogitsWarper
+from transformers import GenerationConfig
 
 from trueshard.distributed import device_of
 from trueshard.errors import UserError
@@ -32,9 +32,10 @@ from trueshard.runtime.gathering import GatheredCopy
 from trueshard.train.config import RolloutSection
 from trueshard.train.data.samples import draws
 from trueshard.train.rl.batch import PromptEncoder
+from trueshard.train.rl.drawing import Draw, EndOfAnswers
 from trueshard.train.rl.policy import PolicyLoss
 from trueshard.train.rl.ranks import divided, rank_and_ranks
-from trueshard.train.rl.samples import Answer, Engine, Request, Sampling, key_of, uniform
+from trueshard.train.rl.samples import Answer, Engine, Request, Sampling
 from trueshard.train.trainer import over_ranks
 
 Images = Callable[[Sequence[list[dict[str, Any]]], int], dict[str, torch.Tensor]]
@@ -135,93 +136,6 @@ class TransformersEngine:
         return draw.answers()
 
 
-class Draw(LogitsProcessor):
-    """Draws the next token of each row, and records it and its log-probability."""
-
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        ends: Collection[int],
-        tokenizer: Any,
-        never: list[int],  # tokens that are not drawn
-    ) -> None:
-        self._sampling, self._ends, self._tokenizer = sampling, np.array(sorted(ends)), tokenizer
-        self._never = never
-        self._most = np.array([request.most for request in requests])
-        self._keys = np.array([key_of(sampling.seed, request.name) for request in requests], dtype=np.uint64)
-        self._firsts = np.array([request.first for request in requests], dtype=np.uint64)
-        self._drawn: list[
-            tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
-        ] = []  # tokens and log-probabilities, [rows]
-        self._lengths = np.zeros(len(requests), dtype=np.int64)
-        self._finished = np.zeros(len(requests), dtype=np.bool_)
-        self.done = np.zeros(len(requests), dtype=np.bool_)
-        """[rows]: True if the answer of a row has ended."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores, [rows, vocabulary], of which the drawn token's alone are finite."""
-        greedy = self._sampling.temperature == 0
-        logits = scores.float()
-        if self._never:
-            logits = logits.index_fill(1, torch.tensor(self._never, device=logits.device), -torch.inf)
-        logs = (logits if greedy else logits / self._sampling.temperature).log_softmax(1)
-        numbers = uniform(self._keys, self._firsts + np.uint64(len(self._drawn)))
-        chosen = logs.argmax(1) if greedy else drawn(self._warped(input_ids, logs), torch.from_numpy(numbers))
-        self._record(chosen.cpu().numpy(), logs.gather(1, chosen[:, None])[:, 0].cpu().numpy())
-        return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
-
-    def _warped(self, input_ids: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
-        sampling = self._sampling
-        if sampling.top_k:
-            logs = TopKLogitsWarper(sampling.top_k)(input_ids, logs)
-        return TopPLogitsWarper(sampling.top_p)(input_ids, logs) if sampling.top_p < 1 else logs
-
-    def _record(self, tokens: np.ndarray[Any, Any], logprobs: np.ndarray[Any, Any]) -> None:
-        self._drawn.append((tokens, logprobs))
-        self._lengths[~self.done] += 1
-        ended = np.isin(tokens, self._ends)
-        if self._sampling.stop:
-            for row in np.flatnonzero(~self.done & ~ended).tolist():
-                ended[row] = self._at_stop(row)
-        self._finished |= ended & ~self.done
-        self.done |= self._finished | (self._lengths >= self._most)
-
-    def _at_stop(self, row: int) -> bool:
-        longest = max(len(text) for text in self._sampling.stop)
-        last = [int(tokens[row]) for tokens, _ in self._drawn[-longest - 1 :]]  # a token is at least a byte
-        text = self._tokenizer.decode(last)
-        return any(stop in text for stop in self._sampling.stop)
-
-    def answers(self) -> list[Answer]:
-        """Return the answers of all rows."""
-        tokens, logprobs = (np.stack(each, 1).tolist() for each in zip(*self._drawn, strict=True))
-        rows = zip(tokens, logprobs, self._lengths.tolist(), self._finished.tolist(), strict=True)
-        return [Answer(ids[:length], logs[:length], finished) for ids, logs, length, finished in rows]
-
-
-class EndOfAnswers(StoppingCriteria):
-    """Ends the generation of rows whose answers have ended."""
-
-    def __init__(self, draw: Draw) -> None:
-        self._draw = draw
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.from_numpy(self._draw.done.copy()).to(input_ids.device)
-
-
-def drawn(
-    logs: torch.Tensor,  # [rows, vocabulary], log-probabilities or anything that differs from them by a constant
-    numbers: torch.Tensor,  # [rows], float64 in [0, 1)
-) -> torch.Tensor:
-    """Return the token of each row at which its cumulative distribution first exceeds a number: int64 [rows]."""
-    heights = logs.softmax(1).double().cumsum(1)
-    wanted = numbers.to(heights.device)[:, None] * heights[:, -1:]
-    found = torch.searchsorted(heights, wanted, right=True)[:, 0]
-    likeliest = (heights < heights[:, -1:]).sum(1)  # the last token that has any probability
-    return torch.minimum(found, likeliest)
-
-
 ROOM = 0.5
 """Part of the free memory that a gathered copy may take with `rollout.copy = "auto"`."""
 
@@ -239,10 +153,39 @@ def choose_engine(section: RolloutSection, model: nn.Module, encoder: PromptEnco
         score = functools.partial(log_probabilities, model, PolicyLoss())
         return VLLMEngine(section, model, encoder.tokenizer, ends, folder, texts, bound, score)
     copy = section.copy_ if section.copy_ != "auto" else ("gathered" if copy_fits(model) else "kept")
+    if section.continuous:
+        return _continuous(model, encoder, ends, copy, section.batch)
     images = encoder.images if encoder.has_images else None
     return TransformersEngine(
         model, encoder.tokenizer, ends, copy=copy, batch=section.batch, images=images, never=encoder.never
     )
+
+
+def _continuous(model: nn.Module, encoder: PromptEncoder, ends: Collection[int], copy: str, batch: int) -> Engine:
+    from trueshard.train.rl.vllm import probe_bound
+
+    continuous = import_continuous()
+    if encoder.has_images:
+        raise UserError("rollout.continuous: transformers batches text alone continuously; remove it")
+    if copy != "gathered":
+        raise UserError(
+            "rollout.continuous generates on a whole copy of the model, which the free memory does not hold; remove it"
+        )
+    texts, bound = probes(len(encoder.tokenizer)), probe_bound(compute_dtype(model))
+    found: Engine = continuous.ContinuousEngine(model, encoder.tokenizer, ends, texts, bound, batch=batch)
+    return found
+
+
+def import_continuous() -> Any:
+    """Return the module of the continuous engine. Raises `UserError` if this transformers lacks what it uses."""
+    try:
+        from trueshard.train.rl import continuous
+    except ImportError as error:
+        raise UserError(
+            "rollout.continuous needs the continuous batching of transformers 5.19 to 5.23, and this is "
+            f"{transformers.__version__} ({error}); install one of these, or remove the key"
+        ) from error
+    return continuous
 
 
 def ends_of(model: nn.Module, encoder: PromptEncoder) -> set[int]:

@@ -17,6 +17,7 @@ from trueshard.train.data.prepared import Prepared
 from trueshard.train.data.samples import Mixture
 from trueshard.train.data.tokenizer import load_processor, set_chat_template
 from trueshard.train.models.build import reference
+from trueshard.train.rl.engine import import_continuous
 from trueshard.train.rl.policy import PolicyLoss, policy_loss
 from trueshard.train.rl.reward import CHECKED, Rewards
 from trueshard.train.rl.rollouts import Rollouts
@@ -77,10 +78,12 @@ def with_samples(parts: Parts, config: Config, reporters: Sequence[Callback]) ->
 
 
 def check_parts(config: Config, data: Prepared) -> None:
-    """Raise `UserError` for a reward or loss function that is wrong, before a model is built."""
+    """Raise `UserError` for a reward or loss function that is wrong, or a package too old, before a model is built."""
     assert config.rl is not None
     assert config.reward is not None
     policy_loss(config.rl, config.rollout)
+    if config.rollout.continuous:
+        import_continuous()
     rewards = Rewards(config.reward)
     try:
         prompts: Any = data.train

@@ -1,0 +1,201 @@
+"""Sampling with transformers' continuous batching: an answer that ends makes room for the next one at once.
+
+- Rows of all lengths are computed side by side without padding, and no row waits for the longest answer of its piece.
+- Tokens are drawn by `Draw`, as in the other forms of the engine, since transformers has one generator for all rows. It
+  is the only logits processor: it leaves one score finite, and the likeliest token is taken. The host draws, so there
+  are no CUDA graphs. **Not run on GPUs.**
+- A session lasts as long as a call of `generate`. No cache outlives the weights that filled it, its memory is free for
+  training, and the random number generators, which it seeds, are given back as they were.
+- All requests are there when the session begins: what is computed together follows from them, and not from time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessor,
+    ContinuousBatchingLogitsProcessorList,
+)
+
+from trueshard.distributed import device_of
+from trueshard.errors import UserError
+from trueshard.model import names
+from trueshard.runtime.engine import sharded
+from trueshard.runtime.gathering import GatheredCopy
+from trueshard.train.rl.drawing import Draw, alone
+from trueshard.train.rl.ranks import divided, rank_and_ranks
+from trueshard.train.rl.samples import Answer, Request, Sampling
+
+if "auto_switch_to_flash" not in ContinuousBatchingConfig.__dataclass_fields__:
+    raise ImportError("its ContinuousBatchingConfig has no auto_switch_to_flash")
+
+PAGE = 256
+"""Tokens of a page of the cache: transformers' default."""
+
+TOKENS = 512
+"""Tokens of a forward, at most, if more are waiting than there are requests."""
+
+
+class ContinuousEngine:
+    """Generates on a gathered copy of the model, each rank its own requests; see the file's docstring."""
+
+    def __init__(
+        self,
+        model: nn.Module,  # sharded
+        tokenizer: Any,
+        ends: Collection[int],  # tokens that end an answer
+        texts: Sequence[list[int]],  # to be tried
+        bound: float,  # how far two right programs' log-probabilities may be apart, in nats
+        *,
+        batch: int = 64,  # requests that are under way at a time
+    ) -> None:
+        self._tokenizer, self._ends, self._batch = tokenizer, frozenset(ends), batch
+        self._device = device_of(sharded(model).mesh)
+        self._copy = GatheredCopy(model)
+        self._kind = type(names.unwrap(self._copy.module)).__name__
+        divided(range(rank_and_ranks()[1]), lambda _: [self._try(texts, bound)])
+
+    def update(self, version: int) -> None:
+        """Take over the weights of the model. Collective."""
+        self._copy.update()
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
+        """Continue each request; the same requests and answers on every rank. Collective."""
+        return divided(requests, lambda own: self._answers(own, sampling))
+
+    def close(self) -> None:
+        """Free the copy."""
+        self._copy.close()
+
+    def _answers(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
+        if not requests:
+            return []
+        draw = Draw(requests, sampling, self._ends, self._tokenizer)
+        on_gpu = self._device.type == "cuda"
+        with _quick_collections(), torch.random.fork_rng([self._device] if on_gpu else []):
+            manager = self._manager(requests, draw)
+            manager.warmup()  # makes the cache, and raises here what is wrong with it
+            for number, request in enumerate(requests):
+                manager.add_request(list(request.ids), str(number), max_new_tokens=request.most)
+            if on_gpu:
+                torch.cuda.synchronize(self._device)  # the session computes on a stream of its own
+            manager.start()
+            try:
+                manager.stop(block=True)  # once every request is answered
+            except BaseException:
+                manager.stop(block=False, hard_stop=True)
+                raise
+            done = [result for _ in requests if (result := manager.get_result(timeout=0)) is not None]
+            manager.destroy()
+        error = next((result.error for result in done if result.error is not None), None)
+        if error is not None or len(done) < len(requests):
+            raise RuntimeError(error or "continuous batching ended before all answers did")
+        return draw.answers()
+
+    def _manager(self, requests: Sequence[Request], draw: Draw) -> Any:
+        """Return a manager with room for so many requests that are as long, without them."""
+        root: Any = names.unwrap(self._copy.module)
+        rows = min(self._batch, len(requests))
+        longest = max(len(request.ids) + request.most for request in requests)
+        config = ContinuousBatchingConfig(
+            num_blocks=rows * -(-longest // PAGE),
+            max_batch_tokens=max(rows, TOKENS),
+            max_requests_per_batch=rows,
+            safety_margin=0.0,
+            allow_block_sharing=False,
+            use_async_batching=False,
+            use_cuda_graph=False,
+            auto_switch_to_flash=False,
+            disable_nccl_graph_mixing=False,
+        )
+        settings = GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=sorted(self._ends) or -1)
+        manager = root.init_continuous_batching(settings, config)
+        processor = _Seeded(draw, min(self._ends, default=None))
+        manager.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([processor]))
+        manager.logit_processor.tensors_required = 1
+        return manager
+
+    def _try(self, texts: Sequence[list[int]], bound: float) -> float:
+        """Return how far log-probabilities with pages are from those without, in nats.
+
+        Raises `UserError` if that is more than ``bound``, or cannot be computed.
+        """
+        texts = [text[: 8 + number] for number, text in enumerate(texts)]
+        requests = [Request((0, 0, number), text, most=4) for number, text in enumerate(texts)]
+        logger = logging.getLogger("ContinuousBatchingLogger")
+        before, logger.disabled = logger.disabled, True  # it would show the traceback of what is one line here
+        try:
+            answers = self._answers(requests, Sampling())
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UserError(
+                f"rollout.continuous: transformers cannot batch a {self._kind} continuously ({reason}); remove it"
+            ) from error
+        finally:
+            logger.disabled = before
+        apart = max(self._apart(text, answer) for text, answer in zip(texts, answers, strict=True))
+        if not apart <= bound:
+            raise UserError(
+                f"rollout.continuous: a {self._kind} computes other log-probabilities in continuous batching, by "
+                f"{apart:.2g}; remove it"
+            )
+        return apart
+
+    @torch.no_grad()
+    def _apart(self, text: list[int], answer: Answer) -> float:
+        ids = torch.tensor([text + answer.ids], device=self._device)
+        logs = self._copy.module(input_ids=ids[:, :-1], use_cache=False).logits[0].float().log_softmax(1)
+        wanted = logs.gather(1, ids[0, 1:, None])[len(text) - 1 :, 0]
+        return float((wanted - torch.tensor(answer.logprobs, device=self._device)).abs().max())
+
+
+@contextlib.contextmanager
+def _quick_collections() -> Iterator[None]:
+    """Keep what exists now out of garbage collections: a manager asks for two whole ones as it ends."""
+    if gc.get_freeze_count():  # the user's, who would lose it
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class _Seeded(ContinuousBatchingLogitsProcessor):
+    """Draws with the random numbers of the samples. Requests are known by their numbers."""
+
+    def __init__(self, draw: Draw, end: int | None) -> None:
+        self.supported_kwargs, self.ignored_kwargs = {}, ()
+        self._draw = draw
+        self._end = end
+        """A token that ends an answer; stands for the drawn one where the answer ends for another reason."""
+        self._rows = np.zeros(0, dtype=np.int64)
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
+        """Note whose tokens are drawn next. No tensor is needed."""
+        self._rows = np.array([int(each.state.request_id) for each in requests_with_new_token], dtype=np.int64)
+        return torch.empty(0, dtype=torch.int32)
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        """Return scores, [rows, vocabulary], of which one is finite. The last rows may be of nobody."""
+        count = len(self._rows)
+        if count == 0:
+            return scores
+        tokens = self._draw.draw(self._rows, scores[:count])
+        if self._end is not None:
+            ended = torch.from_numpy(self._draw.done[self._rows]).to(tokens.device)
+            tokens = tokens.masked_fill(ended, self._end)
+        return torch.cat([alone(scores[:count], tokens), scores[count:]])
