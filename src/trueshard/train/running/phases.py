@@ -37,7 +37,8 @@ from trueshard.text import size
 from trueshard.train.config import Config
 from trueshard.train.data.samples import IGNORED, Batch
 from trueshard.train.models.build import empty
-from trueshard.train.rl.engine import ROOM, drawn
+from trueshard.train.rl.drawing import drawn
+from trueshard.train.rl.engine import ROOM
 from trueshard.train.rl.policy import PolicyLoss, policy_loss
 
 COPY, REFERENCE = "rollout copy", "reference"
