@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import trueshard
-from trueshard.train.config import RolloutSection
+from trueshard.train.rl.config import RolloutSection
 from trueshard.train.rl.engine import log_probabilities
 from trueshard.train.rl.policy import PolicyLoss
 from trueshard.train.rl.samples import Request, Sampling

@@ -15,8 +15,9 @@ import trueshard
 from parity import Ranks, assert_same
 from test_rl_rollouts import model_of, run, tokenizer
 from trueshard.errors import UserError
-from trueshard.train.config import Config, RolloutSection
+from trueshard.train.config import Config
 from trueshard.train.rl.batch import PromptEncoder
+from trueshard.train.rl.config import RolloutSection
 from trueshard.train.rl.engine import TransformersEngine, choose_engine, import_continuous, probes
 from trueshard.train.rl.samples import Answer, Request, Sampling
 

@@ -20,7 +20,7 @@ import pytest
 from documents_blocks import ROOT, blocks
 from running import environment
 from trueshard.errors import UserError
-from trueshard.train.config import RewardSection
+from trueshard.train.rl.config import RewardSection
 from trueshard.train.rl.reward import Reward, Rewards
 from trueshard.train.rl.samples import Prompt, Sample
 

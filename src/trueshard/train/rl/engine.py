@@ -29,9 +29,9 @@ from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.runtime.engine import set_reshard_after_forward, sharded
 from trueshard.runtime.gathering import GatheredCopy
-from trueshard.train.config import RolloutSection
 from trueshard.train.data.samples import draws
 from trueshard.train.rl.batch import PromptEncoder
+from trueshard.train.rl.config import RolloutSection
 from trueshard.train.rl.drawing import Draw, EndOfAnswers
 from trueshard.train.rl.policy import PolicyLoss
 from trueshard.train.rl.ranks import divided, rank_and_ranks

@@ -30,9 +30,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trueshard.errors import UserError
-from trueshard.train.config import RLSection, RolloutSection
 from trueshard.train.data.samples import IGNORED, Batch
 from trueshard.train.losses import Forward, HeadRows, logits_of
+from trueshard.train.rl.config import RLSection, RolloutSection
 from trueshard.train.rl.reward_functions import Wrong, find
 from trueshard.train.trainer import over_ranks
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trueshard.errors import UserError
-from trueshard.train.config import RewardSection
+from trueshard.train.rl.config import RewardSection
 from trueshard.train.rl.reward_functions import LISTS, Function, Wrong, form_of, rewards_of
 from trueshard.train.rl.reward_processes import Answer, Call, Processes
 from trueshard.train.rl.samples import Name, Prompt, Sample

@@ -24,11 +24,11 @@ from torch import nn
 
 from trueshard.distributed import device_of
 from trueshard.runtime.engine import sharded
-from trueshard.train.config import RewardSection, RLSection, RolloutSection
 from trueshard.train.data.samples import Batch, Mixture, Order
 from trueshard.train.losses import without_adapter
 from trueshard.train.rl import advantages
 from trueshard.train.rl.batch import PromptEncoder, Prompts, dealt, microbatch, of_samples
+from trueshard.train.rl.config import RewardSection, RLSection, RolloutSection
 from trueshard.train.rl.engine import choose_engine
 from trueshard.train.rl.policy import PolicyLoss, estimates, padding_is_seen, policy_loss
 from trueshard.train.rl.ranks import divided, rank_and_ranks

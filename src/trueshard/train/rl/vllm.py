@@ -21,7 +21,7 @@ from torch import nn
 
 from trueshard.checkpoint.ranks import RankGroup
 from trueshard.errors import UserError
-from trueshard.train.config import RolloutSection
+from trueshard.train.rl.config import RolloutSection
 from trueshard.train.rl.samples import Answer, Request, Sampling
 from trueshard.train.rl.vllm_server import (
     COMPLETIONS,

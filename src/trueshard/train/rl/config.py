@@ -1,0 +1,153 @@
+"""The tables of reinforcement learning in the training configuration: [rl], [rollout] and [reward]."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from trueshard.text import nearest
+from trueshard.train.section import Section, Text
+
+
+class RLSection(Section):
+    """Reinforcement learning: the model answers prompts, a reward judges the answers, and the model is trained on them.
+    Goes with data.format = "prompt", `[rollout]` and `[reward]`; `train.batch_size` counts answers."""
+
+    samples: Annotated[int, Field(ge=1)] = 8
+    """Answers to each prompt: a group."""
+    advantage: Literal["group", "centred", "leave_one_out", "batch", "greedy"] = "group"
+    """Advantage of an answer. group: (reward - mean of the group) / standard deviation (GRPO). centred: without the
+    division (Dr. GRPO). leave_one_out: reward - mean of the others (RLOO). batch: standardised over the step's tokens
+    (REINFORCE++). greedy: reward - reward of the likeliest answer (ReMax)."""
+    average: Literal["token", "sequence", "length"] = "token"
+    """Mean of the loss over all tokens of the step; over answers, each the mean of its tokens; or over answers, each
+    the sum of its tokens divided by `rollout.tokens` (Dr. GRPO)."""
+    loss: Text = "clip"
+    """clip (PPO), sequence (GSPO), weight (CISPO), soft (SAPO), or "file.py:function" of your own."""
+    clip: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=2, max_length=2)] = [0.2, 0.28]
+    """The ratio of probabilities after and before counts within 1 - clip[0] … 1 + clip[1]."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """With a negative advantage, the ratio counts up to this. Left out: without limit."""
+    soft: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2, max_length=2)] = [1.0, 1.05]
+    """With loss "soft": temperatures τ for positive and for negative advantages."""
+    updates: Annotated[int, Field(ge=1)] = 1
+    """Optimizer steps on the answers of one rollout, each on `train.batch_size` others."""
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the divergence from the model before training; above 0 that model is kept, or an adapter's base
+    used."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of the divergence from the sampled tokens (Schulman 2020)."""
+    kl_in: Literal["loss", "reward"] | None = None
+    """Where it counts. Left out: k1 in the reward, k2 and k3 in the loss."""
+    skip_equal: bool = True
+    """Leave out groups whose rewards are all equal, and answer other prompts in their place."""
+    refill: Annotated[int, Field(ge=0)] = 3
+    """At most so many times a rollout."""
+    overlong: Literal["count", "mask"] | dict[Literal["from"], Annotated[int, Field(ge=0)]] = "count"
+    """Answers that do not end within `rollout.tokens`: counted as they are, masked (no loss), or `{from = n}`: the
+    reward falls from n tokens on, by 1 at `rollout.tokens` (DAPO)."""
+
+    @model_validator(mode="after")
+    def _groups(self) -> RLSection:
+        if self.samples < 2 and self.advantage in ("group", "centred", "leave_one_out"):
+            raise ValueError(f'rl.samples is 1, and rl.advantage = "{self.advantage}" compares answers; set 2 or more')
+        if self.clip[0] > 1:
+            raise ValueError(f"rl.clip: 1 - {self.clip[0]} is negative, and a ratio is not; use 0 to 1")
+        if self.loss not in ("clip", "sequence", "weight", "soft") and ":" not in self.loss:
+            near = nearest(self.loss, ("clip", "sequence", "weight", "soft"))
+            raise ValueError(f'rl.loss: unknown {self.loss!r}; use one of these or "file.py:function".{near}')
+        return self
+
+    @property
+    def kl_place(self) -> str:
+        """ "loss" or "reward"."""
+        return self.kl_in or ("reward" if self.kl_estimator == "k1" else "loss")
+
+
+_BIASED = (
+    "{key}: the model would be trained on answers from the kept tokens alone, as if from all, so the ratio of "
+    "probabilities is wrong by the mass that was cut; remove it (in [evaluation] it is fine)"
+)
+
+
+class RolloutSection(Section):
+    """How answers are sampled, with `[rl]`. Each is a function of seed, step, prompt and number."""
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """transformers: in the ranks, on the model itself. vllm: a server at `url`."""
+    copy_: Literal["auto", "gathered", "kept", "sharded"] = Field(default="auto", alias="copy")
+    """With "transformers": generate on a whole copy in the compute dtype on each rank (gathered), on the sharded model
+    with all units kept gathered meanwhile (kept), or with each unit gathered for each token (sharded). auto: a copy if
+    it fits into memory."""
+    tokens: Annotated[int, Field(ge=1)] = 128
+    """Tokens of an answer, at most. Prompt and answer fit into `train.sequence_length`."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits, in sampling and in training."""
+    batch: Annotated[int, Field(ge=1)] = 64
+    """Answers that are generated together; it does not change them beyond rounding."""
+    continuous: bool = False
+    """With "transformers" and a copy: an answer that ends makes room for the next one at once, without padding. The
+    same answers, beyond rounding; faster where their lengths differ. For text, with transformers 5.19 or newer."""
+    stop: list[Text] = []
+    """Texts at which an answer ends, besides the end-of-text token."""
+    url: Text | None = None
+    """With "vllm": address of the server, "http://127.0.0.1:8000"."""
+    sync: Literal["directory", "nccl"] = "directory"
+    """With "vllm": the way of new weights. directory: files below `run.dir`, which the server must see. nccl: from GPU
+    to GPU."""
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    """With "vllm": seconds for an answer of the server, or for new weights."""
+    correction: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
+    """Weights for the difference between the engine's probabilities and the trainer's: at most bounds[1]; 0 outside the
+    bounds; or 0 for answers whose product over tokens is outside."""
+    bounds: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=2, max_length=2)] = [0.5, 5.0]
+    """With `correction`: least and largest ratio of probabilities, trainer over engine."""
+    ahead: Annotated[int, Field(ge=0, le=1)] = 0
+    """1: answers of the next step are made with the weights before this one, by a server meanwhile."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unbiased(cls, values: Any) -> Any:
+        for key in ("top_p", "top_k", "min_p"):
+            if isinstance(values, dict) and key in values:
+                raise ValueError(_BIASED.format(key=f"rollout.{key}"))
+        return values
+
+    @model_validator(mode="after")
+    def _server(self) -> RolloutSection:
+        if (self.engine == "vllm") != (self.url is not None):
+            raise ValueError('rollout.url goes with rollout.engine = "vllm", and that needs it; set both, or neither')
+        if self.continuous and self.engine == "vllm":
+            raise ValueError('rollout.continuous goes with rollout.engine = "transformers" only; remove it')
+        if self.continuous and self.copy_ not in ("auto", "gathered"):
+            raise ValueError(f'rollout.continuous needs a copy, and rollout.copy is "{self.copy_}"; use "gathered"')
+        if self.bounds[0] >= self.bounds[1]:
+            raise ValueError(f"rollout.bounds: {self.bounds[0]} is not below {self.bounds[1]}; give least and largest")
+        return self
+
+
+class RewardSection(Section):
+    """The reward of an answer, with `[rl]`: functions of your own, in processes of their own."""
+
+    function: Text | Annotated[list[Text], Field(min_length=1)]
+    """"file.py:function", or "maths" (needs math-verify); or several, whose rewards are added."""
+    weights: list[float] = []
+    """With several functions: the weight of each. Left out: 1."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of every call."""
+    processes: Annotated[int, Field(ge=1)] = 1
+    """Processes of each rank in which the functions run."""
+    seconds: Annotated[float, Field(gt=0)] = 10.0
+    """Time limit of a call; an answer whose reward takes longer gets 0, and is counted."""
+
+    @model_validator(mode="after")
+    def _weighted(self) -> RewardSection:
+        if self.weights and len(self.weights) != len(self.functions):
+            raise ValueError(f"reward.weights: {len(self.weights)} for {len(self.functions)} functions; give one each")
+        return self
+
+    @property
+    def functions(self) -> list[str]:
+        """The functions, one or several."""
+        return [self.function] if isinstance(self.function, str) else self.function
