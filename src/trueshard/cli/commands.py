@@ -5,23 +5,34 @@ The options of `plan` and `verify` have the words and defaults of `shard()`'s ow
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, get_args
 
 import typer
 
 import trueshard
-from trueshard.choices import OFFLOAD_WORDS, RECOMPUTE_WORDS, RESHARD_WORDS, Choices, PrecisionWord, reshard_word
+from trueshard.choices import Choices, PrecisionWord, reshard_word
+from trueshard.cli.options import (
+    ActivationCheckpointing,
+    Compile,
+    Json,
+    Nproc,
+    Offload,
+    Optimizer,
+    Overrides,
+    PlanFile,
+    ReshardAfterForward,
+    Tokens,
+    Units,
+)
+from trueshard.cli.planning import plan
 from trueshard.errors import UserError, refused
-from trueshard.files import replace_text
 from trueshard.launching import STOPPED
 from trueshard.machine import PROCESSES_PER_CORE, cpu_cores
-from trueshard.plans import dtype_name
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -31,28 +42,6 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 TRACEBACK = "--traceback"
 
 assert USAGE_ERROR.__name__ == "UsageError"
-
-Nproc = Annotated[
-    int | None, typer.Option("--nproc", help="Processes to start on this machine.", metavar="N", show_default=False)
-]
-
-Units = Annotated[list[str] | None, typer.Option(help="What is gathered together; repeatable.", metavar="NAME")]
-ReshardAfterForward = Annotated[
-    str, typer.Option(help=f"{', '.join(RESHARD_WORDS)}, a number of ranks, or auto.", metavar="WORD")
-]
-ActivationCheckpointing = Annotated[str, typer.Option(help=f"{', '.join(RECOMPUTE_WORDS)}, or auto.", metavar="WORD")]
-Compile = Annotated[bool, typer.Option("--compile", help="Every block is compiled.")]
-Offload = Annotated[str, typer.Option(help=f"{' or '.join(OFFLOAD_WORDS)}.", metavar="WORD")]
-Optimizer = Annotated[str | None, typer.Option(help="adamw, sgd, muon, or a class.", metavar="NAME")]
-Tokens = Annotated[
-    int | None, typer.Option("--sequence", help="Tokens of a sample.", metavar="N", min=1, show_default=False)
-]
-PlanFile = Annotated[Path | None, typer.Option("--plan", help="Take this plan, JSON.", metavar="FILE")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Override a setting, such as train.steps=100; repeatable.", metavar="KEY=VALUE"),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -189,157 +178,6 @@ def _run(
     config = load_config(path, overrides)
     command += set_here
     raise typer.Exit(start(config, command, nproc=nproc, cpu_processes=on_cpu, profile=profile, override=override))
-
-
-def _count(what: str) -> Any:
-    return typer.Option(help=what, metavar="N", min=1, show_default=False)
-
-
-def _dtype(what: str) -> Any:
-    return typer.Option(help=f"{what}: bf16, fp16 or fp32.", metavar="DTYPE", show_default=False)
-
-
-def plan(
-    context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A folder with a config.json, that file, file.py:factory, or a training configuration (TOML).",
-            metavar="MODEL",
-        ),
-    ] = "",
-    hardware: Annotated[str, typer.Option(help="A device of the catalogue, or a TOML file.", metavar="NAME")] = "h100",
-    ranks: Annotated[int, typer.Option(help="Processes, one a device.", metavar="N", min=1)] = 8,
-    ranks_per_node: Annotated[int | None, _count("Devices of a node.")] = None,
-    replicate: Annotated[int | None, _count("Whole copies of the model, each over a part of the ranks.")] = None,
-    sequence: Tokens = None,
-    microbatch: Annotated[int | None, _count("Samples of a rank in one forward.")] = None,
-    accumulation: Annotated[int | None, _count("Microbatches a step.")] = None,
-    global_batch: Annotated[int | None, _count("Samples of all ranks in a step.")] = None,
-    param_dtype: Annotated[str | None, _dtype("What units compute in")] = None,
-    reduce_dtype: Annotated[str | None, _dtype("What gradients are reduced in")] = None,
-    storage_dtype: Annotated[str | None, _dtype("What parameters are stored in")] = None,
-    optimizer: Optimizer = None,
-    units: Units = None,
-    reshard_after_forward: ReshardAfterForward = "auto",
-    activation_checkpointing: ActivationCheckpointing = "auto",
-    offload: Annotated[
-        str | None, typer.Option(help="none, cpu, or auto (left out: if nothing else fits).", metavar="WORD")
-    ] = None,
-    compiled: Compile = Choices.compile,
-    memory: Annotated[
-        str | None, typer.Option(help="What torch may reserve on a rank, such as 70GiB.", metavar="SIZE")
-    ] = None,
-    given: PlanFile = None,
-    diff: Annotated[
-        tuple[Path, Path] | None, typer.Option(help="Say how two plans differ.", metavar="A B", show_default=False)
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the plan, for shard(plan=...).", metavar="FILE")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with memory and time line.", metavar="FILE")] = None,
-    rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="Run rank 0 on this machine's GPU, and compare.", show_default=False)
-    ] = False,
-    overrides: Overrides = None,
-    as_json: Json = False,
-) -> None:
-    """Say what training a model costs on a cluster, and choose how to shard it. Needs neither GPUs nor weights.
-
-    A training configuration has its own batch, optimizer and [shard]: change them by --set.
-    """
-    from rich.console import Console
-
-    from trueshard.planner.planning import Request, check_writable, read_plan
-    from trueshard.planner.report import compare
-
-    with refused():
-        if diff is not None:
-            print(compare.diff(*map(read_plan, diff)))
-            return
-        if not model:
-            raise UserError("plan needs a MODEL: a folder with a config.json, that file, or file.py:factory")
-        for file in (out, html):
-            if file is not None:
-                check_writable(file)
-        if model.endswith(".toml"):
-            _show(_plan_of_training(context, Path(model), overrides or []), out, html, as_json)
-            return
-        if overrides:
-            raise UserError("--set changes a training configuration, and MODEL is none; give the option itself")
-        request = Request(
-            model=model,
-            hardware=hardware,
-            ranks=ranks,
-            memory=memory,
-            ranks_per_node=ranks_per_node,
-            replicate=replicate,
-            sequence=sequence,
-            microbatch=microbatch,
-            accumulation=accumulation,
-            global_batch=global_batch,
-            optimizer=optimizer,
-            storage_dtype=storage_dtype,
-            units=units or Choices.units,
-            reshard_after_forward=reshard_word(reshard_after_forward),
-            activation_checkpointing=activation_checkpointing,
-            mixed_precision=_precision(param_dtype, reduce_dtype) or "auto",
-            compile=compiled,
-            offload=offload,
-            plan=None if given is None else read_plan(given),
-        )
-        with Console(stderr=True).status(f"Building {model} on fake tensors") as status:
-            from trueshard.planner.simulation import rehearse as rehearsing
-            from trueshard.planner.solve import solve, space_of
-
-            if rehearse:
-                rehearsing.require_gpu()
-            found = solve(request, status.update)
-        rehearsal = None
-        if rehearse:
-            space, _ = space_of(request)
-            rehearsal = rehearsing.rehearse(rehearsing.job_of(found, space.workload), space.hardware)
-        _show(found, out, html, as_json, rehearsal)
-
-
-_OF_TRAINING = ("model", "hardware", "ranks", "ranks_per_node", "overrides", "out", "html", "as_json")
-"""Parameters of `plan` that go with a training configuration."""
-
-
-def _plan_of_training(context: typer.Context, path: Path, overrides: list[str]) -> Any:
-    """Return the study of a training configuration, with the options that go with it."""
-    from trueshard.train.parse import load_config
-    from trueshard.train.running.forecast import plan as planned
-
-    given = context.params
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if parameter.name not in _OF_TRAINING and source is not None and source.name == "COMMANDLINE":
-            raise UserError(f"{parameter.opts[0]} does not go with a training configuration, which says it; use --set")
-    return planned(load_config(path, overrides), given["hardware"], given["ranks"], given["ranks_per_node"])
-
-
-def _show(found: Any, out: Path | None, html: Path | None, as_json: bool, rehearsal: Any = None) -> None:
-    """Print a study, and write its files."""
-    from trueshard.planner.report import page, report
-
-    if out is not None:
-        replace_text(out, found.plan.to_json() + "\n")
-    if html is not None:
-        replace_text(html, page.page(found))
-    if as_json:
-        more = {} if rehearsal is None else {"rehearsal": dataclasses.asdict(rehearsal)}
-        print(json.dumps(report.as_json(found) | more, indent=2))
-    else:
-        print(report.text(found), *([] if rehearsal is None else ["", rehearsal]), sep="\n")
-
-
-def _precision(param: str | None, reduce: str | None) -> Any:
-    """Return torch's policy for two words such as ``"bf16"`` or ``"float32"``; None where neither is given."""
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    given = [("param_dtype", param), ("reduce_dtype", reduce)]
-    words = {key: dtype_name(key.replace("_", "-"), word) for key, word in given if word is not None}
-    return MixedPrecisionPolicy(**{key: getattr(torch, word) for key, word in words.items()}) if words else None
 
 
 def verify(
