@@ -101,8 +101,10 @@ def read_toml(block: Block) -> None:
     if block.title:
         load_config(Path(block.title))
         return
-    tree = tomllib.loads((ROOT / "examples" / "pretrain.toml").read_text())
-    for name, table in tomllib.loads(block.text).items():
+    part = tomllib.loads(block.text)
+    around = "grpo.toml" if {"rollout", "reward"} & part.keys() and "rl" not in part else "pretrain.toml"
+    tree = tomllib.loads((ROOT / "examples" / around).read_text())
+    for name, table in part.items():
         tree[name] = {**tree.get(name, {}), **table}
     Config.model_validate(tree)
 

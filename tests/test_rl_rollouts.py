@@ -133,7 +133,7 @@ def test_tokens_do_not_depend_on_the_number_of_ranks(
             assert_same(found["weights"], whole["weights"], 1e-3, 1e-4)
 
 
-@pytest.mark.parametrize("copy", ["sharded", "kept"])
+@pytest.mark.parametrize("copy", ["sharded", pytest.param("kept", marks=pytest.mark.rest)])
 def test_each_form_of_the_engine_gives_the_same_tokens_and_weights(copy: str, ranks2: Ranks) -> None:
     wanted = ranks2.run(run, {})[0]
     for found in ranks2.run(run, {"copy": copy}):

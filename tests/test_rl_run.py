@@ -132,6 +132,7 @@ def test_killed_anywhere_it_ends_in_the_same_bytes(undisturbed: Path, tmp_path: 
     assert weights(folder) == weights(undisturbed)
 
 
+@pytest.mark.rest
 def test_at_another_number_of_ranks_it_goes_on_with_the_same_answers(undisturbed: Path, tmp_path: Path) -> None:
     folder = project(tmp_path / "elsewhere")
     shutil.copytree(undisturbed / "run", folder / "run")

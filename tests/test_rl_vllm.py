@@ -245,12 +245,16 @@ def test_an_adapter_is_merged_for_a_server_that_takes_none(tmp_path: Path, serve
 
 
 def test_a_run_on_a_server_trains_on_its_answers(ranks2: Ranks, tmp_path: Path, server: FakeVLLM) -> None:
-    """At once, and one step ahead in the background; stopped in between, the answers under way are kept."""
     at = {"engine": "vllm", "url": server.url, "timeout": 30.0}
     (found, other) = ranks2.run(run, {"rollout": at, "folder": str(tmp_path / "now"), "steps": 3})
     assert found["samples"] == other["samples"]
     assert [each["weights_version"] for each in found["measures"]] == [0, 1, 2]
     assert all(each["mismatch_max"] < 1e-4 for each in found["measures"])
+
+
+@pytest.mark.rest
+def test_a_run_ahead_keeps_what_a_server_answers_meanwhile(ranks2: Ranks, tmp_path: Path, server: FakeVLLM) -> None:
+    at = {"engine": "vllm", "url": server.url, "timeout": 30.0}
     ahead = {"rollout": at | {"ahead": 1}, "folder": str(tmp_path / "ahead")}
     whole = ranks2.run(run, {**ahead, "steps": 4})[0]
     assert [each["age"] for each in whole["measures"]] == [0, 1, 1, 1]
