@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.paired import Ratio, few
 from benchmarks.peers import OURS, reason
-from benchmarks.peers.reinforcement import ANSWERS, Run, ours, trl
+from benchmarks.peers.reinforcement import ANSWERS, LONGEST, MICROBATCHES, Run, ours, trl
 from benchmarks.processes import on_ranks
 from benchmarks.table import Over, Table, Tell
 
@@ -49,6 +49,11 @@ WAYS: dict[int, dict[str, Way]] = {
     },
 }
 """By the number of processes."""
+UNEVEN: dict[str, Way] = {
+    OURS: partial(ours, copy="gathered", uneven=True),
+    "TRL": partial(trl, sharded=False, uneven=True),
+}
+UNEVEN_STEPS, UNEVEN_WARM_UP = 5, 2
 
 
 def run(tell: Tell, quick: bool = False) -> Table:
@@ -71,6 +76,10 @@ def run(tell: Tell, quick: bool = False) -> Table:
                 if way.startswith("TRL"):
                     over.append(Over(f"step of GRPO, {ranks} process{'es' if ranks > 1 else ''}", way, short))
         numbers += [{"ranks": ranks, "way": way, "turns": turns} for way, turns in found.items()]
+    if not quick:
+        made, short = _uneven(tell, quick)
+        rows += made
+        over.append(Over("step of GRPO, uneven answers", "TRL", short))
     curves = {
         way: [_curve(WAYS[2][way], LEARNING if not quick else 2, seed) for seed in range(few(SEEDS, quick))]
         for way in (OURS, DDP)
@@ -88,6 +97,17 @@ def run(tell: Tell, quick: bool = False) -> Table:
     )
 
 
+def _uneven(tell: Tell, quick: bool) -> tuple[list[tuple[str, ...]], str]:
+    """Return rows of answers of uneven lengths, by one process each, and the ratio in short."""
+    found: dict[str, list[Any]] = {way: [] for way in UNEVEN}
+    for turn in range(few(TURNS, quick)):
+        for way in list(UNEVEN)[:: -1 if turn % 2 else 1]:
+            found[way].append(_trained(UNEVEN[way], 1, UNEVEN_STEPS, turn, UNEVEN_WARM_UP))
+        tell("uneven: " + ", ".join(f"{way} {_told(turns[-1])}" for way, turns in found.items()))
+    rows, short = _rows(1, "TRL", found[OURS], found["TRL"])
+    return [(f"uneven answers: {first}", *others) for first, *others in rows], short
+
+
 def measure(way: Way, steps: int, seed: int) -> Run:
     """One training on this rank, in a folder that all ranks share."""
     import torch.distributed as dist
@@ -97,7 +117,7 @@ def measure(way: Way, steps: int, seed: int) -> Run:
     return way(steps, seed, Path(shared[0]) / "run")
 
 
-def _trained(way: Way, ranks: int, steps: int, seed: int) -> dict[str, float] | str:
+def _trained(way: Way, ranks: int, steps: int, seed: int, warm_up: int = WARM_UP) -> dict[str, float] | str:
     """Return the median seconds of ``PIECES``, of the slowest rank; or a peer's error."""
     try:
         found = on_ranks(measure, ranks, way, steps, seed)
@@ -108,9 +128,9 @@ def _trained(way: Way, ranks: int, steps: int, seed: int) -> dict[str, float] | 
     assert {each.threads for each in found} == {1}
     if way.keywords.get("sharded"):  # type: ignore[attr-defined]
         assert all(each.sharded for each in found)
-    slowest = max(found, key=lambda each: sum(each.steps[WARM_UP:]))
+    slowest = max(found, key=lambda each: sum(each.steps[warm_up:]))
     parts = [slowest.steps, slowest.phases["generation"], slowest.phases["reward"]]
-    each = torch.tensor([part[WARM_UP:] for part in parts], dtype=torch.float64)
+    each = torch.tensor([part[warm_up:] for part in parts], dtype=torch.float64)
     each = torch.cat([each, each[:1] - each[1:].sum(0, keepdim=True)])
     return dict(zip(PIECES, each.quantile(0.5, dim=1).tolist(), strict=True))
 
@@ -168,5 +188,7 @@ def _note() -> str:
         f"TrueShard's own other ways to generate. A ratio is of the seconds of TrueShard over the other's, in "
         f"{TURNS} turns of {STEPS} steps; the median of {STEPS - WARM_UP} counts; below one, TrueShard takes less, "
         "and steps a minute are its inverse. "
+        "Uneven answers: a model of 1,776,576 parameters without training, which ends an answer at any token, after at "
+        f"most {LONGEST}; {MICROBATCHES} microbatches a step; TrueShard with `rollout.continuous`. "
         f"Rewards are means of {SEEDS} trainings of {LEARNING} steps, with the least and the largest."
     )

@@ -20,6 +20,19 @@ from benchmarks.peers.environment import environment
 ROOT = Path(__file__).parents[2] / "examples"
 ANSWERS = 128
 """Of a step, over all ranks; 8 to each prompt."""
+LONGEST = 64
+"""Tokens of an answer at most, where lengths are uneven: a model without training ends an answer at any token."""
+MICROBATCHES = 4
+"""Of a step of a rank, where lengths are uneven."""
+FIELDS = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+}
+"""Of the model without training."""
 
 
 @dataclass
@@ -38,8 +51,11 @@ class Run:
     """True if parameters are DTensors."""
 
 
-def ours(steps: int, seed: int, folder: Path, copy: str) -> Run:
-    """``trueshard train`` of examples/grpo.toml, but for evaluation, checkpoints and the writing of samples."""
+def ours(steps: int, seed: int, folder: Path, copy: str, uneven: bool = False) -> Run:
+    """``trueshard train`` of examples/grpo.toml, but for evaluation, checkpoints and the writing of samples.
+
+    ``uneven``: a model without training, whose answers are of all lengths, by continuous batching.
+    """
     import torch
 
     from trueshard.train.config import Config
@@ -47,16 +63,26 @@ def ours(steps: int, seed: int, folder: Path, copy: str) -> Run:
     from trueshard.train.trainer import Callback, Trainer
 
     ranks = dist.get_world_size()
+    model: dict[str, Any] = {"model": {"path": str(ROOT / "models/sort")}}
+    if uneven:
+        model = {"model": {"architecture": "llama", "fields": FIELDS}, "tokenizer": {"path": str(ROOT / "models/sort")}}
+    longest, more = (LONGEST, {"continuous": True}) if uneven else (8, {})
     config = Config.model_validate(
         {
             "run": {"dir": str(folder)},
-            "model": {"path": str(ROOT / "models/sort")},
+            **model,
             "data": {"format": "prompt", "path": str(ROOT / "data/sort.jsonl")},
             "rl": {"samples": 8, "advantage": "group", "loss": "clip", "clip": [0.2, 0.2], "skip_equal": False},
-            "rollout": {"tokens": 8, "batch": ANSWERS // ranks, "copy": copy},
+            "rollout": {"tokens": longest, "batch": ANSWERS // ranks, "copy": copy, **more},
             "reward": {"function": f"{ROOT / 'rewards.py'}:sort"},
-            "train": {"steps": steps, "sequence_length": 24, "batch_size": ANSWERS, "seed": seed},
-            "optimizer": {"lr": 5e-4, "weight_decay": 0.0},
+            "train": {
+                "steps": steps,
+                "sequence_length": longest + 16,
+                "batch_size": ANSWERS,
+                "seed": seed,
+                "accumulate": MICROBATCHES if uneven else 1,
+            },
+            "optimizer": {"lr": 1e-6 if uneven else 5e-4, "weight_decay": 0.0},
             "schedule": {"decay": "constant"},
             "log": {"samples_every": 10**6},
         }
@@ -86,8 +112,11 @@ def ours(steps: int, seed: int, folder: Path, copy: str) -> Run:
     return found
 
 
-def trl(steps: int, seed: int, folder: Path, sharded: bool) -> Run:
-    """``GRPOTrainer``; over several ranks under DDP, or with ``sharded`` under Accelerate's FSDP2."""
+def trl(steps: int, seed: int, folder: Path, sharded: bool, uneven: bool = False) -> Run:
+    """``GRPOTrainer``; over several ranks under DDP, or with ``sharded`` under Accelerate's FSDP2.
+
+    ``uneven``: as for ``ours``.
+    """
     import torch
 
     # Accelerate takes all cores for one process where OMP_NUM_THREADS is not set.
@@ -138,11 +167,12 @@ def trl(steps: int, seed: int, folder: Path, sharded: bool) -> Run:
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            model_init_kwargs={"dtype": "float32"},
-            per_device_train_batch_size=ANSWERS // dist.get_world_size(),
+            model_init_kwargs=None if uneven else {"dtype": "float32"},
+            per_device_train_batch_size=ANSWERS // dist.get_world_size() // (MICROBATCHES if uneven else 1),
+            gradient_accumulation_steps=MICROBATCHES if uneven else 1,
             num_generations=8,
-            max_completion_length=8,
-            learning_rate=5e-4,
+            max_completion_length=LONGEST if uneven else 8,
+            learning_rate=1e-6 if uneven else 5e-4,
             lr_scheduler_type="constant",
             weight_decay=0.0,
             max_grad_norm=1.0,
@@ -158,13 +188,30 @@ def trl(steps: int, seed: int, folder: Path, sharded: bool) -> Run:
             disable_tqdm=True,
             ddp_find_unused_parameters=False,
         )
+        model, tokenizer = _untrained(seed) if uneven else (str(ROOT / "models/sort"), None)
         trainer = Timed(
-            str(ROOT / "models/sort"), reward, args=settings, train_dataset=Dataset.from_list(rows), callbacks=[Clock()]
+            model,
+            reward,
+            args=settings,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[Clock()],
         )
         torch.set_num_threads(1)
         trainer.train()
     found.threads, found.sharded = torch.get_num_threads(), _is_sharded(trainer.model)
     return found
+
+
+def _untrained(seed: int) -> tuple[Any, Any]:
+    """Return a model with random values, and its tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(str(ROOT / "models/sort"), local_files_only=True)
+    torch.manual_seed(seed)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ends, **FIELDS)), tokenizer
 
 
 def _shard(trainer: Any) -> None:
