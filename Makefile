@@ -10,7 +10,7 @@ READY := .venv/.ready
 # A worker a core; each test may start several processes of its own, of one thread each.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-short test-rest test-all lint format bench docs tables versions clean
+.PHONY: demo test test-short test-rest test-all lint format bench docs tables vllm versions clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -50,7 +50,11 @@ tables: $(READY)
 	$(BIN)/python tests/documents_commands.py
 	$(BIN)/python tests/documents_pictures.py
 
-# Not part of `make test-all`: it makes an environment of several GB for each release of torch. Needs Python >= 3.11.
+# Not part of `make test-all`: it makes an environment of 3 GB with vLLM for processors, and tests the engine on it.
+vllm: $(READY)
+	TRUESHARD_VLLM=build/vllm OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m rest tests/test_rl_vllm_server.py
+
+# Nor this: it makes an environment of several GB for each release of torch. Needs Python >= 3.11.
 versions:
 	$(PYTHON) tests/versions.py
 
