@@ -23,12 +23,12 @@ from benchmarks.peers.reinforcement import ANSWERS, LONGEST, MICROBATCHES, Run, 
 from benchmarks.processes import on_ranks
 from benchmarks.table import Over, Table, Tell
 
-TURNS = 4
+TURNS = 3
 STEPS = 28
 """Of a turn."""
 WARM_UP = 8
 """Of these, the first ones, which do not count."""
-SEEDS = 3
+SEEDS = 2
 LEARNING = 120
 """Steps of a curve."""
 WINDOW = 20

@@ -117,7 +117,8 @@ def test_a_copy_computes_the_same_bits_and_changes_none(ranks2: Ranks) -> None:
 @pytest.mark.parametrize("kind", sorted({case.kind for case in CASES.values()}))
 def test_every_model_is_copied(kind: str, ranks3: Ranks) -> None:
     names = [name for name, case in CASES.items() if case.kind == kind and name not in UNEQUAL]
-    ranks3.run(compare_all, [(name, words) for name in names for words in ({}, BF16)], timeout=300)
+    # Each in one of both: what is cast does not follow from the architecture.
+    ranks3.run(compare_all, [(name, ({}, BF16)[number % 2]) for number, name in enumerate(names)], timeout=300)
 
 
 UNEQUAL = {"mamba", "falcon_mamba", "jamba", "buffers", "recurrent_gemma"}

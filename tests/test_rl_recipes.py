@@ -22,8 +22,6 @@ ROOT = Path(__file__).parents[1]
 RECIPES = ["grpo", "dapo", "dr_grpo", "gspo", "rloo", "grpo_lora", "grpo_vision"]
 SMALL = ("train.steps=4", "train.checkpoint_every=2", "evaluation.every=2", "evaluation.samples=4")
 TEXT = (*SMALL, "train.batch_size=32", "train.accumulate=2")
-#: Steps, and by how much the mean reward of the last sixth of them is above that of the first.
-LEARNT = {"grpo_lora": (100, 0.03)}
 VISION = (*SMALL, "train.batch_size=16", "rl.samples=4")
 FIGURES = ("loss", "grad_norm", "reward", "reward_std", "entropy", "length_mean", "prompts", "evaluation_reward")
 
@@ -62,9 +60,10 @@ def test_a_recipe_runs_and_goes_on_bit_for_bit(name: str, ranks2: Ranks, tmp_pat
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
 def test_a_recipe_learns(name: str, ranks2: Ranks, tmp_path: Path) -> None:
-    steps, gain = LEARNT.get(name, (60, 0.08))
+    """The mean reward of the last sixth of the steps is above that of the first."""
+    steps, gain = 60, 0.08
     words = (f"train.steps={steps}", f"evaluation.every={steps}", f"train.checkpoint_every={steps}")
     found = ranks2.run(trained, name, str(tmp_path), words, timeout=280)[0]
     rewards = [record["reward"] for record in found["metrics"] if "reward" in record]
