@@ -10,10 +10,10 @@ import torch
 
 import trueshard
 from trueshard.train.rl.config import RolloutSection
-from trueshard.train.rl.engine import log_probabilities
+from trueshard.train.rl.engine import log_probabilities, probe_bound
 from trueshard.train.rl.policy import PolicyLoss
 from trueshard.train.rl.samples import Request, Sampling
-from trueshard.train.rl.vllm import VLLMEngine, probe_bound
+from trueshard.train.rl.vllm import VLLMEngine
 
 PROBES = [[5, 6, 7, 8, 9, 40, 41, 42], [100, 20, 30, 3]]
 TEXT = "the quick brown fox jumps over the lazy dog 0123456789. " * 20

@@ -52,12 +52,7 @@ def finish(draft: Draft) -> None:
             if ours not in draft.tree:
                 draft.put(ours, reinforcement.EVALUATED[ours](draft.get(theirs)), theirs, draft.get(theirs))
     reinforcement.start(draft, "data.train_files")
-    name = "trainer.experiment_name"
-    if "run.dir" in draft.tree:
-        draft.tell(name, draft.get(name), "always", "the folder is given: run.dir")
-    else:
-        project, run = draft.get("trainer.project_name"), draft.get(name)
-        draft.put("run.dir", f"checkpoints/{project}/{run}", name, run)
+    reinforcement.folder(draft)
 
 
 def images(draft: Draft, key: str, value: Any) -> None:

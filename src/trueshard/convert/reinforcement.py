@@ -296,6 +296,16 @@ def start(draft: Draft, files: str) -> None:
         draft.ask("reward.function", '"rewards.py:score"', "a function of yours")
 
 
+def folder(draft: Draft) -> None:
+    """Set `run.dir` as EasyR1 and verl name the folder of a run, unless it is given."""
+    name = "trainer.experiment_name"
+    if "run.dir" in draft.tree:
+        draft.tell(name, draft.get(name), "always", "the folder is given: run.dir")
+    else:
+        project, run = draft.get("trainer.project_name"), draft.get(name)
+        draft.put("run.dir", f"checkpoints/{project}/{run}", name, run)
+
+
 def skip_equal(draft: Draft, key: str, value: Any, most: str, note: str) -> None:
     """Set `rl.skip_equal` and `rl.refill` from whether groups without signal are replaced, and how often ``most``."""
     if not boolean(value or False):

@@ -163,12 +163,7 @@ def finish(draft: Draft) -> None:
     other = f"{ACTOR}.ppo_micro_batch_size_per_gpu" if dynamic else tokens
     draft.tell(other, draft.get(other), "always", f"{micro_key.rpartition('.')[2]} counts instead")
     reinforcement.start(draft, "data.train_files")
-    name = "trainer.experiment_name"
-    if "run.dir" in draft.tree:
-        draft.tell(name, draft.get(name), "always", "the folder is given: run.dir")
-    else:
-        project, run = draft.get("trainer.project_name"), draft.get(name)
-        draft.put("run.dir", f"checkpoints/{project}/{run}", name, run)
+    reinforcement.folder(draft)
 
 
 def _clip(draft: Draft) -> None:

@@ -67,8 +67,7 @@ class GatheredCopy:
         runtime, root = self._runtime, self._runtime.root
         if any(parameter.is_meta for parameter in root.parameters()):
             raise ValueError("the model is on the meta device and has no values to gather: load or initialise it first")
-        mixed, device = runtime.plan.mixed_precision, device_of(runtime.mesh)
-        compute = getattr(torch, mixed.compute) if mixed and mixed.compute else None
+        compute, device = runtime.compute_dtype, device_of(runtime.mesh)
 
         def made(parameter: torch.Tensor) -> nn.Parameter:
             dtype = compute if compute is not None and parameter.is_floating_point() else parameter.dtype

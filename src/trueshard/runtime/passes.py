@@ -104,6 +104,12 @@ class Runtime:
         self._version_of_double = 0
         """Sum of the versions of all shards when the last double backward began."""
 
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The dtype that the plan casts parameters to for computing; None: as they are stored."""
+        mixed = self.plan.mixed_precision
+        return getattr(torch, mixed.compute) if mixed and mixed.compute else None
+
     def is_in(self, *states: State) -> bool:
         return any(state in self.states for state in states)
 
@@ -351,9 +357,7 @@ class Runtime:
 
     def hold_whole(self, held: Held, unit: ShardedModule) -> WholeParameter:
         """From now on, hold a parameter of ``unit`` whole on every rank, and average its gradient."""
-        mixed = self.plan.mixed_precision
-        compute = getattr(torch, mixed.compute) if mixed and mixed.compute else None
-        whole = WholeParameter(held, self.mesh, compute, self.begin_backward)
+        whole = WholeParameter(held, self.mesh, self.compute_dtype, self.begin_backward)
         whole.computing = lambda: (
             torch.compiler.is_compiling() or self.is_in(State.PASS) or _torch.in_backward() or _torch.in_pass(unit)
         )

@@ -26,6 +26,7 @@ from trueshard.train.config import DataSection
 from trueshard.train.data import chat, samples
 from trueshard.train.data.samples import Collate, Document, Sample
 from trueshard.train.data.sources import DataSource, Fields, Record
+from trueshard.train.data.tokenizer import pad_token
 
 Encode = Callable[[Sequence[Record], Path], list[tuple[Document, ...]]]
 """(records, folder for files beside the documents) → the documents of each. Raises `UserError` that names the record.
@@ -71,7 +72,7 @@ class Format:
 
 def format_of(section: DataSection, length: int, tokenizer: Any, processor: Any) -> Format:
     """Return the format of `[data]`, for sequences or prompts of ``length`` tokens. ``processor``: for images."""
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad = pad_token(tokenizer)
     vocabulary = 1 + max(tokenizer.get_vocab().values())
     if section.format == "text":
         return Format("joined", partial(encode_texts, tokenizer, section.field), single, samples.stack, vocabulary)

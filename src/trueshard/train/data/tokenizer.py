@@ -87,6 +87,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, data_format: str) -> 
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
 
 
+def pad_token(tokenizer: Any) -> int:
+    """Return the token that stands where a row has ended: the tokenizer's own, or its end of text."""
+    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+
+
 def set_chat_template(section: TokenizerSection, tokenizer: Any, processor: Any = None) -> None:
     """Set the chat template of the tokenizer (and the processor). Raises `UserError` if its file cannot be read."""
     own = getattr(processor, "chat_template", None) or tokenizer.chat_template

@@ -31,12 +31,6 @@ class PromptEncoder:
         self.template = chat.ChatTemplate(tokenizer, True) if tokenizer.chat_template else None
 
     @property
-    def pad(self) -> int:
-        """The token that stands where a row has ended."""
-        token = self.tokenizer.pad_token_id
-        return int(self.tokenizer.eos_token_id if token is None else token)
-
-    @property
     def has_images(self) -> bool:
         """True for a model of images and text."""
         return self._processor is not None

@@ -32,7 +32,7 @@ from trueshard.model import names
 from trueshard.runtime.engine import sharded
 from trueshard.runtime.gathering import GatheredCopy
 from trueshard.train.rl.drawing import Draw, alone
-from trueshard.train.rl.ranks import divided, rank_and_ranks
+from trueshard.train.rl.ranks import divided, on_every_rank
 from trueshard.train.rl.samples import Answer, Request, Sampling
 
 if "auto_switch_to_flash" not in ContinuousBatchingConfig.__dataclass_fields__:
@@ -62,7 +62,7 @@ class ContinuousEngine:
         self._device = device_of(sharded(model).mesh)
         self._copy = GatheredCopy(model)
         self._kind = type(names.unwrap(self._copy.module)).__name__
-        divided(range(rank_and_ranks()[1]), lambda _: [self._try(texts, bound)])
+        on_every_rank(lambda: self._try(texts, bound))
 
     def update(self, version: int) -> None:
         """Take over the weights of the model. Collective."""

@@ -94,7 +94,7 @@ class PolicyLoss:
         self._rows_of = HeadRows(whole_logits)
         self._sums: dict[str, torch.Tensor] = {}
         self.kept: list[torch.Tensor] = []
-        """Log-probabilities of the microbatches since ``measures``, [rows, length] each, on the CPU."""
+        """Log-probabilities of the microbatches since ``measures``, [rows, length] each."""
 
     def count(self, batch: Batch) -> int:
         """Return the number of terms in the mean: target tokens, answers, or answers × ``length``."""
@@ -220,7 +220,7 @@ class PolicyLoss:
         self._add("clipped_low", ((ratio < 1 - low) & (advantages < 0)).to(logs.dtype), mask)
         self._add("clipped_high", ((ratio > 1 + high) & (advantages > 0)).to(logs.dtype), mask)
         self._add("ratio_max", ratio, mask)
-        self.kept.append(logs.float().cpu())
+        self.kept.append(logs)
 
     def _compare(self, difference: torch.Tensor, mask: torch.Tensor) -> None:
         """Measure the mismatch, of log-probabilities: the trainer's - the engine's."""

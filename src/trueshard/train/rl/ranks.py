@@ -28,10 +28,17 @@ def divided(items: Sequence[Item], work: Callable[[list[Item]], Sequence[Part]])
         RankFailed: ``work`` raised something else on another rank.
     """
     rank, ranks = rank_and_ranks()
+    parts = on_every_rank(lambda: list(work(list(items[rank::ranks]))))
+    return [parts[number % ranks][number // ranks] for number in range(len(items))]
+
+
+def on_every_rank(work: Callable[[], Part]) -> list[Part]:
+    """Return what ``work`` returns on each rank, in their order. Collective; raises as ``divided``."""
+    ranks = rank_and_ranks()[1]
     found: Any = None
     error: Exception | None = None
     try:
-        found = list(work(list(items[rank::ranks])))
+        found = work()
     except Exception as caught:
         error = caught
     mine = found, None if error is None else str(error), isinstance(error, UserError)
@@ -43,5 +50,4 @@ def divided(items: Sequence[Item], work: Callable[[list[Item]], Sequence[Part]])
     for other, (_, message, by_user) in enumerate(told):
         if message is not None:
             raise UserError(message) if by_user else RankFailed(f"rank {other} failed: {message}")
-    parts = [part for part, _, _ in told]
-    return [parts[number % ranks][number // ranks] for number in range(len(items))]
+    return [part for part, _, _ in told]

@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ from torch import nn
 from trueshard.distributed import device_of
 from trueshard.runtime.engine import sharded
 from trueshard.train.data.samples import Batch, Mixture, Order
+from trueshard.train.data.tokenizer import pad_token
 from trueshard.train.losses import without_adapter
 from trueshard.train.rl import advantages
 from trueshard.train.rl.batch import PromptEncoder, Prompts, dealt, microbatch, of_samples
 from trueshard.train.rl.config import RewardSection, RLSection, RolloutSection
 from trueshard.train.rl.engine import choose_engine
 from trueshard.train.rl.policy import PolicyLoss, estimates, padding_is_seen, policy_loss
-from trueshard.train.rl.ranks import divided, rank_and_ranks
+from trueshard.train.rl.ranks import on_every_rank, rank_and_ranks
 from trueshard.train.rl.reward import CalledReward, Rewards
 from trueshard.train.rl.sampler import Asked, Sampler
 from trueshard.train.rl.samples import Prompt, Sampling
@@ -95,14 +96,14 @@ class Rollouts:
             raise ValueError(f"batch_size is {batch_size}; it is a multiple of {self.rl.samples} samples a prompt")
         self.model, self.reference = model, reference
         self.loss = policy_loss(self.rl, self.rollout) if loss is None else loss
-        """With ``ahead`` on a server, π_old is the server's distribution."""
         encoder = PromptEncoder(tokenizer, processor)
         self.loss.never = encoder.never
-        self.loss.reads_mask = encoder.has_images or padding_is_seen(model, encoder.pad, self.device)
+        self._pad = pad_token(tokenizer)
+        self.loss.reads_mask = encoder.has_images or padding_is_seen(model, self._pad, self.device)
         engine = choose_engine(self.rollout, model, encoder, folder)
         self.sampler = Sampler(engine, _rewards(reward), encoder, tokens=self.rollout.tokens)
         self.loss.off_policy = self.rollout.ahead > 0 and self.sampler.in_background
-        self._prompts, self._seed, self._accumulate = prompts, seed, accumulate
+        self._prompts, self._accumulate = prompts, accumulate
         self._order = prompts.order(seed) if isinstance(prompts, Mixture) else Order(seed, [len(prompts)], [1])
         self._groups = batch_size * self.rl.updates // self.rl.samples
         self.sampling = Sampling(self.rollout.temperature, stop=tuple(self.rollout.stop), seed=seed)
@@ -241,17 +242,17 @@ class Rollouts:
     @torch.no_grad()
     def _logs(self, model: nn.Module, minibatch: list[Scored], parts: list[list[list[int]]]) -> list[Logs]:
         """Return the log-probabilities of all samples of a minibatch, each computed on the rank that trains on it."""
-        rank, ranks = rank_and_ranks()
+        rank = rank_and_ranks()[0]
 
-        def compute(_: Any) -> list[dict[int, Logs]]:
+        def compute() -> dict[int, Logs]:
             found: dict[int, Logs] = {}
             for places in parts[rank]:
                 batch = self._batch(minibatch, places)
                 logs, _ = self.loss.logprobs(model, batch_to(batch, self.device))
                 found |= dict(zip(places, of_samples(logs, [minibatch[i].sample for i in places]), strict=False))
-            return [found]
+            return found
 
-        every = {place: logs for part in divided(range(ranks), compute) for place, logs in part.items()}
+        every = {place: logs for part in on_every_rank(compute) for place, logs in part.items()}
         return [every[place] for place in range(len(minibatch))]
 
     def _weigh(self, rollout: Rollout) -> None:
@@ -278,7 +279,7 @@ class Rollouts:
         """Return the reward of the likeliest answer to the prompt of each group."""
         firsts = [each.sample for each in used[:: self.rl.samples]]
         prompts = {each.prompt: self.sampler.encoder.of(self._prompts, each.prompt) for each in firsts}
-        greedy = Sampling(0.0, stop=self.sampling.stop, seed=self._seed)
+        greedy = replace(self.sampling, temperature=0.0)
         asked = [(prompt, 0) for prompt in prompts.values()]
         found = self.sampler.answer(self.sampler.ask(asked, rollout.step, firsts[0].weights_version, greedy))
         rewards = {sample.prompt: sample.reward for sample in found}
@@ -302,12 +303,10 @@ class Rollouts:
             more["old_logprobs"] = [each.old for each in chosen]
         if minibatch[0].reference is not None:
             more["reference_logprobs"] = [each.reference for each in chosen]
-        pad = self.sampler.encoder.pad
-        batch = microbatch(samples, [each.advantage for each in chosen], pad, counted=counted, more=more)
+        batch = microbatch(samples, [each.advantage for each in chosen], self._pad, counted=counted, more=more)
         if self.sampler.encoder.has_images:
-            encoder, numbers = self.sampler.encoder, [each.prompt for each in samples]
-            talks = {number: encoder.of(self._prompts, number).messages or [] for number in set(numbers)}
-            batch |= encoder.images([talks[number] for number in numbers], batch["input_ids"].shape[1], "right")
+            talks = [self._prompts[each.prompt]["prompt"] for each in samples]
+            batch |= self.sampler.encoder.images(talks, batch["input_ids"].shape[1], "right")
         return batch
 
     # What is measured, and kept
@@ -344,8 +343,7 @@ class Rollouts:
         found: dict[int, Logs] = {}
         for own, values in zip(places, kept, strict=False):
             found |= dict(zip(own, of_samples(values, [self.minibatch[i].sample for i in own]), strict=False))
-        parts = divided(range(ranks), lambda _: [found])
-        return {place: logs for part in parts for place, logs in part.items()}
+        return {place: logs for part in on_every_rank(lambda: found) for place, logs in part.items()}
 
     def close(self) -> None:
         """End the processes of rewards, and free what the engine holds."""

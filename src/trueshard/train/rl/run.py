@@ -137,13 +137,14 @@ class Reinforcement(Callback):
         self._rollouts, self._loss, self._writer = parts.rollouts, parts.loss, writer
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        trained = self._rollouts.trained(self._loss.kept)
+        # The first step of a rollout, if anybody wants its answers: the same on every rank.
+        is_written = "reward" in self._rollouts.measures and self._writer.wants(record["step"])
+        trained = self._rollouts.trained(self._loss.kept) if is_written else {}
         record |= self._rollouts.measures | self._loss.measures()
         # The loader's time is that of the rollout, not of waiting for data.
         record["seconds_update"] = record["seconds"] - record["data_wait"]
         record["data_wait"] = 0.0
-        # The first step of a rollout, if anybody wants its answers.
-        if "reward" in record and trainer.rank == 0 and self._writer.wants(record["step"]):
+        if is_written and trainer.rank == 0:
             self._writer.write(lines(self._rollouts, trained))
 
     def on_end(self, trainer: Trainer) -> None:
@@ -165,7 +166,7 @@ def lines(rollouts: Rollouts, trained: Mapping[int, Any]) -> list[Line]:
         both, first = tokenizer.decode([before, token]), tokenizer.decode([before])
         return str(both.removeprefix(first)) if both.startswith(first) and both != first else alone
 
-    asked = functools.lru_cache(None)(lambda *tokens: tokenizer.decode(list(tokens)))
+    asked = functools.cache(lambda *tokens: tokenizer.decode(list(tokens)))
     found = []
     for each in rollouts.current.scored:
         sample, logs = each.sample, each.old if each.old is not None else of_last.get(id(each))

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from trueshard.checkpoint.ranks import RankGroup
@@ -34,7 +33,6 @@ from trueshard.train.rl.vllm_server import (
 )
 from trueshard.train.rl.vllm_weights import Directory, Sync, Transfer, has_adapters
 
-_BOUNDS = {torch.float32: 1e-3, torch.float16: 0.04, torch.bfloat16: 0.3}
 _STILL = 0.1
 """Of the bound: how far the model's log-probabilities may move while the server's do not move by a bit."""
 
@@ -42,15 +40,6 @@ Logprobs = list[list[float]]
 """Of each text: of its tokens from the second on, in nats."""
 Score = Callable[[list[list[int]]], Logprobs]
 """The model's own log-probabilities of texts, at temperature 1. Collective; the same on every rank."""
-
-
-def probe_bound(dtype: torch.dtype) -> float:
-    """Return how far the log-probabilities of two right programs may be apart, in nats, if they compute in ``dtype``.
-
-    Measured between engines: up to 7e-6 in float32, and 0.065 in bfloat16, on models of few layers. Rounding adds up
-    over layers and rows, so the bounds leave a hundred and five times that; float16 has three bits more than bfloat16.
-    """
-    return _BOUNDS.get(dtype, _BOUNDS[torch.float32])
 
 
 @dataclass(frozen=True)
@@ -75,7 +64,7 @@ class VLLMEngine:
         ends: tokens that end an answer.
         folder: ``run.dir``; new weights are written below it.
         probes: texts of the probe, as tokens.
-        probe_bound: largest difference in the probe, in nats; see the function ``probe_bound``.
+        probe_bound: largest difference in the probe, in nats; see ``engine.probe_bound``.
         score: the model's own log-probabilities of texts.
 
     Raises:
