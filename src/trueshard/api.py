@@ -30,6 +30,9 @@ def shard(
     compile: bool = False,
     offload: str = "none",
     memory: str | None = None,
+    tensor: int | Mapping[str, str | int] = 1,
+    context: int = 1,
+    experts: int = 1,
 ) -> Plan:
     """Shard ``model`` and ``optimizers`` over ranks, in place. Nothing changes but where the tensors live.
 
@@ -39,8 +42,9 @@ def shard(
         model: any module, or one that ``torch.compile`` returned. On the meta device its shards stay there.
         optimizers: made before, on the model's parameters; the same objects go on, state included.
         plan: all choices in one object; the options below must then be left out.
-        mesh: 1-D (shard) or 2-D (replicate, shard); None: all ranks shard. Without a process group or a launcher's
-            environment, one rank.
+        mesh: with axes named replicate, shard, context, tensor, in this order, of which shard is always there; or
+            1-D (shard), or 2-D (replicate, shard) of any names; None: all ranks shard, but for those that ``tensor``
+            and ``context`` take. Without a process group or a launcher's environment, one rank.
         units: modules that are gathered together: ``"auto"``, class name(s), class(es), glob(s) over names, or
             ``callable(name, module) -> bool``.
         reshard_after_forward: when gathered parameters are freed. ``"default"``: blocks after forward, the last block
@@ -55,6 +59,11 @@ def shard(
         memory: budget of torch's reserved memory on each rank, such as ``"70GiB"``: options that are ``"auto"`` are
             chosen to fit it, or nothing is sharded. The planner assumes a microbatch of one sample; for another, give
             the plan that ``trueshard.plan`` makes.
+        tensor: ranks that share each matrix, as the model's own plan says (transformers' ``tp_plan``); neighbours, of
+            one node. Or a dict from globs over names of modules to styles, with ``"ranks"``, the number of ranks,
+            unless ``mesh`` has it.
+        context: ranks that share each sequence: give each its part of the tokens, see ``trueshard.split_sequence``.
+        experts: ranks that share the experts of each layer, out of all that are not copies.
 
     Returns:
         The plan that was applied; ``print`` shows it as a table.
@@ -71,15 +80,19 @@ def shard(
         compile=compile,
         offload=offload,
         memory=memory,
+        tensor=tensor,
+        context=context,
+        experts=experts,
     )
     choices.check_alone(plan)
     with timed("shard"):
         if plan is None and choices.needs_planner():
-            mesh = distributed.ensure_mesh(mesh)
+            axes = distributed.ensure_axes(mesh, choices.axes())
             with with_extra():
                 from trueshard.planner.planning import plan_for  # only here: a plain shard() does without it
 
+            mesh = axes.all
             with agreement.together(mesh):
                 engine.check_arguments(model, optimizers, choices)
-            plan = plan_for(model, optimizers, mesh, choices)
+            plan = plan_for(model, optimizers, axes.data, choices)
         return engine.shard(model, optimizers, choices if plan is None else plan, mesh)

@@ -42,6 +42,9 @@ class Choices:
     compile: bool = False
     offload: str = "none"
     memory: str | int | None = None
+    tensor: int | Mapping[str, str | int] = 1
+    context: int = 1
+    experts: int = 1
 
     def check(self) -> None:
         """Raise ValueError for a value that no model and no number of ranks could make valid."""
@@ -72,13 +75,25 @@ class Choices:
 
     def plan(self) -> Plan:
         """Return the plan, without units, that holds these choices (``units`` and ``memory`` are not part of it)."""
+        styles = {glob: str(style) for glob, style in self._tensor().items() if glob != "ranks"}
         return Plan(
             reshard_after_forward=self.reshard_after_forward,
             activation_checkpointing=self.activation_checkpointing,
             mixed_precision=precision_of(self.mixed_precision),
             compile=bool(self.compile),
             offload=cast(Offload, self.offload),
+            tensor=cast(int, self._tensor().get("ranks", 1)),
+            styles=styles,
+            context=self.context,
+            experts=self.experts,
         )
+
+    def axes(self) -> dict[str, int]:
+        """Return the ranks asked for along axes of the mesh."""
+        return {"context": self.context, "tensor": cast(int, self._tensor().get("ranks", 1))}
+
+    def _tensor(self) -> Mapping[str, str | int]:
+        return self.tensor if isinstance(self.tensor, Mapping) else {"ranks": self.tensor}
 
 
 DEFAULTS = Choices()

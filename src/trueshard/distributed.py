@@ -10,17 +10,22 @@ from __future__ import annotations
 import atexit
 import datetime
 import functools
+import math
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from trueshard import _torch
 
+AXES = ("replicate", "shard", "context", "tensor")
+"""Names of the axes of a mesh, in order: copies, shards, parts of a sequence, parts of a matrix."""
+_SHARED = AXES[2:]
 _OTHER_AXES = {"tp", "cp", "sp", "ep", "pp", "tensor", "context", "sequence", "expert", "experts", "pipeline", "stage"}
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -64,14 +69,73 @@ def _settle_at_exit() -> None:
     atexit.register(time.sleep, 0.1)
 
 
-def ensure_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return ``mesh`` itself after a check of its type, dimensions and their names, or a 1-D mesh over all ranks."""
+@dataclass(frozen=True)
+class Axes:
+    """The mesh over which a model is sharded, and the parts of it that serve one purpose each."""
+
+    all: DeviceMesh
+    """Every axis that there is, in the order of ``AXES``: the last one's ranks are neighbours."""
+    data: DeviceMesh
+    """(shard,) or (replicate, shard): the ranks over which gradients are averaged. Those of a context shard, too."""
+    tensor: DeviceMesh | None = None
+    """Ranks that share each matrix."""
+    context: DeviceMesh | None = None
+    """Ranks that share each sequence."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of ranks along each axis, by name."""
+        names = self.all.mesh_dim_names
+        if not names or not set(names) <= set(AXES):
+            names = AXES[:2][-self.all.ndim :]
+        return dict(zip(names, self.all.shape, strict=True))
+
+
+def ensure_axes(mesh: DeviceMesh | None, sizes: Mapping[str, int] | None = None) -> Axes:
+    """Return the axes of ``mesh``, or of a mesh over all ranks; ``sizes``: of context and tensor, as asked for.
+
+    Collective where a mesh is made.
+
+    Raises:
+        TypeError: ``mesh`` is no DeviceMesh.
+        ValueError: its dimensions or their names do not fit, or the sizes do not fit the mesh or the ranks.
+    """
     _settle_at_exit()
+    asked = {name: size for name, size in (sizes or {}).items() if name in _SHARED and size > 1}
     if mesh is None:
         ensure_process_group()
-        return init_device_mesh(_device_type(), (dist.get_world_size(),), mesh_dim_names=("shard",))
+        return _parts(_mesh_over_all(asked))
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch.distributed DeviceMesh, not {type(mesh).__name__}")
+    names = mesh.mesh_dim_names or ()
+    if not set(names) & set(_SHARED):
+        _check_data_mesh(mesh)
+    elif tuple(name for name in AXES if name in names) != tuple(names) or "shard" not in names:
+        shown = ", ".join(map(repr, names))
+        raise ValueError(
+            f"a mesh with an axis for tensor or context has axes out of {', '.join(AXES)}, in this order, and always "
+            f"shard, if of size 1; this one has {shown}"
+        )
+    for name, size in asked.items():
+        if name not in names or mesh.size(names.index(name)) != size:
+            raise ValueError(f"{name}={size} is not the mesh's, whose axes are {dict(zip(names, mesh.shape, strict=True))}")
+    return _parts(mesh)
+
+
+def _mesh_over_all(asked: Mapping[str, int]) -> DeviceMesh:
+    world = dist.get_world_size()
+    shared = math.prod(asked.values())
+    if world % shared:
+        words = " × ".join(f"{name} {size}" for name, size in asked.items())
+        raise ValueError(f"{words} = {shared} ranks do not divide the {world} ranks that there are")
+    shape = {"shard": world // shared} | {name: asked[name] for name in _SHARED if name in asked}
+    mesh = init_device_mesh(_device_type(), tuple(shape.values()), mesh_dim_names=tuple(shape))
+    if asked:
+        _torch.limit_alike(mesh)
+    return mesh
+
+
+def _check_data_mesh(mesh: DeviceMesh) -> None:
     if mesh.ndim not in (1, 2):
         raise ValueError(f"mesh must be 1-D (shard) or 2-D (replicate, shard), not {mesh.ndim}-D; slice it by name")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
@@ -83,16 +147,32 @@ def ensure_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
                 f"a 2-D mesh has dimensions for copies and shards, in this order, which {name!r} is not: give a slice "
                 'of the mesh by name, such as mesh["replicate", "shard"]'
             )
-    return mesh
 
 
-def replicated_mesh(copies: int) -> DeviceMesh:
-    """Return a 2-D mesh (replicate, shard) over all ranks, which ``copies`` divides. Collective.
+def _parts(mesh: DeviceMesh) -> Axes:
+    names = mesh.mesh_dim_names or ()
+    if not set(names) & set(_SHARED):
+        return Axes(mesh, mesh)
+    own, context = mesh, mesh["context"] if "context" in names else None
+    if context is not None:  # the ranks of a context shard, too: one dimension over both
+        sizes = dict(zip(names, mesh.shape, strict=True))
+        sizes["shard"] *= sizes.pop("context")
+        own = DeviceMesh(mesh.device_type, mesh.mesh.reshape(tuple(sizes.values())), mesh_dim_names=tuple(sizes))
+        _torch.limit_alike(own)
+    data = own["replicate", "shard"] if "replicate" in names else own["shard"]
+    return Axes(mesh, data, own["tensor"] if "tensor" in names else None, context)
 
-    Its ranks wait for one another as long as those of the process group.
+
+def replicated_mesh(copies: int, sizes: Mapping[str, int] | None = None) -> DeviceMesh:
+    """Return a mesh (replicate, shard, …) over all ranks, which ``copies`` divides; ``sizes``: of context and tensor.
+
+    Collective. Its ranks wait for one another as long as those of the process group.
     """
-    shape = (copies, dist.get_world_size() // copies)
-    mesh = init_device_mesh(_device_type(), shape, mesh_dim_names=("replicate", "shard"))
+    asked = {name: size for name in _SHARED if (size := (sizes or {}).get(name, 1)) > 1}
+    rest = dist.get_world_size() // copies // math.prod(asked.values())
+    mesh = init_device_mesh(
+        _device_type(), (copies, rest, *asked.values()), mesh_dim_names=("replicate", "shard", *asked)
+    )
     _torch.limit_alike(mesh)
     return mesh
 
@@ -119,40 +199,6 @@ def all_reduce(values: torch.Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpTy
         if mesh.size(dim) > 1:
             dist.all_reduce(values, op=op, group=mesh.get_group(dim))
     return values
-
-
-def rows_of(total: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return (first row, rows) of ``total`` rows on ``rank`` by torch.chunk's rule, which FSDP2 follows.
-
-    Equal pieces of ceil(total / ranks), the last ones shorter or empty.
-    """
-    piece = -(-total // ranks)
-    start = min(piece * rank, total)
-    return start, min(piece, total - start)
-
-
-def rows_here(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return (first row, rows) of this rank's shard; a plain tensor is whole on every rank, a 0-dim one is one row."""
-    rows = tensor.shape[0] if tensor.ndim else 1
-    if not isinstance(tensor, DTensor):
-        return 0, rows
-    mesh, start, count = tensor.device_mesh, 0, rows
-    for dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            if placement.dim != 0:
-                raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is cut along dimension {placement.dim}")
-            first, count = rows_of(count, mesh.get_local_rank(dim), mesh.size(dim))
-            start += first
-        elif not placement.is_replicate():
-            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is placed as {placement}, a partial sum")
-    return start, count
-
-
-def copy_rows(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy this rank's rows of ``whole``, the same on every rank and of the shape of ``target``."""
-    start, rows = rows_here(target)
-    local = _torch.local(target)
-    (local[:rows] if local.ndim else local).copy_(whole[start : start + rows] if local.ndim else whole)
 
 
 def is_simulated(mesh: DeviceMesh) -> bool:

@@ -152,18 +152,30 @@ class Plan:
     offload: Offload = "none"
     pipeline: bool = False
     """The model is one stage of a pipeline: a stage runs many microbatches in a row, so ``default`` means ``never``."""
+    tensor: int = 1
+    """Ranks that share each matrix."""
+    styles: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Glob over names of modules and parameters → how ``tensor`` ranks share them; empty: as the model's own plan says."""
+    context: int = 1
+    """Ranks that share each sequence; their parameters are sharded over them, too."""
+    experts: int = 1
+    """Ranks that share the experts of each layer, out of those that share or shard anything."""
     ranks: tuple[int, ...] = ()
-    """Mesh shape: (shard,) or (replicate, shard); empty before the plan is resolved."""
+    """Ranks over which gradients are averaged: (shard,) or (replicate, shard), where a context's shard, too; empty before
+    the plan is resolved."""
     resolved_for: str = ""
     """The two policies that the units' values were resolved for; with other policies they are resolved again."""
     forecast: Forecast | None = dataclasses.field(default=None, compare=False)
     """The planner's; not read when the plan is applied."""
-    version: int = 1
+    version: int = 2
 
     def __post_init__(self) -> None:
         _one_of("offload", self.offload, get_args(Offload))
         _a_bool("compile", self.compile)
         _a_bool("pipeline", self.pipeline)
+        for axis in ("tensor", "context", "experts"):
+            if type(size := getattr(self, axis)) is not int or size < 1:
+                raise ValueError(f"{axis} must be a number of ranks, at least 1, not {size!r}")
         if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):
             raise ValueError(f"mixed_precision must be a MixedPrecision, not {self.mixed_precision!r}")
         if self.pipeline and self.reshard_after_forward == "default":
@@ -206,8 +218,8 @@ class Plan:
             raise ValueError("a plan must be a JSON object")
         if isinstance(data.get("plan"), dict):
             data = data["plan"]
-        if data.get("version", 1) != 1:
-            raise ValueError(f"plan version {data['version']} is newer than this library reads (1); update trueshard")
+        if data.pop("version", 1) not in (1, 2):
+            raise ValueError("the plan is of a newer version than this library reads (2); update trueshard")
         data["ranks"] = tuple(_list(data, "ranks"))
         for key, kind in (("units", Unit), ("replicated", Replicated)):
             data[key] = tuple(_build(kind, each, f"{key}[{i}]") for i, each in enumerate(_list(data, key)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree
 
 from trueshard._torch.capabilities import missing_for_speed
@@ -118,6 +119,19 @@ def dtensor_over(local: torch.Tensor, like: DTensor, shape: torch.Size, stride: 
     """Do ``DTensor.from_local`` for a shard that may lie anywhere in its storage."""
     mesh, placements = like.device_mesh, like.placements
     return DTensor.from_local(apart(local), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def split_factor(placement: Any) -> int:
+    """Return into how many halves a placement cuts a dimension before it cuts each of them: 1 for ``Shard``.
+
+    That is ``_StridedShard``, of FSDP2 over what is cut already, and of packed weights; it has no public name.
+    """
+    return int(getattr(placement, "split_factor", 1))
+
+
+def packed(dim: int, halves: int) -> Any:
+    """Return the placement that gives each rank a part of each of ``halves`` of a dimension."""
+    return _StridedShard(dim, split_factor=halves)
 
 
 def shards_placed_alike(tensors: Sequence[Any]) -> list[torch.Tensor] | None:

@@ -33,7 +33,7 @@ from trueshard.checkpoint.format import (
     parse_header,
     parse_json,
 )
-from trueshard.distributed import rows_here
+from trueshard.model.regions import rows_here
 
 _STEMS = ("model", "diffusion_pytorch_model", "adapter_model")
 

@@ -21,7 +21,8 @@ from trueshard import _torch
 from trueshard.checkpoint import ranks
 from trueshard.checkpoint.catalogue import Catalogue
 from trueshard.checkpoint.format import dtype_of
-from trueshard.distributed import copy_rows, device_of
+from trueshard.distributed import device_of
+from trueshard.model.regions import copy_here
 from trueshard.model import names
 
 HOST = torch.device("cpu")
@@ -158,7 +159,7 @@ def _initialise_whole(module: nn.Module, function: Callable[[], Any]) -> None:
             held[attribute] = nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
         function()
         for held, attribute, tensor in sharded:
-            copy_rows(tensor, held[attribute])
+            copy_here(tensor, held[attribute])
     finally:
         for held, attribute, tensor in sharded:
             held[attribute] = tensor

@@ -26,7 +26,7 @@ import numpy
 import torch
 from torch import nn
 
-from trueshard.distributed import rows_of
+from trueshard.model.regions import rows_of
 from trueshard.errors import with_kind
 from trueshard.optim.rebind import by_shape, family
 from trueshard.optim.trial import LARGE_STEPS, RANKS, STEPS, Refused, Result, leaves, run, shapes_of

@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.distributed import device_of, rows_of
+from trueshard.distributed import device_of
+from trueshard.model.regions import rows_of
 from trueshard.optim.stand_ins import leaf_over, local_gradient
 
 BATCH_BYTES = 32 << 20

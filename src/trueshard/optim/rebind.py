@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.distributed import copy_rows
+from trueshard.model.regions import has_whole_rows, region_of, take
 
 IsRows = Callable[[tuple[Any, ...], torch.Tensor, torch.Tensor], bool]
 """(keys, state tensor, its parameter) → True if the tensor has a row for each row of the parameter."""
@@ -68,7 +68,8 @@ def rebind(optimizer: torch.optim.Optimizer, new_of: Mapping[int, nn.Parameter],
 def _shard_state(value: Any, new: torch.Tensor, is_rows: IsRows, path: tuple[Any, ...] = ()) -> Any:
     if isinstance(value, torch.Tensor):
         if isinstance(new, DTensor) and not isinstance(value, DTensor) and is_rows(path, value, new):
-            return shard_like(value, new)
+            # State of whole rows of a parameter that is cut inside them stays whole, for the parameter's owner.
+            return shard_like(value, new) if value.shape == new.shape or has_whole_rows(new) else value
         return value
     # A copy: whoever undoes a failed shard() puts the old containers back.
     return each_in(copy.copy(value), lambda each, where: _shard_state(each, new, is_rows, where), path)
@@ -89,16 +90,19 @@ def each_in(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tup
 
 
 def shard_like(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """Return this rank's rows of ``whole``, the same on every rank, as a new DTensor placed like ``like``."""
+    """Return this rank's part of ``whole``, the same on every rank, as a new DTensor placed like ``like``.
+
+    It has the shape of ``like``, or a row for each of its rows.
+    """
+    region = region_of(like) if whole.shape == like.shape else region_of(like)[:1]
     local = _torch.local(like)
-    part = torch.empty((*local.shape[:1], *whole.shape[1:]), dtype=whole.dtype, device=local.device)
-    rows = as_rows(part, like)
-    copy_rows(rows, whole.detach())
-    return rows
+    part = take(whole.detach(), region).to(local.device, copy=True, memory_format=torch.contiguous_format)
+    return as_shard(part, like)
 
 
-def as_rows(local: torch.Tensor, parameter: DTensor) -> DTensor:
-    """Return ``local``, with a row for each row of the parameter's shard, as a DTensor sharded like the parameter."""
+def as_shard(local: torch.Tensor, parameter: DTensor) -> DTensor:
+    """Return ``local`` as a DTensor placed like the parameter: of its shard's shape, or with a row for each row."""
+    if local.shape == _torch.local(parameter).shape:
+        return _torch.dtensor_over(local, parameter, parameter.shape, parameter.stride())
     shape = torch.Size((*parameter.shape[:1], *local.shape[1:]))
-    stride = parameter.stride() if shape == parameter.shape else torch.empty(shape, device="meta").stride()
-    return _torch.dtensor_over(local, parameter, shape, stride)
+    return _torch.dtensor_over(local, parameter, shape, torch.empty(shape, device="meta").stride())

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.optim.classify import Verdict
-from trueshard.optim.rebind import IsRows, as_rows, by_shape, each_in, family, shard_like
+from trueshard.optim.rebind import IsRows, as_shard, by_shape, each_in, family, shard_like
 from trueshard.optim.shards import concatenate, contiguous_pieces, sharded_over
 
 State = dict[Any, Any]
@@ -110,7 +110,7 @@ class LocalShard(StandIn):
             self._memory.copy_(leaf.detach())
             leaf.data = self._memory
         if leaf.grad is not self._grad:
-            parameter.grad = None if leaf.grad is None else as_rows(leaf.grad, parameter)
+            parameter.grad = None if leaf.grad is None else as_shard(leaf.grad, parameter)
         leaf.grad = self._grad = None
 
     def keep(self, state: State, entries: Any) -> None:
@@ -137,7 +137,7 @@ class LocalShard(StandIn):
             if known is not None:
                 return known
             if not isinstance(value, DTensor) and self._is_rows(path, value, self.leaf):
-                return as_rows(value, self.parameter)
+                return as_shard(value, self.parameter)
             return value
         return each_in(value, self._show, path)
 
@@ -255,7 +255,7 @@ class JoinedShards(StandIn):
             self._entries[key] = scalars[0]
         elif isinstance(value, torch.Tensor):
             pieces = zip(value.split(self._counts), self._locals, self.members, strict=True)
-            parts = [as_rows(piece.view(local.shape), member) for piece, local, member in pieces]
+            parts = [as_shard(piece.view(local.shape), member) for piece, local, member in pieces]
         else:
             parts = [value] * len(self.members)
         for shown, part in zip(self._shown, parts, strict=True):

@@ -20,7 +20,7 @@ import numpy
 import torch
 from torch import nn
 
-from trueshard.distributed import rows_of
+from trueshard.model.regions import rows_of
 from trueshard.optim.rebind import family
 
 EXTREMES = (1e4, 1e-4)

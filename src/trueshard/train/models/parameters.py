@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.distributed import copy_rows, device_of
+from trueshard.distributed import device_of
+from trueshard.model.regions import copy_here
 from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.runtime.engine import sharded
@@ -88,7 +89,7 @@ def copy_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
     if isinstance(source, DTensor) and isinstance(target, DTensor) and target.placements == source.placements:
         _torch.local(target).copy_(_torch.local(source))
     else:
-        copy_rows(target, gather(source))
+        copy_here(target, gather(source))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,60 @@
+"""Which indices of a whole tensor a rank holds: against torch's own cutting, on 2 × 2 and on 3 ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from parity import Ranks
+from trueshard import _torch
+from trueshard.model.regions import common, extent, has_whole_rows, inside, put, region_of, regions_over, take
+
+KINDS = {
+    "rows": Shard(0),
+    "columns": Shard(1),
+    "packed rows": _torch.packed(0, 2),
+    "packed columns": _torch.packed(1, 2),
+    "common": Replicate(),
+}
+
+
+def cut(rank: int, world_size: int, tensor_ranks: int) -> dict[Any, Any]:
+    """Of each kind and shape: this rank's part, the parts that all regions say, and the whole put together again."""
+    mesh = init_device_mesh("cpu", (world_size // tensor_ranks, tensor_ranks), mesh_dim_names=("shard", "tensor"))
+    found = {}
+    for (name, placement), shape in itertools.product(KINDS.items(), [(16, 8), (12, 12), (13, 10), (5, 7, 3), (4, 2)]):
+        if "packed" in name and shape[placement.dim] % (2 * tensor_ranks):
+            continue
+        whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+        module = nn.Module()
+        placed = distribute_tensor(whole, mesh["tensor"], [placement], src_data_rank=None)
+        module.weight = nn.Parameter(placed)
+        fully_shard(module, mesh=mesh["shard"])
+        weight = module.weight
+        assert isinstance(weight, DTensor)
+        region = region_of(weight)
+        local = weight.to_local()
+        mine = take(whole, region)
+        assert extent(region) == tuple(mine.shape)
+        assert torch.equal(mine, local) or mine.numel() == local.numel() == 0, (name, shape, region)
+        assert has_whole_rows(weight) == ("columns" not in name or tensor_ranks == 1)
+        again = torch.full_like(whole, -1)
+        for each in regions_over(weight, weight.device_mesh):
+            put(again, each, take(whole, each))
+            both = common(region, each)
+            assert torch.equal(take(mine, inside(region, both)), take(whole, both))
+        found[name, shape] = torch.equal(again, whole)
+    return found
+
+
+def test_regions_are_where_torch_puts_the_parts(ranks4: Ranks, ranks3: Ranks) -> None:
+    for ranks, shared in ((ranks4, 2), (ranks4, 4), (ranks4, 1), (ranks3, 3)):
+        for found in ranks.run(cut, shared):
+            assert len(found) > 15
+            assert all(found.values()), found
