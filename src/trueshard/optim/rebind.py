@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.model.regions import has_whole_rows, region_of, take
+from trueshard.model.regions import has_whole_rows, inside, region_of, take
 
 IsRows = Callable[[tuple[Any, ...], torch.Tensor, torch.Tensor], bool]
 """(keys, state tensor, its parameter) → True if the tensor has a row for each row of the parameter."""
@@ -92,11 +92,13 @@ def each_in(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tup
 def shard_like(whole: torch.Tensor, like: DTensor) -> DTensor:
     """Return this rank's part of ``whole``, the same on every rank, as a new DTensor placed like ``like``.
 
-    It has the shape of ``like``, or a row for each of its rows.
+    It has the shape of ``like``, or a row for each of its rows. A DTensor holds all that this rank is to have of it.
     """
     region = region_of(like) if whole.shape == like.shape else region_of(like)[:1]
+    if isinstance(whole, DTensor):
+        region = inside(region_of(whole), region)
     local = _torch.local(like)
-    part = take(whole.detach(), region).to(local.device, copy=True, memory_format=torch.contiguous_format)
+    part = take(_torch.local(whole).detach(), region).to(local.device, copy=True, memory_format=torch.contiguous_format)
     return as_shard(part, like)
 
 

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trueshard import _torch
 from trueshard._torch import ShardedModule
-from trueshard.distributed import device_of
+from trueshard.distributed import Axes, device_of
 from trueshard.model import names
 from trueshard.model.intent import attributes_of
 from trueshard.model.names import Held
@@ -40,6 +40,7 @@ from trueshard.runtime import methods
 from trueshard.runtime.gradients import GradientHooks
 from trueshard.runtime.passes import Runtime
 from trueshard.runtime.replicated import HoldsWhole, follow_assignments, release_whole
+from trueshard.runtime.tensor import cut
 
 _aten = torch.ops.aten
 _ATTENTION = (
@@ -97,7 +98,7 @@ all units."""
 def apply(
     model: nn.Module,
     plan: Plan,
-    mesh: DeviceMesh,
+    axes: Axes,
     *,
     hooked: Collection[str] = (),
     sources: dict[str, torch.Tensor] | None = None,
@@ -108,6 +109,7 @@ def apply(
     of the same plan to take the values from, by name.
     """
     _torch.complete_units()
+    mesh = axes.data
     before = Snapshot(model)
     names.hide_wrappers(model)
     root = names.unwrap(model)
@@ -116,6 +118,8 @@ def apply(
     replicated = {each.name for each in plan.replicated}
     whole: set[Any] = {original.tensor for original in originals if original.name in replicated}
     _prepare_tensors(originals, whole, device_of(mesh))
+    if axes.tensor is not None and plan.tensor > 1:
+        cut(root, plan, axes.tensor)
     for unit in plan.units:
         _prepare_modules(unit, [modules[name] for name in unit.modules], plan.compile)
     for unit in sorted(plan.units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules)):
@@ -124,7 +128,7 @@ def apply(
     if sources is not None:
         _fill(root, sources, torch.device("cpu") if plan.offload == "cpu" else device_of(mesh))
     assert isinstance(root, ShardedModule)
-    runtime = Runtime(root, plan, mesh)
+    runtime = Runtime(root, plan, axes)
     new_of = _attach(runtime, modules, originals, hooked)
     _allow_deepcopy(runtime, before)
     return new_of
@@ -290,7 +294,7 @@ def _copy(runtime: Runtime, memo: dict[int, Any]) -> nn.Module:
     runtime.free()
     sources = {name: t for kind in ("parameters", "buffers") for name, _, _, t in names.named_tensors(root, kind)}
     new: nn.Module = copy_modules(runtime, root, on_meta, memo)
-    apply(new, runtime.plan, runtime.mesh, sources=sources)
+    apply(new, runtime.plan, runtime.axes, sources=sources)
     # Whatever is copied along with the model (an optimizer) holds the copy's parameters.
     copies = {name: tensor for name, _, _, tensor in names.named_tensors(names.unwrap(new), "parameters")}
     watch(names.unwrap(new), {})

@@ -26,6 +26,7 @@ from trueshard.optim.stepping import bind, unwatch, watch
 from trueshard.plans import Plan
 from trueshard.runtime import access, apply
 from trueshard.runtime.passes import Runtime, runtime_of
+from trueshard.runtime.tensor import resolve as resolve_tensor
 from trueshard.runtime.waiting import watch_ranks
 
 
@@ -36,7 +37,8 @@ def shard(
     mesh: DeviceMesh | None,
 ) -> Plan:
     """Shard ``model`` and ``optimizers`` by a plan, or by choices without ``"auto"``; see ``trueshard.shard``."""
-    mesh = distributed.ensure_mesh(mesh)
+    axes = distributed.ensure_axes(mesh, _axes_asked(how))
+    mesh = axes.all
     if not distributed.is_simulated(mesh):
         watch_ranks()
     with agreement.together(mesh):
@@ -49,7 +51,8 @@ def shard(
             names.hide_wrappers(model)
             before, parameters, buffers = intent.capture(model, optimizers)
             refuse(names.unwrap(model), parameters, buffers)
-            resolved = resolve(model, how, tuple(mesh.shape))
+            resolved = resolve(model, how, tuple(axes.data.shape))
+            resolved = resolve_tensor(names.unwrap(model), resolved, axes.sizes)
             verdicts = [classify(optimizer) for optimizer in optimizers]
         facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key != "units"]
         facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
@@ -59,13 +62,13 @@ def shard(
         hooked_anywhere: set[str] = set().union(*distributed.gather_objects(hooked, mesh))
         with agreement.together(mesh):
             _equalise(parameters, buffers, optimizers, mesh)
-            new_of = apply.apply(model, resolved, mesh, hooked=hooked_anywhere)
+            new_of = apply.apply(model, resolved, axes, hooked=hooked_anywhere)
             for optimizer, verdict in zip(optimizers, verdicts, strict=True):
                 rebind(optimizer, new_of, [each.is_rows for each in verdict])
             after, *_ = intent.capture(model, optimizers)
             if words := intent.difference(before, after):
                 raise RuntimeError(f"sharding would change the model: {words}")
-            _warn(model, resolved, mesh)
+            _warn(model, resolved, axes.data)
             replaced = {p.name: p.tensor for p in parameters if new_of[id(p.tensor)] is not p.tensor}
             watch(names.unwrap(model), replaced)
             access.open_tensors()
@@ -116,8 +119,12 @@ def check_arguments(model: Any, optimizers: Any, how: Any) -> None:
         how.check()
 
 
+def _axes_asked(how: Any) -> dict[str, int]:
+    return {axis: getattr(how, axis) for axis in ("context", "tensor")} if isinstance(how, Plan) else how.axes()
+
+
 def resolve(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> Plan:
-    """Return the plan with its units, for an unsharded model on a mesh of shape ``ranks``; nothing is touched."""
+    """Return the plan with its units, for an unsharded model and ``Plan.ranks``; nothing is touched."""
     root = names.unwrap(model)
     plan, units = (how.plan(), how.units) if isinstance(how, Choices) else (how, "auto")
     if plan.units:

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard._torch import ShardedModule
+from trueshard.distributed import Axes
 from trueshard.model import names
 from trueshard.model.names import Held
 from trueshard.model.snapshot import Trace
@@ -64,8 +65,10 @@ class State(enum.Enum):
 class Runtime:
     """The record of one ``shard()``, kept on the root module."""
 
-    def __init__(self, root: ShardedModule, plan: Plan, mesh: DeviceMesh) -> None:
-        self.root, self.plan, self.mesh = root, plan, mesh
+    def __init__(self, root: ShardedModule, plan: Plan, axes: Axes) -> None:
+        self.root, self.plan, self.axes = root, plan, axes
+        self.mesh = mesh = axes.data
+        """Ranks over which gradients are averaged."""
         self.replicated: list[WholeParameter] = []
         """Parameters that every rank holds whole, in the same order on every rank."""
         self.usage = Usage(mesh)

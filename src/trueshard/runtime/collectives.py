@@ -1,0 +1,138 @@
+"""Collectives inside a forward, with their gradients: the axes of tensor and context compute by them.
+
+``total``: the size over all ranks of the dimension that they share, of which each has its part by torch.chunk's rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from trueshard.model.regions import rows_of
+
+Group = dist.ProcessGroup
+
+
+def sum_gradients(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return ``x``, the same on every rank; its gradient is the sum of what ranks have."""
+    tracked = torch.is_grad_enabled() and x.requires_grad
+    return _SumGradients.apply(x, group) if tracked else x  # type: ignore[no-any-return, no-untyped-call]
+
+
+def sum_parts(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the sum of ``x`` over ranks, the same on every rank; each rank's gradient is that of the sum."""
+    return _SumParts.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather(x: torch.Tensor, dim: int, total: int, group: Group, *, sums: bool = False) -> torch.Tensor:
+    """Return the parts of all ranks, joined along ``dim``, on every rank.
+
+    ``sums``: ranks compute different things from it, so the gradient of a part is the sum of what they have; else each
+    has all of the gradient.
+    """
+    return _Gather.apply(x, dim, total, group, sums)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def own_part(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """Return this rank's part along ``dim`` of ``x``, the same on every rank; the gradient is gathered."""
+    return _OwnPart.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scatter_sum(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """Return this rank's part along ``dim`` of the sum of ``x`` over ranks."""
+    return _ScatterSum.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _summed(grad, ctx.group), None
+
+
+class _SumParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, total: int, group: Group, sums: bool) -> torch.Tensor:
+        ctx.dim, ctx.group, ctx.sums = dim, group, sums
+        return _gathered(x, dim, total, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        cut = _scattered if ctx.sums else _own
+        return cut(grad, ctx.dim, ctx.group), None, None, None, None
+
+
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+        ctx.dim, ctx.total, ctx.group = dim, x.shape[dim], group
+        return _own(x, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _gathered(grad, ctx.dim, ctx.total, ctx.group), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+        ctx.dim, ctx.total, ctx.group = dim, x.shape[dim], group
+        return _scattered(x, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _gathered(grad, ctx.dim, ctx.total, ctx.group), None, None
+
+
+def _summed(x: torch.Tensor, group: Group) -> torch.Tensor:
+    found = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(found, group=group)
+    return found
+
+
+def _own(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    return x.narrow(dim, *rows_of(x.shape[dim], group.rank(), group.size())).contiguous()
+
+
+def _gathered(x: torch.Tensor, dim: int, total: int, group: Group) -> torch.Tensor:
+    """Parts may be of unequal size: each is sent as large as the largest, and cut after."""
+    largest, ranks = rows_of(total, 0, group.size())[1], group.size()
+    first = x.movedim(dim, 0)
+    if first.shape[0] < largest:
+        first = torch.cat([first, first.new_zeros((largest - first.shape[0], *first.shape[1:]))])
+    parts = first.new_empty((ranks, *first.shape))
+    dist.all_gather(list(parts.unbind()), first.contiguous(), group=group)
+    return parts.flatten(0, 1)[:total].movedim(0, dim).contiguous()
+
+
+def _scattered(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """As ``_gathered``, what is sent to each rank is of the size of the largest part."""
+    total, ranks = x.shape[dim], group.size()
+    largest = rows_of(total, 0, ranks)[1]
+    first = x.movedim(dim, 0)
+    if total < largest * ranks:
+        first = torch.cat([first, first.new_zeros((largest * ranks - total, *first.shape[1:]))])
+    found = first.new_empty((largest, *first.shape[1:]))
+    dist.reduce_scatter_tensor(found, first.contiguous(), group=group)
+    return found[: rows_of(total, group.rank(), ranks)[1]].movedim(0, dim).contiguous()

@@ -1,0 +1,196 @@
+"""The tensor axis: which modules its ranks share, and how; what cannot be shared; and the cutting itself.
+
+- The styles are those of the model's own plan (transformers' ``tp_plan``), or the user's, by globs over names.
+- A layer of PEFT's LoRA is shared as the linear layer in it is, its two matrices along.
+- A parameter is cut before FSDP2 shards it: FSDP2 gathers this rank's part, and the module computes with it. What no
+  style cuts, every rank of the axis has whole (``Replicate``), so that all parameters of a model are on one mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
+
+from trueshard import _torch
+from trueshard.model import names
+from trueshard.model.names import Held, nearest
+from trueshard.model.regions import rows_of
+from trueshard.plans import Plan
+from trueshard.runtime.styles import STYLES, compute_with_parts, share_forward
+
+
+def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
+    """Return ``plan`` with the sizes of a mesh, and the styles for this model; nothing is touched.
+
+    Raises:
+        ValueError: the model cannot be shared; names the module, and what does not fit.
+    """
+    plan = dataclasses.replace(plan, tensor=sizes.get("tensor", 1), context=sizes.get("context", 1))
+    if plan.tensor == 1:
+        return dataclasses.replace(plan, styles={})
+    given = dict(plan.styles)
+    styles = given or own_styles(root)
+    if unknown := next(((glob, word) for glob, word in styles.items() if word not in STYLES), None):
+        raise ValueError(
+            f"tensor: {unknown[1]!r}, for {unknown[0]!r}, is no style.{nearest(unknown[1], STYLES)} Styles: "
+            f"{', '.join(sorted(STYLES))}"
+        )
+    found = _by_name(root, styles, strict=bool(given))
+    _refuse(root, plan, found)
+    return dataclasses.replace(plan, styles=styles)
+
+
+def own_styles(root: nn.Module) -> dict[str, str]:
+    """Return the styles of the model's own plan, by globs over its names; raise ValueError if it has none."""
+    for name, module in names.named_modules(root):
+        if own := getattr(module, "_tp_plan", None):
+            return {f"{name}.{glob}" if name else glob: word for glob, word in own.items()}
+    raise ValueError(
+        f"tensor: {type(root).__name__} has no plan for sharing matrices (transformers' tp_plan): give the styles of "
+        'its modules, as tensor={"ranks": 2, "*.up": "colwise", "*.down": "rowwise"}, or leave out tensor'
+    )
+
+
+def _by_name(root: nn.Module, styles: Mapping[str, str], *, strict: bool) -> dict[str, str]:
+    """Return name of a module or parameter → style: that of the last glob that matches."""
+    modules = dict(names.named_modules(root))
+    known = [*modules, *(name for held in names.held_tensors(root, "parameters") for name in held.names)]
+    found: dict[str, str] = {}
+    for glob, word in styles.items():
+        matches = re.compile(fnmatch.translate(glob)).match
+        hits = [name for name in known if matches(name)]
+        if strict and not hits:
+            raise ValueError(f"tensor: {glob!r} matches no module and no parameter.{nearest(glob, known)}")
+        found |= dict.fromkeys(hits, word)
+    for name, word in list(found.items()):
+        if hasattr(modules.get(name), "lora_A"):
+            found |= _of_adapter(name, modules[name], found.pop(name))
+    return found
+
+
+def _of_adapter(name: str, layer: Any, word: str) -> dict[str, str]:
+    """Return the styles of the parts of a LoRA layer: the low rank between its two matrices is on every rank."""
+    found = {f"{name}.base_layer": word}
+    for adapter in layer.lora_A:
+        if word.startswith("colwise"):
+            found[f"{name}.lora_B.{adapter}"] = word
+        elif word.startswith("rowwise"):
+            found[f"{name}.lora_A.{adapter}"] = word
+    return found
+
+
+# What cannot be shared
+
+
+def _refuse(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> None:
+    modules, ranks = dict(names.named_modules(root)), plan.tensor
+    for name, word in styles.items():
+        if name in modules:
+            _refuse_module(name, modules[name], word, ranks)
+    whole = {each.name for each in plan.replicated}
+    for held in names.held_tensors(root, "parameters"):
+        placements = [_placement(held, i, styles) for i in range(len(held.places))]
+        dims = {getattr(placement, "dim", None) for placement in placements}
+        if len(dims) > 1:
+            raise ValueError(f"tensor: {' and '.join(held.names)} are one parameter, and their styles cut it differently")
+        dim = dims.pop()
+        if dim is None:
+            continue
+        if held.name in whole or not held.tensor.is_floating_point():
+            raise ValueError(
+                f"tensor: {held.name!r} is {held.tensor.dtype} and cannot be cut (a quantised base, or one of several "
+                "dtypes in a module): load the base in floating point, or leave out tensor"
+            )
+        if not all(rows_of(held.tensor.shape[dim], rank, ranks)[1] for rank in range(ranks)):
+            raise ValueError(
+                f"tensor={ranks} is too many for {held.name!r} of shape {tuple(held.tensor.shape)}, of which a rank "
+                f"would have nothing along dimension {dim}"
+            )
+    _refuse_heads(root, styles, ranks)
+    _refuse_random(root, ranks)
+
+
+def _refuse_module(name: str, module: Any, word: str, ranks: int) -> None:
+    if STYLES[word].linear:
+        weight = _torch.own_parameters(module).get("weight")
+        shape = getattr(module, "out_features", None), getattr(module, "in_features", None)
+        if weight is None or tuple(weight.shape) != shape or not weight.is_floating_point():
+            raise ValueError(
+                f"tensor: {name!r} is a {type(module).__name__}, not a linear layer with a weight of (out_features, "
+                f"in_features) in floating point, so {word!r} does not fit it; give it another style, or leave out tensor"
+            )
+    if word.startswith("embedding") and not isinstance(module, nn.Embedding):
+        raise ValueError(f"tensor: {name!r} is a {type(module).__name__}, no embedding; {word!r} does not fit it")
+
+
+def _refuse_heads(root: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
+    """Raise ValueError where the ranks would share a head of attention."""
+    modules = dict(names.named_modules(root))
+    for name, word in styles.items():
+        width = getattr(modules.get(name), "out_features", None)
+        owner: Any = modules.get(name.rpartition(".")[0])
+        head = getattr(owner, "head_dim", None)
+        if word != "colwise" or width is None or not isinstance(head, int) or width % head:
+            continue
+        if (width // head) % ranks:
+            raise ValueError(
+                f"tensor={ranks} does not divide the {width // head} heads of {name!r}: choose a divisor, or give the "
+                "attention another style"
+            )
+
+
+def _refuse_random(root: nn.Module, ranks: int) -> None:
+    for name, module in names.named_modules(root):
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise ValueError(
+                f"tensor={ranks}: {name!r} drops values at random (p={module.p}), and ranks that share a matrix would "
+                "drop different ones; set it to 0"
+            )
+        rate = getattr(module, "attention_dropout", 0.0)
+        if isinstance(rate, float) and rate > 0:
+            raise ValueError(f"tensor={ranks}: {name!r} has attention_dropout={rate}; set it to 0")
+    config = getattr(names.unwrap(root), "config", None)
+    if getattr(config, "output_router_logits", False):
+        raise ValueError("tensor: a loss that balances routers is not the same on several ranks: set output_router_logits=False")
+
+
+# The cutting
+
+
+def _placement(held: Held, place: int, styles: Mapping[str, str]) -> Any:
+    """Return how the parameter is placed on the axis, as the style of one of its places says."""
+    name = held.names[place]
+    word = styles.get(name) or styles.get(name.rpartition(".")[0], "replicate")
+    return STYLES[word].placement(held.tensor)
+
+
+def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Cut the parameters of ``root``, and let its modules compute with this rank's parts, in place."""
+    styles = _by_name(root, plan.styles, strict=False)
+    whole = {each.name for each in plan.replicated}
+    sums: dict[nn.Module, set[str]] = {}
+    for held in names.held_tensors(root, "parameters"):
+        if held.name in whole:
+            continue
+        old: Any = held.tensor
+        placed = distribute_tensor(old.detach(), mesh, [_placement(held, 0, styles)], src_data_rank=None)
+        new = nn.Parameter(placed, requires_grad=old.requires_grad)
+        for name, (module, attribute) in zip(held.names, held.places, strict=True):
+            _torch.own_parameters(module)[attribute] = new
+            word = styles.get(name) or styles.get(name.rpartition(".")[0], "replicate")
+            sums.setdefault(module, set()).update([attribute] if STYLES[word].sums else [])
+    for module, attributes in sums.items():
+        compute_with_parts(module, attributes)
+    for name, module in names.named_modules(root):
+        if name in styles:
+            if styles[name] == "mla_kv_a_proj":
+                config: Any = getattr(names.unwrap(root), "config", None)
+                module.__dict__["_trueshard_rope"] = config.get_text_config().qk_rope_head_dim
+            share_forward(module, styles[name], mesh)
