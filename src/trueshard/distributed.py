@@ -13,7 +13,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,6 +199,15 @@ def all_reduce(values: torch.Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpTy
         if mesh.size(dim) > 1:
             dist.all_reduce(values, op=op, group=mesh.get_group(dim))
     return values
+
+
+def group_over(mesh: DeviceMesh, dims: Sequence[int]) -> dist.ProcessGroup:
+    """Return a new group of this rank's neighbours along several dimensions, the last one fastest. Collective."""
+    rest = [dim for dim in range(mesh.ndim) if dim not in dims]
+    ranks = mesh.mesh.permute(*rest, *dims).reshape(-1, math.prod(mesh.size(dim) for dim in dims))
+    made = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("others", "together"))
+    _torch.limit_alike(made)
+    return made.get_group("together")
 
 
 def is_simulated(mesh: DeviceMesh) -> bool:

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.distributed import device_of
-from trueshard.model.regions import rows_of
+from trueshard.distributed import device_of, group_over
+from trueshard.model.regions import Region, extent, has_whole_rows, put, region_of, take
+from trueshard.optim.shards import Ranks, sharded_over
 from trueshard.optim.stand_ins import leaf_over, local_gradient
 
 BATCH_BYTES = 32 << 20
@@ -36,11 +38,33 @@ Place = tuple[int, int]
 """(group, position) of a parameter in the optimizer."""
 
 
+class Holders:
+    """Ranks that hold the parts of a parameter: those along the dimensions of a mesh that cut it, in the mesh's order.
+
+    Made on all ranks of the mesh together.
+    """
+
+    def __init__(self, mesh: DeviceMesh, dims: tuple[int, ...]) -> None:
+        self.mesh, self._dims = mesh, dims
+        self.group = mesh.get_group(dims[0]) if len(dims) == 1 else group_over(mesh, dims)
+        self.size = math.prod(mesh.size(dim) for dim in dims)
+        self._coordinates = list(itertools.product(*(range(mesh.size(dim)) for dim in dims)))
+        self._here = tuple(mesh.get_local_rank(dim) for dim in range(mesh.ndim))
+        self.in_order = len(dims) == 1
+        self.rank = self._coordinates.index(tuple(self._here[dim] for dim in dims))
+
+    def regions(self, parameter: DTensor) -> list[Region]:
+        """Return which indices of ``parameter`` each of them holds."""
+        every = (dict(zip(self._dims, each, strict=True)) for each in self._coordinates)
+        return [region_of(parameter, [own.get(dim, here) for dim, here in enumerate(self._here)]) for own in every]
+
+
 @dataclass(eq=False)
 class Owned:
-    """A sharded parameter and the rank, among those that shard it, that updates it."""
+    """A sharded parameter and the rank, among its holders, that updates it."""
 
     parameter: DTensor
+    holders: Holders
     owner: int
     place: Place
     whole: nn.Parameter | None = None
@@ -50,13 +74,12 @@ class Owned:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's rows."""
+        """This rank's part."""
         return _torch.local(self.parameter)
 
     @property
     def is_mine(self) -> bool:
-        mesh = self.parameter.device_mesh
-        return mesh.get_local_rank(mesh.ndim - 1) == self.owner
+        return self.holders.rank == self.owner
 
     def note(self) -> None:
         """Remember that the owner knows this rank's rows as they are."""
@@ -70,6 +93,13 @@ class Owned:
         """Return the version of this rank's rows and a sum over their bits: ``parameter.data`` has no version."""
         integers = self.local.detach().contiguous().view(_INTEGER[self.local.itemsize])
         return _torch.version(self.parameter), integers.sum(dtype=torch.int64)
+
+
+def cut_over(parameter: DTensor) -> Ranks:
+    """Return the ranks that hold different parts of a parameter, of which there are at least two."""
+    ranks = sharded_over(parameter)
+    assert ranks is not None
+    return ranks
 
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -105,13 +135,13 @@ class Arrival:
     """A message on its way."""
 
     def __init__(self, batch: Batch, parts: Sequence[torch.Tensor], sent: list[int], received: list[int]) -> None:
-        device = device_of(batch.mesh)
+        device = device_of(batch.holders.mesh)
         flat = [part.reshape(-1) for part in parts]
         dtype = flat[0].dtype if flat else batch.members[0].parameter.dtype
         # Alive until it has left.
         self._sent = torch.cat(flat).to(device) if flat else torch.empty(0, dtype=dtype, device=device)
         self._buffer = torch.empty(sum(received), dtype=dtype, device=device)
-        group = batch.mesh.get_group(batch.mesh.ndim - 1)
+        group = batch.holders.group
         self._work = dist.all_to_all_single(self._buffer, self._sent, received, sent, group=group, async_op=True)
 
     def wait(self) -> torch.Tensor:
@@ -121,60 +151,68 @@ class Arrival:
 
 
 class Batch:
-    """Parameters of one mesh and dtype that travel together; its last dimension is the one that shards."""
+    """Parameters of one dtype, with the same holders, that travel together."""
 
-    def __init__(self, members: Sequence[Owned], mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-        of_owner = [[each for each in members if each.owner == owner] for owner in range(ranks)]
+    def __init__(self, members: Sequence[Owned], holders: Holders) -> None:
+        self.holders = holders
+        of_owner = [[each for each in members if each.owner == owner] for owner in range(holders.size)]
         self.members = [each for owned in of_owner for each in owned]
-        self.mine = of_owner[rank]
+        self.mine = of_owner[holders.rank]
         self._here = [sum(each.local.numel() for each in owned) for owned in of_owner]
-        """Elements of this rank's rows, by owner."""
-        self._rows = [[rows_of(each.parameter.shape[0], other, ranks) for each in self.mine] for other in range(ranks)]
-        """(first row, rows) that each rank has of each of ``mine``."""
-        self._counts = [
-            [rows * math.prod(each.parameter.shape[1:]) for each, (_, rows) in zip(self.mine, own, strict=True)]
-            for own in self._rows
-        ]
+        """Elements of this rank's parts, by owner."""
+        by_member = [holders.regions(each.parameter) for each in self.mine]
+        self._regions = [[regions[other] for regions in by_member] for other in range(holders.size)]
+        """Which indices each rank has of each of ``mine``."""
+        self._counts = [[math.prod(extent(region)) for region in own] for own in self._regions]
         """Elements of the same."""
 
     def to_owners(self, *, gradients: bool) -> Arrival:
-        """Send this rank's rows of each member, or of its gradient, to its owner; ``wholes`` reads what arrives."""
-        rows = [local_gradient(each.parameter) if gradients else each.local for each in self.members]
-        return Arrival(self, rows, self._here, list(map(sum, self._counts)))
+        """Send this rank's part of each member, or of its gradient, to its owner; ``wholes`` reads what arrives."""
+        parts = [local_gradient(each.parameter) if gradients else each.local for each in self.members]
+        return Arrival(self, parts, self._here, list(map(sum, self._counts)))
 
     def wholes(self, arrival: Arrival) -> list[torch.Tensor]:
         """Return the whole tensors of ``mine``, each in memory of its own."""
         pieces = arrival.wait().split([count for counts in self._counts for count in counts])
+        count = len(self.mine)
         return [
-            torch.cat(pieces[i :: len(self.mine)]).view(each.parameter.shape).to(each.local.device)
-            for i, each in enumerate(self.mine)
+            _whole_of(each, pieces[i::count], [own[i] for own in self._regions]) for i, each in enumerate(self.mine)
         ]
 
     def from_owners(self, wholes: Sequence[torch.Tensor]) -> Arrival:
-        """Send the rows of ``wholes`` (those of ``mine``) to the ranks that hold them; ``rows`` reads what arrives."""
+        """Send the parts of ``wholes`` (those of ``mine``) to the ranks that hold them; ``parts`` reads what arrives."""
         parts = [
-            whole.detach()[start : start + rows]
-            for own in self._rows
-            for whole, (start, rows) in zip(wholes, own, strict=True)
+            take(whole.detach(), region)
+            for own in self._regions
+            for whole, region in zip(wholes, own, strict=True)
         ]
         return Arrival(self, parts, list(map(sum, self._counts)), self._here)
 
-    def rows(self, arrival: Arrival) -> list[tuple[Owned, torch.Tensor]]:
-        """Return every member with this rank's rows of it."""
+    def parts(self, arrival: Arrival) -> list[tuple[Owned, torch.Tensor]]:
+        """Return every member with this rank's part of it."""
         pieces = arrival.wait().split([each.local.numel() for each in self.members])
         return [(each, piece.view(each.local.shape)) for each, piece in zip(self.members, pieces, strict=True)]
 
 
+def _whole_of(each: Owned, pieces: Sequence[torch.Tensor], regions: Sequence[Region]) -> torch.Tensor:
+    """Return the whole tensor of which these are the parts, in memory of its own."""
+    shape, device = each.parameter.shape, each.local.device
+    if each.holders.in_order and has_whole_rows(each.parameter) and all(len(region[0]) == 1 for region in regions):
+        return torch.cat(list(pieces)).view(shape).to(device)
+    whole = pieces[0].new_empty(shape)
+    for piece, region in zip(pieces, regions, strict=True):
+        put(whole, region, piece.view(extent(region)))
+    return whole.to(device)
+
+
 def _batches(members: Sequence[Owned]) -> Iterator[Batch]:
-    """Yield members of one mesh and dtype together, each owner's costly ones first, about ``BATCH_BYTES`` an owner."""
+    """Yield members of the same holders and dtype together, each owner's costly ones first, about ``BATCH_BYTES`` an owner."""
     kinds: dict[Any, list[Owned]] = {}
     for each in members:
         grad = each.parameter.grad
-        key = each.parameter.device_mesh, each.parameter.dtype, None if grad is None else grad.dtype
+        key = each.holders, each.parameter.dtype, None if grad is None else grad.dtype
         kinds.setdefault(key, []).append(each)
-    for (mesh, dtype, _), alike in kinds.items():
+    for (holders, dtype, _), alike in kinds.items():
         taken: dict[int, int] = {}
         batches: dict[int, list[Owned]] = {}
         for each in sorted(alike, key=lambda each: -update_cost(each.parameter.shape)):
@@ -182,25 +220,30 @@ def _batches(members: Sequence[Owned]) -> Iterator[Batch]:
             taken[each.owner] = before + each.parameter.numel() * dtype.itemsize
             batches.setdefault(before // BATCH_BYTES, []).append(each)
         for number in sorted(batches):
-            yield Batch(batches[number], mesh)
+            yield Batch(batches[number], holders)
 
 
 class Owners:
     def __init__(self) -> None:
         self._of: dict[int, Owned] = {}
         """By ``id`` of the parameter."""
-        self._loads: dict[DeviceMesh, list[list[float]]] = {}
+        self._holders: dict[Ranks, Holders] = {}
+        self._loads: dict[Holders, list[list[float]]] = {}
 
     def of(self, parameters: Sequence[tuple[DTensor, Place]]) -> list[Owned]:
         """Return the records of ``parameters`` and their places now, with owners for those that are new."""
         if new := [(p, place) for p, place in parameters if id(p) not in self._of]:
-            for mesh in dict.fromkeys(p.device_mesh for p, _ in new):
-                members = [(p, place) for p, place in new if p.device_mesh == mesh]
-                ranks = mesh.size(mesh.ndim - 1)
-                loads = self._loads.setdefault(mesh, [[0.0, 0.0] for _ in range(ranks)])
-                owners = assign([tuple(p.shape) for p, _ in members], ranks, loads)
+            alike: dict[Ranks, list[tuple[DTensor, Place]]] = {}
+            for parameter, place in new:
+                alike.setdefault(cut_over(parameter), []).append((parameter, place))
+            for ranks, members in alike.items():
+                if ranks not in self._holders:
+                    self._holders[ranks] = Holders(*ranks)
+                holders = self._holders[ranks]
+                loads = self._loads.setdefault(holders, [[0.0, 0.0] for _ in range(holders.size)])
+                owners = assign([tuple(p.shape) for p, _ in members], holders.size, loads)
                 for (parameter, place), owner in zip(members, owners, strict=True):
-                    self._of[id(parameter)] = Owned(parameter, owner, place)
+                    self._of[id(parameter)] = Owned(parameter, holders, owner, place)
         if len(self._of) > len(parameters):
             held = {id(p) for p, _ in parameters}
             self._of = {key: each for key, each in self._of.items() if key in held}
@@ -256,26 +299,26 @@ def _whole(each: Owned, zeros: bool = False) -> nn.Parameter:
 
 @torch.no_grad()
 def _land(batch: Batch, arrival: Arrival, groups: list[dict[str, Any]], decoupled: Sequence[bool]) -> None:
-    """Write what the owners made of a batch to this rank's rows."""
-    for each, rows in batch.rows(arrival):
+    """Write what the owners made of a batch to this rank's parts."""
+    for each, part in batch.parts(arrival):
         if decoupled[each.place[0]]:
             group = groups[each.place[0]]
-            each.local.mul_(1 - group["lr"] * group["weight_decay"]).add_(rows)
+            each.local.mul_(1 - group["lr"] * group["weight_decay"]).add_(part)
         else:
-            each.local.copy_(rows)
+            each.local.copy_(part)
             each.note()
 
 
 def _agree(members: Sequence[Owned], keeping: Sequence[Owned]) -> bool:
     """True if some rank wrote to a shard since its owner fetched it; raise if ranks lack different gradients."""
     any_stale = False
-    for mesh in dict.fromkeys(each.parameter.device_mesh for each in members):
-        here = [each for each in members if each.parameter.device_mesh == mesh]
-        stale = any(each.is_stale() for each in keeping if each.parameter.device_mesh == mesh)
+    for holders in dict.fromkeys(each.holders for each in members):
+        here = [each for each in members if each.holders is holders]
+        stale = any(each.is_stale() for each in keeping if each.holders is holders)
         present = tuple(each.parameter.grad is not None for each in here)
         digest = hash(present) >> 2
-        told = torch.tensor([int(stale), digest, -digest], dtype=torch.int64, device=device_of(mesh))
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
+        told = torch.tensor([int(stale), digest, -digest], dtype=torch.int64, device=device_of(holders.mesh))
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=holders.group)
         anyone, most, least = told.tolist()
         if most != -least:
             shapes = [tuple(each.parameter.shape) for each, has in zip(here, present, strict=True) if not has]

@@ -24,6 +24,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
+from trueshard.model.regions import has_whole_rows
 from trueshard.optim.classify import Verdict
 from trueshard.optim.rebind import IsRows, as_shard, by_shape, each_in, family, shard_like
 from trueshard.optim.shards import concatenate, contiguous_pieces, sharded_over
@@ -327,8 +328,9 @@ class GroupStandIns:
         self._memory = _torch.shards_of(parameters)
         self.owned: list[tuple[int, DTensor]] = []
         """(position in the group, parameter) of those that an owner updates."""
-        if verdict.whole:
-            self.owned = [(i, p) for i, p in enumerate(parameters) if isinstance(p, DTensor) and sharded_over(p)]
+        if not verdict.elementwise:
+            cut = [(i, p) for i, p in enumerate(parameters) if isinstance(p, DTensor) and sharded_over(p)]
+            self.owned = [(i, p) for i, p in cut if verdict.whole or not has_whole_rows(p)]
         self._single: dict[int, StandIn] = {id(p): Placeholder(p) for _, p in self.owned}
         """``id`` of a parameter → the stand-in that takes its place alone."""
         self._joined = _join_neighbours(self._parameters) if verdict.elementwise else []
