@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.checkpoint import ranks
@@ -33,7 +34,7 @@ from trueshard.checkpoint.format import (
     parse_header,
     parse_json,
 )
-from trueshard.model.regions import rows_here
+from trueshard.model.regions import has_one_run
 
 _STEMS = ("model", "diffusion_pytorch_model", "adapter_model")
 
@@ -212,15 +213,19 @@ class Catalogue:
 
     def fill(self, key: str, tensor: torch.Tensor) -> None:
         """Fill this rank's shard of ``tensor``."""
-        local = _torch.local(tensor).detach()
         begin, _ = ranks.bytes_here(tensor, self.entries[key].nbytes)
-        self.read_into(key, begin, local[: rows_here(tensor)[1]] if local.ndim else local)
+        self.read_into(key, begin, _torch.local(tensor).detach())
 
     def fill_together(self, key: str, tensor: torch.Tensor, failures: list[Exception]) -> None:
         """Fill this rank's shard of ``tensor``, of which one replica reads it, and sends it to the others. Collective.
 
         An error is added to ``failures`` and not raised, since the others wait for the tensors that follow.
         """
+        if isinstance(tensor, DTensor) and not has_one_run(tensor):
+            rows = ranks.like_rows(tensor)
+            self.fill_together(key, rows, failures)
+            ranks.exchange(rows, tensor)
+            return
         local, turn = _torch.local(tensor).detach(), crc32(memoryview(key.encode()))
         groups = ranks.groups_of_replicas(tensor) if local.numel() else []
         readers = [dist.get_global_rank(group, turn % group.size()) for group in groups]

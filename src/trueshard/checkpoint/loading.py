@@ -408,7 +408,8 @@ def _like(
     if role is not None and role.is_mine is None and isinstance(parameter, DTensor):
         whole = entry.empty("meta")
         if role.is_rows(path, whole, parameter):
-            memory = whole.new_empty((*local.shape[:1], *whole.shape[1:]), device=device)
+            own = local.shape if whole.shape == parameter.shape else (*local.shape[:1], *whole.shape[1:])
+            memory = whole.new_empty(own, device=device)
             return _torch.dtensor_over(memory, parameter, whole.shape, whole.stride())
     if not meta and not entry.shape and path[-1:] == ("step",):
         device = "cpu"  # where torch's optimizers keep it, unless capturable or fused

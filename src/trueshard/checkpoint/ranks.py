@@ -13,10 +13,24 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from trueshard import _torch
-from trueshard.model.regions import rows_here
+from trueshard.distributed import device_of
+from trueshard.model.regions import (
+    common,
+    coordinate_of,
+    extent,
+    has_one_run,
+    inside,
+    placed_region,
+    put,
+    region_of,
+    rows_here,
+    take,
+)
+from trueshard.optim.owners import Holders
 
 _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
@@ -89,11 +103,65 @@ def check_same(function: str, arguments: Sequence[Mapping[str, Any]]) -> None:
 
 
 def bytes_here(tensor: torch.Tensor, nbytes: int | None = None) -> tuple[int, int]:
-    """Return (begin, end) of this rank's shard among the bytes of the whole tensor, in row order."""
-    start, rows = rows_here(tensor)
+    """Return (begin, end) of this rank's shard, as ``by_rows`` places it, among the bytes of the whole tensor."""
+    runs = rows_here(tensor, row_placements(tensor) if isinstance(tensor, DTensor) else None)
+    assert len(runs) == 1
     size = tensor.dtype.itemsize if nbytes is None else nbytes // max(tensor.numel(), 1)
     width = math.prod(tensor.shape[1:]) * size
-    return start * width, (start + rows) * width
+    return runs[0][0] * width, runs[0][1] * width
+
+
+def row_placements(tensor: DTensor) -> tuple[Any, ...]:
+    """Return the placements by which a tensor is written and read: by which each rank has one run of whole rows."""
+    if has_one_run(tensor):
+        return tuple(tensor.placements)
+    return tuple(each if each.is_replicate() else Shard(0) for each in tensor.placements)
+
+
+def by_rows(tensor: DTensor) -> DTensor:
+    """Return ``tensor`` as ``row_placements`` says: itself, or a copy. Collective over the ranks that cut it."""
+    placements = row_placements(tensor)
+    if placements == tuple(tensor.placements):
+        return tensor
+    rows = like_rows(tensor)
+    exchange(tensor, rows)
+    return rows
+
+
+def like_rows(tensor: DTensor) -> DTensor:
+    """Return a tensor without values that is placed as ``row_placements`` says."""
+    placements, mesh = row_placements(tensor), tensor.device_mesh
+    own = extent(placed_region(tuple(tensor.shape), placements, tuple(mesh.shape), coordinate_of(mesh)))
+    local = _torch.local(tensor).new_empty(own)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def exchange(source: DTensor, target: DTensor) -> None:
+    """Fill ``target`` with the values of ``source``, which is of the same mesh. Collective."""
+    mesh = source.device_mesh
+    dims = tuple(i for i, (a, b) in enumerate(zip(source.placements, target.placements, strict=True)) if a != b)
+    holders, device = holders_of(mesh, dims), device_of(mesh)
+    here, there = region_of(source), region_of(target)
+    sent = [common(here, region) for region in holders.regions(target)]
+    taken = [common(region, there) for region in holders.regions(source)]
+    parts = [take(_torch.local(source).detach(), inside(here, part)).reshape(-1).to(device) for part in sent]
+    counts = [[math.prod(extent(part)) for part in each] for each in (taken, sent)]
+    buffer = torch.empty(sum(counts[0]), dtype=source.dtype, device=device)
+    dist.all_to_all_single(buffer, torch.cat(parts), *counts, group=holders.group)
+    local = _torch.local(target)
+    for part, piece in zip(taken, buffer.split(counts[0]), strict=True):
+        put(local, inside(there, part), piece.view(extent(part)))
+
+
+_holders: WeakKeyDictionary[Any, dict[tuple[DeviceMesh, tuple[int, ...]], Holders]] = WeakKeyDictionary()
+
+
+def holders_of(mesh: DeviceMesh, dims: tuple[int, ...]) -> Holders:
+    """Return the ranks along several dimensions, made once. Collective."""
+    known = _holders.setdefault(dist.group.WORLD, {})
+    if (mesh, dims) not in known:
+        known[mesh, dims] = Holders(mesh, dims)
+    return known[mesh, dims]
 
 
 def own_part(tensor: DTensor, number: int, nbytes: int | None = None) -> tuple[int, int]:
@@ -109,7 +177,7 @@ def groups_of_replicas(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
 
     None of a tensor that is whole on every rank, or that lies where the mesh's group may not reach (offloaded).
     """
-    if not isinstance(tensor, DTensor) or not any(placement.is_shard() for placement in tensor.placements):
+    if not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements):
         return []
     mesh = tensor.device_mesh
     if _torch.local(tensor).device.type != mesh.device_type:
@@ -119,7 +187,9 @@ def groups_of_replicas(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
 
 
 def is_unpadded(tensor: DTensor) -> bool:
-    """True if all ranks' shards are equally large, so that FSDP2 keeps them without padding."""
+    """True if all ranks' shards are equally many whole rows, so that FSDP2 keeps them without padding."""
+    if not has_one_run(tensor):
+        return False
     sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return tensor.ndim > 0 and tensor.shape[0] % math.prod(tensor.device_mesh.size(dim) for dim in sharded) == 0
 

@@ -235,9 +235,10 @@ def _my_part(
     for number, key in enumerate(manifest.tensors):
         tensor = tensors.get(key)
         if isinstance(tensor, DTensor):
-            begin, end = ranks.own_part(tensor, number)
+            rows = ranks.by_rows(tensor)
+            begin, end = ranks.own_part(rows, number)
             if end > begin:
-                mine[key] = begin, tensor
+                mine[key] = begin, rows
         elif tensor is not None and first_with.get(key, 0) == rank:
             mine[key] = 0, tensor
     return mine

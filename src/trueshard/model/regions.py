@@ -40,8 +40,13 @@ def region_of(tensor: torch.Tensor, coordinate: Sequence[int] | None = None) -> 
     if not isinstance(tensor, DTensor):
         return tuple(((0, size),) for size in tensor.shape)
     mesh = tensor.device_mesh
-    here = tuple(mesh.get_local_rank(dim) for dim in range(mesh.ndim)) if coordinate is None else tuple(coordinate)
-    return placed_region(tuple(tensor.shape), tensor.placements, tuple(mesh.shape), here)
+    here = coordinate_of(mesh) if coordinate is None else tuple(coordinate)
+    return placed_region(tuple(tensor.shape), tuple(tensor.placements), tuple(mesh.shape), here)
+
+
+def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return this rank's place along each dimension of a mesh."""
+    return tuple(mesh.get_local_rank(dim) for dim in range(mesh.ndim))
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -56,12 +61,10 @@ def placed_region(
             continue
         if placement.is_partial():
             raise ValueError(f"a tensor of shape {shape} is placed as {placement}, a partial sum")
-        dim = placement.dim % len(shape)
-        factor = _torch.split_factor(placement)
-        inner = math.prod(sizes[i] for i in range(at + 1, len(sizes)) if _cuts(placements[i], dim, len(shape)))
-        if factor > 1 and factor == inner:  # as FSDP2 says that it cuts what the later dimensions have cut before
-            later.append((dim, at))
-        elif factor > 1:  # packed: a part of each of several halves
+        dim, factor = placement.dim % len(shape), _torch.split_factor(placement)
+        if factor > 1 and not _is_packed(placements, at, sizes, len(shape)):
+            later.append((dim, at))  # so FSDP2 says that it cuts what the later dimensions have cut before
+        elif factor > 1:  # a part of each of several halves
             total = sum(stop - start for start, stop in found[dim])
             halves = [_chunk(found[dim], number, factor) for number in range(factor)] if total else [found[dim]]
             found[dim] = _joined(run for half in halves for run in _chunk(half, here[at], sizes[at]))
@@ -70,6 +73,13 @@ def placed_region(
     for dim, at in reversed(later):
         found[dim] = _chunk(found[dim], here[at], sizes[at])
     return tuple(found)
+
+
+def _is_packed(placements: Sequence[Any], at: int, sizes: Sequence[int], ndim: int) -> bool:
+    """True if a rank has a part of each of several halves along one dimension of the mesh."""
+    dim, factor = placements[at].dim % ndim, _torch.split_factor(placements[at])
+    inner = math.prod(sizes[i] for i in range(at + 1, len(sizes)) if _cuts(placements[i], dim, ndim))
+    return factor not in (1, inner)
 
 
 def _cuts(placement: Any, dim: int, ndim: int) -> bool:
@@ -150,12 +160,16 @@ def put(tensor: torch.Tensor, region: Region, part: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def rows_here(tensor: torch.Tensor) -> Runs:
+def rows_here(tensor: torch.Tensor, placements: tuple[Any, ...] | None = None) -> Runs:
     """Return the runs of rows that this rank holds, whole rows; a 0-dim tensor is one row.
 
-    Raises ValueError where it holds parts of rows.
+    ``placements``: instead of the tensor's own. Raises ValueError where it holds parts of rows.
     """
-    region = region_of(tensor)
+    if placements is None or not isinstance(tensor, DTensor):
+        region = region_of(tensor)
+    else:
+        mesh = tensor.device_mesh
+        region = placed_region(tuple(tensor.shape), placements, tuple(mesh.shape), coordinate_of(mesh))
     if any(runs != ((0, size),) for runs, size in zip(region[1:], tensor.shape[1:], strict=True)):
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is cut inside its rows")
     return region[0] if region else ((0, 1),)
@@ -167,6 +181,15 @@ def has_whole_rows(tensor: torch.Tensor) -> bool:
         return True
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return all(placement.is_replicate() or size == 1 or placement.dim % tensor.ndim == 0 for placement, size in sizes)
+
+
+def has_one_run(tensor: torch.Tensor) -> bool:
+    """True if every rank holds whole rows that follow one another."""
+    if not isinstance(tensor, DTensor) or not has_whole_rows(tensor):
+        return not isinstance(tensor, DTensor)
+    placements, sizes = tensor.placements, tensor.device_mesh.shape
+    cuts = [at for at, placement in enumerate(placements) if not placement.is_replicate() and sizes[at] > 1]
+    return not any(_is_packed(placements, at, sizes, tensor.ndim) for at in cuts)
 
 
 def copy_here(target: torch.Tensor, whole: torch.Tensor) -> None:
