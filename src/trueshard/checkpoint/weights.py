@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard._torch import ShardedModule
@@ -175,13 +176,19 @@ def _go_through(
         return {each.name: value for each, value in merged if each.name is not None}
 
     for unit in gather_each(runtime, units):
-        if found := given([(each, _registered(each.places[0]).detach()) for each in units[unit]]):
+        if found := given([(each, _gathered(each.places[0])) for each in units[unit]]):
             yield form.of(runtime.root, found)
         del found
     with torch.no_grad():
         last = given([(member, each.gathered().detach()) for each, member in whole]) | buffers
     if last:
         yield form.of(runtime.root, last)
+
+
+def _gathered(place: Place) -> torch.Tensor:
+    """Return a gathered parameter, whole: what is cut over the tensor axis, its ranks join. Collective over them."""
+    tensor = _registered(place).detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _registered(place: Place) -> torch.Tensor:

@@ -40,7 +40,7 @@ from trueshard.runtime import methods
 from trueshard.runtime.gradients import GradientHooks
 from trueshard.runtime.passes import Runtime
 from trueshard.runtime.replicated import HoldsWhole, follow_assignments, release_whole
-from trueshard.runtime.tensor import cut
+from trueshard.runtime.tensor import arrived_on, cut
 
 _aten = torch.ops.aten
 _ATTENTION = (
@@ -118,8 +118,9 @@ def apply(
     replicated = {each.name for each in plan.replicated}
     whole: set[Any] = {original.tensor for original in originals if original.name in replicated}
     _prepare_tensors(originals, whole, device_of(mesh))
-    if axes.tensor is not None and plan.tensor > 1:
-        cut(root, plan, axes.tensor)
+    arrived = arrived_on(root)
+    if (shared := axes.tensor or arrived) is not None:
+        cut(root, plan, shared)
     for unit in plan.units:
         _prepare_modules(unit, [modules[name] for name in unit.modules], plan.compile)
     for unit in sorted(plan.units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules)):
@@ -131,6 +132,8 @@ def apply(
     runtime = Runtime(root, plan, axes)
     new_of = _attach(runtime, modules, originals, hooked)
     _allow_deepcopy(runtime, before)
+    if arrived is not None:
+        root.__dict__["__deepcopy__"] = _refuse_cut
     return new_of
 
 
@@ -287,6 +290,10 @@ def _allow_deepcopy(runtime: Runtime, before: Snapshot) -> None:
 
 def _refuse(memo: dict[int, Any]) -> Any:
     raise RuntimeError("one unit of a sharded model cannot be copied alone; copy the model that was given to shard()")
+
+
+def _refuse_cut(memo: dict[int, Any]) -> Any:
+    raise RuntimeError("a model that was cut before shard() cannot be copied: let shard(tensor=...) cut it")
 
 
 def _copy(runtime: Runtime, memo: dict[int, Any]) -> nn.Module:

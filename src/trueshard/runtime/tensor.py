@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trueshard import _torch
 from trueshard.model import names
@@ -32,9 +32,16 @@ def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
     Raises:
         ValueError: the model cannot be shared; names the module, and what does not fit.
     """
+    asked = plan.tensor > 1 or bool(plan.styles)
     plan = dataclasses.replace(plan, tensor=sizes.get("tensor", 1), context=sizes.get("context", 1))
+    if (mesh := arrived_on(root)) is not None:
+        if asked or plan.tensor > 1:
+            raise ValueError("tensor: the model is cut already; leave out tensor, or give shard() the model before that")
+        return dataclasses.replace(plan, tensor=mesh.size())
     if plan.tensor == 1:
-        return dataclasses.replace(plan, styles={})
+        if plan.styles:
+            raise ValueError('tensor: styles need ranks that share: add "ranks" to them, or an axis "tensor" to the mesh')
+        return plan
     given = dict(plan.styles)
     styles = given or own_styles(root)
     if unknown := next(((glob, word) for glob, word in styles.items() if word not in STYLES), None):
@@ -45,6 +52,23 @@ def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
     found = _by_name(root, styles, strict=bool(given))
     _refuse(root, plan, found)
     return dataclasses.replace(plan, styles=styles)
+
+
+def arrived_on(root: nn.Module) -> DeviceMesh | None:
+    """Return the mesh over which the parameters of an unsharded model are cut already; None if they are whole.
+
+    Raises ValueError for meshes of several dimensions, or more than one.
+    """
+    found: dict[DeviceMesh, str] = {}
+    for held in names.held_tensors(root, "parameters"):
+        if isinstance(held.tensor, DTensor):
+            found.setdefault(held.tensor.device_mesh, held.name)
+    for mesh, name in found.items():
+        if mesh.ndim > 1 or len(found) > 1:
+            first = next(iter(found.values()))
+            shown = f"{name!r} is on {mesh.ndim} dimensions" if mesh.ndim > 1 else f"{first!r} and {name!r} are not on one"
+            raise ValueError(f"a model may arrive cut over one mesh of one dimension: {shown}; let shard() cut it")
+    return next(iter(found), None)
 
 
 def own_styles(root: nn.Module) -> dict[str, str]:
@@ -173,11 +197,11 @@ def _placement(held: Held, place: int, styles: Mapping[str, str]) -> Any:
 
 def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Cut the parameters of ``root``, and let its modules compute with this rank's parts, in place."""
-    styles = _by_name(root, plan.styles, strict=False)
+    styles = _by_name(root, plan.styles or _reduced_by_hooks(root), strict=False)
     whole = {each.name for each in plan.replicated}
     sums: dict[nn.Module, set[str]] = {}
     for held in names.held_tensors(root, "parameters"):
-        if held.name in whole:
+        if held.name in whole or isinstance(held.tensor, DTensor):
             continue
         old: Any = held.tensor
         placed = distribute_tensor(old.detach(), mesh, [_placement(held, 0, styles)], src_data_rank=None)
@@ -194,3 +218,17 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
                 config: Any = getattr(names.unwrap(root), "config", None)
                 module.__dict__["_trueshard_rope"] = config.get_text_config().qk_rope_head_dim
             share_forward(module, styles[name], mesh)
+
+
+def _reduced_by_hooks(root: nn.Module) -> dict[str, str]:
+    """Of a model that arrives cut: return the modules whose gradients transformers sums in a hook, without that hook.
+
+    It would sum them again with each microbatch.
+    """
+    found = {}
+    for name, module in names.named_modules(root):
+        forward = module.__dict__.get("forward")
+        if getattr(forward, "__qualname__", "").startswith("ReplicatedWithGradAllReduce."):
+            del module.__dict__["forward"]
+            found[name] = "replicated_with_grad_allreduce"
+    return found
