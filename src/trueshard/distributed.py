@@ -118,7 +118,9 @@ def ensure_axes(mesh: DeviceMesh | None, sizes: Mapping[str, int] | None = None)
         )
     for name, size in asked.items():
         if name not in names or mesh.size(names.index(name)) != size:
-            raise ValueError(f"{name}={size} is not the mesh's, whose axes are {dict(zip(names, mesh.shape, strict=True))}")
+            raise ValueError(
+                f"{name}={size} is not the mesh's, whose axes are {dict(zip(names, mesh.shape, strict=True))}"
+            )
     return _parts(mesh)
 
 

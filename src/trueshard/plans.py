@@ -155,14 +155,14 @@ class Plan:
     tensor: int = 1
     """Ranks that share each matrix."""
     styles: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Glob over names of modules and parameters → how ``tensor`` ranks share them; empty: as the model's own plan says."""
+    """Glob over names of modules and parameters → how ``tensor`` ranks share them; empty: as the model's plan says."""
     context: int = 1
     """Ranks that share each sequence; their parameters are sharded over them, too."""
     experts: int = 1
     """Ranks that share the experts of each layer, out of those that share or shard anything."""
     ranks: tuple[int, ...] = ()
-    """Ranks over which gradients are averaged: (shard,) or (replicate, shard), where a context's shard, too; empty before
-    the plan is resolved."""
+    """Ranks over which gradients are averaged: (shard,) or (replicate, shard), where those of a context shard, too;
+    empty before the plan is resolved."""
     resolved_for: str = ""
     """The two policies that the units' values were resolved for; with other policies they are resolved again."""
     forecast: Forecast | None = dataclasses.field(default=None, compare=False)

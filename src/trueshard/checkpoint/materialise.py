@@ -22,8 +22,8 @@ from trueshard.checkpoint import ranks
 from trueshard.checkpoint.catalogue import Catalogue
 from trueshard.checkpoint.format import dtype_of
 from trueshard.distributed import device_of
-from trueshard.model.regions import copy_here
 from trueshard.model import names
+from trueshard.model.regions import copy_here
 
 HOST = torch.device("cpu")
 _UNWRITTEN = 0xA5

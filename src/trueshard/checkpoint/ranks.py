@@ -145,11 +145,11 @@ def exchange(source: DTensor, target: DTensor) -> None:
     sent = [common(here, region) for region in holders.regions(target)]
     taken = [common(region, there) for region in holders.regions(source)]
     parts = [take(_torch.local(source).detach(), inside(here, part)).reshape(-1).to(device) for part in sent]
-    counts = [[math.prod(extent(part)) for part in each] for each in (taken, sent)]
-    buffer = torch.empty(sum(counts[0]), dtype=source.dtype, device=device)
-    dist.all_to_all_single(buffer, torch.cat(parts), *counts, group=holders.group)
+    arriving, leaving = ([math.prod(extent(part)) for part in each] for each in (taken, sent))
+    buffer = torch.empty(sum(arriving), dtype=source.dtype, device=device)
+    dist.all_to_all_single(buffer, torch.cat(parts), arriving, leaving, group=holders.group)
     local = _torch.local(target)
-    for part, piece in zip(taken, buffer.split(counts[0]), strict=True):
+    for part, piece in zip(taken, buffer.split(arriving), strict=True):
         put(local, inside(there, part), piece.view(extent(part)))
 
 

@@ -179,7 +179,7 @@ def has_whole_rows(tensor: torch.Tensor) -> bool:
     """True if every rank holds whole rows."""
     if not isinstance(tensor, DTensor):
         return True
-    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    sizes: Any = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return all(placement.is_replicate() or size == 1 or placement.dim % tensor.ndim == 0 for placement, size in sizes)
 
 

@@ -26,8 +26,8 @@ import numpy
 import torch
 from torch import nn
 
-from trueshard.model.regions import rows_of
 from trueshard.errors import with_kind
+from trueshard.model.regions import rows_of
 from trueshard.optim.rebind import by_shape, family
 from trueshard.optim.trial import LARGE_STEPS, RANKS, STEPS, Refused, Result, leaves, run, shapes_of
 

@@ -180,11 +180,9 @@ class Batch:
         ]
 
     def from_owners(self, wholes: Sequence[torch.Tensor]) -> Arrival:
-        """Send the parts of ``wholes`` (those of ``mine``) to the ranks that hold them; ``parts`` reads what arrives."""
+        """Send the parts of ``wholes`` (of ``mine``) to the ranks that hold them; ``parts`` reads what arrives."""
         parts = [
-            take(whole.detach(), region)
-            for own in self._regions
-            for whole, region in zip(wholes, own, strict=True)
+            take(whole.detach(), region) for own in self._regions for whole, region in zip(wholes, own, strict=True)
         ]
         return Arrival(self, parts, list(map(sum, self._counts)), self._here)
 
@@ -206,7 +204,7 @@ def _whole_of(each: Owned, pieces: Sequence[torch.Tensor], regions: Sequence[Reg
 
 
 def _batches(members: Sequence[Owned]) -> Iterator[Batch]:
-    """Yield members of the same holders and dtype together, each owner's costly ones first, about ``BATCH_BYTES`` an owner."""
+    """Yield members of the same holders and dtype together, about ``BATCH_BYTES`` an owner, its costly ones first."""
     kinds: dict[Any, list[Owned]] = {}
     for each in members:
         grad = each.parameter.grad

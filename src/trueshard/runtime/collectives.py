@@ -19,12 +19,12 @@ Group = dist.ProcessGroup
 def sum_gradients(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return ``x``, the same on every rank; its gradient is the sum of what ranks have."""
     tracked = torch.is_grad_enabled() and x.requires_grad
-    return _SumGradients.apply(x, group) if tracked else x  # type: ignore[no-any-return, no-untyped-call]
+    return _SumGradients.apply(x, group) if tracked else x
 
 
 def sum_parts(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the sum of ``x`` over ranks, the same on every rank; each rank's gradient is that of the sum."""
-    return _SumParts.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _SumParts.apply(x, group)
 
 
 def gather(x: torch.Tensor, dim: int, total: int, group: Group, *, sums: bool = False) -> torch.Tensor:
@@ -33,17 +33,17 @@ def gather(x: torch.Tensor, dim: int, total: int, group: Group, *, sums: bool = 
     ``sums``: ranks compute different things from it, so the gradient of a part is the sum of what they have; else each
     has all of the gradient.
     """
-    return _Gather.apply(x, dim, total, group, sums)  # type: ignore[no-any-return, no-untyped-call]
+    return _Gather.apply(x, dim, total, group, sums)
 
 
 def own_part(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """Return this rank's part along ``dim`` of ``x``, the same on every rank; the gradient is gathered."""
-    return _OwnPart.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _OwnPart.apply(x, dim, group)
 
 
 def scatter_sum(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """Return this rank's part along ``dim`` of the sum of ``x`` over ranks."""
-    return _ScatterSum.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _ScatterSum.apply(x, dim, group)
 
 
 class _SumGradients(torch.autograd.Function):

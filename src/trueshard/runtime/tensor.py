@@ -36,11 +36,15 @@ def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
     plan = dataclasses.replace(plan, tensor=sizes.get("tensor", 1), context=sizes.get("context", 1))
     if (mesh := arrived_on(root)) is not None:
         if asked or plan.tensor > 1:
-            raise ValueError("tensor: the model is cut already; leave out tensor, or give shard() the model before that")
+            raise ValueError(
+                "tensor: the model is cut already; leave out tensor, or give shard() the model before that"
+            )
         return dataclasses.replace(plan, tensor=mesh.size())
     if plan.tensor == 1:
         if plan.styles:
-            raise ValueError('tensor: styles need ranks that share: add "ranks" to them, or an axis "tensor" to the mesh')
+            raise ValueError(
+                'tensor: styles need ranks that share: add "ranks" to them, or an axis "tensor" to the mesh'
+            )
         return plan
     given = dict(plan.styles)
     styles = given or own_styles(root)
@@ -66,7 +70,9 @@ def arrived_on(root: nn.Module) -> DeviceMesh | None:
     for mesh, name in found.items():
         if mesh.ndim > 1 or len(found) > 1:
             first = next(iter(found.values()))
-            shown = f"{name!r} is on {mesh.ndim} dimensions" if mesh.ndim > 1 else f"{first!r} and {name!r} are not on one"
+            shown = (
+                f"{name!r} is on {mesh.ndim} dimensions" if mesh.ndim > 1 else f"{first!r} and {name!r} are not on one"
+            )
             raise ValueError(f"a model may arrive cut over one mesh of one dimension: {shown}; let shard() cut it")
     return next(iter(found), None)
 
@@ -123,7 +129,9 @@ def _refuse(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> None:
         placements = [_placement(held, i, styles) for i in range(len(held.places))]
         dims = {getattr(placement, "dim", None) for placement in placements}
         if len(dims) > 1:
-            raise ValueError(f"tensor: {' and '.join(held.names)} are one parameter, and their styles cut it differently")
+            raise ValueError(
+                f"tensor: {' and '.join(held.names)} are one parameter, and their styles cut it differently"
+            )
         dim = dims.pop()
         if dim is None:
             continue
@@ -182,7 +190,9 @@ def _refuse_random(root: nn.Module, ranks: int) -> None:
             raise ValueError(f"tensor={ranks}: {name!r} has attention_dropout={rate}; set it to 0")
     config = getattr(names.unwrap(root), "config", None)
     if getattr(config, "output_router_logits", False):
-        raise ValueError("tensor: a loss that balances routers is not the same on several ranks: set output_router_logits=False")
+        raise ValueError(
+            "tensor: a loss that balances routers is not the same on several ranks: set output_router_logits=False"
+        )
 
 
 # The cutting

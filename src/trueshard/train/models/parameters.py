@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.distributed import device_of
-from trueshard.model.regions import copy_here
 from trueshard.errors import UserError
 from trueshard.model import names
+from trueshard.model.regions import copy_here
 from trueshard.runtime.engine import sharded
 from trueshard.train.models.quantized import QuantizedLinear, quantise
 

@@ -1,0 +1,335 @@
+"""The tensor axis: ranks that share each matrix train what one process trains."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import trueshard
+from messages import naming
+from parity import Ranks
+from tensor_models import MODELS, batch, build, distance, llama, optimizers, parameters, state, train, whole
+from trueshard import _torch
+
+EXACT = 1e-12
+
+
+def trained(rank: int, world_size: int, name: str, kind: str, tensor: int, path: str | None = None) -> dict[str, Any]:
+    """Three steps; `tensor` 0: not sharded. A momentum of one step is there before."""
+    model = build(name)
+    made = optimizers(kind, model)
+    train(model, made, [9])
+    if not tensor:
+        return train(model, made, range(3))
+    trueshard.shard(model, *made, tensor=tensor)
+    found = train(model, made, range(3), rank // tensor, world_size // tensor)
+    if path:
+        trueshard.save(path, model=model, optimizer=dict(zip("abc", made)))
+        found["state"] = state(model, made) if kind == "AdamW" else {}
+    return found
+
+
+def loaded(rank: int, world_size: int, name: str, kind: str, tensor: int, path: str) -> dict[str, torch.Tensor]:
+    model = build(name)
+    made = optimizers(kind, model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    if tensor:
+        trueshard.shard(model, *made, tensor=tensor)
+    trueshard.load(path, model=model, optimizer=dict(zip("abc", made)))
+    return state(model, made) if kind == "AdamW" else parameters(model)
+
+
+REST = pytest.mark.rest
+CASES = [
+    pytest.param(name, kind, marks=[] if (name, kind) in (("qwen3", "AdamW"), ("tied", "Muon")) else REST)
+    for name in MODELS
+    for kind in ("AdamW", "Muon", "Adafactor")
+    if kind == "AdamW" or name in ("llama", "tied", "mixtral")
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_training_is_training_on_one_process(
+    name: str, kind: str, alone: Ranks, ranks4: Ranks, ranks2: Ranks, tmp_path: Path
+) -> None:
+    (expected,) = alone.run(trained, name, kind, 0)
+    for ranks in (ranks2, ranks4):
+        path = str(tmp_path / f"on-{ranks.count}")
+        for found in ranks.run(trained, name, kind, 2, path):
+            for what in ("grads", "parameters"):
+                assert distance(found[what], expected[what]) < (EXACT if kind == "AdamW" else 1e-9), what
+            assert torch.allclose(found["norms"], expected["norms"], rtol=EXACT, atol=0)
+    # Bit for bit wherever it is loaded.
+    kept = found["state"] or found["parameters"]
+    for ranks, tensor in ((alone, 0), (ranks4, 1), (ranks2, 2)):
+        for again in ranks.run(loaded, name, kind, tensor, path):
+            assert again.keys() == kept.keys()
+            for key, value in kept.items():
+                assert torch.equal(again[key], value.to(again[key].dtype)), key
+
+
+def features(rank: int, world_size: int) -> dict[str, Any]:
+    """What a user does with a sharded model, on 2 × 2 ranks, each against a plain model of this process."""
+    plain = build("llama")
+    made = optimizers("AdamW", plain)
+    expected = [train(plain, made, [step])["parameters"] for step in range(2)]
+    found: dict[str, Any] = {}
+    ways: dict[str, dict[str, Any]] = {
+        "always": {"reshard_after_forward": "always"},
+        "never, recomputed": {"reshard_after_forward": "never", "activation_checkpointing": "full"},
+        "selective, offloaded": {"activation_checkpointing": "selective", "offload": "cpu"},
+        "copies": {"mesh": init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))},
+    }
+    for words, options in ways.items():
+        model = build("llama")
+        made = optimizers("AdamW", model)
+        trueshard.shard(model, *made, **({"tensor": 2} | options))
+        found[words] = distance(train(model, made, range(2), rank // 2, 2)["parameters"], expected[1])
+    # The last one goes on: copied, its gradients, its whole tensors.
+    twin, average = copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    found["copies of it"] = max(distance(parameters(each), parameters(model)) for each in (twin, average.module))
+    train(twin, optimizers("AdamW", twin), [2], rank // 2, 2)
+    found["it stays"] = distance(parameters(model), expected[1])
+    plain.load_state_dict(parameters(model))
+    own, ids = batch(5).chunk(2)[rank // 2], batch(5)
+    model(input_ids=own, labels=own).loss.backward()
+    plain.zero_grad()
+    plain(input_ids=ids, labels=ids).loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    found["torch's norm"] = abs(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9) / norm) - 1)
+    weight, other = (each.model.layers[0].mlp.down_proj.weight for each in (model, plain))
+    found["a number of it"] = abs(float(weight.norm() / other.norm()) - 1)
+    given = {name: t.clone() for names, tensors in trueshard.weights(model) for name, t in zip(names, tensors)}
+    found["weights"] = distance(given, parameters(plain))
+    with trueshard.gathered(model) as gathered:
+        found["gathered"] = distance(parameters(gathered), parameters(plain))
+    tokens = [m.eval().generate(ids[:2, :4], max_new_tokens=4, do_sample=False, pad_token_id=0) for m in (model, plain)]
+    found["generate"] = float(not torch.equal(*tokens))
+    with torch.no_grad():
+        doubled = {name: 2 * value for name, value in parameters(plain).items()}
+    model.load_state_dict(doubled)
+    found["loaded"] = distance(parameters(model), doubled)
+    return found
+
+
+def test_what_users_do_with_a_shared_model(ranks4: Ranks) -> None:
+    for found in ranks4.run(features):
+        assert {what: value for what, value in found.items() if not value < EXACT} == {}
+
+
+def compiled(rank: int, world_size: int) -> float:
+    plain = build("llama")
+    expected = train(plain, optimizers("AdamW", plain), range(2))["parameters"]
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    made = optimizers("AdamW", model)
+    trueshard.shard(model, *made, tensor=2)
+    return distance(train(model, made, range(2), rank // 2, world_size // 2)["parameters"], expected)
+
+
+@pytest.mark.rest
+def test_blocks_are_compiled(ranks2: Ranks) -> None:
+    assert max(ranks2.run(compiled, timeout=200)) < EXACT
+
+
+def hooked(rank: int, world_size: int) -> tuple[list[tuple[int, ...]], float]:
+    model, plain = build("llama"), build("llama")
+    seen: list[tuple[int, ...]] = []
+    for each in (model, plain):
+        weight = each.model.layers[0].mlp.down_proj.weight
+        weight.register_hook(lambda grad: seen.append(tuple(grad.shape)) or grad * 2)
+        weight.tag = "kept"
+    trueshard.shard(model, tensor=2)
+    for each, ids in ((model, batch(0).chunk(2)[rank // 2]), (plain, batch(0))):
+        each(input_ids=ids, labels=ids).loss.backward()
+    assert model.model.layers[0].mlp.down_proj.weight.tag == "kept"
+    return seen, distance(*({n: whole(p.grad) for n, p in each.named_parameters()} for each in (model, plain)))
+
+
+def test_a_hook_sees_the_whole_gradient(ranks4: Ranks) -> None:
+    for shapes, far in ranks4.run(hooked):
+        assert shapes == [(32, 65), (32, 65)]
+        assert far < EXACT
+
+
+def alike(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, bool]:
+    """After ten steps: of what every tensor rank has whole, whether they have the same bits."""
+    model = build("qwen3", dtype)
+    made = optimizers("AdamW", model)
+    trueshard.shard(model, *made, tensor=2)
+    train(model, made, range(10), rank // 2, world_size // 2)
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.placements[-1].is_replicate():
+            local = _torch.local(parameter)
+            every = [torch.empty_like(local) for _ in range(2)]
+            dist.all_gather(every, local, group=parameter.device_mesh.get_group(1))
+            found[name] = torch.equal(*every)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=REST)])
+def test_what_is_held_in_common_stays_bit_equal(dtype: torch.dtype, ranks4: Ranks) -> None:
+    for found in ranks4.run(alike, dtype):
+        assert len(found) == 2 * 4 + 1  # two norms of each block, those of queries and keys, and the last one
+        assert all(found.values()), found
+
+
+# Models that arrive cut, and styles of one's own
+
+
+def arrived(rank: int, world_size: int, way: str, kind: str, path: str) -> float:
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    model, plain = build(way), build(way)
+    if way == "qwen3":
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        apply_tensor_parallelism(model, mesh["tp"], model._expand_parallel_plan(model.tp_plan))
+    else:
+        for layer in model.model.layers:
+            styles = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+            parallelize_module(layer.mlp, mesh["tp"], styles)
+    made, known = optimizers(kind, model), optimizers(kind, plain)
+    trueshard.shard(model, *made, mesh=mesh["dp"])
+    found = train(model, made, range(3), rank // 2, world_size // 2)
+    trueshard.save(path, model=model, optimizer=dict(zip("ab", made)))
+    trueshard.load(path, model=model, optimizer=dict(zip("ab", made)))
+    assert distance(parameters(model), found["parameters"]) == 0
+    with pytest.raises(RuntimeError, match="tensor="):
+        copy.deepcopy(model)
+    expected = train(plain, known, range(3))
+    return max(distance(found[what], expected[what]) for what in ("grads", "parameters"))
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [("qwen3", "AdamW"), pytest.param("tied", "AdamW", marks=REST), pytest.param("tied", "Muon", marks=REST)],
+)
+def test_a_model_that_arrives_cut_is_taken_as_it_is(way: str, kind: str, ranks4: Ranks, tmp_path: Path) -> None:
+    assert max(ranks4.run(arrived, way, kind, str(tmp_path / "kept"))) < 1e-9
+
+
+class Blocks(nn.Module):
+    """Blocks of a user's own, with biases, a table of vectors, and widths that do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(13, 6, padding_idx=3)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(6, 7), "norm": nn.LayerNorm(7), "down": nn.Linear(7, 6)}) for _ in range(2)
+        )
+        self.wide = nn.Embedding(13, 7)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids) + self.wide(ids)[..., :6]
+        for layer in self.layers:
+            x = x + layer["down"](torch.tanh(layer["up"](x)))
+        return self.head(x).square().mean()
+
+
+OWN = {
+    "table": "embedding_rowwise",
+    "wide": "embedding_colwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+
+
+def with_own_styles(rank: int, world_size: int, ranks: int) -> float:
+    torch.manual_seed(0)
+    model = Blocks().double()
+    plain = copy.deepcopy(model)
+    ids = torch.arange(24).view(12, 2) % 13
+    plan = trueshard.shard(model, tensor={"ranks": ranks, **OWN})
+    assert plan.styles == OWN
+    assert trueshard.Plan.from_json(plan.to_json()) == plan
+    for each, own in ((model, ids.chunk(world_size // ranks)[rank // ranks]), (plain, ids)):
+        each(own).backward()
+    found, expected = (
+        {n: whole(p.grad) for n, p in m.named_parameters() if p.grad is not None} for m in (model, plain)
+    )
+    return distance(found, expected)
+
+
+def test_styles_of_ones_own_for_any_module(ranks3: Ranks, ranks4: Ranks) -> None:
+    assert max(ranks3.run(with_own_styles, 3) + ranks4.run(with_own_styles, 2)) < EXACT
+
+
+# What is said at once
+
+
+def refused(rank: int, world_size: int) -> dict[str, str]:
+    def word(model: nn.Module, *made: torch.optim.Optimizer, **options: Any) -> str:
+        before = [(name, id(p)) for name, p in model.named_parameters()]
+        with pytest.raises(ValueError) as caught:
+            trueshard.shard(model, *made, **options)
+        assert [(name, id(p)) for name, p in model.named_parameters()] == before
+        assert not any(isinstance(module, trueshard._torch.ShardedModule) for module in model.modules())
+        return str(caught.value)
+
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    wrong = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "shard"))
+    balanced = MODELS["mixtral"]()
+    balanced.config.output_router_logits = True
+    packed = llama()
+    packed.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False)
+    return {
+        "heads": word(llama(num_key_value_heads=2), tensor=4),
+        "no plan": word(gpt2, tensor=2),
+        "ranks": word(llama(), tensor=3),
+        "dropout": word(
+            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), tensor={"ranks": 2, "0": "colwise_gather_output"}
+        ),
+        "attention": word(llama(attention_dropout=0.1), tensor=2),
+        "style": word(Blocks(), tensor={"ranks": 2, "head": "columwise"}),
+        "glob": word(Blocks(), tensor={"ranks": 2, "haed": "colwise"}),
+        "class": word(Blocks(), tensor={"ranks": 2, "table": "colwise"}),
+        "few": word(nn.Sequential(nn.Linear(4, 3)), tensor={"ranks": 4, "0": "colwise_gather_output"}),
+        "quantised": word(packed, tensor=2),
+        "no ranks": word(Blocks(), tensor=OWN),
+        "size": word(llama(), mesh=mesh, tensor=4),
+        "order": word(llama(), mesh=wrong),
+        "router": word(balanced, tensor=2),
+        "optimizer": word(model := llama(), torch.optim.LBFGS(model.parameters()), tensor=2),
+    }
+
+
+def test_what_cannot_be_shared_is_said_at_once_and_changes_nothing(ranks4: Ranks) -> None:
+    expected = {
+        "heads": naming("self_attn.k_proj", 2, 4),
+        "no plan": naming("GPT2LMHeadModel", "plan", "tensor="),
+        "ranks": naming("tensor 3", 4),
+        "dropout": naming("'1'", "0.1"),
+        "attention": naming("self_attn", "attention_dropout", "0.1"),
+        "style": naming("columwise", "head", "colwise"),
+        "glob": naming("haed", "head"),
+        "class": naming("table", "Embedding", "colwise"),
+        "few": naming("0.weight", 4),
+        "quantised": naming("layers.0.mlp.up_proj"),
+        "no ranks": naming("ranks"),
+        "size": naming("tensor=4", "'tensor': 2"),
+        "order": naming("'tensor', 'shard'", "replicate, shard, context, tensor"),
+        "router": naming("output_router_logits"),
+        "optimizer": naming("LBFGS"),
+    }
+    for found in ranks4.run(refused):
+        for what, words in expected.items():
+            assert re.search(words, found[what]), (what, found[what])
