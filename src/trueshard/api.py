@@ -30,7 +30,7 @@ def shard(
     compile: bool = False,
     offload: str = "none",
     memory: str | None = None,
-    tensor: int | Mapping[str, str | int] = 1,
+    tensor: int | Mapping[str, str | int | bool] = 1,
     context: int = 1,
     experts: int = 1,
 ) -> Plan:
@@ -61,7 +61,8 @@ def shard(
             the plan that ``trueshard.plan`` makes.
         tensor: ranks that share each matrix, as the model's own plan says (transformers' ``tp_plan``); neighbours, of
             one node. Or a dict from globs over names of modules to styles, with ``"ranks"``, the number of ranks,
-            unless ``mesh`` has it.
+            unless ``mesh`` has it, and ``"sequence"``: True if each rank holds its part of the sequence between
+            matrices, which saves memory.
         context: ranks that share each sequence: give each its part of the tokens, see ``trueshard.split_sequence``.
         experts: ranks that share the experts of each layer, out of all that are not copies.
 

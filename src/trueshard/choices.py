@@ -28,6 +28,8 @@ PrecisionWord = Literal["bf16", "fp16"]
 
 RESHARD_WORDS = tuple(word for word in get_args(ReshardWord) if word != "auto")
 RECOMPUTE_WORDS = get_args(Recompute)
+TENSOR_KEYS = ("ranks", "sequence")
+"""Keys of the option ``tensor`` that are no glob."""
 OFFLOAD_WORDS = get_args(Offload)
 
 
@@ -42,7 +44,7 @@ class Choices:
     compile: bool = False
     offload: str = "none"
     memory: str | int | None = None
-    tensor: int | Mapping[str, str | int] = 1
+    tensor: int | Mapping[str, str | int | bool] = 1
     context: int = 1
     experts: int = 1
 
@@ -75,7 +77,7 @@ class Choices:
 
     def plan(self) -> Plan:
         """Return the plan, without units, that holds these choices (``units`` and ``memory`` are not part of it)."""
-        styles = {glob: str(style) for glob, style in self._tensor().items() if glob != "ranks"}
+        styles = {glob: str(style) for glob, style in self._tensor().items() if glob not in TENSOR_KEYS}
         return Plan(
             reshard_after_forward=self.reshard_after_forward,
             activation_checkpointing=self.activation_checkpointing,
@@ -84,6 +86,7 @@ class Choices:
             offload=cast(Offload, self.offload),
             tensor=cast(int, self._tensor().get("ranks", 1)),
             styles=styles,
+            sequence=cast(bool, self._tensor().get("sequence", False)),
             context=self.context,
             experts=self.experts,
         )
@@ -92,7 +95,7 @@ class Choices:
         """Return the ranks asked for along axes of the mesh."""
         return {"context": self.context, "tensor": cast(int, self._tensor().get("ranks", 1))}
 
-    def _tensor(self) -> Mapping[str, str | int]:
+    def _tensor(self) -> Mapping[str, str | int | bool]:
         return self.tensor if isinstance(self.tensor, Mapping) else {"ranks": self.tensor}
 
 

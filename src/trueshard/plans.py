@@ -156,6 +156,8 @@ class Plan:
     """Ranks that share each matrix."""
     styles: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Glob over names of modules and parameters → how ``tensor`` ranks share them; empty: as the model's plan says."""
+    sequence: bool = False
+    """Between matrices, each of the ``tensor`` ranks holds a part of the sequence."""
     context: int = 1
     """Ranks that share each sequence; their parameters are sharded over them, too."""
     experts: int = 1
@@ -173,6 +175,7 @@ class Plan:
         _one_of("offload", self.offload, get_args(Offload))
         _a_bool("compile", self.compile)
         _a_bool("pipeline", self.pipeline)
+        _a_bool("sequence", self.sequence)
         for axis in ("tensor", "context", "experts"):
             if type(size := getattr(self, axis)) is not int or size < 1:
                 raise ValueError(f"{axis} must be a number of ranks, at least 1, not {size!r}")

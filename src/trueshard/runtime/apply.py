@@ -40,6 +40,7 @@ from trueshard.runtime import methods
 from trueshard.runtime.gradients import GradientHooks
 from trueshard.runtime.passes import Runtime
 from trueshard.runtime.replicated import HoldsWhole, follow_assignments, release_whole
+from trueshard.runtime.sequence import recomputing
 from trueshard.runtime.tensor import arrived_on, cut
 
 _aten = torch.ops.aten
@@ -52,14 +53,17 @@ _ATTENTION = (
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
 
 
-def recompute(module: nn.Module, mode: str) -> None:
+def recompute(module: nn.Module, mode: str, *, of_parts: bool = False) -> None:
     """Make ``module`` recompute its forward in backward, in place.
 
-    ``"full"`` keeps only the inputs for backward; ``"selective"`` also the costly operations' outputs.
+    ``"full"`` keeps only the inputs for backward; ``"selective"`` also the costly operations' outputs. ``of_parts``:
+    the module is given parts of sequences.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = _selective_contexts
+    if of_parts:
+        options["context_fn"] = functools.partial(recomputing, options.get("context_fn"))
     if any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__):
         module.gradient_checkpointing = True  # type: ignore[assignment]
         module._gradient_checkpointing_func = functools.partial(checkpoint, **options)  # type: ignore[assignment]
@@ -122,7 +126,7 @@ def apply(
     if (shared := axes.tensor or arrived) is not None:
         cut(root, plan, shared)
     for unit in plan.units:
-        _prepare_modules(unit, [modules[name] for name in unit.modules], plan.compile)
+        _prepare_modules(unit, [modules[name] for name in unit.modules], plan)
     for unit in sorted(plan.units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules)):
         _shard_unit(unit, modules, plan, mesh, whole)
     _torch.join_shards(root, SMALL)
@@ -149,11 +153,11 @@ def _prepare_tensors(originals: list[Held], whole: set[nn.Parameter], device: to
                 names.mix_in(module, HoldsWhole)
 
 
-def _prepare_modules(unit: Unit, modules: list[nn.Module], compile_blocks: bool) -> None:
+def _prepare_modules(unit: Unit, modules: list[nn.Module], plan: Plan) -> None:
     for module in modules:
         if unit.activation_checkpointing != "none":
-            recompute(module, unit.activation_checkpointing)
-        if compile_blocks and unit.kind == "block" and not _torch.is_compiled_in_place(module):
+            recompute(module, unit.activation_checkpointing, of_parts=plan.sequence)
+        if plan.compile and unit.kind == "block" and not _torch.is_compiled_in_place(module):
             module.compile()
         if unit.kind != "root" and _torch.own_parameters(module) and not _torch.is_compiled_in_place(module):
             names.mix_in(module, methods.GatheredOnAccess)

@@ -24,6 +24,7 @@ from trueshard import _torch
 from trueshard.model import names
 from trueshard.model.regions import rows_of
 from trueshard.runtime.collectives import gather, own_part, sum_gradients, sum_parts
+from trueshard.runtime.sequence import is_split
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _KEY = "_trueshard_sums"
@@ -47,6 +48,8 @@ class Style:
     """(module, output, group) → what the module returns instead."""
     linear: bool = False
     """For modules that multiply by ``weight`` of (out_features, in_features) alone."""
+    local: bool = False
+    """``enter`` communicates nothing."""
     apart: str | None = None
     """Attribute that the module computes without, and which is added to its output."""
 
@@ -102,7 +105,7 @@ STYLES: dict[str, Style] = {
     "packed_rowwise": Style(dim=-1, halves=2),
     "replicated_with_grad_allreduce": Style(sums=True),
     "moe_tp_experts": Style(enter=_sum_gradients, leave=_sum),
-    "moe_identity_expert": Style(enter=_divide),
+    "moe_identity_expert": Style(enter=_divide, local=True),
     "mla_kv_a_proj": Style(leave=_sum_rope_gradients),
     "all_reduce": Style(leave=_sum),
     "local_params": Style(),
@@ -112,7 +115,7 @@ STYLES["colwise_rep"], STYLES["rowwise_rep"] = STYLES["colwise_gather_output"], 
 
 
 class ComputesWithParts(nn.Module):
-    """Mixin for the class of a module with parameters: what reads a gathered one gets this rank's part, a plain tensor."""
+    """Mixin for the class of a module: what reads a gathered parameter gets this rank's part, a plain tensor."""
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -131,8 +134,11 @@ def compute_with_parts(module: nn.Module, sums: set[str]) -> None:
     names.mix_in(module, ComputesWithParts)
 
 
-def share_forward(module: nn.Module, word: str, mesh: DeviceMesh) -> None:
-    """Put what a style does to inputs and outputs around ``module``'s own forward, in place."""
+def share_forward(module: nn.Module, word: str, mesh: DeviceMesh, *, in_block: bool = False) -> None:
+    """Put what a style does to inputs and outputs around ``module``'s own forward, in place.
+
+    ``in_block``: of a block that holds parts of sequences, whose own children communicate.
+    """
     style, inner, group = STYLES[word], module.forward, mesh.get_group()
     if word == "embedding_rowwise":
         module.__dict__["forward"] = _own_rows_of(module, inner, group)
@@ -141,15 +147,19 @@ def share_forward(module: nn.Module, word: str, mesh: DeviceMesh) -> None:
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if style.enter is not None:
+        joins = not (in_block and is_split())
+        if style.enter is not None and (joins or style.local):
             args, kwargs = _on_first(functools.partial(style.enter, module), args, kwargs, group)
-        if word == "moe_tp_experts":  # the weights of the experts of each token, too
+        if word == "moe_tp_experts" and joins:  # the weights of the experts of each token, too
             args, kwargs = _on_weights(args, kwargs, group)
         with _without(module, style.apart) as left_out:
             output = inner(*args, **kwargs)
-        if style.leave is not None and output is not None:
+        if style.leave is not None and output is not None and joins:
             output = style.leave(module, output, group)
-        return output if left_out is None else output + getattr(module, str(style.apart))
+        if left_out is None:
+            return output
+        added = getattr(module, str(style.apart))
+        return output + (added if joins else added * float(group.rank() == 0))  # once in the sum
 
     module.__dict__["forward"] = forward
 

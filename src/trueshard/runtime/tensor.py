@@ -23,6 +23,7 @@ from trueshard.model import names
 from trueshard.model.names import Held, nearest
 from trueshard.model.regions import rows_of
 from trueshard.plans import Plan
+from trueshard.runtime.sequence import shared_modules, split_blocks
 from trueshard.runtime.styles import STYLES, compute_with_parts, share_forward
 
 
@@ -54,6 +55,10 @@ def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
             f"{', '.join(sorted(STYLES))}"
         )
     found = _by_name(root, styles, strict=bool(given))
+    if not found:
+        raise ValueError(
+            f"tensor: the plan of {type(root).__name__} matches none of its modules; give styles of your own"
+        )
     _refuse(root, plan, found)
     return dataclasses.replace(plan, styles=styles)
 
@@ -80,7 +85,7 @@ def arrived_on(root: nn.Module) -> DeviceMesh | None:
 def own_styles(root: nn.Module) -> dict[str, str]:
     """Return the styles of the model's own plan, by globs over its names; raise ValueError if it has none."""
     for name, module in names.named_modules(root):
-        if own := getattr(module, "_tp_plan", None):
+        if own := vars(module).get("_tp_plan"):  # not of what a wrapper such as PEFT's passes on
             return {f"{name}.{glob}" if name else glob: word for glob, word in own.items()}
     raise ValueError(
         f"tensor: {type(root).__name__} has no plan for sharing matrices (transformers' tp_plan): give the styles of "
@@ -99,7 +104,7 @@ def _by_name(root: nn.Module, styles: Mapping[str, str], *, strict: bool) -> dic
         if strict and not hits:
             raise ValueError(f"tensor: {glob!r} matches no module and no parameter.{nearest(glob, known)}")
         found |= dict.fromkeys(hits, word)
-    for name, word in list(found.items()):
+    for name in list(found):
         if hasattr(modules.get(name), "lora_A"):
             found |= _of_adapter(name, modules[name], found.pop(name))
     return found
@@ -147,6 +152,8 @@ def _refuse(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> None:
             )
     _refuse_heads(root, styles, ranks)
     _refuse_random(root, ranks)
+    if plan.sequence:
+        shared_modules(root, plan, styles)
 
 
 def _refuse_module(name: str, module: Any, word: str, ranks: int) -> None:
@@ -155,8 +162,8 @@ def _refuse_module(name: str, module: Any, word: str, ranks: int) -> None:
         shape = getattr(module, "out_features", None), getattr(module, "in_features", None)
         if weight is None or tuple(weight.shape) != shape or not weight.is_floating_point():
             raise ValueError(
-                f"tensor: {name!r} is a {type(module).__name__}, not a linear layer with a weight of (out_features, "
-                f"in_features) in floating point, so {word!r} does not fit it; give it another style, or leave out tensor"
+                f"tensor: {name!r} is a {type(module).__name__}, not a linear layer with a floating-point weight of "
+                f"(out_features, in_features), which {word!r} is for: give it another style, or leave out tensor"
             )
     if word.startswith("embedding") and not isinstance(module, nn.Embedding):
         raise ValueError(f"tensor: {name!r} is a {type(module).__name__}, no embedding; {word!r} does not fit it")
@@ -209,6 +216,7 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Cut the parameters of ``root``, and let its modules compute with this rank's parts, in place."""
     styles = _by_name(root, plan.styles or _reduced_by_hooks(root), strict=False)
     whole = {each.name for each in plan.replicated}
+    blocks = shared_modules(root, plan, styles) if plan.sequence else []
     sums: dict[nn.Module, set[str]] = {}
     for held in names.held_tensors(root, "parameters"):
         if held.name in whole or isinstance(held.tensor, DTensor):
@@ -219,7 +227,8 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         for name, (module, attribute) in zip(held.names, held.places, strict=True):
             _torch.own_parameters(module)[attribute] = new
             word = styles.get(name) or styles.get(name.rpartition(".")[0], "replicate")
-            sums.setdefault(module, set()).update([attribute] if STYLES[word].sums else [])
+            is_sum = STYLES[word].sums or any(name.startswith(f"{block}.") for block, _ in blocks)
+            sums.setdefault(module, set()).update([attribute] if is_sum else [])
     for module, attributes in sums.items():
         compute_with_parts(module, attributes)
     for name, module in names.named_modules(root):
@@ -227,7 +236,9 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             if styles[name] == "mla_kv_a_proj":
                 config: Any = getattr(names.unwrap(root), "config", None)
                 module.__dict__["_trueshard_rope"] = config.get_text_config().qk_rope_head_dim
-            share_forward(module, styles[name], mesh)
+            share_forward(module, styles[name], mesh, in_block=any(name.startswith(f"{block}.") for block, _ in blocks))
+    if blocks:
+        split_blocks(root, blocks, mesh.get_group())
 
 
 def _reduced_by_hooks(root: nn.Module) -> dict[str, str]:
