@@ -19,6 +19,7 @@ from messages import naming
 from parity import Ranks
 from tensor_models import MODELS, batch, build, distance, llama, optimizers, parameters, state, train, whole
 from trueshard import _torch
+from trueshard.train.losses import CausalLoss
 
 EXACT = 1e-12
 
@@ -366,3 +367,32 @@ def test_what_cannot_be_shared_is_said_at_once_and_changes_nothing(ranks4: Ranks
     for found in ranks4.run(refused):
         for what, words in expected.items():
             assert re.search(words, found[what]), (what, found[what])
+
+
+# The trainer's losses
+
+
+def losses(rank: int, world_size: int, tensor: int) -> dict[str, torch.Tensor]:
+    """Losses at the head and their gradients: of tokens and of rows; whole logits; log-probabilities of policies."""
+    found = {}
+    for name in ("llama", "tied"):
+        model = build(name)
+        if tensor:
+            trueshard.shard(model, tensor=tensor)
+        ids = batch(0)[:3]
+        targets = ids.roll(-1, 1)
+        targets[0, :5] = -100
+        for what, loss in {"rows": CausalLoss(), "whole": CausalLoss(whole_logits=True)}.items():
+            each = loss(model, {"input_ids": ids, "targets": targets}, rows=what == "rows")
+            each.sum().backward()
+            found[f"{name} {what}"] = each.detach().double()
+            found |= {f"{name} {what} {n}": whole(p.grad) for n, p in model.named_parameters()}
+            assert not loss.whole_logits or what == "whole"
+            model.zero_grad()
+    return found
+
+
+def test_losses_at_a_head_whose_vocabulary_is_shared(alone: Ranks, ranks2: Ranks) -> None:
+    (expected,) = alone.run(losses, 0)
+    for found in ranks2.run(losses, 2):
+        assert distance(found, expected) < EXACT

@@ -27,7 +27,7 @@ from trueshard.runtime.collectives import gather, own_part, sum_gradients, sum_p
 from trueshard.runtime.sequence import is_split
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_KEY = "_trueshard_sums"
+_KEY, _SHARED = "_trueshard_sums", "_trueshard_shared_head"
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,8 @@ def share_forward(module: nn.Module, word: str, mesh: DeviceMesh, *, in_block: b
         module.__dict__["forward"] = _own_rows_of(module, inner, group)
     if not any((style.enter, style.leave, style.apart)):
         return
+    if word == "colwise_gather_output":
+        module.__dict__[_SHARED] = SharedHead(module, group)
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -181,6 +183,29 @@ def _own_rows_of(module: Any, inner: Callable[..., Any], group: dist.ProcessGrou
         return sum_parts(found.masked_fill(others.unsqueeze(-1), 0), group)
 
     return forward
+
+
+class SharedHead:
+    """A layer of whose outputs each rank computes a part, and which gives all of them."""
+
+    def __init__(self, module: Any, group: dist.ProcessGroup) -> None:
+        self._module, self.group, self._total = module, group, module.out_features
+        self.first = rows_of(self._total, group.rank(), group.size())[0]
+        """The first output that is this rank's."""
+
+    def part(self, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Return this rank's part of the outputs; the gradient of ``hidden`` is whole."""
+        found: torch.Tensor = type(self._module).forward(self._module, sum_gradients(hidden, self.group), **kwargs)
+        return found
+
+    def whole(self, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Return all outputs."""
+        return gather(self.part(hidden, **kwargs), -1, self._total, self.group)
+
+
+def shared_head(module: nn.Module) -> SharedHead | None:
+    """Return how ranks share the outputs of a layer; None if each computes all of them."""
+    return module.__dict__.get(_SHARED)
 
 
 def _on_first(function: Any, args: Any, kwargs: Any, group: dist.ProcessGroup) -> Arguments:

@@ -12,6 +12,7 @@
 - The head's own ``forward`` is replaced for the pass by one that returns losses, behind any hooks of the head: FSDP2
   gathers its weight as usual. A model that changes its logits (caps or scales them) would do that to losses, so it must
   return the very tensor that the head gave; otherwise there is no such loss.
+- Where ranks share the vocabulary (the tensor axis), each has its part of the logits, and sums travel, not logits.
 - DPO (Rafailov et al. 2023, equation 7; label smoothing: Mitchell 2023) compares with a reference: another model,
   frozen and sharded, or the model itself with its PEFT adapter off, which costs no memory.
 """
@@ -32,6 +33,8 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 
 from trueshard import _torch
 from trueshard.model import names
+from trueshard.runtime.collectives import sum_parts
+from trueshard.runtime.styles import SharedHead, shared_head
 from trueshard.train.data.samples import IGNORED, Batch
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -107,9 +110,13 @@ class CausalLoss:
 
         def compute(head: nn.Module | None, own: Forward, hidden: torch.Tensor) -> torch.Tensor:
             is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-            if is_plain and not rows:
+            shared = None if head is None else shared_head(head)
+            if shared is not None:
+                each = each_loss(shared.part, hidden, targets.flatten(), shared)
+            elif is_plain and not rows:
                 return summed(cast(nn.Linear, head), hidden, targets.flatten())
-            each = each_loss(own, hidden, targets.flatten()) if head else losses_of(hidden, targets.flatten())
+            else:
+                each = each_loss(own, hidden, targets.flatten()) if head else losses_of(hidden, targets.flatten())
             return each.view(targets.shape).sum(1) if rows else each.sum()
 
         return self._rows_of(model, inputs, targets.shape, compute).reshape(shape)
@@ -247,6 +254,23 @@ def losses_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="none")
 
 
+def losses_of_parts(logits: torch.Tensor, targets: torch.Tensor, shared: SharedHead) -> torch.Tensor:
+    """Return the cross entropy of each row, of which each rank has the logits of its part of the vocabulary.
+
+    logits [rows, part of the vocabulary], targets [rows] → [rows], float32 or wider, on every rank.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    with torch.no_grad():
+        largest = wide.amax(1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=shared.group)
+    wide = wide - largest.unsqueeze(1)
+    index = targets - shared.first
+    is_here = (index >= 0) & (index < wide.shape[1])
+    own = wide.gather(1, index.where(is_here, 0).unsqueeze(1)).squeeze(1) * is_here
+    total, own = sum_parts(torch.stack([wide.exp().sum(1), own]), shared.group)
+    return (total.log() - own) * targets.ne(IGNORED)
+
+
 def summed(
     linear: nn.Linear,  # with its weight gathered
     hidden: torch.Tensor,  # [rows, features]
@@ -267,11 +291,12 @@ def each_loss(
     head: Forward,  # [some rows, features] → logits [some rows, vocabulary]; called again in backward
     hidden: torch.Tensor,  # [rows, features]
     targets: torch.Tensor,  # [rows], int64; -100 for no loss
+    shared: SharedHead | None = None,  # ranks have parts of the vocabulary
 ) -> torch.Tensor:
     """Return the cross entropy of each row: [rows], float32 or wider."""
 
     def piece(some: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return losses_of(head(some), wanted)
+        return losses_of(head(some), wanted) if shared is None else losses_of_parts(head(some), wanted, shared)
 
     rows = -(-hidden.shape[0] // _PIECES) or 1
     pieces = zip(hidden.split(rows), targets.split(rows), strict=True)
@@ -384,7 +409,8 @@ def _replaced(heads: Sequence[nn.Module], instead: Callable[..., torch.Tensor]) 
     before = [head.__dict__.get("forward") for head in heads]
     for head in heads:
         # The class's own: an instance's is a wrapper that begins a pass, or recomputes, around it.
-        own = functools.partial(type(head).forward, head)
+        shared = shared_head(head)
+        own = functools.partial(type(head).forward, head) if shared is None else shared.whole
         head.__dict__["forward"] = functools.partial(instead, head, own)
     try:
         yield
