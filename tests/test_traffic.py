@@ -111,6 +111,35 @@ def test_what_is_frozen_is_not_reduced(ranks2: Ranks) -> None:
         assert result["received"]["reduce_scatter"] == pytest.approx(1 / 2 * 4 * result["trainable"], rel=1e-12)
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_tensor_axis_moves_activations_and_less_of_the_parameters(sequence: bool, ranks4: Ranks) -> None:
+    """On S × T ranks, n tokens of width H, L blocks, vocabulary V, in float32, g = (T-1)/T: a block sums its two outputs
+    forwards and its two inputs backwards, n·H each (all-reduce: 2·g); with sequence it gathers and scatters each of them
+    once (g). Once a step: the embedding's output, the head's input, and the logits are gathered."""
+    words = {"reshard_after_forward": "always", "tensor": {"ranks": 2, "sequence": sequence}}
+    for result in ranks4.run(count, words, False, ""):
+        n, width, f, g = 2 * 8, 48, 1 / 2, 1 / 2
+        common = sum(size for name, size in result["sizes"].items() if "norm" in name)
+        everything = (sum(result["sizes"].values()) - common) // 2 + common  # of a tensor rank
+        embedding = 96 * 48 // 2
+        activations = 4 * n * width
+        blocks = 4 * LAYERS * activations
+        logits = g * 4 * n * 96
+        sums = {"embedding": 2 * g * activations, "head": 2 * g * activations}
+        in_blocks = 4 * sum(size for name, size in result["sizes"].items() if "norm" in name and "layers" in name)
+        received = result["received"]
+        gathered = f * 4 * (2 * everything - embedding) + logits
+        reduced = f * 4 * everything
+        if sequence:  # the ends of the blocks, and the gradients of norms, which are of parts
+            assert received["all_gather"] == pytest.approx(gathered + g * (blocks + 2 * activations), rel=1e-12)
+            assert received["reduce_scatter"] == pytest.approx(reduced + g * blocks, rel=1e-12)
+            assert received["all_reduce"] == pytest.approx(sum(sums.values()) + 2 * g * in_blocks, rel=1e-12)
+        else:
+            assert received["all_gather"] == pytest.approx(gathered, rel=1e-12)
+            assert received["reduce_scatter"] == pytest.approx(reduced, rel=1e-12)
+            assert received["all_reduce"] == pytest.approx(sum(sums.values()) + 2 * g * blocks, rel=1e-12)
+
+
 def microbatched(rank: int, world_size: int, microbatches: int, how: str, replicas: int = 1) -> tuple[Any, int]:
     """(bytes received in a step, by kind; gradients in elements)."""
     torch.manual_seed(0)

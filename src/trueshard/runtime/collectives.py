@@ -14,12 +14,22 @@ from torch.autograd.function import once_differentiable
 from trueshard.model.regions import rows_of
 
 Group = dist.ProcessGroup
+_last: list[torch.Tensor] = []
+"""The tensor that ``sum_gradients`` was given last, and what it returned; empty from the backward on."""
 
 
 def sum_gradients(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return ``x``, the same on every rank; its gradient is the sum of what ranks have."""
-    tracked = torch.is_grad_enabled() and x.requires_grad
-    return _SumGradients.apply(x, group) if tracked else x
+    """Return ``x``, the same on every rank; its gradient is the sum of what ranks have.
+
+    Of a tensor that several modules are given (queries, keys and values) gradients are added first, and summed once.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    if torch.compiler.is_compiling():
+        return _SumGradients.apply(x, group)
+    if not (_last and _last[0] is x):
+        _last[:] = x, _SumGradients.apply(x, group)
+    return _last[1]
 
 
 def sum_parts(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -55,6 +65,7 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        _last.clear()
         return _summed(grad, ctx.group), None
 
 
