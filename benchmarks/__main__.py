@@ -26,6 +26,7 @@ NAMES = (
     "step",
     "optimizer",
     "muon",
+    "axes",
     "shard_time",
     "traffic",
     "planner",
