@@ -96,6 +96,8 @@ CALLED = {
     "watch_communication",
     "watching_resizes",
     "apart",
+    "packed",
+    "split_factor",
     "flat_memory",
     "memory_identity",
     "drop_unreduced",
@@ -202,6 +204,12 @@ def test_wrappers_and_compilation() -> None:
     assert not _torch.is_compiled_in_place(model)
     model.compile(backend="eager")
     assert _torch.is_compiled_in_place(model)
+
+
+def test_packed_placements() -> None:
+    packed = _torch.packed(0, 2)
+    assert (packed.dim, _torch.split_factor(packed), _torch.split_factor(Shard(0))) == (0, 2, 1)
+    assert not packed.is_replicate()
 
 
 def test_tensors() -> None:

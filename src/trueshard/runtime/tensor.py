@@ -27,6 +27,9 @@ from trueshard.runtime.sequence import shared_modules, split_blocks
 from trueshard.runtime.styles import STYLES, compute_with_parts, share_forward
 
 
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
 def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
     """Return ``plan`` with the sizes of a mesh, and the styles for this model; nothing is touched.
 
@@ -187,7 +190,7 @@ def _refuse_heads(root: nn.Module, styles: Mapping[str, str], ranks: int) -> Non
 
 def _refuse_random(root: nn.Module, ranks: int) -> None:
     for name, module in names.named_modules(root):
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+        if isinstance(module, _DROPOUT) and module.p > 0:
             raise ValueError(
                 f"tensor={ranks}: {name!r} drops values at random (p={module.p}), and ranks that share a matrix would "
                 "drop different ones; set it to 0"
