@@ -158,3 +158,44 @@ def test_an_adapter_over_a_quantized_base_is_exported_and_no_model_to_begin_with
     config = str(ROOT / "examples" / "sft.toml")
     assert main(["train", config, "--set", f"model.path={checkpoint}", "--set", f"run.dir={tmp_path / 'next'}"]) == 2
     assert "--to merged" in capfd.readouterr().err
+
+
+def trained_in_float64(rank: int, world_size: int, folder: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """`trained` of examples/long_context.toml in float64, which no key of [model] gives, norms too."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    from trueshard.train import parse
+    from trueshard.train.config import Config
+
+    def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def in_float64(path: Path, given: Any = ()) -> Config:
+        config = load(path, given)
+        return config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float64"})})
+
+    load, forward = parse.load_config, LlamaRMSNorm.forward
+    parse.load_config, LlamaRMSNorm.forward = in_float64, norm
+    try:
+        return trained(rank, world_size, "long_context", folder, overrides)
+    finally:
+        parse.load_config, LlamaRMSNorm.forward = load, forward
+
+
+@pytest.mark.rest
+def test_a_run_goes_on_at_another_context_with_the_same_samples(alone: Ranks, ranks4: Ranks, tmp_path: Path) -> None:
+    short = ("data.path=tests/models", "tokenizer.vocab_size=512", "train.sequence_length=93", "train.steps=6")
+    short += ("train.checkpoint_every=3", "schedule.warmup_steps=2", "sample.tokens=4")
+    short += ("evaluation.every=3", "evaluation.samples=5")
+    runs = {name: str(tmp_path / name) for name in ("alone", "shared")}
+    (whole,) = alone.run(trained_in_float64, runs["alone"], (*short, "shard.context=1"), timeout=240)
+    first = ranks4.run(trained_in_float64, runs["shared"], (*short, "shard.replicate=2"), timeout=240)[0]
+    shutil.rmtree(Path(runs["shared"]) / "checkpoints" / "step-00000006")
+    again = ranks4.run(trained_in_float64, runs["shared"], (*short, "shard.context=4"), timeout=240)[0]
+    assert "Resumed after step 3" in again["said"]
+    for found in (first, again):
+        assert [record["step"] for record in found["metrics"]] == [1, 2, 3, 4, 5, 6]
+        for one, other in zip(found["metrics"], whole["metrics"], strict=True):
+            assert (one["samples"], one["tokens"]) == (other["samples"], other["tokens"])
+            keys = [key for key in other if key in ("loss", "grad_norm", "evaluation_loss", "evaluation_count")]
+            assert [one[key] for key in keys] == pytest.approx([other[key] for key in keys], rel=1e-12, abs=0)

@@ -90,6 +90,18 @@ class Axes:
             names = AXES[:2][-self.all.ndim :]
         return dict(zip(names, self.all.shape, strict=True))
 
+    @property
+    def reader(self) -> tuple[int, int]:
+        """This rank's number among those that read different samples, and how many there are.
+
+        Ranks of one context, and of one tensor axis, read the same.
+        """
+        number, count = 0, 1
+        for dim, (name, size) in enumerate(self.sizes.items()):
+            if name not in _SHARED:
+                number, count = number * size + self.all.get_local_rank(dim), count * size
+        return number, count
+
 
 def ensure_axes(mesh: DeviceMesh | None, sizes: Mapping[str, int] | None = None) -> Axes:
     """Return the axes of ``mesh``, or of a mesh over all ranks; ``sizes``: of context and tensor, as asked for.

@@ -37,6 +37,7 @@ from trueshard.optim.rebind import shard_like
 from trueshard.optim.stepping import watch
 from trueshard.plans import MixedPrecision, Plan, Unit
 from trueshard.runtime import methods
+from trueshard.runtime.context import share_attention
 from trueshard.runtime.gradients import GradientHooks
 from trueshard.runtime.passes import Runtime
 from trueshard.runtime.replicated import HoldsWhole, follow_assignments, release_whole
@@ -125,6 +126,8 @@ def apply(
     arrived = arrived_on(root)
     if (shared := axes.tensor or arrived) is not None:
         cut(root, plan, shared)
+    if axes.context is not None and plan.context > 1:
+        share_attention(root, axes.context)
     for unit in plan.units:
         _prepare_modules(unit, [modules[name] for name in unit.modules], plan)
     for unit in sorted(plan.units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules)):

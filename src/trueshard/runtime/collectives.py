@@ -1,10 +1,12 @@
 """Collectives inside a forward, with their gradients: the axes of tensor and context compute by them.
 
-``total``: the size over all ranks of the dimension that they share, of which each has its part by torch.chunk's rule.
+``total``: the size over all ranks of the dimension that they share, of which each has its part: by torch.chunk's rule,
+or in ``exchange`` by that of ``part_of``, which leaves no rank without.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -54,6 +56,23 @@ def own_part(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 def scatter_sum(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """Return this rank's part along ``dim`` of the sum of ``x`` over ranks."""
     return _ScatterSum.apply(x, dim, group)
+
+
+def part_of(total: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return (start, length) of a rank's part of ``total``; lengths differ by at most one."""
+    start = total * rank // ranks
+    return start, total * (rank + 1) // ranks - start
+
+
+def exchange(x: torch.Tensor, cut: int, join: int, total: int, group: Group) -> torch.Tensor:
+    """Return this rank's part along ``cut`` of what ranks hold parts of along ``join``, whole there: an all-to-all.
+
+    Args:
+        x: whole along ``cut``, this rank's part along ``join``.
+        total: size along ``join`` over all ranks.
+    """
+    found: torch.Tensor = _Exchange.apply(x, cut, join, total, group)
+    return found
 
 
 class _SumGradients(torch.autograd.Function):
@@ -116,6 +135,18 @@ class _ScatterSum(torch.autograd.Function):
         return _gathered(grad, ctx.dim, ctx.total, ctx.group), None, None
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cut: int, join: int, total: int, group: Group) -> torch.Tensor:
+        ctx.cut, ctx.join, ctx.total, ctx.group = cut, join, x.shape[cut], group
+        return _exchanged(x, cut, join, total, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _exchanged(grad, ctx.join, ctx.cut, ctx.total, ctx.group), None, None, None, None
+
+
 def _summed(x: torch.Tensor, group: Group) -> torch.Tensor:
     found = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(found, group=group)
@@ -147,3 +178,16 @@ def _scattered(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     found = first.new_empty((largest, *first.shape[1:]))
     dist.reduce_scatter_tensor(found, first.contiguous(), group=group)
     return found[: rows_of(total, group.rank(), ranks)[1]].movedim(0, dim).contiguous()
+
+
+def _exchanged(x: torch.Tensor, cut: int, join: int, total: int, group: Group) -> torch.Tensor:
+    rank, ranks = group.rank(), group.size()
+    shape = list(x.shape)
+    shape[cut] = part_of(x.shape[cut], rank, ranks)[1]
+    shapes = [[*shape[:join], part_of(total, other, ranks)[1], *shape[join + 1 :]] for other in range(ranks)]
+    sent = x.split([part_of(x.shape[cut], other, ranks)[1] for other in range(ranks)], cut)
+    into, out_of = [math.prod(each) for each in shapes], [each.numel() for each in sent]
+    received = x.new_empty(sum(into))
+    dist.all_to_all_single(received, torch.cat([each.flatten() for each in sent]), into, out_of, group=group)
+    parts = zip(received.split(into), shapes, strict=True)
+    return torch.cat([part.view(each) for part, each in parts], join)

@@ -24,7 +24,7 @@ from trueshard.optim.classify import classify, manner, refusal
 from trueshard.optim.rebind import rebind
 from trueshard.optim.stepping import bind, unwatch, watch
 from trueshard.plans import Plan
-from trueshard.runtime import access, apply
+from trueshard.runtime import access, apply, context
 from trueshard.runtime.passes import Runtime, runtime_of
 from trueshard.runtime.tensor import resolve as resolve_tensor
 from trueshard.runtime.waiting import watch_ranks
@@ -53,6 +53,7 @@ def shard(
             refuse(names.unwrap(model), parameters, buffers)
             resolved = resolve(model, how, tuple(axes.data.shape))
             resolved = resolve_tensor(names.unwrap(model), resolved, axes.sizes)
+            context.refuse(names.unwrap(model), resolved)
             verdicts = [classify(optimizer) for optimizer in optimizers]
         facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key != "units"]
         facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]

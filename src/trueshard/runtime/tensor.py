@@ -96,6 +96,14 @@ def own_styles(root: nn.Module) -> dict[str, str]:
     )
 
 
+def is_shared(root: nn.Module, plan: Plan, module: nn.Module) -> bool:
+    """Return True if ``tensor`` ranks share ``module`` of a model with this plan."""
+    if plan.tensor == 1:
+        return False
+    styles = _by_name(root, plan.styles, strict=False)
+    return any(name in styles for name, each in names.named_modules(root) if each is module)
+
+
 def _by_name(root: nn.Module, styles: Mapping[str, str], *, strict: bool) -> dict[str, str]:
     """Return name of a module or parameter → style: that of the last glob that matches."""
     modules = dict(names.named_modules(root))
@@ -154,7 +162,7 @@ def _refuse(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> None:
                 f"would have nothing along dimension {dim}"
             )
     _refuse_heads(root, styles, ranks)
-    _refuse_random(root, ranks)
+    refuse_random(root, "tensor", ranks)
     if plan.sequence:
         shared_modules(root, plan, styles)
 
@@ -188,20 +196,21 @@ def _refuse_heads(root: nn.Module, styles: Mapping[str, str], ranks: int) -> Non
             )
 
 
-def _refuse_random(root: nn.Module, ranks: int) -> None:
+def refuse_random(root: nn.Module, axis: str, ranks: int) -> None:
+    """Raise ValueError for what is drawn at random, or summed over a batch, inside a module that ranks share."""
     for name, module in names.named_modules(root):
         if isinstance(module, _DROPOUT) and module.p > 0:
             raise ValueError(
-                f"tensor={ranks}: {name!r} drops values at random (p={module.p}), and ranks that share a matrix would "
+                f"{axis}={ranks}: {name!r} drops values at random (p={module.p}), and ranks that share its work would "
                 "drop different ones; set it to 0"
             )
         rate = getattr(module, "attention_dropout", 0.0)
         if isinstance(rate, float) and rate > 0:
-            raise ValueError(f"tensor={ranks}: {name!r} has attention_dropout={rate}; set it to 0")
+            raise ValueError(f"{axis}={ranks}: {name!r} has attention_dropout={rate}; set it to 0")
     config = getattr(names.unwrap(root), "config", None)
     if getattr(config, "output_router_logits", False):
         raise ValueError(
-            "tensor: a loss that balances routers is not the same on several ranks: set output_router_logits=False"
+            f"{axis}: a loss that balances routers is not the same on several ranks: set output_router_logits=False"
         )
 
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -363,6 +364,21 @@ class ShardSection(Section):
     """Place of the shards between uses."""
     memory: Annotated[Text, AfterValidator(_is_size)] | None = None
     """A budget for each rank, such as "70GiB", for what is "auto"."""
+    tensor: Annotated[int, Field(ge=1)] | dict[Text, Text | Annotated[int, Field(ge=1)]] = 1
+    """Ranks that share each matrix; or a table from glob to style, with `ranks`. They read the same samples."""
+    context: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share each sequence: each has a part of its tokens. They read the same samples."""
+    experts: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share the experts of each layer."""
+
+    def readers(self, ranks: int) -> int:
+        """Return how many of `ranks` read different samples; raise ValueError if the axes do not divide them."""
+        axes = {"shard.tensor": self.choices().axes()["tensor"], "shard.context": self.context}
+        sizes = {"shard.replicate": self.replicate} | axes
+        if ranks % (product := math.prod(sizes.values())):
+            said = " × ".join(f"{key} = {size}" for key, size in sizes.items() if size > 1)
+            raise ValueError(f"{said}: {ranks} ranks do not divide by {product}; choose others")
+        return ranks // math.prod(axes.values())
 
     def choices(self) -> Choices:
         """Return the options of `trueshard.shard()`."""
@@ -447,6 +463,10 @@ class Config(Section):
             if self.data.format == "prompt":
                 raise ValueError('data.format = "prompt" has no answers to learn from; add [rl] and [reward]')
             return
+        if shared := [axis for axis, size in self.shard.choices().axes().items() if size > 1]:
+            raise ValueError(
+                f"shard.{shared[0]} does not go with [rl], whose ranks answer different prompts; remove it"
+            )
         if self.data.format != "prompt":
             raise ValueError(f'[rl] needs prompts, and data.format is "{self.data.format}"; set it to "prompt"')
         if self.data.streaming:

@@ -34,7 +34,9 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 from trueshard import _torch
 from trueshard.model import names
 from trueshard.runtime.collectives import sum_parts
+from trueshard.runtime.passes import runtime_of
 from trueshard.runtime.styles import SharedHead, shared_head
+from trueshard.runtime.tensor import is_shared
 from trueshard.train.data.samples import IGNORED, Batch
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -141,6 +143,8 @@ class HeadRows:
         def at_rows(head: nn.Module, own: Forward, hidden: torch.Tensor) -> torch.Tensor:
             return compute(head, own, hidden.flatten(0, 1)).reshape(-1, 1, 1).clone()  # FSDP2 warns of views
 
+        if not self.whole_logits and _shares_head(model):
+            self._hold(f"ranks share the head of {_kind(model)}")
         if not self.whole_logits:
             device = next(iter(inputs.values()))
             before = None if self._known else (torch.get_rng_state(), *get_device_states(device))
@@ -151,13 +155,7 @@ class HeadRows:
             assert before is not None, "a model changed what it does to its logits"
             torch.set_rng_state(before[0])
             set_device_states(*before[1:])
-            self.whole_logits = self._known = True
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                kind = _torch.own_class(names.unwrap(model)).__name__
-                warnings.warn(
-                    f"{kind} changes the logits that its head gives, so the loss is computed from all of them at once",
-                    stacklevel=2,
-                )
+            self._hold(f"{_kind(model)} changes the logits that its head gives")
         logits = logits_of(model, inputs)
         if logits.shape[:-1] != shape:
             raise ValueError(
@@ -165,6 +163,12 @@ class HeadRows:
                 "one row for each input token"
             )
         return compute(None, lambda rows: rows, logits.flatten(0, 1)).flatten()
+
+    def _hold(self, why: str) -> None:
+        """From now on, hold the whole logits; say why."""
+        self.whole_logits = self._known = True
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            warnings.warn(f"{why}, so the loss is computed from all logits at once", stacklevel=3)
 
 
 class PreferenceLoss:
@@ -208,8 +212,14 @@ class PreferenceLoss:
         with torch.no_grad(), adapter_off:
             before = self._margins(self._other, model if self.reference is None else self.reference, batch)
         margins = self.beta * (self._margins(self._policy, model, batch) - before)
+        runtime = runtime_of(names.unwrap(model))
+        shared = None if runtime is None else runtime.axes.context
+        if shared is not None:  # so far of a part of each answer
+            margins = sum_parts(margins, shared.get_group())
         right, wrong = F.logsigmoid(margins), F.logsigmoid(-margins)
-        return -((1 - self.label_smoothing) * right + self.label_smoothing * wrong).sum()
+        loss = -((1 - self.label_smoothing) * right + self.label_smoothing * wrong).sum()
+        # Each of the ranks that share an answer has its loss, and the gradient of its part: the value counts once.
+        return loss if shared is None or shared.get_local_rank() == 0 else loss - loss.detach()
 
     def _margins(self, losses: CausalLoss, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return log-probability of the chosen minus the rejected answers, [pairs]."""
@@ -389,6 +399,17 @@ def logits_of(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Ten
     output = model(**inputs, use_cache=False)
     logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
     return logits
+
+
+def _kind(model: nn.Module) -> str:
+    return _torch.own_class(names.unwrap(model)).__name__
+
+
+def _shares_head(model: nn.Module) -> bool:
+    """Return True if ranks share the head in a way of which no part can be taken apart."""
+    runtime = runtime_of(names.unwrap(model))
+    heads = [head for head in _heads_of(model) if shared_head(head) is None]
+    return runtime is not None and any(is_shared(runtime.root, runtime.plan, head) for head in heads)
 
 
 def _heads_of(model: nn.Module) -> list[nn.Module]:

@@ -27,6 +27,7 @@ from trueshard.model import names
 from trueshard.optim.norms import clip_grad_norm_
 from trueshard.runtime.engine import accumulate
 from trueshard.runtime.passes import runtime_of
+from trueshard.runtime.sequences import split_sequence
 from trueshard.runtime.tokens import token_mean
 from trueshard.train.data.loader import EndlessLoader
 from trueshard.train.losses import Loss, Mean
@@ -153,6 +154,14 @@ class Trainer:
         self.callbacks, self.saved = list(callbacks), dict(saved or {})
         runtime = runtime_of(names.unwrap(model))
         self._sharded = runtime is not None
+        self._axes = None if runtime is None else runtime.axes
+        self._leads_context = not (self._axes and self._axes.context and self._axes.context.get_local_rank())
+        self._leads_tensor = not (self._axes and self._axes.tensor and self._axes.tensor.get_local_rank())
+        if self._axes is not None and self._axes.context is not None and isinstance(self.loss, Mean):
+            raise ValueError(
+                "loss: ranks that share a sequence have parts of different numbers of terms, and the mean of their means "
+                "is not that of the whole; give a Loss, which counts them"
+            )
         self.device = device_of(runtime.mesh) if runtime else next(model.parameters()).device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -213,15 +222,15 @@ class Trainer:
         microbatches = [next(self._reader) for _ in range(self.accumulate)]
         self.batches += self.accumulate
         waited = time.perf_counter() - began
-        count = sum(self.loss.count(batch) for batch in microbatches)
-        tokens = sum(self._tokens_of(batch) for batch in microbatches)
+        count = self._count(microbatches)
+        tokens = sum(self._tokens_of(batch) for batch in microbatches) if self._is_counted else 0
         mean = token_mean(self.model, count)
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)
         for number, batch in enumerate(microbatches, start=1):
             with accumulate(self.model, last=number == self.accumulate) if self._sharded else nullcontext():
-                part = self.loss(self.model, self._to_device(batch))
+                part = self.loss(self.model, self._own(batch))
                 self._scaling.scale(mean(part)).backward()
-            loss_sum += part.detach()
+            loss_sum += part.detach() * self._leads_tensor
         self._scaling.unscale_(self.optimizer)
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         norm = float(clip_grad_norm_(self.model.parameters(), limit))
@@ -308,9 +317,9 @@ class Trainer:
                 break
             if empty:
                 raise ValueError("a rank has no microbatch of the evaluation at all; use more data, or fewer ranks")
-            part = float(self.loss(self.model, self._to_device(batch)))
-            if fresh is not None:
-                sums = [sums[0] + part, sums[1] + self.loss.count(batch)]
+            part = float(self.loss(self.model, self._own(batch)))
+            if fresh is not None and self._leads_tensor:
+                sums = [sums[0] + part, sums[1] + self._count([batch])]
         total, count = over_ranks(sums, self.device)
         if not count:
             raise ValueError("the evaluation has no target; give it data that has")
@@ -389,6 +398,21 @@ class Trainer:
 
     def _by_metric(self) -> bool:
         return isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+    def _count(self, batches: Sequence[Any]) -> int:
+        """Return the number of terms of whole batches, on one of the ranks that share their sequences; else 0."""
+        return sum(self.loss.count(batch) for batch in batches) if self._leads_context else 0
+
+    @property
+    def _is_counted(self) -> bool:
+        """True on one of the ranks that read the same samples."""
+        return self._leads_context and self._leads_tensor
+
+    def _own(self, batch: Any) -> Any:
+        """Return what this rank computes of a microbatch, on its device: a part of each sequence if ranks share it."""
+        if self._axes is None or self._axes.context is None:
+            return self._to_device(batch)
+        return split_sequence(self.model, batch)
 
     def _to_device(self, batch: Any) -> Any:
         if isinstance(batch, torch.Tensor):

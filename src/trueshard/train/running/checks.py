@@ -121,9 +121,14 @@ def check_settings(config: Config, ranks: int) -> Any:
     """Return the transformers configuration of the model; raise `UserError` if settings do not go together."""
     quiet_transformers()
     train = config.train
-    if config.rl is None and train.batch_size % (portion := ranks * train.accumulate):
+    try:
+        readers = config.shard.readers(ranks)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if config.rl is None and train.batch_size % (portion := readers * train.accumulate):
+        whose = f"{ranks} ranks" if readers == ranks else f"{readers} groups of ranks that read the same samples"
         raise UserError(
-            f"train.batch_size: {train.batch_size} sequences do not divide over {ranks} ranks × train.accumulate = "
+            f"train.batch_size: {train.batch_size} sequences do not divide over {whose} × train.accumulate = "
             f"{train.accumulate}; use a multiple of {portion}, such as {-(-train.batch_size // portion) * portion}"
         )
     check_optimizer(config.optimizer)

@@ -204,7 +204,7 @@ class _RemedySearch:
 
     def _accumulations(self) -> list[dict[str, Any]]:
         train = self._config.train
-        rows = train.batch_size // (self._ranks * train.accumulate)
+        rows = train.batch_size // (self._config.shard.readers(self._ranks) * train.accumulate)
         return [{"train.accumulate": train.accumulate * times} for times in range(2, rows + 1) if rows % times == 0]
 
     def _fits(self, change: Settings) -> bool:

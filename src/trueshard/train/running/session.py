@@ -179,7 +179,7 @@ def build_trainer(
     loss: Loss
     if config.rl is None:
         loss = choose_loss(config, settings, model)
-        loader, evaluation = _loaders(config, data, device)
+        loader, evaluation = _loaders(config, data, model, device)
     else:
         from trueshard.train.rl import run
 
@@ -212,14 +212,11 @@ def build_trainer(
 
 def shard(section: ShardSection, model: nn.Module, *optimizers: torch.optim.Optimizer) -> trueshard.Plan:
     """Call `trueshard.shard()` with the words of `[shard]`. Collective. Raise `UserError` for what it refuses."""
-    ranks, mesh = dist.get_world_size() if dist.is_initialized() else 1, None
-    if section.replicate > 1:
-        if ranks % section.replicate:
-            raise UserError(
-                f"shard.replicate: {ranks} ranks do not divide into {section.replicate} copies; choose another"
-            )
-        mesh = replicated_mesh(section.replicate)
+    mesh = None
     try:
+        section.readers(dist.get_world_size() if dist.is_initialized() else 1)
+        if section.replicate > 1:
+            mesh = replicated_mesh(section.replicate, section.choices().axes())
         return trueshard.shard(model, *optimizers, mesh=mesh, **vars(section.choices()))
     except (ValueError, trueshard.NothingFits) as error:
         raise UserError(f"[shard]: {one_line(error)}") from error
@@ -286,9 +283,11 @@ def loader_of(config: Config, data: Prepared, **here: Any) -> Loader:
     return Loader(data.train, data.collate, **here)
 
 
-def _loaders(config: Config, data: Prepared, device: torch.device) -> tuple[Loader, EvaluationLoader | None]:
-    train, ranks = config.train, dist.get_world_size()
-    here: dict[str, Any] = {"rank": dist.get_rank(), "ranks": ranks, "device": device}
+def _loaders(
+    config: Config, data: Prepared, model: nn.Module, device: torch.device
+) -> tuple[Loader, EvaluationLoader | None]:
+    train, (rank, ranks) = config.train, sharded(model).axes.reader
+    here: dict[str, Any] = {"rank": rank, "ranks": ranks, "device": device}
     loader = loader_of(config, data, prefetch=config.data.prefetch, **here)
     if config.evaluation is None or data.evaluation is None:
         return loader, None

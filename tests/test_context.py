@@ -1,0 +1,432 @@
+"""The context axis: ranks that share each sequence train as one process does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import trueshard
+from gathering import whole
+from messages import naming
+from models.case import seeded
+from models.hub import TEXT, quiet
+from parity import Pool, Ranks, assert_same
+
+IGNORED = -100
+LENGTH = 13
+"""Positions of a sequence: no number of ranks divides them."""
+ROWS, STEPS = 4, 3
+
+
+def exact_norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """RMSNorm in the dtype of its input: transformers' computes in float32."""
+    return self.weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+def build(name: str, heads: int = 4, key_value_heads: int = 2, attention: str = "sdpa", **options: Any) -> nn.Module:
+    import transformers
+
+    model, config = {
+        "gpt2": ("GPT2LMHeadModel", "GPT2Config"),
+        "llama": ("LlamaForCausalLM", "LlamaConfig"),
+        "qwen3": ("Qwen3ForCausalLM", "Qwen3Config"),
+        "mistral": ("MistralForCausalLM", "MistralConfig"),
+        "gemma2": ("Gemma2ForCausalLM", "Gemma2Config"),
+    }[name]
+    fields = TEXT | {"hidden_size": 8 * heads, "num_attention_heads": heads}
+    if name != "gpt2":
+        fields |= {"num_key_value_heads": key_value_heads, "head_dim": 8}
+    settings = quiet(getattr(transformers, config)(**fields | options))
+    settings._attn_implementation = attention
+    made = seeded(0, lambda: getattr(transformers, model)(settings)).double()
+    for module in made.modules():
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            module.forward = exact_norm.__get__(module)
+    return made
+
+
+def batch_of(kind: str, seed: int) -> dict[str, torch.Tensor]:
+    """ROWS sequences: plain, packed from documents, or padded at their ends."""
+    ids = torch.randint(3, 64, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[0, 2:7] = IGNORED
+    if kind == "plain":
+        return {"input_ids": ids, "labels": labels}
+    if kind == "packed":
+        ends = torch.tensor([3, 5, 8, 11]).unsqueeze(1)
+        places = torch.arange(LENGTH).expand(ROWS, -1)
+        positions = torch.where(places < ends, places, places - ends)
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+    mask = (torch.arange(LENGTH) < torch.tensor([[13], [9], [4], [1]])).long()
+    return {"input_ids": ids, "labels": labels.masked_fill(mask == 0, IGNORED), "attention_mask": mask}
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any], loss_of: Any) -> dict[str, Any]:
+    """Return gradients, norm and loss of each step, and the parameters after all; two microbatches a step."""
+    report: dict[str, Any] = {}
+    sharded = hasattr(model, "set_requires_gradient_sync")
+    for step, microbatches in enumerate(batches):
+        report[f"loss {step}"] = loss_of(model, microbatches)
+        named = {name: p.grad for name, p in model.named_parameters()}
+        report[f"gradients {step}"] = whole(named)
+        clip = trueshard.clip_grad_norm_ if sharded else nn.utils.clip_grad_norm_
+        report[f"norm {step}"] = whole({"norm": clip(model.parameters(), 0.1)})
+        optimizer.step()
+        optimizer.zero_grad()
+    return report | {"parameters": whole(dict(model.named_parameters()))}
+
+
+def summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def of_one(model: nn.Module, microbatches: list[dict[str, torch.Tensor]]) -> float:
+    """transformers' own forward of whole sequences; the mean over all targets."""
+    targets = [batch["labels"][:, 1:] for batch in microbatches]
+    count, total = sum(int(each.ne(IGNORED).sum()) for each in targets), 0.0
+    for batch, wanted in zip(microbatches, targets, strict=True):
+        logits = model(**{key: each for key, each in batch.items() if key != "labels"}).logits
+        loss = summed(logits[:, :-1], wanted) / count
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def of_parts(model: nn.Module, microbatches: list[dict[str, torch.Tensor]]) -> float:
+    parts = [trueshard.split_sequence(model, batch) for batch in microbatches]
+    mean = trueshard.token_mean(model, sum(trueshard.count_targets(p["labels"], shifted=False) for p in parts))
+    total = torch.zeros((), dtype=torch.float64)
+    for number, part in enumerate(parts, start=1):
+        with trueshard.accumulate(model, last=number == len(parts)):
+            given = {key: each for key, each in part.items() if "labels" not in key}
+            loss = summed(model(**given).logits, part["labels"])
+            mean(loss).backward()
+        total += loss.detach()
+    return mean.value(total)
+
+
+def trained(rank: int, world_size: int, kinds: tuple[str, ...], model: Any, sizes: Any, options: Any) -> dict[str, Any]:
+    """Three steps of AdamW on each kind of batch."""
+    found = {}
+    for kind in kinds:
+        made = build(*model[0], **model[1])
+        optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2, eps=1e-3)
+        batches = [[batch_of(kind, 2 * step), batch_of(kind, 2 * step + 1)] for step in range(STEPS)]
+        if world_size == 1:
+            found[kind] = steps(made, optimizer, batches, of_one)
+            continue
+        trueshard.shard(made, optimizer, **sizes, **options)
+        readers = world_size // (sizes.get("context", 1) * sizes.get("tensor", 1))
+        reader = rank // (sizes.get("context", 1) * sizes.get("tensor", 1))
+        own = [[{key: each.chunk(readers)[reader] for key, each in b.items()} for b in each] for each in batches]
+        found[kind] = steps(made, optimizer, own, of_parts)
+    return found
+
+
+ALL = ("plain", "packed", "padded")
+RECOMPUTED = {"activation_checkpointing": "full"}
+CASES = [
+    pytest.param(4, ALL, (("gpt2",), {}), {"context": 4}, {}, id="gpt2, context 4"),
+    pytest.param(4, ("packed",), (("llama", 4, 1), {}), {"context": 2}, RECOMPUTED, id="llama, shard 2 × context 2"),
+    pytest.param(4, ("padded",), (("qwen3",), {}), {"context": 2, "tensor": 2}, {}, id="qwen3, context 2 × tensor 2"),
+    pytest.param(3, ("plain",), (("llama", 6, 2), {}), {"context": 3}, {}, id="3 ranks, 2 key-value heads"),
+]
+MORE = [
+    pytest.param(4, ALL, (("llama", 12, 3), {}), {"context": 4}, RECOMPUTED, id="llama, 3 key-value heads"),
+    pytest.param(4, ALL, (("qwen3", 4, 1), {}), {"context": 4}, RECOMPUTED, id="qwen3, 1 key-value head"),
+    pytest.param(4, ALL, (("llama", 4, 2, "eager"), {}), {"context": 2}, {}, id="llama, eager"),
+    pytest.param(4, ALL, (("llama",), {}), {"context": 2, "tensor": 2}, RECOMPUTED, id="llama, context 2 × tensor 2"),
+    pytest.param(4, ALL, (("mistral",), {"sliding_window": 4}), {"context": 4}, {}, id="mistral, sliding windows"),
+    pytest.param(4, ALL, (("qwen3",), {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+                 {"context": 2}, RECOMPUTED, id="qwen3, one layer with sliding windows"),
+    pytest.param(2, ALL, (("gpt2",), {}), {"context": 2}, {"activation_checkpointing": "selective"}, id="selective"),
+    pytest.param(2, ALL, (("gpt2",), {}), {"context": 2}, {"compile": True}, id="compiled", marks=pytest.mark.compiles),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("count", "kinds", "model", "sizes", "options"),
+    [*CASES, *(pytest.param(*each.values, id=each.id, marks=[*each.marks, pytest.mark.rest]) for each in MORE)],
+)
+def test_ranks_that_share_sequences_train_as_one_process(
+    count: int, kinds: Any, model: Any, sizes: Any, options: Any, alone: Ranks, pool: Pool
+) -> None:
+    (expected,) = alone.run(trained, kinds, model, sizes, options)
+    for found in Ranks(count, pool).run(trained, kinds, model, sizes, options, timeout=200.0):
+        assert_same(found, expected, rtol=1e-12, atol=1e-12)
+
+
+# What a user's loop meets
+
+
+def passes(rank: int, world_size: int) -> dict[str, Any]:
+    """Whole sequences before and after a split one, a copy of the model, a gathered one, transformers' own loss."""
+    model, batch = build("llama"), batch_of("packed", 0)
+    given = model.config
+    inputs = {key: each for key, each in batch.items() if key != "labels"}
+    if world_size > 1:
+        trueshard.shard(model, context=2, activation_checkpointing="full")
+        assert (given._attn_implementation, given is model.config) == ("sdpa", False)
+
+    def own(model: nn.Module) -> float:
+        part = trueshard.split_sequence(model, batch)
+        mean = trueshard.token_mean(model, trueshard.count_targets(part["labels"], shifted=False))
+        loss = model(**part, num_items_in_batch=mean.divisor).loss
+        loss.backward()
+        return mean.value(loss.detach() * mean.divisor)
+
+    def generate(model: Any) -> torch.Tensor:
+        return model.generate(batch["input_ids"][:, :5], max_new_tokens=4, do_sample=False)
+
+    report = {"before": model(**inputs).logits, "tokens": generate(model)}
+    report |= {"loss": own(model), "gradients": {name: p.grad for name, p in model.named_parameters()}}
+    model.eval()
+    with torch.no_grad():
+        report |= {"after": model(**inputs).logits, "padded": model(**{**inputs, **batch_of("padded", 0)}).logits}
+    other = copy.deepcopy(model)
+    other.zero_grad()
+    report |= {"loss of the copy": own(other), "its gradients": {name: p.grad for name, p in other.named_parameters()}}
+    if world_size > 1:
+        with trueshard.gathered(model) as plain:
+            assert plain.config._attn_implementation == "sdpa"
+            return report | {"gathered": generate(plain)}
+    return report | {"gathered": generate(model)}
+
+
+def test_whole_sequences_copies_and_the_models_own_loss_compute_as_before(alone: Ranks, ranks2: Ranks) -> None:
+    (expected,) = alone.run(passes)
+    losses = ("loss", "loss of the copy")
+    for found in ranks2.run(passes):
+        for key in losses:  # transformers' loss adds up in float32; its gradient does not
+            assert found.pop(key) == pytest.approx(expected[key], rel=2**-20)
+        assert_same(found, {key: each for key, each in expected.items() if key not in losses}, rtol=1e-12, atol=1e-12)
+
+
+def parts(rank: int, world_size: int) -> dict[str, Any]:
+    model, batch = build("gpt2"), batch_of("packed", 0)
+    extra = {"weights": torch.arange(LENGTH).repeat(ROWS, 1), "advantages": torch.ones(ROWS), "names": "abc"}
+    if world_size > 1:
+        trueshard.shard(model, context=2)
+    part = trueshard.split_sequence(model, batch | extra)
+    masks = part.pop("attention_mask", None)
+    return part | ({} if world_size == 1 else {"mask": masks, "plain": _mask(model)})
+
+
+def _mask(model: nn.Module) -> Any:
+    return trueshard.split_sequence(model, batch_of("plain", 0))["attention_mask"]
+
+
+def test_a_part_has_shifted_labels_positions_of_the_whole_and_the_whole_mask(alone: Ranks, ranks2: Ranks) -> None:
+    (expected,) = alone.run(parts)
+    labels = batch_of("packed", 0)["labels"]
+    assert expected["labels"].equal(F.pad(labels[:, 1:], (0, 1), value=IGNORED))
+    found = ranks2.run(parts)
+    assert [each["input_ids"].shape[1] for each in found] == [6, 7]
+    for key in ("input_ids", "labels", "shift_labels", "position_ids", "weights"):
+        assert torch.cat([each[key] for each in found], 1).equal(expected[key]), key
+    for each in found:
+        assert (each["advantages"].shape, each["names"]) == ((ROWS,), "abc")
+        assert (each["mask"].shape, each["plain"].shape) == ((ROWS, 1, LENGTH, LENGTH), (1, 1, 0, LENGTH))
+
+
+def misused(rank: int, world_size: int, how: str) -> None:
+    model, batch = build("llama"), batch_of("plain", 0)
+    trueshard.shard(model, context=world_size)
+    if how == "other samples":
+        batch["input_ids"] = batch["input_ids"] + rank
+    elif how == "swapped":
+        batch["input_ids"] = batch["input_ids"].flip(1) if rank else batch["input_ids"]
+    elif how == "too short":
+        batch = {key: each[:, :1] for key, each in batch.items()}
+    elif how == "shape":
+        batch["weights"] = torch.ones(3, 5)
+    part = trueshard.split_sequence(model, batch)
+    del part["labels"]
+    if how == "cut again":
+        part["input_ids"] = part["input_ids"][:, :2]
+        part["position_ids"] = part["position_ids"][:, :2]
+    if how == "a mean":
+        optimizer = torch.optim.SGD(model.parameters())
+        trueshard.Trainer(model, optimizer, [batch], loss=lambda model, batch: model(**batch).loss, steps=1)
+    model(**part)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("other samples", ["input_ids", "different", "replicate and shard"]),
+        ("swapped", ["input_ids", "different"]),
+        ("too short", ["input_ids", "1 positions", "2 ranks"]),
+        ("shape", ["weights", "(3, 5)", "[batch, length, …]"]),
+        ("cut again", ["2 queries", "13 positions", "split_sequence"]),
+        ("a mean", ["loss", "give a Loss"]),
+    ],
+)
+def test_misuse_is_refused_on_every_rank(how: str, words: list[Any], ranks2: Ranks) -> None:
+    ranks2.raises(misused, how, match=naming(*words))
+
+
+def refused(rank: int, world_size: int, name: str, options: Any) -> None:
+    from models import CASES
+
+    model = (
+        build("llama", **options) if name == "llama" else nn.Linear(2, 2) if name == "plain" else CASES[name].build(0)
+    )
+    before = {key: (id(module), dict(module.__dict__)) for key, module in model.named_modules()}
+    try:
+        trueshard.shard(model, context=2)
+    finally:
+        for key, module in model.named_modules():
+            assert (id(module), dict(module.__dict__)) == before[key], key
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("plain", {}, ["context", "Linear", "transformers"]),
+        ("llama", {"heads": 3, "key_value_heads": 3}, ["context 2", "3 attention heads", "LlamaForCausalLM"]),
+        ("llama", {"attention": "flex_attention"}, ["flex_attention", "attn_implementation"]),
+        ("bloom", {}, ["BloomForCausalLM", "attention interface"]),
+        ("mamba", {}, ["MambaForCausalLM", "leave out context"]),
+        ("lfm2", {}, ["Lfm2ForCausalLM", "outside of attention"]),
+        ("gpt_oss", {}, ["GptOssForCausalLM", "sinks", "each head"]),
+        ("bert", {}, ["not causal"]),
+        ("t5", {}, ["T5ForConditionalGeneration", "more than one sequence"]),
+        ("llava", {}, ["more than one sequence"]),
+    ],
+)
+def test_models_that_cannot_share_sequences_are_refused_by_name(
+    name: str, options: Any, words: list[Any], ranks2: Ranks
+) -> None:
+    ranks2.raises(refused, name, options, match=naming(*words))
+
+
+def dropping(rank: int, world_size: int, key: str) -> None:
+    model = build("llama")
+    if key == "attention_dropout":
+        model.model.layers[1].self_attn.attention_dropout = 0.1
+    else:
+        model.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
+    trueshard.shard(model, context=2)
+
+
+def test_dropout_is_refused_by_name(ranks2: Ranks) -> None:
+    ranks2.raises(dropping, "attention_dropout", match=naming("model.layers.1.self_attn", "attention_dropout=0.1"))
+    ranks2.raises(dropping, "other", match=naming("model.layers.1.mlp.act_fn.1", "p=0.1"))
+
+
+def undone(rank: int, world_size: int) -> dict[str, Any]:
+    """A ``shard()`` that fails after attention was changed, and then one that does not."""
+    from trueshard.runtime import engine
+
+    model = build("llama")
+    config, watch = model.config, engine.watch
+    engine.watch = lambda *args: 1 / 0
+    try:
+        trueshard.shard(model, context=2)
+    except ZeroDivisionError:
+        pass
+    finally:
+        engine.watch = watch
+    assert model.config is config
+    assert config._attn_implementation == "sdpa"
+    assert not any("_trueshard_context" in module.__dict__ for module in model.modules())
+    batch = batch_of("plain", 0)
+    whole = model(input_ids=batch["input_ids"]).logits
+    trueshard.shard(model, context=2)
+    part = trueshard.split_sequence(model, {"input_ids": batch["input_ids"]})
+    return {"whole": whole, "part": model(**part).logits}
+
+
+def test_a_shard_that_fails_leaves_attention_as_it_was(ranks2: Ranks) -> None:
+    first, second = ranks2.run(undone)
+    assert_same(torch.cat([first["part"], second["part"]], 1), first["whole"], rtol=1e-12, atol=1e-12)
+
+
+# The trainer
+
+
+def pairs(seed: int) -> dict[str, torch.Tensor]:
+    """Two pairs: chosen answers, then rejected ones; padded."""
+    batch = batch_of("padded", seed)
+    targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "targets": targets}
+
+
+def documents(seed: int) -> dict[str, torch.Tensor]:
+    batch = batch_of("packed", seed)
+    targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    return {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "targets": targets}
+
+
+def fitted(rank: int, world_size: int, kind: str, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    """Records of three steps of the trainer, evaluations included; samples go by the rank along shard alone."""
+    from trueshard.train.losses import CausalLoss, PreferenceLoss
+
+    model = build("gpt2" if "tensor" not in sizes else "llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    loss: Any = CausalLoss()
+    if kind == "pairs":
+        reference = build("gpt2").requires_grad_(False)
+        nn.init.normal_(reference.lm_head.weight, generator=torch.Generator().manual_seed(5))
+        loss = PreferenceLoss(reference, beta=2.0)
+    reader, readers = 0, 1
+    if world_size > 1:
+        trueshard.shard(model, optimizer, **sizes)
+        if kind == "pairs":
+            trueshard.shard(reference, **sizes)
+        readers = world_size // (sizes.get("context", 1) * sizes.get("tensor", 1))
+        reader = rank // (world_size // readers)
+    made = pairs if kind == "pairs" else documents
+    order = torch.tensor([0, 2, 1, 3])  # of two pairs, the first reader's are rows 0 and 2
+
+    def part(seed: int) -> dict[str, torch.Tensor]:
+        if kind == "pairs":
+            return {
+                key: each[order.chunk(readers)[reader]] if readers > 1 else each for key, each in made(seed).items()
+            }
+        return {key: each.chunk(readers)[reader] for key, each in made(seed).items()}
+
+    records: list[dict[str, Any]] = []
+
+    class Record(trueshard.Callback):
+        def on_step(self, trainer: Any, record: dict[str, Any]) -> None:
+            records.append(
+                {key: record[key] for key in ("loss", "grad_norm", "tokens", "evaluation_loss", "evaluation_count")}
+            )
+
+    trainer = trueshard.Trainer(
+        model,
+        optimizer,
+        [part(seed) for seed in range(6)],
+        loss=loss,
+        steps=3,
+        accumulate=2,
+        evaluation=[part(7), part(8)],
+        evaluate_every=1,
+        callbacks=[Record()],
+    )
+    trainer.fit()
+    return records
+
+
+@pytest.mark.parametrize(
+    ("count", "kind", "sizes"),
+    [
+        (4, "documents", {"context": 2}),
+        (2, "pairs", {"context": 2}),
+        pytest.param(4, "pairs", {"context": 2}, marks=pytest.mark.rest),
+        pytest.param(4, "documents", {"context": 2, "tensor": 2}, marks=pytest.mark.rest),
+    ],
+)
+def test_the_trainer_counts_each_sequence_once(
+    count: int, kind: str, sizes: dict[str, int], alone: Ranks, pool: Pool
+) -> None:
+    (expected,) = alone.run(fitted, kind, sizes)
+    for found in Ranks(count, pool).run(fitted, kind, sizes):
+        assert_same(found, expected, rtol=1e-12, atol=1e-12)
