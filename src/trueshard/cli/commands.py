@@ -19,6 +19,8 @@ from trueshard.choices import Choices, PrecisionWord, reshard_word
 from trueshard.cli.options import (
     ActivationCheckpointing,
     Compile,
+    Context,
+    Experts,
     Json,
     Nproc,
     Offload,
@@ -26,6 +28,7 @@ from trueshard.cli.options import (
     Overrides,
     PlanFile,
     ReshardAfterForward,
+    Tensor,
     Tokens,
     Units,
 )
@@ -203,6 +206,9 @@ def verify(
     compiled: Compile = Choices.compile,
     offload: Offload = Choices.offload,
     replicate: Annotated[int, typer.Option(help="Copies of the model (HSDP).", metavar="N", min=1)] = 1,
+    tensor: Tensor = 1,
+    context: Context = 1,
+    experts: Experts = 1,
     timeout: Annotated[float, typer.Option(help="For each of the three runs.", metavar="SECONDS", min=1)] = 600.0,
     html: Annotated[Path | None, typer.Option(help="Write the report as a page.", metavar="FILE")] = None,
     as_json: Json = False,
@@ -237,6 +243,9 @@ def verify(
             compile=compiled,
             offload=offload,
             replicate=replicate,
+            tensor=tensor,
+            context=context,
+            experts=experts,
             timeout=timeout,
         )
         if html is not None:

@@ -20,6 +20,9 @@ ReshardAfterForward = Annotated[
 ActivationCheckpointing = Annotated[str, typer.Option(help=f"{', '.join(RECOMPUTE_WORDS)}, or auto.", metavar="WORD")]
 Compile = Annotated[bool, typer.Option("--compile", help="Every block is compiled.")]
 Offload = Annotated[str, typer.Option(help=f"{' or '.join(OFFLOAD_WORDS)}.", metavar="WORD")]
+Tensor = Annotated[int, typer.Option(help="Ranks that share each matrix.", metavar="N", min=1)]
+Context = Annotated[int, typer.Option(help="Ranks that share each sequence.", metavar="N", min=1)]
+Experts = Annotated[int, typer.Option(help="Ranks that share the experts of each layer.", metavar="N", min=1)]
 Optimizer = Annotated[str | None, typer.Option(help="adamw, sgd, muon, or a class.", metavar="NAME")]
 Tokens = Annotated[
     int | None, typer.Option("--sequence", help="Tokens of a sample.", metavar="N", min=1, show_default=False)

@@ -26,7 +26,6 @@ from trueshard.plans import Plan
 from trueshard.runtime.sequence import shared_modules, split_blocks
 from trueshard.runtime.styles import STYLES, compute_with_parts, share_forward
 
-
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trueshard import _torch
 from trueshard.checkpoint.inspecting import Inspected
 from trueshard.model import intent
 from trueshard.model.names import unwrap
@@ -190,6 +191,25 @@ def gathered_tensors(mine: Named) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, box[0]
         elif isinstance(box[0], (bool, int, float)):
             yield name, torch.tensor(box[0], dtype=torch.float64)
+
+
+def unequal_copies(model: nn.Module) -> tuple[int, list[str]]:
+    """Return how many parameters several ranks hold a part of, the same, and those of which they differ. Collective."""
+    count, found = 0, []
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        mesh, local = parameter.device_mesh, _torch.local(parameter).detach()
+        alike = [d for d, each in enumerate(parameter.placements) if each.is_replicate() and mesh.size(d) > 1]
+        count += bool(alike)
+        for dim in alike:
+            digests: list[Any] = [None] * mesh.size(dim)
+            content = local.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            dist.all_gather_object(digests, hashlib.sha256(content).hexdigest(), group=mesh.get_group(dim))
+            if len(set(digests)) > 1:
+                found.append(f"{name!r} has {len(set(digests))} values on the ranks that hold the same of it")
+                break
+    return count, found
 
 
 class TensorStore:

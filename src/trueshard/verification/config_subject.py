@@ -22,11 +22,11 @@ from trueshard.train.optimizer import build_optimizer
 from trueshard.train.parse import load_config
 from trueshard.train.running import session
 from trueshard.train.running.checks import check, located
-from trueshard.verification.subjects import Case, ShardRefused, TrainingSetup, loss_scaler, shorten
+from trueshard.verification.subjects import Case, ShardRefused, TrainingSetup, loss_scaler, other_ranks, shorten
 
 
 def small_configuration(
-    path: Path, overrides: Sequence[str], folder: Path, parts: int, said: Sequence[str]
+    path: Path, overrides: Sequence[str], folder: Path, nproc: int, said: Sequence[str]
 ) -> tuple[Config, list[str]]:
     """Return a configuration whose run lives in ``folder``, with small batches, and notes of the changes."""
     if said:
@@ -34,7 +34,7 @@ def small_configuration(
     config = located(load_config(path, list(overrides)))
     if config.rl is not None:
         raise UserError(f"{path}: verify compares losses of given data, and [rl] makes its own; name one without [rl]")
-    train = config.train
+    train, parts = config.train, max(other_ranks(config.shard.readers(nproc)))
     accumulate = min(train.accumulate, 2)
     samples = min(2, max(1, train.batch_size // (parts * train.accumulate)))
     small = train.model_copy(update={"batch_size": parts * accumulate * samples, "accumulate": accumulate})

@@ -22,6 +22,7 @@ VALUES["state"] = "optimizer state"
 ASPECTS = {aspect: aspect for aspect in ("names", "dtypes", "trainability", "ties")}  # of the structure → its point
 ASPECTS["membership"] = "optimizer membership"
 ROUND_TRIP, CONTINUED, NO_SIDE_EFFECT = "checkpoint round trip", "training from it", "save without side effect"
+COPIES = "what ranks hold in common"
 PLAIN = "mixed precision, compiling"
 NEAR_LOSSES, NEAR_MOVED = 0.05, 0.8
 """Allowed distance of losses and updates from plain training. Single updates of Adam turn with the sign of a small
@@ -170,7 +171,7 @@ def contract(
     ranks = setting["ranks"]
     if isinstance(sharded, Failure):
         broken = ContractPoint("runs", "broken", _told(sharded), step=_step(sharded))
-        rest = [*VALUES.values(), *ASPECTS.values(), ROUND_TRIP, CONTINUED, NO_SIDE_EFFECT]
+        rest = [*VALUES.values(), COPIES, *ASPECTS.values(), ROUND_TRIP, CONTINUED, NO_SIDE_EFFECT]
         points = (broken, *(ContractPoint(name, "not reached", "") for name in rest))
         return Verified(points, setting, tuple(notes), trace=sharded.trace)
     plain = []
@@ -191,6 +192,7 @@ def contract(
             )
             for kind, name in VALUES.items()
         ),
+        _point(COPIES, sharded["in common"][1], f"{sharded['in common'][0]} parameters, no bit differs at the end"),
         *plain,
         *_aspects(known, sharded),
         *_checkpoint(sharded, restored, setting),

@@ -120,7 +120,7 @@ class RoundingNoise(Comparer):
 
 def reference(case: Case, progress: Progress) -> Reference:
     """Run without sharding, twice; leave the first one's tensors in ``case.tensors("reference")``."""
-    subject, record, store = subject_of(case), RunRecord(), case.tensors("reference")
+    subject, record, store = subject_of(case.on_other_ranks()), RunRecord(), case.tensors("reference")
     recorder = StepRecorder(store)
     build = subject.sharded if case.changes_arithmetic else subject.plain
     progress.stage = "building the model"
@@ -238,6 +238,7 @@ def sharded(case: Case, progress: Progress) -> dict[str, Any]:
     with wrong_dtypes(setup) as found["computed in"]:
         train(subject, setup, known.record, comparer, progress)
     found["structure at the end"] = _structure_differences(setup, known)
+    found["in common"] = compare.unequal_copies(setup.model)
     found["steps"], comparer.found = comparer.found, []
     try:
         found["loaded"], found["structure loaded"] = comparer.load(setup)

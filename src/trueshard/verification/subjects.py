@@ -58,9 +58,11 @@ class Case:
     source: Any  # ``"file.py:factory"``, a function, a module as an ``Original``, or a training configuration
     plan: Plan | None
     choices: Choices
-    replicate: int  # copies of the model: a 2-D mesh (replicate, shard) if more than one
+    replicate: int  # copies of the model: a mesh (replicate, shard, …) if more than one
     ranks: int
-    other_ranks: int  # ranks on which the checkpoint is loaded; one of it and ``ranks`` divides the other
+    other_ranks: int  # ranks on which the checkpoint is loaded, on the axis of shards alone
+    splits: bool  # ranks share sequences in one of the runs: in all of them a loss is a sum over targets
+    parts: int  # of the global batch: as many as ranks that read different samples, here or there
     steps: int
     save_after: int  # step after which a checkpoint is written, from which other ranks go on
     seed: int
@@ -77,19 +79,46 @@ class Case:
         return TensorStore(self.folder / name)
 
     @property
-    def parts(self) -> int:
-        return max(self.ranks, self.other_ranks)
+    def axes(self) -> dict[str, int]:
+        """Ranks along the axes on which the same samples are read."""
+        return self.choices.axes() if self.plan is None else {"context": self.plan.context, "tensor": self.plan.tensor}
 
     def on_other_ranks(self) -> Case:
-        """Return the case of the run that loads the checkpoint, without choices that depend on the number of ranks."""
-        plan = None if self.plan is None else replace(self.plan, units=(), reshard_after_forward="default")
-        return replace(self, plan=plan, choices=self.choices.replace(reshard_after_forward="default"), replicate=1)
+        """Return the case of a run without choices that depend on the number of ranks."""
+        choices = self.choices.replace(reshard_after_forward="default", tensor=1, context=1, experts=1)
+        plan = None
+        if self.plan is not None:
+            plan = replace(self.plan, units=(), reshard_after_forward="default")
+            plan = replace(plan, tensor=1, styles={}, sequence=False, context=1, experts=1)
+        return replace(self, plan=plan, choices=choices, replicate=1)
 
     @property
     def changes_arithmetic(self) -> bool:
         """True if mixed precision or compiling is asked for, which changes the result without any sharding too."""
         asked = self.plan or self.choices
         return asked.mixed_precision is not None or bool(asked.compile)
+
+
+def other_ranks(readers: int) -> tuple[int, int]:
+    """Return how many ranks read different samples, and on how many ranks a checkpoint of theirs is loaded.
+
+    One of the two divides the other.
+    """
+    return readers, readers // 2 if readers % 2 == 0 else 2 if readers == 1 else 1
+
+
+class TargetSum:
+    """The model's own loss, summed over the targets of a batch with ``input_ids`` and ``labels``: a ``Loss``."""
+
+    def count(self, batch: Any) -> int:
+        if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= batch.keys():
+            raise ValueError("context: a batch is a dict with input_ids and labels")
+        return int(trueshard.count_targets(batch["labels"]))
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        part = batch if "shift_labels" in batch else trueshard.split_sequence(model, batch)
+        loss: torch.Tensor = model(**part, num_items_in_batch=1, use_cache=False).loss
+        return loss
 
 
 class ShardRefused(Exception):
@@ -213,11 +242,16 @@ class FactorySubject:
             model.cuda()
         if self._batch is None:
             self._batch = self._fed(parts.batch, model)
-        return TrainingSetup(model, optimizers, Mean(parts.loss or self._loss), loss_scaler(self.case))
+        loss: Loss = Mean(parts.loss or self._loss)
+        if self.case.splits:
+            if parts.loss is not None:
+                raise ValueError(f"{self.name}: context splits sequences, and the loss of the factory knows whole ones")
+            loss = TargetSum()
+        return TrainingSetup(model, optimizers, loss, loss_scaler(self.case))
 
     def sharded(self) -> TrainingSetup:
         setup, case = self.plain(), self.case
-        mesh = replicated_mesh(case.replicate) if case.replicate > 1 else None
+        mesh = replicated_mesh(case.replicate, case.axes) if case.replicate > 1 else None
         try:
             setup.plan = trueshard.shard(
                 setup.model, *setup.optimizers, mesh=mesh, plan=case.plan, **vars(case.choices)

@@ -24,9 +24,10 @@ from trueshard.checkpoint.format import crc32
 from trueshard.checkpoint.ranks import as_bytes
 from trueshard.checkpoint.state import seed_all
 from trueshard.errors import UserError
-from trueshard.model.names import named_modules
+from trueshard.model.names import named_modules, unwrap
 from trueshard.planner.inputs.factories import Original
 from trueshard.planner.inputs.fake_tensors import mapped
+from trueshard.runtime.passes import runtime_of
 from trueshard.verification import compare
 from trueshard.verification.compare import Comparison, Named, TensorStore, Tolerances
 from trueshard.verification.subjects import Case, FactorySubject, Subject, TrainingSetup, tensors_of
@@ -145,7 +146,8 @@ def train(
     Gradients are clipped as ``record`` says; if it does not, to the subject's norm or, where it has none, to half of
     their own norm at every second step.
     """
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    runtime = runtime_of(unwrap(setup.model))
+    rank, ranks = (0, 1) if runtime is None else runtime.axes.reader
     case, each = subject.case, subject.case.parts // ranks
     parts, losses, scaler = range(rank * each, (rank + 1) * each), [], setup.scaler
     if first == 1:
@@ -182,7 +184,11 @@ def train(
 
 def _accumulate(setup: TrainingSetup, microbatches: list[tuple[int, int, Any]], step: int, seed: int) -> float:
     """Run forward and backward of all microbatches; return the mean loss over the global batch."""
+    runtime = runtime_of(unwrap(setup.model))
+    context = None if runtime is None else runtime.axes.context
     count = sum(setup.loss.count(batch) for *_, batch in microbatches)
+    if context is not None and context.get_local_rank():
+        count = 0  # of sequences that another rank counts
     total = torch.zeros((), dtype=torch.float64)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mean = None if setup.plan is None else trueshard.token_mean(setup.model, count)
@@ -191,7 +197,7 @@ def _accumulate(setup: TrainingSetup, microbatches: list[tuple[int, int, Any]], 
         seed_all(seed + 1_000_003 * step + 1_009 * part + number)
         with contextlib.nullcontext() if setup.plan is None else trueshard.accumulate(setup.model, last=last):
             moved = mapped(lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, batch)
-            value = setup.loss(setup.model, moved)
+            value = setup.loss(setup.model, moved if context is None else trueshard.split_sequence(setup.model, moved))
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 shown = list(value.shape) if isinstance(value, torch.Tensor) else f"{value!r}"
                 raise ValueError(f"the loss is {shown}; it must be a tensor with one number")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import errno
 import faulthandler
+import math
 import os
 import pickle
 import shutil
@@ -34,7 +35,7 @@ from trueshard.planner.inputs.factories import Original
 from trueshard.plans import Plan
 from trueshard.verification import runs
 from trueshard.verification.report import Failure, Verified, contract
-from trueshard.verification.subjects import Case, ShardRefused
+from trueshard.verification.subjects import Case, ShardRefused, other_ranks
 from trueshard.verification.training import Progress
 
 COLLECTIVE = 0.5  # of the time limit: a rank that waits for another in vain says so before all are ended
@@ -61,6 +62,9 @@ def verify(
     compile: bool = False,
     offload: str = "none",
     memory: str | None = None,
+    tensor: int | Mapping[str, str | int | bool] = 1,
+    context: int = 1,
+    experts: int = 1,
 ) -> Verified:
     """Train a few steps sharded over processes of this machine, and compare everything with one process that is not.
 
@@ -88,7 +92,9 @@ def verify(
         replicate: copies of the model (HSDP): a mesh (replicate, shard).
         timeout: seconds for each of the three runs; then every process's stack is reported.
         plan: as for ``shard()``, and so are ``units``, ``reshard_after_forward``, ``mixed_precision``,
-            ``activation_checkpointing``, ``compile``, ``offload`` and ``memory``. A configuration brings its own.
+            ``activation_checkpointing``, ``compile``, ``offload``, ``memory``, ``tensor``, ``context`` and ``experts``. A
+            configuration brings its own. With ``context`` a batch is a dict with ``input_ids`` and ``labels``, and the
+            loss the model's own.
 
     Returns:
         The report. ``report.held`` says whether all of the contract holds; ``print`` shows a line for each point.
@@ -105,6 +111,9 @@ def verify(
         compile=compile,
         offload=offload,
         memory=memory,
+        tensor=tensor,
+        context=context,
+        experts=experts,
     )
     choices.check_alone(plan)
     with tempfile.TemporaryDirectory(prefix="trueshard-verify-") as name:
@@ -114,12 +123,14 @@ def verify(
             said = ["plan"] * (plan is not None) + choices.said() + ["optimizer"] * (optimizer is not None)
             from trueshard.verification.config_subject import small_configuration  # the trainer's libraries
 
-            source, notes = small_configuration(Path(factory), overrides, folder, max(nproc, 2), said)
+            source, notes = small_configuration(Path(factory), overrides, folder, nproc, said)
             choices, replicate = source.shard.choices(), source.shard.replicate
+            source = source.model_copy(update={"shard": type(source.shard)()})
         elif overrides:
             raise ValueError("overrides go with a training configuration; leave them out")
         elif isinstance(factory, nn.Module):
             source = Original(factory)
+        readers, other = other_ranks(_readers(nproc, replicate, choices, plan))
         case = Case(
             folder=folder,
             source=str(source) if isinstance(source, Path) else source,
@@ -127,7 +138,9 @@ def verify(
             choices=choices,
             replicate=replicate,
             ranks=nproc,
-            other_ranks=nproc // 2 if nproc % 2 == 0 else 2 if nproc == 1 else 1,
+            other_ranks=other,
+            splits=(choices if plan is None else plan).context > 1,
+            parts=max(readers, other),
             steps=steps,
             save_after=steps // 2,
             seed=seed,
@@ -183,6 +196,15 @@ def _check(nproc: int, steps: int, layers: int | None, replicate: int, seed: int
         raise ValueError(f"nproc is {nproc}, and this machine has {torch.cuda.device_count()} CUDA devices")
     if nproc % replicate:
         raise ValueError(f"replicate={replicate}: {nproc} processes do not divide into so many copies")
+
+
+def _readers(nproc: int, replicate: int, choices: Choices, plan: Plan | None) -> int:
+    """Return how many processes read different samples; raise ValueError if the axes do not divide them."""
+    axes = choices.axes() if plan is None else {"context": plan.context, "tensor": plan.tensor}
+    if nproc % (replicate * math.prod(axes.values())):
+        words = " × ".join(f"{name} {size}" for name, size in {"replicate": replicate, **axes}.items() if size > 1)
+        raise ValueError(f"{words}: {nproc} processes do not divide by it; choose others")
+    return nproc // math.prod(axes.values())
 
 
 # The processes of a run
