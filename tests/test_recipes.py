@@ -22,6 +22,7 @@ SHORT = ("evaluation.every=3", "train.checkpoint_every=3", "schedule.warmup_step
 #: Of each recipe: what is set to make it short, and the least part of the loss that is to be learnt.
 RECIPES: dict[str, tuple[tuple[str, ...], float]] = {
     "pretrain": (("data.path=tests/models", "tokenizer.vocab_size=512", "train.sequence_length=64"), 0.05),
+    "tensor": (("data.path=tests/models", "tokenizer.vocab_size=512", "train.sequence_length=64"), 0.05),
     "sft": (("train.steps=6",), 0.1),
     "lora": (("train.steps=6",), 0.1),
     "frozen_vision": (("train.steps=6",), 0.1),
@@ -183,7 +184,7 @@ def trained_in_float64(rank: int, world_size: int, folder: str, overrides: tuple
 
 
 @pytest.mark.rest
-def test_a_run_goes_on_at_another_context_with_the_same_samples(alone: Ranks, ranks4: Ranks, tmp_path: Path) -> None:
+def test_a_run_goes_on_on_other_axes_with_the_same_samples(alone: Ranks, ranks4: Ranks, tmp_path: Path) -> None:
     short = ("data.path=tests/models", "tokenizer.vocab_size=512", "train.sequence_length=93", "train.steps=6")
     short += ("train.checkpoint_every=3", "schedule.warmup_steps=2", "sample.tokens=4")
     short += ("evaluation.every=3", "evaluation.samples=5")
@@ -192,8 +193,11 @@ def test_a_run_goes_on_at_another_context_with_the_same_samples(alone: Ranks, ra
     first = ranks4.run(trained_in_float64, runs["shared"], (*short, "shard.replicate=2"), timeout=240)[0]
     shutil.rmtree(Path(runs["shared"]) / "checkpoints" / "step-00000006")
     again = ranks4.run(trained_in_float64, runs["shared"], (*short, "shard.context=4"), timeout=240)[0]
-    assert "Resumed after step 3" in again["said"]
-    for found in (first, again):
+    shutil.rmtree(Path(runs["shared"]) / "checkpoints" / "step-00000006")
+    both = ("shard.context=2", "shard.tensor.ranks=2", "shard.tensor.sequence=true")
+    third = ranks4.run(trained_in_float64, runs["shared"], (*short, *both), timeout=240)[0]
+    assert all("Resumed after step 3" in each["said"] for each in (again, third))
+    for found in (first, again, third):
         assert [record["step"] for record in found["metrics"]] == [1, 2, 3, 4, 5, 6]
         for one, other in zip(found["metrics"], whole["metrics"], strict=True):
             assert (one["samples"], one["tokens"]) == (other["samples"], other["tokens"])

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, StrictBool, model_validator
 
 from trueshard.choices import Choices, PrecisionWord, RecomputeWord, ReshardWord
 from trueshard.errors import explained
@@ -364,8 +364,9 @@ class ShardSection(Section):
     """Place of the shards between uses."""
     memory: Annotated[Text, AfterValidator(_is_size)] | None = None
     """A budget for each rank, such as "70GiB", for what is "auto"."""
-    tensor: Annotated[int, Field(ge=1)] | dict[Text, Text | Annotated[int, Field(ge=1)]] = 1
-    """Ranks that share each matrix; or a table from glob to style, with `ranks`. They read the same samples."""
+    tensor: Annotated[int, Field(ge=1)] | dict[Text, StrictBool | Annotated[int, Field(ge=1)] | Text] = 1
+    """Ranks that share each matrix; or a table from glob to style, with `ranks`, and `sequence = true` if each has its
+    part of the sequence between matrices. They read the same samples."""
     context: Annotated[int, Field(ge=1)] = 1
     """Ranks that share each sequence: each has a part of its tokens. They read the same samples."""
     experts: Annotated[int, Field(ge=1)] = 1
