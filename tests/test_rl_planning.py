@@ -178,13 +178,15 @@ def remedy(tmp_path: Path, *overrides: str, used: int) -> out_of_memory.Remedy:
 
 @pytest.mark.rest
 def test_out_of_memory_nothing_fits(tmp_path: Path) -> None:
-    found = remedy(tmp_path, "train.batch_size=8", used=1 << 16)
+    tight = ("rollout.copy=kept", "shard.activation_checkpointing=full")  # so that few changes are left to plan
+    found = remedy(tmp_path, "train.batch_size=8", *tight, used=1 << 16)
     assert found.settings is None
     assert "rollout.batch" in found.message
 
 
 @pytest.mark.rest
 def test_out_of_memory_smaller_microbatches_go_on(tmp_path: Path) -> None:
-    found = remedy(tmp_path, "train.on_oom=tighten", used=40 << 20)
+    tight = ("rollout.copy=sharded", "shard.reshard_after_forward=always")  # what would be tried before
+    found = remedy(tmp_path, "train.on_oom=tighten", *tight, used=40 << 20)
     assert found.settings == {"train.accumulate": 2}
     assert "going on with train.accumulate = 2" in found.message
