@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from messages import naming
 from parity import Ranks
 from tensor_models import MODELS, batch, build, distance, llama, optimizers, parameters, state, train, whole
 from trueshard import _torch
+from trueshard.checkpoint.catalogue import Catalogue
+from trueshard.checkpoint.format import dtype_of
 from trueshard.train.losses import CausalLoss
 
 EXACT = 1e-12
+ROUTED = ("mixtral", "qwen3_moe")
 
 
 def trained(rank: int, world_size: int, name: str, kind: str, tensor: int, path: str | None = None) -> dict[str, Any]:
@@ -33,7 +37,7 @@ def trained(rank: int, world_size: int, name: str, kind: str, tensor: int, path:
         return train(model, made, range(3))
     trueshard.shard(model, *made, tensor=tensor)
     cut = [n for n, p in model.named_parameters() if not p.placements[-1].is_replicate()]
-    assert len(cut) >= 0.6 * len(list(model.parameters())), cut
+    assert len(cut) >= 0.5 * len(list(model.parameters())), cut
     found = train(model, made, range(3), rank // tensor, world_size // tensor)
     if path:
         trueshard.save(path, model=model, optimizer=dict(zip("abc", made, strict=False)))
@@ -41,7 +45,8 @@ def trained(rank: int, world_size: int, name: str, kind: str, tensor: int, path:
     return found
 
 
-def loaded(rank: int, world_size: int, name: str, kind: str, tensor: int, path: str) -> dict[str, torch.Tensor]:
+def loaded(rank: int, world_size: int, name: str, kind: str, tensor: int, path: str, again: str) -> dict[str, Any]:
+    """The state after loading, saved `again`; and how often each byte of the files was read, over all ranks."""
     model = build(name)
     made = optimizers(kind, model)
     with torch.no_grad():
@@ -49,8 +54,21 @@ def loaded(rank: int, world_size: int, name: str, kind: str, tensor: int, path: 
             parameter.fill_(0.5)
     if tensor:
         trueshard.shard(model, *made, tensor=tensor)
-    trueshard.load(path, model=model, optimizer=dict(zip("abc", made, strict=False)))
-    return state(model, made) if kind == "AdamW" else parameters(model)
+    reads: list[tuple[str, int, int]] = []
+    read_into = Catalogue.read_into
+
+    def counting(self: Any, key: str, begin: int, local: torch.Tensor) -> None:
+        reads.append((key, begin, begin + local.numel() * dtype_of(self.entries[key].dtype).itemsize))
+        read_into(self, key, begin, local)
+
+    Catalogue.read_into = counting  # type: ignore[method-assign]
+    try:
+        trueshard.load(path, model=model, optimizer=dict(zip("abc", made, strict=False)), verify=False, rng=False)
+    finally:
+        Catalogue.read_into = read_into  # type: ignore[method-assign]
+    trueshard.save(again, model=model, optimizer=dict(zip("abc", made, strict=False)))
+    kept = state(model, made) if kind == "AdamW" else parameters(model)
+    return {"state": kept, "reads": [each for each in reads if each[0].startswith("model/")]}
 
 
 REST = pytest.mark.rest
@@ -67,19 +85,32 @@ def test_training_is_training_on_one_process(
     name: str, kind: str, alone: Ranks, ranks4: Ranks, ranks2: Ranks, tmp_path: Path
 ) -> None:
     (expected,) = alone.run(trained, name, kind, 0)
+    # Mixture models compute their routers in float32; Muon's and Adafactor's steps turn roundings into more.
+    bound = 1e-5 if name in ROUTED else EXACT if kind == "AdamW" else 1e-9
     for ranks in (ranks2, ranks4):
         path = str(tmp_path / f"on-{ranks.count}")
         for found in ranks.run(trained, name, kind, 2, path):
             for what in ("grads", "parameters"):
-                assert distance(found[what], expected[what]) < (EXACT if kind == "AdamW" else 1e-9), what
-            assert torch.allclose(found["norms"], expected["norms"], rtol=EXACT, atol=0)
-    # Bit for bit wherever it is loaded.
+                assert distance(found[what], expected[what]) < bound, what
+            assert torch.allclose(found["norms"], expected["norms"], rtol=bound, atol=0)
+    # Bit for bit wherever it is loaded, each byte read once; and equal values are equal files.
     kept = found["state"] or found["parameters"]
-    for ranks, tensor in ((alone, 0), (ranks4, 1), (ranks2, 2)):
-        for again in ranks.run(loaded, name, kind, tensor, path):
-            assert again.keys() == kept.keys()
+    layouts = ((alone, 0), (ranks4, 1), (ranks2, 2)) if name == "lora" or kind != "AdamW" else ((alone, 0), (ranks4, 4))
+    for number, (ranks, tensor) in enumerate(layouts):
+        again = str(tmp_path / f"again-{number}")
+        if tensor == 4 and name in ("llama", "qwen3"):
+            tensor = 1  # two heads of keys
+        everyone = ranks.run(loaded, name, kind, tensor, path, again)
+        for one in everyone:
+            assert one["state"].keys() == kept.keys()
             for key, value in kept.items():
-                assert torch.equal(again[key], value.to(again[key].dtype)), key
+                assert torch.equal(one["state"][key], value.to(one["state"][key].dtype)), key
+        spans = sorted(span for one in everyone for span in one["reads"] if span[2] > span[1])
+        assert spans
+        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(spans)), "read twice"
+        files = sorted(each.relative_to(path) for each in Path(path).rglob("*.safetensors") if "extra" not in each.name)
+        assert files
+        assert all((Path(path) / f).read_bytes() == (Path(again) / f).read_bytes() for f in files)
 
 
 def features(rank: int, world_size: int) -> dict[str, Any]:
@@ -216,7 +247,7 @@ def in_parts(rank: int, world_size: int, name: str) -> dict[str, float]:
 def test_each_rank_holds_its_part_of_the_sequence(name: str, ranks4: Ranks) -> None:
     for found in ranks4.run(in_parts, name):
         # Mixture models compute their routers in float32, and add gradients of parts.
-        bound = 1e-5 if name in ("mixtral", "qwen3_moe") else EXACT
+        bound = 1e-5 if name in ROUTED else EXACT
         assert {words: far for words, far in found.items() if not far < bound} == {}
 
 
