@@ -427,3 +427,41 @@ def test_losses_at_a_head_whose_vocabulary_is_shared(alone: Ranks, ranks2: Ranks
     (expected,) = alone.run(losses, 0)
     for found in ranks2.run(losses, 2):
         assert distance(found, expected) < EXACT
+
+
+# Every architecture
+
+
+def catalogue(rank: int, world_size: int, sequence: bool) -> dict[str, Any]:
+    """Of every language model of the catalogue: why it is refused, or the worst gradient's distance from one process."""
+    from models.decoders import DENSE, EXPERTS, STATE_SPACE
+
+    found: dict[str, Any] = {}
+    for name, case in (DENSE | EXPERTS | STATE_SPACE).items():
+        plain, model = case.build(0).double(), case.build(0).double()
+        for each in (plain, model):
+            each.train()
+            if hasattr(each, "set_experts_implementation"):
+                each.set_experts_implementation("eager")
+        try:
+            trueshard.shard(model, tensor={"ranks": world_size, "sequence": sequence})
+        except ValueError as error:
+            found[name] = str(error)
+            continue
+        cut = sum(not p.placements[-1].is_replicate() for p in model.parameters())
+        ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+        for each in (plain, model):
+            each(input_ids=ids, labels=ids).loss.backward()
+        grads = [{n: whole(p.grad) for n, p in m.named_parameters() if p.grad is not None} for m in (model, plain)]
+        found[name] = (cut, distance(*grads))
+    return found
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("sequence", [False, True])
+def test_every_language_model_is_refused_by_name_or_trains_the_same(sequence: bool, ranks2: Ranks) -> None:
+    for found in ranks2.run(catalogue, sequence, timeout=400):
+        taken = {name: each for name, each in found.items() if not isinstance(each, str)}
+        assert {name: far for name, (cut, far) in taken.items() if not far < 1e-5 or not cut} == {}
+        assert len(taken) > 15
+        assert all("tensor" in why for why in found.values() if isinstance(why, str))

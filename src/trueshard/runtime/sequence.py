@@ -1,9 +1,12 @@
 """Sequence parallelism: between matrices, each rank of the tensor axis holds its part of the sequence.
 
-In the blocks of a model, what lies between the shared modules (norms, residuals) is computed on a part of the tokens,
-so its activations take 1/tensor of the memory (Korthikanti et al., 2022, arXiv 2205.05198). A shared module of a block
-(attention, feed-forward) gathers the tokens before and scatters the sum of its outputs after; inside it nothing is
-communicated, and all gradients are parts of a sum. Without gradients nothing is split: there is no memory to save.
+In the blocks of a model, what lies between their larger modules (norms, residuals) is computed on a part of the tokens,
+so its activations take 1/tensor of the memory (Korthikanti et al., 2022, arXiv 2205.05198). A larger module (attention,
+feed-forward) gathers the tokens before. Where styles share all of its matrices, it communicates nothing inside, all of
+its gradients are parts of a sum, and the sum of its outputs is scattered after: the bytes are those without sequence
+parallelism. Else it computes as without, and each rank keeps its part of the output.
+
+Without gradients nothing is split: there is no memory to save.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,19 +26,16 @@ from trueshard.plans import Plan
 from trueshard.runtime.collectives import gather, own_part, scatter_sum
 
 _DIM = 1  # of the tokens, in (batch, tokens, width)
-_FITTING = {
+_SCATTERED = {
     "colwise",
     "rowwise",
     "packed_colwise",
     "packed_rowwise",
     "replicated_with_grad_allreduce",
-    "moe_tp_experts",
-    "moe_identity_expert",
-    "mla_kv_a_proj",
     "local_params",
     "replicate",
 }
-"""Styles that a shared module of a block may hold."""
+"""Styles of modules that communicate nothing, if what holds them gathers and scatters."""
 
 
 class _Length:
@@ -47,47 +48,85 @@ def is_split() -> bool:
     return torch.is_grad_enabled()
 
 
-def shared_modules(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> list[tuple[str, list[str]]]:
-    """Return each block's name, and those of its children that hold what ranks share.
+@dataclass(frozen=True)
+class Block:
+    """A block of a model, by names."""
 
-    Raises ValueError for a model whose blocks are of another form.
-    """
+    name: str
+    scattered: tuple[str, ...]
+    """Its larger children whose matrices are all shared."""
+    whole: tuple[str, ...]
+    """Its other larger children."""
+
+    def holds_parts(self, name: str) -> bool:
+        """True if gradients of what every rank has whole, under this name, are parts of a sum."""
+        return name.startswith(f"{self.name}.") and not any(name.startswith(f"{child}.") for child in self.whole)
+
+    def scatters(self, name: str) -> bool:
+        """True for a module whose own communication is left to a child of the block."""
+        return any(name.startswith(f"{child}.") for child in self.scattered)
+
+
+def blocks_of(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> list[Block]:
+    """Return the blocks that may compute on parts of sequences; raise ValueError for a model of another form."""
     modules = dict(names.named_modules(root))
     found = []
-    for block in [unit.name for unit in plan.units if unit.kind == "block"]:
-        inside = [name for name in styles if name.startswith(f"{block}.") and name in modules]
-        children = {f"{block}.{name.removeprefix(f'{block}.').partition('.')[0]}": None for name in inside}
-        found.append((block, list(children)))
-        if flat := next((name for name in children if name in styles), None):
+    for name in [unit.name for unit in plan.units if unit.kind == "block"]:
+        children = [f"{name}.{child}" for child, _ in modules[name].named_children()]
+        large = [child for child in children if any(each.ndim > 1 for each in modules[child].parameters())]
+        if flat := next((child for child in large if child in styles), None):
             raise ValueError(
                 f"tensor: with sequence, a block's attention and feed-forward are modules of their own, which {flat!r} "
                 "is not: leave out sequence"
             )
-        if other := next((name for name in inside if styles[name] not in _FITTING), None):
-            raise ValueError(f"tensor: sequence does not go with the style {styles[other]!r} of {other!r}")
-    lists = {block.rpartition(".")[0] for block, _ in found}
-    if len(lists) != 1 or not any(children for _, children in found):
+        scattered = [child for child in large if _shares_all(child, modules[child], styles)]
+        found.append(Block(name, tuple(scattered), tuple(child for child in large if child not in scattered)))
+    lists = {block.name.rpartition(".")[0] for block in found}
+    if len(lists) != 1:
         shown = ", ".join(map(repr, sorted(lists))) or "none"
         raise ValueError(
             f"tensor: with sequence, the blocks are one list of modules; here: {shown}. Leave out sequence"
         )
-    if whole := next((each for each in plan.replicated if any(each.name.startswith(f"{b}.") for b, _ in found)), None):
+    if whole := next((each for each in plan.replicated if any(block.holds_parts(each.name) for block in found)), None):
         raise ValueError(
             f"tensor: {whole.name!r} is whole on every rank ({whole.why}), which does not go with sequence"
         )
     return found
 
 
-def split_blocks(root: nn.Module, blocks: list[tuple[str, list[str]]], group: dist.ProcessGroup) -> None:
+def _shares_all(name: str, child: nn.Module, styles: Mapping[str, str]) -> bool:
+    """True if styles share every matrix of a module, so that its outputs are parts of a sum."""
+    adapted = [f"{name}.{below}" for below, module in child.named_modules() if hasattr(module, "lora_A")]
+    for below, module in child.named_modules():
+        full = f"{name}.{below}"
+        if full in styles and styles[full] not in _SCATTERED:
+            return False
+        inside = any(full.startswith(f"{layer}.") for layer in adapted)
+        for attribute, parameter in module.named_parameters(recurse=False):
+            style = styles.get(f"{full}.{attribute}") or styles.get(full)
+            if parameter.ndim > 1 and not inside and style in (None, "replicate", "local_params"):
+                return False
+    return True
+
+
+def split_blocks(root: nn.Module, blocks: list[Block], group: dist.ProcessGroup) -> None:
     """Let the blocks compute on parts of the sequence, in place."""
     modules = dict(names.named_modules(root))
-    for _, children in blocks:
-        for name in children:
+    for block in blocks:
+        for name in block.scattered:
             _around(
-                modules[name], functools.partial(_gathered, group=group), functools.partial(_scattered, group=group)
+                modules[name],
+                functools.partial(_gathered, group=group, sums=True),
+                functools.partial(_scattered, group=group),
             )
-    _around(modules[blocks[0][0]], functools.partial(_begun, group=group), None)
-    _around(modules[blocks[-1][0]], None, functools.partial(_ended, group=group))
+        for name in block.whole:
+            _around(
+                modules[name],
+                functools.partial(_gathered, group=group, sums=False),
+                functools.partial(_kept, group=group),
+            )
+    _around(modules[blocks[0].name], functools.partial(_begun, group=group), None)
+    _around(modules[blocks[-1].name], None, functools.partial(_ended, group=group))
 
 
 def _begun(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -99,8 +138,12 @@ def _ended(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return gather(x, _DIM, _Length.total, group)
 
 
-def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return gather(x, _DIM, _Length.total, group, sums=True)
+def _gathered(x: torch.Tensor, group: dist.ProcessGroup, sums: bool) -> torch.Tensor:
+    return gather(x, _DIM, _Length.total, group, sums=sums)
+
+
+def _kept(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return own_part(x, _DIM, group)
 
 
 def _scattered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -23,7 +23,7 @@ from trueshard.model import names
 from trueshard.model.names import Held, nearest
 from trueshard.model.regions import rows_of
 from trueshard.plans import Plan
-from trueshard.runtime.sequence import shared_modules, split_blocks
+from trueshard.runtime.sequence import blocks_of, split_blocks
 from trueshard.runtime.styles import STYLES, compute_with_parts, share_forward
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -56,6 +56,8 @@ def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
             f"tensor: {unknown[1]!r}, for {unknown[0]!r}, is no style.{nearest(unknown[1], STYLES)} Styles: "
             f"{', '.join(sorted(STYLES))}"
         )
+    if not given:
+        styles = styles | _of_parted_ties(root, _by_name(root, styles, strict=False))
     found = _by_name(root, styles, strict=bool(given))
     if not found:
         raise ValueError(
@@ -101,6 +103,16 @@ def is_shared(root: nn.Module, plan: Plan, module: nn.Module) -> bool:
         return False
     styles = _by_name(root, plan.styles, strict=False)
     return any(name in styles for name, each in names.named_modules(root) if each is module)
+
+
+def _of_parted_ties(root: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """Return the modules of ties that a model's own plan would cut in one place and not in another: not at all."""
+    found = {}
+    for held in names.held_tensors(root, "parameters"):
+        dims = {getattr(_placement(held, i, styles), "dim", None) for i in range(len(held.places))}
+        if len(dims) > 1:
+            found |= {name.rpartition(".")[0]: "replicate" for name in held.names}
+    return found
 
 
 def _by_name(root: nn.Module, styles: Mapping[str, str], *, strict: bool) -> dict[str, str]:
@@ -163,7 +175,7 @@ def _refuse(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> None:
     _refuse_heads(root, styles, ranks)
     refuse_random(root, "tensor", ranks)
     if plan.sequence:
-        shared_modules(root, plan, styles)
+        blocks_of(root, plan, styles)
 
 
 def _refuse_module(name: str, module: Any, word: str, ranks: int) -> None:
@@ -227,7 +239,7 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Cut the parameters of ``root``, and let its modules compute with this rank's parts, in place."""
     styles = _by_name(root, plan.styles or _reduced_by_hooks(root), strict=False)
     whole = {each.name for each in plan.replicated}
-    blocks = shared_modules(root, plan, styles) if plan.sequence else []
+    blocks = blocks_of(root, plan, styles) if plan.sequence else []
     sums: dict[nn.Module, set[str]] = {}
     for held in names.held_tensors(root, "parameters"):
         if held.name in whole or isinstance(held.tensor, DTensor):
@@ -238,7 +250,7 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         for name, (module, attribute) in zip(held.names, held.places, strict=True):
             _torch.own_parameters(module)[attribute] = new
             word = styles.get(name) or styles.get(name.rpartition(".")[0], "replicate")
-            is_sum = STYLES[word].sums or any(name.startswith(f"{block}.") for block, _ in blocks)
+            is_sum = STYLES[word].sums or any(block.holds_parts(name) for block in blocks)
             sums.setdefault(module, set()).update([attribute] if is_sum else [])
     for module, attributes in sums.items():
         compute_with_parts(module, attributes)
@@ -247,7 +259,7 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             if styles[name] == "mla_kv_a_proj":
                 config: Any = getattr(names.unwrap(root), "config", None)
                 module.__dict__["_trueshard_rope"] = config.get_text_config().qk_rope_head_dim
-            share_forward(module, styles[name], mesh, in_block=any(name.startswith(f"{block}.") for block, _ in blocks))
+            share_forward(module, styles[name], mesh, in_block=any(block.scatters(name) for block in blocks))
     if blocks:
         split_blocks(root, blocks, mesh.get_group())
 
