@@ -105,6 +105,7 @@ CALLED = {
     "sharded_places",
     "places_in_unit",
     "cast_floating",
+    "call_after_schedule",
     "call_before_backward",
     "keep_gathered",
     "follow_views",
@@ -372,9 +373,14 @@ def numbers(rank: int, world_size: int) -> None:
     assert weight.untyped_storage().nbytes() == 0
     begun: list[int] = []
     _torch.call_before_backward([model], lambda: begun.append(1))
+    ended: list[int] = []
+    _torch.call_after_schedule(model, lambda: ended.append(1))
     model.forward = lambda x: model.one(x)
     model(torch.ones(1, 4)).sum().backward()
     assert begun == [1]
+    assert ended == []
+    model._get_fsdp_state()._root_post_backward_final_callback()  # as schedules of torch's pipelining do
+    assert ended == [1]
     model.forward = lambda x: model.one(x).view(-1)
     _torch.follow_views(model)
     out = model(torch.ones(1, 4))

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from trueshard.runtime.engine import set_reshard_after_forward as set_reshard_after_forward
     from trueshard.runtime.gathering import gathered as gathered
     from trueshard.runtime.sequences import split_sequence as split_sequence
+    from trueshard.runtime.stages import tie_over as tie_over
     from trueshard.runtime.tokens import TokenMean as TokenMean
     from trueshard.runtime.tokens import count_targets as count_targets
     from trueshard.runtime.tokens import token_mean as token_mean
@@ -65,6 +66,7 @@ _MODULES = {
     "runtime.engine": "accumulate set_reshard_after_forward",
     "runtime.gathering": "gathered",
     "runtime.sequences": "split_sequence",
+    "runtime.stages": "tie_over",
     "runtime.tokens": "TokenMean count_targets token_mean",
     "train.trainer": "Callback NonFiniteLoss Trainer",
     "verification.report": "Verified",

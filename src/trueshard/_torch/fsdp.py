@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, Train
 from torch.distributed.utils import _apply_to_tensors
 
 from trueshard._torch.capabilities import IS_2_11, missing_for_speed
-from trueshard._torch.modules import limit_alike
+from trueshard._torch.modules import in_backward, limit_alike
 from trueshard._torch.simulating import is_fake, is_plain, real_tensors
 from trueshard._torch.tensors import apart, call_with_gradient, tensors_in
 
@@ -172,6 +172,24 @@ def _watched(inner: Callable[..., Any], entered: Callable[[], Any], left: Callab
             left()
 
     return call
+
+
+def call_after_schedule(root: ShardedModule, function: Callable[[], None]) -> None:
+    """Call ``function()`` after a schedule of ``torch.distributed.pipelining`` has reduced the gradients of its stage.
+
+    The backward of each microbatch leaves them unreduced. At the end of a step the schedule itself calls what FSDP2
+    otherwise leaves to autograd, outside any backward, so no hook of autograd or of a module tells.
+    """
+    state: Any = root._get_fsdp_state()
+    inner = state._root_post_backward_final_callback
+
+    @torch.compiler.disable
+    def callback() -> None:
+        inner()
+        if not in_backward():
+            function()
+
+    state._root_post_backward_final_callback = callback
 
 
 def follow_views(root: nn.Module) -> None:

@@ -94,6 +94,16 @@ def adapted_keys(module: nn.Module, folder: str) -> dict[str, FileKey] | None:
     return found if len(set(found.values())) == len(found) else None
 
 
+def refuse_adapters(models: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError for a PEFT model: its files go by its own names."""
+    for prefix, module in models.items():
+        if hasattr(names.unwrap(module), "peft_config"):
+            raise ValueError(
+                f"{prefix!r} is a PEFT model, which is saved under its own names and in one piece, not with names=… or "
+                "as the stage of a pipeline; merge the adapter first, or save without names"
+            )
+
+
 def adapter_folder(module: Any, adapter: str) -> str:
     return "" if len(module.peft_config) == 1 or adapter == "default" else f"{adapter}/"
 
@@ -176,7 +186,8 @@ def _configurations(module: Any, base_path: str) -> list[tuple[str, Callable[[st
     if not hasattr(config, "save_pretrained"):
         return found
     copied = copy.deepcopy(config)
-    copied.architectures = [_torch.own_class(module).__name__]
+    if hasattr(module, "save_pretrained"):  # not a stage of a pipeline, say
+        copied.architectures = [_torch.own_class(module).__name__]
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if len(dtypes) == 1 and hasattr(copied, "dtype"):
         copied.dtype = dtypes.pop()
@@ -200,8 +211,9 @@ class Naming:
     may_lack: Callable[[str], bool] = lambda name: False  # true for the name of a tensor that the files need not have
     _name_of: dict[str, str] = field(default_factory=dict)
 
-    def key(self, name: str) -> str:
-        own = self.given(name) if self.given is not None else None
+    def key(self, name: str, tied: str | None = None) -> str:
+        """Return the key of the model's tensor ``name``; ``tied``: what ``tie_over`` calls it."""
+        own = tied or (self.given(name) if self.given is not None else None)
         key = self.prefix + (own or self.table.get(name, name))
         self._name_of[key] = name
         return key

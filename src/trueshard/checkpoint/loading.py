@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.checkpoint import ranks, saving, state
+from trueshard.checkpoint import joining, ranks, saving, state
 from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
 from trueshard.checkpoint.format import (
     Manifest,
@@ -33,10 +33,11 @@ from trueshard.checkpoint.format import (
 )
 from trueshard.checkpoint.layout import Naming, naming_of
 from trueshard.checkpoint.materialise import materialise, uncomputable
-from trueshard.checkpoint.ranks import RankGroup, check_same
+from trueshard.checkpoint.ranks import RankGroup, check_alike
 from trueshard.model import names as model_names
 from trueshard.optim.rebind import family
 from trueshard.optim.stepping import Role, roles_of
+from trueshard.optim.ties import tied_name
 from trueshard.text import timed
 
 
@@ -71,7 +72,8 @@ def load(
         verify: compare checksums, where the checkpoint has them.
         rng: restore this rank's random generators, where the checkpoint has their state.
         convert: convert a dtype that differs; otherwise it is an error.
-        names: the model's name of a tensor → its name in the files (None, or left out of a dict: the same).
+        names: the model's name of a tensor → its name in the files (None, or left out of a dict: the same). The stages
+            of a pipeline (``Plan(pipeline=True)``) load together, each its part.
         allow_pickle: needed for torch.distributed.checkpoint, whose metadata is a pickle: only from whom you trust.
         more: entries to load in place, by the name they were saved under: objects with ``load_state_dict()``, or
             dicts, which are then what was saved.
@@ -88,7 +90,8 @@ def load(
     options = {"strict": strict, "verify": verify, "rng": rng, "convert": convert, "allow_pickle": allow_pickle}
     with timed(f"load of {path}"):
         given = names.get if isinstance(names, Mapping) else names
-        return LoadJob(RankGroup(state.parameters_of(model)), options, given, more).run(path, model, optimizer)
+        group = RankGroup(state.parameters_of(model), stages=state.is_stage(model))
+        return LoadJob(group, options, given, more).run(path, model, optimizer)
 
 
 class Found(dict[str, Any]):
@@ -121,7 +124,10 @@ class LoadJob:
     def run(self, path: str | os.PathLike[str], model: Any, optimizer: Any) -> Found:
         """Check and verify, which changes nothing, then load. Collective."""
         attempt = functools.partial(self._group.attempt, f"{path} was not loaded")
-        check_same("load()", attempt(lambda: self._open(path, model, optimizer)))
+        everyone = attempt(lambda: self._open(path, model, optimizer))
+        check_alike("load()", [told[:3] for told in everyone])
+        if self._staged:
+            self._report_unused([unused for *_, unused in everyone])
         if self._options["verify"]:
             self._verify(attempt(self._checksums))
         attempt(self._load_entries)
@@ -129,8 +135,15 @@ class LoadJob:
         attempt(self._apply)
         return self._found
 
-    def _open(self, path: str | os.PathLike[str], model: Any, optimizer: Any) -> dict[str, Any]:
-        """Check that everything fits; return what must be the same on all ranks."""
+    def _open(
+        self, path: str | os.PathLike[str], model: Any, optimizer: Any
+    ) -> tuple[int, dict[str, Any], dict[str, Any], dict[str, str]]:
+        """Check that everything fits.
+
+        Returns:
+            The arguments of ``check_alike``; and what this rank's stage of a pipeline does not use: name → text.
+        """
+        self._staged = state.is_stage(model)
         self._models, self._optimizers = state.by_prefix(model, optimizer)
         self._catalogue: Catalogue = open_catalogue(path)
         if self._catalogue.dcp:
@@ -140,26 +153,41 @@ class LoadJob:
             self._catalogue = open_dcp(self._catalogue, self._models, self._optimizers, self._names, pickled)
         self._manifest = self._catalogue.manifest or Manifest()
         self._check()
+        unused: dict[str, str] = {}
+        if self._staged:
+            unused, self._misfits["unexpected"] = self._misfits["unexpected"], {}
         self._report()
         identity = repr(sorted(self._catalogue.entries.items()))
-        return {
+        common = {
             **self._options,
             "models": sorted(self._models),
             "optimizers": sorted(self._optimizers),
             "entries": sorted(self._more),
             "path": f"{self._catalogue.where} ({crc32(memoryview(identity.encode())):08x})",
-            **{key: [list(tensor.shape), str(getattr(tensor, "placements", "plain"))] for key, tensor in self._targets},
         }
+        tensors = {
+            key: [list(tensor.shape), str(getattr(tensor, "placements", "plain"))] for key, tensor in self._targets
+        }
+        return self._group.stage[0], common, tensors, unused
+
+    def _report_unused(self, everyone: list[dict[str, str]]) -> None:
+        """Report what no stage uses."""
+        self._misfits["unexpected"] = {
+            name: text for name, text in everyone[0].items() if all(name in unused for unused in everyone)
+        }
+        self._report()
 
     def _check(self) -> None:
         for prefix, module in self._models.items():
             self._check_model(prefix, module, naming_of(self._catalogue, prefix, module, self._names))
-        name_of, saved = state.parameter_names(self._models), self._manifest.optimizers
+        given = None if self._catalogue.dcp else self._names  # which has the model's own already
+        name_of, saved = state.parameter_names(self._models, given), self._manifest.optimizers
         for prefix, optimizer in self._optimizers.items():
             if prefix not in saved:
                 self._misfit("missing", prefix, f"has no {prefix!r}.{model_names.nearest(prefix, saved)}")
                 continue
-            for one, record in optimizer_loads(optimizer, saved[prefix], self._catalogue):
+            here = joining.part_of(saved[prefix], {*name_of.values()}) if self._staged else saved[prefix]
+            for one, record in optimizer_loads(optimizer, here, self._catalogue):
                 for misfit in one.match(prefix, record, name_of):
                     self._misfit(*misfit)
                 self._loads.append(one)
@@ -197,7 +225,8 @@ class LoadJob:
         entries = self._catalogue.entries
         used: set[str] = set()
         for name, each in held.items():
-            candidates = [naming.key(known) for known in each.names]
+            tied = tied_name(each.tensor)
+            candidates = [naming.key(known, None if tied is None else tied.name) for known in each.names]
             key = next((key for key in candidates if key in entries), None)
             used.update(candidates)
             if key is not None:
@@ -250,13 +279,14 @@ class LoadJob:
             for key, part in theirs.items():
                 parts.setdefault(key, []).append(part)
         for key, each in parts.items():
-            checksum = crc32_joined((checksum, end - begin) for begin, end, checksum in sorted(each))
+            # Stages that hold copies of one parameter read the same.
+            checksum = crc32_joined((checksum, end - begin) for begin, end, checksum in sorted(set(each)))
             if self._catalogue.entries[key].crc32 not in (None, checksum):
                 raise self._catalogue.damaged(key, "load an earlier checkpoint")
 
     def _ranges(self) -> Iterator[tuple[str, int, int]]:
         """Yield (key, begin, end) of what this rank checks; together the ranks check every tensor once."""
-        rank, world = self._group.rank, self._group.world
+        rank, world = self._group.stage.index(self._group.rank), len(self._group.stage)
         templates = [template for one in self._loads for template in one.templates]
         for number, (key, tensor) in enumerate([*self._targets, *templates]):
             full = self._catalogue.entries[key].nbytes
@@ -382,7 +412,7 @@ class OptimizerLoad:
                 lost, added = sorted({*near["params"]} - {*own}), sorted({*own} - {*near["params"]})
                 text = f"group {g} of {prefix!r} is not what was saved: missing here {lost[:3]}, new here {added[:3]}"
                 yield "mismatched", f"{prefix}: group {g}", text
-        for each in left:
+        for each in (each for each in left if not each.get("elsewhere")):
             shown = f"{each['params'][:3]}{'…' if each['params'][3:] else ''}"
             text = f"{prefix!r} was saved with a group of {shown}, which it has not here"
             yield "unexpected", f"{prefix}: saved group {saved.index(each)}", text

@@ -36,16 +36,23 @@ _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = Weak
 
 
 class RankGroup:
-    """The ranks that save or load together: those of the meshes of ``tensors``, or all."""
+    """The ranks that save or load together: those of the meshes of ``tensors``, or all.
 
-    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+    With ``stages`` it is all ranks, and those of the meshes are one stage of a pipeline, whose ranks have the same
+    tensors; otherwise all are that one stage.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = (), *, stages: bool = False) -> None:
         self.rank, self.world, self._group = 0, 1, None
+        self.stage = [0]
+        """The ranks of this rank's stage, in order."""
         if not dist.is_initialized() or dist.get_backend() == "fake":
             return
         meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
         ranks = sorted({int(rank) for mesh in meshes for rank in mesh.mesh.flatten()})
-        members = tuple(ranks or range(dist.get_world_size()))
+        members = tuple(range(dist.get_world_size()) if stages or not ranks else ranks)
         self.rank, self.world = members.index(dist.get_rank()), len(members)
+        self.stage = [members.index(rank) for rank in ranks or members]
         if self.world > 1:
             known = _groups.setdefault(dist.group.WORLD, {})
             if members not in known:
@@ -89,17 +96,28 @@ def _collective(function: Callable[[], Any]) -> Any:
         ) from error
 
 
-def check_same(function: str, arguments: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ValueError``, naming the first difference, unless all ranks' arguments (name → value) are the same."""
-    first = arguments[0]
-    for rank, given in enumerate(arguments):
+def check_same(function: str, arguments: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise ``ValueError``, naming the first difference, unless all ranks' arguments (name → value) are the same.
+
+    ``arguments``: of each rank.
+    """
+    first_rank, first = next(iter(arguments.items()))
+    for rank, given in arguments.items():
         for key in {**first, **given}:
             if given.get(key) != first.get(key):
                 one, other = (str(each.get(key, "missing"))[:200] for each in (first, given))
                 raise ValueError(
-                    f"{function} was given different things on different ranks: {key!r} is {one} on rank 0 and {other} "
-                    f"on rank {rank}; give all ranks the same"
+                    f"{function} was given different things on different ranks: {key!r} is {one} on rank {first_rank} "
+                    f"and {other} on rank {rank}; give all ranks the same"
                 )
+
+
+def check_alike(function: str, arguments: Sequence[tuple[int, Mapping[str, Any], Mapping[str, Any]]]) -> None:
+    """``check_same`` for (first rank of the stage, what all ranks have in common, what the ranks of a stage have)."""
+    check_same(function, {rank: common for rank, (_, common, _) in enumerate(arguments)})
+    for first in {first for first, _, _ in arguments}:
+        of_stage = {rank: own for rank, (its_first, _, own) in enumerate(arguments) if its_first == first}
+        check_same(function, of_stage)
 
 
 def bytes_here(tensor: torch.Tensor, nbytes: int | None = None) -> tuple[int, int]:

@@ -32,10 +32,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.checkpoint import layout, ranks, state
+from trueshard.checkpoint import joining, layout, ranks, state
 from trueshard.checkpoint.catalogue import is_url
 from trueshard.checkpoint.format import MANIFEST, FileRecord, Manifest, TensorEntry, crc32, crc32_joined, join
-from trueshard.checkpoint.ranks import RankGroup, check_same
+from trueshard.checkpoint.joining import Told
+from trueshard.checkpoint.ranks import RankGroup, check_alike
 from trueshard.checkpoint.writing import OF_A_STEP, LocalWriter, RemoteWriter, Written, discard, writer_for
 from trueshard.text import logger, timed
 
@@ -51,9 +52,12 @@ def save(
     wait: bool = True,
     verify: bool = True,
     tokenizer: Any = None,
+    names: Mapping[str, str] | Callable[[str], str | None] | None = None,
     **more: Any,
 ) -> Saving | None:
     """Write a checkpoint. Collective; has no effect on training.
+
+    The stages of a pipeline (``Plan(pipeline=True)``) are one model: every rank of every stage saves to one ``path``.
 
     Args:
         path: the directory to make; it must not exist, and has this name only once it is complete. Or a URL of fsspec,
@@ -64,6 +68,8 @@ def save(
             the background. The next ``save`` or ``load`` waits for it, and raises its error.
         verify: read the files again, past the system's cache where possible, and compare checksums.
         tokenizer: one of transformers; its files are put beside the model's.
+        names: the model's name of a tensor → its name in the files (None, or left out of a dict: the same). What a
+            stage calls ``h.0.weight`` may be ``h.2.weight`` in the whole model.
         more: nested dicts of tensors and JSON values, or objects with ``state_dict()``.
 
     Returns:
@@ -76,7 +82,8 @@ def save(
         RuntimeError: another rank failed, or did not call ``save``.
     """
     wait_for_running()
-    job = _prepare(path, model, optimizer, tokenizer if wait else copy.deepcopy(tokenizer), more, verify)
+    given = names.get if isinstance(names, Mapping) else names
+    job = _prepare(path, model, optimizer, tokenizer if wait else copy.deepcopy(tokenizer), more, verify, given)
     if wait:
         job.run()
         return None
@@ -144,43 +151,45 @@ class SaveJob:
 
 
 def _prepare(
-    path: str | os.PathLike[str], model: Any, optimizer: Any, tokenizer: Any, more: Mapping[str, Any], verify: bool
+    path: str | os.PathLike[str],
+    model: Any,
+    optimizer: Any,
+    tokenizer: Any,
+    more: Mapping[str, Any],
+    verify: bool,
+    given: state.GivenNames,
 ) -> SaveJob:
     """Collect, compare and lay out. Collective: one exchange, since training waits for it."""
-    group = RankGroup(state.parameters_of(model))
+    staged = state.is_stage(model)
+    group = RankGroup(state.parameters_of(model), stages=staged)
     token = secrets.token_hex(4) if group.rank == 0 else ""
     models: dict[str, Any] = {}
     tensors: state.Tensors = {}
     manifest, bits = Manifest(), torch.empty(0)
 
-    def collect() -> tuple[Any, ...]:
+    def collect() -> Told:
         nonlocal models, tensors, manifest, bits
         if bad := [key for key in more if key in _RESERVED or "/" in key]:
             raise ValueError(f"{bad[0]!r} cannot be the name of an entry; give it another")
         models, optimizers = state.by_prefix(model, optimizer)
-        tensors, manifest = state.collect(models, optimizers, more)
+        if staged or given is not None:
+            layout.refuse_adapters(models)
+        tensors, manifest = state.collect(models, optimizers, more, given)
         table, bits = state.random_state()
         manifest.rng = [table] * group.world
-        entries = manifest.tensors
-        entries["rng"] = TensorEntry(["rng"], [group.world, len(bits)], "uint8")
+        manifest.tensors["rng"] = TensorEntry(["rng"], [group.world, len(bits)], "uint8")
         if group.rank == 0:
             writer_for(path, token).check_free()
-        plain: dict[str, TensorEntry] = {}  # state that only some ranks may have: of parameters updated by an owner
-        same: dict[str, Any] = {"path": os.fspath(path), "verify": verify, "rng": table, "more": sorted(more)}
+        common = {"path": os.fspath(path), "verify": verify, "rng": table, "more": sorted(more)}
         for key, tensor in tensors.items():
             _check_kind(key, tensor)
-            if key.startswith("optimizer") and not isinstance(tensor, DTensor):
-                plain[key] = entries[key]
-            else:
-                same[key] = [str(getattr(tensor, "placements", "plain")), list(tensor.shape), str(tensor.dtype)]
-        states = {prefix: record["state"] for prefix, record in manifest.optimizers.items()}
-        return token, same | state.groups_of(manifest.optimizers), plain, states
+        return joining.tell(token, group, staged, common, manifest, tensors)
 
     everyone = group.attempt(f"{path} was not saved", collect)
-    check_same("save()", [same for _, same, _, _ in everyone])
+    check_alike("save()", [(each.first, each.common, each.own) for each in everyone])
     # From here on every rank computes the same, or fails alike.
-    first_with = _merge(manifest, [(plain, states) for _, _, plain, states in everyone])
-    mine = _my_part(manifest, tensors, first_with, group.rank)
+    first_with = joining.merge(manifest, everyone, staged)
+    mine = _my_part(manifest, tensors, first_with, group)
     mine["rng"] = group.rank * len(bits), bits.view(1, -1)
     manifest.about = {
         "written": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
@@ -188,7 +197,7 @@ def _prepare(
         "torch": torch.__version__,
         "ranks": group.world,
     }
-    writer = writer_for(path, everyone[0][0])
+    writer = writer_for(path, everyone[0].token)
     headers = {}
     if writer.positioned:
         headers = layout.lay_out(manifest.tensors, layout.file_keys(models, manifest.tensors), marked=True)
@@ -209,37 +218,19 @@ def _check_kind(key: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _merge(manifest: Manifest, everyone: list[tuple[dict[str, TensorEntry], dict[str, Any]]]) -> dict[str, int]:
-    """Add all ranks' optimizer state to ``manifest``; return key of a plain tensor → the first rank that has it."""
-    first_with: dict[str, int] = {}
-    entries = manifest.tensors
-    for rank, (plain, states) in enumerate(everyone):
-        for key, entry in plain.items():
-            first_with.setdefault(key, rank)
-            entries.setdefault(key, entry)
-        for prefix, theirs in states.items():
-            manifest.optimizers[prefix]["state"] = theirs | manifest.optimizers[prefix]["state"]
-    for record in manifest.optimizers.values():
-        order = {name: i for i, name in enumerate(name for group in record["groups"] for name in group["params"])}
-        record["state"] = dict(sorted(record["state"].items(), key=lambda each: order.get(each[0], len(order))))
-    for key in sorted(key for key in entries if key.startswith("optimizer")):
-        entries[key] = entries.pop(key)
-    return first_with
-
-
 def _my_part(
-    manifest: Manifest, tensors: state.Tensors, first_with: Mapping[str, int], rank: int
+    manifest: Manifest, tensors: state.Tensors, first_with: Mapping[str, int], group: RankGroup
 ) -> dict[str, tuple[int, Any]]:
     """Return key → (first byte in the tensor, rows) of all that this rank writes."""
     mine: dict[str, tuple[int, Any]] = {}
     for number, key in enumerate(manifest.tensors):
-        tensor = tensors.get(key)
+        tensor, first = tensors.get(key), first_with.get(key, group.stage[0])
         if isinstance(tensor, DTensor):
             rows = ranks.by_rows(tensor)
             begin, end = ranks.own_part(rows, number)
-            if end > begin:
+            if end > begin and first in group.stage:
                 mine[key] = begin, rows
-        elif tensor is not None and first_with.get(key, 0) == rank:
+        elif tensor is not None and first == group.rank:
             mine[key] = 0, tensor
     return mine
 

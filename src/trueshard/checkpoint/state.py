@@ -11,9 +11,9 @@ from __future__ import annotations
 import random
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy
 import torch
@@ -23,8 +23,12 @@ from trueshard import _torch
 from trueshard.checkpoint.format import Manifest, TensorEntry, split
 from trueshard.model import names
 from trueshard.optim.rebind import family
+from trueshard.optim.ties import tied_name
+from trueshard.runtime.passes import runtime_of
 
 Tensors = dict[str, torch.Tensor]
+GivenNames: TypeAlias = Callable[[str], str | None] | None
+"""``names`` of ``save`` and ``load`` as a function: the model's own name → the name in files; None: the same."""
 
 
 @dataclass
@@ -35,19 +39,28 @@ class ModelTensor:
 
 
 def collect(
-    models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], more: Mapping[str, Any]
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], more: Mapping[str, Any], given: GivenNames
 ) -> tuple[Tensors, Manifest]:
     """Return this rank's tensors of models and optimizers, by key prefix, and of the user's entries; and all values."""
     tensors: Tensors = {}
     manifest = Manifest()
     for prefix, module in models.items():
         held, extra = model_tensors(module)
-        for name, each in held.items():
-            tensors[f"{prefix}/{name}"] = each.tensor
-            manifest.tensors[f"{prefix}/{name}"] = TensorEntry.of(each.tensor, each.names, each.trainable)
-        values = {name: split(value, f"{prefix}/{name}", tensors) for name, value in extra.items()}
+        for each in held.values():
+            aliases = names_in_files(each.tensor, each.names, given)
+            key = f"{prefix}/{aliases[0]}"
+            if key in tensors:
+                raise ValueError(
+                    f"names gives two tensors of the model the name {aliases[0]!r}, one is {each.names[0]!r}"
+                )
+            tensors[key] = each.tensor
+            manifest.tensors[key] = TensorEntry.of(each.tensor, aliases, each.trainable)
+        values = {
+            (name := (given and given(own)) or own): split(value, f"{prefix}/{name}", tensors)
+            for own, value in extra.items()
+        }
         manifest.models[prefix] = {"class": torch.typename(_torch.own_class(names.unwrap(module))), "extra": values}
-    name_of = parameter_names(models)
+    name_of = parameter_names(models, given)
     for prefix, optimizer in optimizers.items():
         manifest.optimizers[prefix] = _optimizer_record(prefix, optimizer, name_of, tensors)
     for key, value in more.items():
@@ -95,14 +108,30 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, ModelTensor], dict[str, A
     return {each.names[0]: each for each in found.values()}, extra
 
 
-def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Map ``id`` of each parameter → its first name, after the model's key if there are several."""
+def parameter_names(models: Mapping[str, nn.Module], given: GivenNames = None) -> dict[int, str]:
+    """Map ``id`` of each parameter → its first name in files, after the model's key if there are several."""
     found: dict[int, str] = {}
     for prefix, model in models.items():
         inside = prefix.partition("/")[2]
-        for name, _, _, parameter in names.named_tensors(model, "parameters"):
-            found.setdefault(id(parameter), f"{inside}/{name}" if inside else name)
+        for own, _, _, parameter in names.named_tensors(model, "parameters"):
+            if id(parameter) not in found:
+                name = names_in_files(parameter, [own], given)[0]
+                found[id(parameter)] = f"{inside}/{name}" if inside else name
     return found
+
+
+def names_in_files(tensor: torch.Tensor, own: list[str], given: GivenNames) -> list[str]:
+    """Return the names in files of a tensor that its model calls ``own``; that of ``tie_over`` is the first."""
+    found = own if given is None else [given(name) or name for name in own]
+    tied = tied_name(tensor)
+    return found if tied is None else list(dict.fromkeys([tied.name, *found]))
+
+
+def is_stage(model: Any) -> bool:
+    """True if ``save``'s ``model`` was sharded as one stage of a pipeline."""
+    models = model.values() if isinstance(model, Mapping) else [model]
+    runtimes = [runtime_of(names.unwrap(each)) for each in models if isinstance(each, nn.Module)]
+    return any(runtime is not None and runtime.plan.pipeline for runtime in runtimes)
 
 
 def _optimizer_record(
@@ -140,12 +169,12 @@ def _optimizer_record(
     return record
 
 
-def groups_of(records: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of optimizer records that are the same on every rank: class, and the names in each group."""
+def groups_of(records: Mapping[str, Any], part: str = "params") -> dict[str, Any]:
+    """Return what must be the same on several ranks of optimizer records: class, and a ``part`` of each group."""
     found: dict[str, Any] = {}
     for prefix, record in records.items():
-        found[prefix] = [record["class"], [group["params"] for group in record["groups"]]]
-        found |= groups_of({f"{prefix}/@{place}": each for place, each in record.get("wrapped", {}).items()})
+        found[prefix] = [record["class"], [group[part] for group in record["groups"]]]
+        found |= groups_of({f"{prefix}/@{place}": each for place, each in record.get("wrapped", {}).items()}, part)
     return found
 
 

@@ -23,8 +23,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch
+from trueshard.distributed import device_of
 from trueshard.model import names
 from trueshard.optim.shards import (
     Ranks,
@@ -35,7 +37,9 @@ from trueshard.optim.shards import (
     sharded_over,
     widest_float,
 )
+from trueshard.optim.ties import check_stages, is_copy
 
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ROW = 1024
 """Elements of which a CPU takes the norm at once."""
 _COPIED = 1 << 20
@@ -49,6 +53,8 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    over: DeviceMesh | None = None,
 ) -> torch.Tensor:
     """Scale the gradients in place so that their total norm is at most ``max_norm``.
 
@@ -62,27 +68,36 @@ def clip_grad_norm_(
         norm_type: order p of the norm; ``inf`` for the largest element, ``-inf`` for the smallest.
         error_if_nonfinite: raise when the norm is NaN or infinite, before any gradient is changed.
         foreach: False: one operation a gradient; otherwise one a dtype.
+        over: where each rank has the parameters of one stage of a pipeline, the 1-D mesh over the stages: the norm is
+            that of the whole model. One more small collective. A parameter of ``tie_over`` counts once.
 
     Returns:
         The total norm before clipping: a 0-dim tensor in the gradients' (promoted) dtype, the same on every rank.
 
     Raises:
         RuntimeError: ``error_if_nonfinite`` and the norm is not finite; on every rank.
+        TypeError, ValueError: ``over`` is no 1-D mesh.
     """
+    if over is not None:
+        check_stages("over", over)
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     given = list(parameters)
     if not given and isinstance(parameters, types.GeneratorType):
         warnings.warn("the generator of parameters is empty (used up?), so no gradient is clipped", stacklevel=3)
     grads = [grad for parameter in given if (grad := parameter.grad) is not None]
-    if not grads:
+    if not grads and over is None:
         return torch.tensor(0.0)
     groups, order = group_shards(grads), float(norm_type)
-    dtype = functools.reduce(torch.promote_types, (group.dtype for group in groups)).to_real()
     # torch's norm is that of the vector of each gradient's norm, rounded to the gradients' dtype.
-    total = torch.linalg.vector_norm(_norms(groups, order, foreach, each=order == 0), order).to(dtype)
+    if over is None:
+        total = _total(groups, order, foreach).to(_promoted(groups))
+    else:
+        counted = [p.grad for p in given if p.grad is not None and not is_copy(p)]
+        total = _over_stages(group_shards(counted), order, foreach, over)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(_not_finite(grads, _norms(groups, order, foreach, each=True), total, norm_type))
+        each = _norms(groups, order, foreach, each=True) if groups else total.new_zeros(0)
+        raise RuntimeError(_not_finite(grads, each, total, norm_type))
     scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     if scale.device.type == "cpu" and scale.item() == 1.0:  # on an accelerator, looking would wait for it
         return total
@@ -104,6 +119,33 @@ def _not_finite(grads: Sequence[torch.Tensor], norms: torch.Tensor, total: torch
         f"the total gradient norm of order {norm_type} is {total.item()}, so it cannot be clipped ({where}); skip this "
         "step, or set error_if_nonfinite=False to scale by it anyway"
     )
+
+
+def _promoted(groups: Sequence[ShardGroup]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (group.dtype for group in groups)).to_real()
+
+
+def _total(groups: Sequence[ShardGroup], order: float, foreach: bool | None) -> torch.Tensor:
+    """Return the norm of all ``groups`` together, not rounded yet. Collective over their meshes."""
+    return torch.linalg.vector_norm(_norms(groups, order, foreach, each=order == 0), order)
+
+
+def _over_stages(groups: Sequence[ShardGroup], order: float, foreach: bool | None, stages: DeviceMesh) -> torch.Tensor:
+    """Return the norm of what all ``stages`` have together, each its own ``groups``. Collective."""
+    device = device_of(stages)
+    told = torch.zeros(2, dtype=widest_float(device), device=device)  # norm; dtype, 0 where there is no gradient
+    if groups:
+        told[0] = _total(groups, order, foreach)
+        told[1] = 1 + _FLOATS.index(_promoted(groups))
+    everyone = [torch.empty_like(told) for _ in range(stages.size())]
+    dist.all_gather(everyone, told, group=stages.get_group())
+    norms, kinds = torch.stack(everyone).unbind(1)
+    dtypes = [_FLOATS[int(kind) - 1] for kind in kinds.tolist() if kind]
+    if not dtypes:
+        return torch.tensor(0.0)
+    norms = norms[kinds > 0]
+    total = norms.sum() if order == 0 else torch.linalg.vector_norm(norms, order)
+    return total.to(functools.reduce(torch.promote_types, dtypes))
 
 
 def _norms(groups: Sequence[ShardGroup], order: float, foreach: bool | None, *, each: bool) -> torch.Tensor:

@@ -43,6 +43,7 @@ from trueshard.optim.classify import Verdict, classify
 from trueshard.optim.owners import Owned, Owners
 from trueshard.optim.rebind import IsRows, by_shape, each_in, family
 from trueshard.optim.stand_ins import GroupStandIns, Placeholder, StandIn, WholeTensor, swapped
+from trueshard.optim.ties import check_added_up
 
 Drop = Callable[[Collection[int]], None]
 _replaced: Any = WeakTensorKeyDictionary()
@@ -118,6 +119,7 @@ def _members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    check_added_up(optimizer)
     for root in _unreduced:
         held = set(map(id, root.parameters()))
         if any(id(parameter) in held for parameter in _members(optimizer)):

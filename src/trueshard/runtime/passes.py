@@ -13,7 +13,8 @@ What a model is doing is the list ``Runtime.states``, outermost first; empty: id
 Before a pass, what an exception cut short is cleared, writes to gathered parameters go to their shards, units whose
 shards were written to are freed (FSDP2 would keep the root gathered and compute with old values), and newly unfrozen
 parameters are detected. After a pass without gradients every unit is freed. At the end of a backward, gradients of
-replicated parameters are averaged.
+replicated parameters are averaged, and those of copies on other stages of a pipeline are added up. The schedule of a
+pipeline runs a backward for each microbatch without reducing, and reduces after the last one, outside of backward.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from trueshard.model.names import Held
 from trueshard.model.snapshot import Trace
 from trueshard.optim import stepping
 from trueshard.optim.rebind import shard_like
+from trueshard.optim.ties import Tie
 from trueshard.plans import Plan
 from trueshard.runtime.gradients import GradientHooks, Usage, call_after_gradient
 from trueshard.runtime.replicated import (
@@ -86,6 +88,8 @@ class Runtime:
         """Parameters that the user added since the last pass."""
         self.places: list[tuple[dict[str, nn.Parameter | None], str, str]] = []
         """Of each sharded parameter: the registry that holds it, its attribute, and its name."""
+        self.ties: list[Tie] = []
+        """Parameters of which other stages of a pipeline hold copies, in the same order on all of them."""
         self.accumulating = False
         """True while gradients add up on each rank without being reduced: the user's setting, not a state."""
         self.changes: Trace | None = None  # that ``shard()`` made to modules; None until all are made
@@ -129,6 +133,7 @@ class Runtime:
         root.__dict__[KEY] = self
         self.gathered = _torch.gathered_units(self.units)
         _torch.call_before_backward(self.units, self._begin_double_backward)
+        _torch.call_after_schedule(self.root, self._end_schedule)
         _torch.follow_views(root)
         _torch.keep_dynamo_out(self.units)
         self._trainable = self._trainability()
@@ -294,15 +299,32 @@ class Runtime:
             self.states.append(State.BACKWARD)
             for parameter, hooks in self._hooks.values():
                 hooks.set_aside(parameter)
+            for tie in self.ties:
+                tie.set_aside()
             self.usage.begin()
             _torch.at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self._end_state_of_backward()
-        average_gradients(self.replicated, self.mesh, only_hooked=self.accumulating)
-        stepping.set_unreduced(self.root, self.drop_unreduced if self.accumulating else None)
-        if not self.accumulating:
-            self.usage.end()
+        if self.accumulating:
+            average_gradients(self.replicated, self.mesh, only_hooked=True)
+            stepping.set_unreduced(self.root, self.drop_unreduced)
+        else:
+            self._gradients_reduced()
+            if self.ties:  # whose gradients a schedule adds up, or zero_grad() drops
+                stepping.set_unreduced(self.root, self.drop_unreduced)
+
+    def _gradients_reduced(self) -> None:
+        """Do after FSDP2 has reduced its gradients what it leaves out."""
+        average_gradients(self.replicated, self.mesh, only_hooked=False)
+        stepping.set_unreduced(self.root, None)
+        self.usage.end()
+
+    def _end_schedule(self) -> None:
+        """A schedule has run all backwards of a step, and reduced; not so a backward by which it finds out shapes."""
+        self._gradients_reduced()
+        for tie in self.ties:
+            tie.add_up()
 
     def drop_unreduced(self, of: Collection[int] | None = None) -> None:
         """Drop gradients that are summed on this rank and not reduced; ``of``: those of parameters with these ids."""
@@ -310,6 +332,11 @@ class Runtime:
         for whole in self.replicated:
             if of is None or id(whole.parameter) in of:
                 whole.leaf.grad = None
+        for tie in self.ties:
+            if of is None:
+                tie.put_back()
+            elif id(tie.parameter) in of:
+                tie.forget()
         if of is None or not self.has_unreduced():
             self.usage.forget()
             stepping.set_unreduced(self.root, None)

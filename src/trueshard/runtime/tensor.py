@@ -59,9 +59,9 @@ def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
     if not given:
         styles = styles | _of_parted_ties(root, _by_name(root, styles, strict=False))
     found = _by_name(root, styles, strict=bool(given))
-    if not found:
+    if all(STYLES[word].dim is None for word in found.values()):
         raise ValueError(
-            f"tensor: the plan of {type(root).__name__} matches none of its modules; give styles of your own"
+            f"tensor: the plan of {type(root).__name__} cuts none of its matrices: give styles of your own"
         )
     _refuse(root, plan, found)
     return dataclasses.replace(plan, styles=styles)
@@ -107,7 +107,7 @@ def is_shared(root: nn.Module, plan: Plan, module: nn.Module) -> bool:
 
 def _of_parted_ties(root: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
     """Return the modules of ties that a model's own plan would cut in one place and not in another: not at all."""
-    found = {}
+    found: dict[str, str] = {}
     for held in names.held_tensors(root, "parameters"):
         dims = {getattr(_placement(held, i, styles), "dim", None) for i in range(len(held.places))}
         if len(dims) > 1:

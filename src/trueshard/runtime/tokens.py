@@ -91,7 +91,8 @@ def token_mean(model: nn.Module, tokens: int | torch.Tensor) -> TokenMean:
     the model's mesh, all of its dimensions: one small all-reduce, which waits for the device once.
 
     Args:
-        model: sharded; or not sharded, in a program of one process.
+        model: sharded; or not sharded, in a program of one process. Of a pipeline the last stage, on its ranks alone,
+            whose schedule must not divide by the number of microbatches (``scale_grads=False``).
         tokens: this rank's number of target tokens over all microbatches of the step; an integer, or an integer tensor
             of one element. A rank may have none.
 

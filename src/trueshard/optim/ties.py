@@ -1,0 +1,139 @@
+"""Parameters that are one in the whole model, and of which several stages of a pipeline hold a copy: a tied head.
+
+- Stages are sharded alike, each over ranks of its own. So the ranks at one place of their stages hold the same shard
+  of each copy, and the copies exchange shards, not whole tensors.
+- Copies begin with the first stage's values. After a backward their gradients are added up: each copy has that of the
+  whole model, so equal optimizers make equal updates, and the copies stay bit-equal.
+- What was accumulated before a backward is the sum already; it is set aside meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from trueshard import _torch
+from trueshard.distributed import device_of
+
+
+@dataclass(frozen=True)
+class TiedName:
+    """What a parameter with copies on other stages is."""
+
+    name: str
+    """In the whole model."""
+    is_first: bool
+    """Whether this is the first stage's, the one that counts where each parameter counts once."""
+
+
+_names: Any = WeakTensorKeyDictionary()
+"""Tied parameter → its ``TiedName``."""
+_pending: Any = WeakTensorKeyDictionary()
+"""Tied parameter whose gradients a backward has begun and no schedule has added up → its name."""
+
+
+def tied_name(parameter: torch.Tensor) -> TiedName | None:
+    """Return what ``parameter`` is in the whole model; None: no other stage has a copy of it."""
+    found: TiedName | None = _names.get(parameter)
+    return found
+
+
+def is_copy(parameter: torch.Tensor) -> bool:
+    """True if an earlier stage has ``parameter`` too, so that this one is not counted."""
+    tied = tied_name(parameter)
+    return tied is not None and not tied.is_first
+
+
+def check_stages(argument: str, stages: Any) -> None:
+    """Raise TypeError or ValueError unless ``stages``, called ``argument`` in messages, is a 1-D mesh."""
+    if not isinstance(stages, DeviceMesh):
+        raise TypeError(f"{argument} must be a torch.distributed DeviceMesh, not {type(stages).__name__}")
+    if stages.ndim != 1:
+        raise ValueError(f'{argument} must be 1-D, one rank of each stage, not {stages.ndim}-D: mesh["stage"]')
+
+
+def check_added_up(optimizer: torch.optim.Optimizer) -> None:
+    """Raise RuntimeError if ``optimizer`` would step a copy with the gradient of its own stage alone."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]) if _pending else ():
+        if (name := _pending.get(parameter)) is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} would step {name!r} with the gradient of this stage alone: run backward "
+                "by a schedule of torch.distributed.pipelining, which ends by adding up the copies' gradients, or "
+                "drop them with zero_grad()"
+            )
+
+
+class Tie:
+    """One copy, ``parameter``, called ``name`` in the whole model; ``holders``: those of ``stages`` that have one."""
+
+    def __init__(self, parameter: nn.Parameter, name: str, stages: DeviceMesh, holders: Sequence[int]) -> None:
+        self.parameter, self._stages, self._holders = parameter, stages, holders
+        self._earlier: torch.Tensor | None = None
+        _names[parameter] = TiedName(name, stages.get_local_rank() == holders[0])
+
+    @torch.no_grad()
+    def take_values(self) -> None:
+        """Take the first copy's values. Collective; nothing on the meta device."""
+        local = _torch.local(self.parameter)
+        if not local.is_meta:
+            local.copy_(self._exchange(local)[0])
+
+    def _exchange(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Return what all holders give, in their order.
+
+        From rank to rank in the group of the stages: one made for the holders alone would cost more memory, and makes
+        torch count groups differently on different ranks.
+        """
+        mine, device = self._stages.get_local_rank(), device_of(self._stages)
+        own = own.to(device).contiguous()
+        if not own.numel():
+            return [own]
+        parts = [own if holder == mine else torch.empty_like(own) for holder in self._holders]
+        group, operations = self._stages.get_group(), []
+        for part, holder in zip(parts, self._holders, strict=True):
+            if holder != mine:
+                operations.append(dist.P2POp(dist.isend, own, group=group, group_peer=holder))
+                operations.append(dist.P2POp(dist.irecv, part, group=group, group_peer=holder))
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return parts
+
+    def set_aside(self) -> None:
+        """Before a backward, move the accumulated gradient aside."""
+        if self.parameter not in _pending:
+            _pending[self.parameter] = _names[self.parameter].name
+            self._earlier, self.parameter.grad = self.parameter.grad, None
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """After a backward, make the gradient the sum over all copies. Collective."""
+        if self.parameter.requires_grad:
+            if self.parameter.grad is None:
+                self.parameter.grad = torch.zeros_like(self.parameter)
+            local = _torch.local(self.parameter.grad)
+            # In one order on all copies, so that they get the same bits.
+            local.copy_(functools.reduce(torch.add, self._exchange(local)))
+        self.put_back()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Add what was set aside to the gradient."""
+        earlier, grad = self._earlier, self.parameter.grad
+        self.forget()
+        if earlier is not None and grad is not None:
+            _torch.local(grad).add_(_torch.local(earlier))
+        elif earlier is not None:
+            self.parameter.grad = earlier
+
+    def forget(self) -> None:
+        """Drop what was set aside."""
+        self._earlier = None
+        _pending.pop(self.parameter, None)
