@@ -433,7 +433,7 @@ def test_losses_at_a_head_whose_vocabulary_is_shared(alone: Ranks, ranks2: Ranks
 
 
 def catalogue(rank: int, world_size: int, sequence: bool) -> dict[str, Any]:
-    """Of every language model of the catalogue: why it is refused, or the worst gradient's distance from one process."""
+    """Of every language model: why it is refused, or the worst gradient's distance from one process."""
     from models.decoders import DENSE, EXPERTS, STATE_SPACE
 
     found: dict[str, Any] = {}

@@ -113,9 +113,9 @@ def test_what_is_frozen_is_not_reduced(ranks2: Ranks) -> None:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_tensor_axis_moves_activations_and_less_of_the_parameters(sequence: bool, ranks4: Ranks) -> None:
-    """On S × T ranks, n tokens of width H, L blocks, vocabulary V, in float32, g = (T-1)/T: a block sums its two outputs
-    forwards and its two inputs backwards, n·H each (all-reduce: 2·g); with sequence it gathers and scatters each of them
-    once (g). Once a step: the embedding's output, the head's input, and the logits are gathered."""
+    """On S × T ranks, n tokens of width H, L blocks, vocabulary V, in float32, g = (T-1)/T: a block sums its two
+    outputs forwards and its two inputs backwards, n·H each (all-reduce: 2·g); with sequence it gathers and scatters
+    each of them once (g). Once a step: the embedding's output, the head's input, and the logits are gathered."""
     words = {"reshard_after_forward": "always", "tensor": {"ranks": 2, "sequence": sequence}}
     for result in ranks4.run(count, words, False, ""):
         n, width, f, g = 2 * 8, 48, 1 / 2, 1 / 2

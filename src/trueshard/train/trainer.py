@@ -159,8 +159,8 @@ class Trainer:
         self._leads_tensor = not (self._axes and self._axes.tensor and self._axes.tensor.get_local_rank())
         if self._axes is not None and self._axes.context is not None and isinstance(self.loss, Mean):
             raise ValueError(
-                "loss: ranks that share a sequence have parts of different numbers of terms, and the mean of their means "
-                "is not that of the whole; give a Loss, which counts them"
+                "loss: ranks that share a sequence have parts of different numbers of terms, and the mean of their "
+                "means is not that of the whole; give a Loss, which counts them"
             )
         self.device = device_of(runtime.mesh) if runtime else next(model.parameters()).device
         self.rank = dist.get_rank() if dist.is_initialized() else 0

@@ -92,9 +92,9 @@ def verify(
         replicate: copies of the model (HSDP): a mesh (replicate, shard).
         timeout: seconds for each of the three runs; then every process's stack is reported.
         plan: as for ``shard()``, and so are ``units``, ``reshard_after_forward``, ``mixed_precision``,
-            ``activation_checkpointing``, ``compile``, ``offload``, ``memory``, ``tensor``, ``context`` and ``experts``. A
-            configuration brings its own. With ``context`` a batch is a dict with ``input_ids`` and ``labels``, and the
-            loss the model's own.
+            ``activation_checkpointing``, ``compile``, ``offload``, ``memory``, ``tensor``, ``context`` and
+            ``experts``. A configuration brings its own. With ``context`` a batch is a dict with ``input_ids`` and
+            ``labels``, and the loss the model's own.
 
     Returns:
         The report. ``report.held`` says whether all of the contract holds; ``print`` shows a line for each point.

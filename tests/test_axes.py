@@ -1,0 +1,236 @@
+"""All axes together, with all that one may choose beside them: every pair of choices at least once, in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import trueshard
+from parity import Ranks
+from tensor_models import SIZES, distance, parameters, whole
+
+RANKS = 4
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "replicate": (1, 2),
+    "tensor": ("1", "2", "2, sequence"),
+    "context": (1, 2),
+    "experts": (1, 2, 4),
+    "recompute": ("none", "full", "selective"),
+    "compiled": (False, True),
+    "precision": (False, True),
+    "offload": ("none", "cpu"),
+    "reshard": ("default", "always", "never", "last_layer"),
+    "accumulated": (1, 2),
+    "optimizer": ("AdamW", "Muon", "Adafactor"),
+    "clip": ("ours", "torch's", "none"),
+    "after": ("nothing", "average", "generate", "copy", "state dict"),
+}
+
+
+def is_possible(case: dict[str, Any]) -> bool:
+    """Of four ranks at most so many; and torch's own clipping wants all parameters on one mesh."""
+    shared = case["context"] * int(case["tensor"][0])
+    if case["replicate"] * shared > RANKS or (RANKS // case["replicate"]) % case["experts"]:
+        return False
+    return not (case["clip"] == "torch's" and case["experts"] > 1)
+
+
+def covering() -> list[dict[str, Any]]:
+    """Cases that have every possible pair of choices: greedily, of some drawn at random the one with most new pairs."""
+    draw = random.Random(0)
+    factors = list(CHOICES)
+
+    def pairs(case: dict[str, Any]) -> set[Any]:
+        return {((a, case[a]), (b, case[b])) for a, b in itertools.combinations(factors, 2)}
+
+    def drawn() -> dict[str, Any]:
+        while not is_possible(case := {name: draw.choice(values) for name, values in CHOICES.items()}):
+            pass
+        return case
+
+    wanted = set().union(*(pairs(drawn()) for _ in range(20_000)))
+    found = []
+    while wanted:
+        best = max((drawn() for _ in range(300)), key=lambda case: len(pairs(case) & wanted))
+        wanted -= pairs(best)
+        found.append(best)
+    return found
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """The model's norms and router compute in float32 by themselves; inside, in float64."""
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
+
+    def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def route(self: Any, hidden: torch.Tensor) -> Any:
+        logits = F.linear(hidden.reshape(-1, self.hidden_dim), self.weight)
+        values, indices = torch.topk(F.softmax(logits, dim=-1), self.top_k, dim=-1)
+        return logits, values / values.sum(-1, keepdim=True), indices
+
+    kinds = (modeling.Qwen3MoeRMSNorm, norm), (modeling.Qwen3MoeTopKRouter, route)
+    before = [kind.forward for kind, _ in kinds]
+    for kind, forward in kinds:
+        kind.forward = forward
+    try:
+        yield
+    finally:
+        for (kind, _), forward in zip(kinds, before, strict=True):
+            kind.forward = forward
+
+
+def build() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 66}
+    config = Qwen3MoeConfig(**sizes, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
+    config.norm_topk_prob = True
+    model: Any = Qwen3MoeForCausalLM(config)
+    model.set_experts_implementation("eager")
+    return model.double().train()
+
+
+def optimizers_of(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    if kind == "Muon":
+        return [torch.optim.Muon(matrices, 1e-2), torch.optim.AdamW(others, 1e-2, eps=1e-4)]
+    if kind == "Adafactor":
+        return [torch.optim.Adafactor(model.parameters(), 1e-2)]
+    return [torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-4)]
+
+
+def train(model: Any, made: list[torch.optim.Optimizer], case: dict[str, Any], reader: tuple[int, int]) -> Any:
+    """Two steps on this reader's part of the samples; return norms and last gradients."""
+    is_sharded = reader[1] > 1 or any(hasattr(p, "device_mesh") for p in model.parameters())
+    norms = []
+    for step in range(2):
+        ids = torch.randint(0, 66, (8, 11), generator=torch.Generator().manual_seed(step))
+        batches = [ids.chunk(case["accumulated"])[i].chunk(reader[1])[reader[0]] for i in range(case["accumulated"])]
+        parts = [trueshard.split_sequence(model, {"input_ids": each, "labels": each}) for each in batches]
+        count = sum(int(trueshard.count_targets(each["labels"], shifted=False)) for each in parts)
+        mean = trueshard.token_mean(model, count) if is_sharded else functools.partial(torch.mul, 1 / count)
+        for number, part in enumerate(parts, start=1):
+            last = number == len(parts)
+            with trueshard.accumulate(model, last=last) if is_sharded else contextlib.nullcontext():
+                logits = model(**{k: v for k, v in part.items() if "labels" not in k}, use_cache=False).logits
+                mean(F.cross_entropy(logits.flatten(0, 1), part["labels"].flatten(), reduction="sum")).backward()
+        if case["clip"] != "none":
+            clip = trueshard.clip_grad_norm_ if case["clip"] == "ours" or not is_sharded else nn.utils.clip_grad_norm_
+            norms.append(float(whole(clip(model.parameters(), 0.5))))
+        grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        for each in made:
+            each.step()
+            each.zero_grad()
+    return {"norms": torch.tensor([*norms, 0.0], dtype=torch.float64), **grads}
+
+
+def case_on_ranks(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, float]:
+    with in_float64():
+        return _case(case)
+
+
+def _case(case: dict[str, Any]) -> dict[str, float]:
+    plain, model = build(), build()
+    if case["compiled"]:
+        torch._dynamo.reset()
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+    made, known = (optimizers_of(case["optimizer"], each) for each in (model, plain))
+    tensor, context = int(case["tensor"][0]), case["context"]
+    shape = {"replicate": case["replicate"], "shard": RANKS // (case["replicate"] * tensor * context)}
+    shape |= {"context": context, "tensor": tensor}
+    kept = {name: size for name, size in shape.items() if size > 1 or name == "shard"}
+    mesh = init_device_mesh("cpu", tuple(kept.values()), mesh_dim_names=tuple(kept))
+    precision = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
+    trueshard.shard(
+        model,
+        *made,
+        mesh=mesh,
+        tensor={"sequence": True} if "sequence" in case["tensor"] else 1,
+        experts=case["experts"],
+        activation_checkpointing=case["recompute"],
+        mixed_precision=precision if case["precision"] else None,
+        offload=case["offload"],
+        reshard_after_forward=case["reshard"],
+    )
+    from trueshard.runtime.engine import sharded
+
+    found, expected = train(model, made, case, sharded(model).axes.reader), train(plain, known, case, (0, 1))
+    far = {"gradients": distance(found, expected), "parameters": distance(parameters(model), parameters(plain))}
+    return far | AFTER[case["after"]](model, plain)
+
+
+def _average(model: Any, plain: Any) -> dict[str, float]:
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    return {"average": distance(parameters(average.module), parameters(plain))}
+
+
+def _generate(model: Any, plain: Any) -> dict[str, float]:
+    ids = torch.arange(8).view(2, 4)
+    tokens = [m.eval().generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0) for m in (model, plain)]
+    return {"generate": float(not torch.equal(*tokens))}
+
+
+def _copy(model: Any, plain: Any) -> dict[str, float]:
+    twin = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        ids = torch.arange(16).view(2, 8)
+        logits = [each.eval()(input_ids=ids).logits for each in (twin, plain)]
+    return {"copy": float((logits[0] - logits[1]).abs().max())}
+
+
+def _state_dict(model: Any, plain: Any) -> dict[str, float]:
+    doubled = {name: value * 2 for name, value in parameters(plain).items()}
+    model.load_state_dict(doubled)
+    return {"state dict": distance(parameters(model), doubled)}
+
+
+AFTER = {
+    "nothing": lambda *_: {},
+    "average": _average,
+    "generate": _generate,
+    "copy": _copy,
+    "state dict": _state_dict,
+}
+
+
+@functools.cache
+def cases() -> list[dict[str, Any]]:
+    return covering()
+
+
+def test_the_cases_have_every_pair() -> None:
+    seen = {pair for case in cases() for pair in itertools.combinations(case.items(), 2)}
+    every = itertools.combinations(CHOICES.items(), 2)
+    pairs = {((a, x), (b, y)) for (a, xs), (b, ys) in every for x, y in itertools.product(xs, ys)}
+    impossible = {pair for pair in pairs - seen if ("clip", "torch's") not in pair}
+    assert impossible <= {(("replicate", 2), ("experts", 4))}
+    assert len(cases()) < 40
+    assert math.prod(map(len, CHOICES.values())) > 100_000
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("number", range(len(covering())))
+def test_every_pair_of_choices_trains_as_one_process(number: int, ranks4: Ranks) -> None:
+    case = cases()[number]
+    bound = 1e-12 if case["optimizer"] == "AdamW" else 1e-9
+    for found in ranks4.run(case_on_ranks, case, timeout=120):
+        assert {what: far for what, far in found.items() if not far < bound} == {}, case
