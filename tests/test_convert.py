@@ -485,10 +485,144 @@ def test_full_precision_in_composers_fsdp_computes_as_stored(tmp_path: Path) -> 
     assert accepted(tmp_path, from_composer(tmp_path, tree)).shard.mixed_precision is None
 
 
-def test_torchtitans_batch_stays_where_ranks_shared_it(tmp_path: Path) -> None:
-    text = "[training]\nlocal_batch_size = 8\n[parallelism]\ntensor_parallel_degree = 2\n"
-    config = accepted(tmp_path, from_torchtitan(tmp_path, text, ranks=4), **{"model.config": "model"})
-    assert config.train.batch_size == 16
+PARALLELISM = "[training]\nlocal_batch_size = 8\n[parallelism]\n"
+
+
+def from_degrees(folder: Path, degrees: str, ranks: int | None = 4, **more: Any) -> Config:
+    """TorchTitan's file of these `[parallelism]` keys alone, and 8 sequences a rank, as it is accepted here."""
+    return accepted(folder, from_torchtitan(folder, PARALLELISM + degrees, ranks), **{"model.config": "model"}, **more)
+
+
+def axes(config: Config) -> tuple[int, bool, int, int]:
+    """Ranks along tensor, whether they split the sequence, ranks along context, ranks that share experts."""
+    plan = config.shard.choices().plan()
+    return plan.tensor, plan.sequence, plan.context, plan.experts
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    [
+        ("tensor_parallel_degree = 2", (2, True, 1, 1)),
+        ("tensor_parallel_degree = 2\nenable_sequence_parallel = true", (2, True, 1, 1)),
+        ("tensor_parallel_degree = 2\nenable_sequence_parallel = false", (2, False, 1, 1)),
+        ("tensor_parallel_degree = 1\nenable_sequence_parallel = true", (1, False, 1, 1)),
+        ("context_parallel_degree = 4", (1, False, 4, 1)),
+        ("expert_parallel_degree = 4\ntensor_parallel_degree = 2", (2, True, 1, 4)),
+    ],
+)
+def test_torchtitans_degrees_are_axes(degrees: str, expected: tuple[int, bool, int, int], tmp_path: Path) -> None:
+    assert axes(from_degrees(tmp_path, degrees)) == expected
+
+
+def test_ranks_that_share_a_matrix_or_a_sequence_count_once_in_torchtitans_batch(tmp_path: Path) -> None:
+    degrees = "tensor_parallel_degree = 2\ncontext_parallel_degree = 2"
+    train = from_degrees(tmp_path, degrees, ranks=8).train
+    assert (train.batch_size, train.accumulate) == (8 * 2, 1)
+    whole = PARALLELISM.replace("8\n", "8\nglobal_batch_size = 48\n") + degrees
+    train = accepted(tmp_path, from_torchtitan(tmp_path, whole, ranks=8), **{"model.config": "model"}).train
+    assert (train.batch_size, train.accumulate) == (48, 3)
+
+
+def test_torchtitans_number_of_ranks_is_the_product_of_its_degrees(tmp_path: Path) -> None:
+    degrees = "data_parallel_shard_degree = 3\ndata_parallel_replicate_degree = 2\ntensor_parallel_degree = 2\n"
+    converted = from_torchtitan(tmp_path, PARALLELISM + degrees + "context_parallel_degree = 2", ranks=None)
+    assert converted.command.endswith("--nproc 24")
+    assert accepted(tmp_path, converted, **{"model.config": "model"}).train.batch_size == 8 * 6
+    alone = "data_parallel_shard_degree = 1\ntensor_parallel_degree = 8"
+    assert from_torchtitan(tmp_path, PARALLELISM + alone, ranks=None).command.endswith("--nproc 8")
+
+
+def test_the_batch_stays_where_ranks_of_a_pipeline_shared_it(tmp_path: Path) -> None:
+    degrees = "pipeline_parallel_degree = 2\ntensor_parallel_degree = 2"
+    config = from_degrees(tmp_path, degrees, ranks=8)
+    assert (config.train.batch_size, config.train.accumulate) == (8 * 2, 1)
+    converted = from_torchtitan(tmp_path, PARALLELISM + degrees, ranks=8)
+    assert status(converted, "parallelism.pipeline_parallel_degree") == ["none"]
+    assert converted.dropped == ["parallelism.pipeline_parallel_degree"]
+
+
+def test_validation_counts_ranks_that_share_a_sequence_once(tmp_path: Path) -> None:
+    validation = "\n[validation]\nenable = true\nsteps = 5\nlocal_batch_size = 3\ndataset_path = 'held'"
+    config = from_degrees(tmp_path, "context_parallel_degree = 2" + validation, ranks=4)
+    assert config.evaluation is not None
+    assert config.evaluation.samples == 5 * 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "degree", "told"),
+    [
+        ("enable_sequence_parallel", "true", "tensor", "set"),
+        ("disable_loss_parallel", "false", "tensor", "always"),
+        ("enable_async_tensor_parallel", "true", "tensor", "none"),
+        ("context_parallel_rotate_method", "'alltoall'", "context", "always"),
+        ("expert_tensor_parallel_degree", "2", "expert", "none"),
+        ("pipeline_parallel_schedule", "'1F1B'", "pipeline", "none"),
+    ],
+)
+def test_what_tunes_an_axis_is_of_no_effect_without_it_alone(
+    key: str, value: str, degree: str, told: str, tmp_path: Path
+) -> None:
+    for size, expected in ((1, "always"), (2, told)):
+        text = f"{PARALLELISM}{key} = {value}\n{degree}_parallel_degree = {size}\n"
+        converted = from_torchtitan(tmp_path, text)
+        (entry,) = [each for each in converted.entries if each.key == f"parallelism.{key}"]
+        assert (entry.status, "of no effect" in entry.note) == (expected, size == 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"tp_size": 2}, (2, False, 1, 1)),
+        ({"cp_size": 2, "sp_size": 1}, (1, False, 2, 1)),
+        ({"sp_size": 2, "tp_size": 2}, (2, False, 2, 1)),
+        ({"tp_size": 1, "cp_size": 1}, (1, False, 1, 1)),
+    ],
+)
+def test_accelerates_sizes_are_axes_in_yaml_environment_and_training_arguments(
+    sizes: dict[str, int], expected: tuple[int, bool, int, int], tmp_path: Path
+) -> None:
+    yaml = {"parallelism_config": {f"parallelism_config_{key}": value for key, value in sizes.items()}}
+    environment = {f"PARALLELISM_CONFIG_{key.upper()}": str(value) for key, value in sizes.items()}
+    for converted in (
+        from_accelerate(tmp_path, yaml),
+        convert(None, environment=environment),
+        from_hf(tmp_path, parallelism_config=sizes),
+    ):
+        assert axes(accepted(tmp_path, converted)) == expected
+        assert converted.dropped == []
+
+
+def test_the_batch_counts_ranks_that_share_a_matrix_once_as_transformers_does(tmp_path: Path) -> None:
+    sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 5}
+    for parallelism, readers in (({"tp_size": 2, "cp_size": 2}, 2), ({"dp_replicate_size": 2}, 8), (None, 8)):
+        converted = from_hf(tmp_path, ranks=8, fsdp=True, parallelism_config=parallelism, **sizes)
+        assert accepted(tmp_path, converted).train.batch_size == 3 * 5 * readers
+
+
+def test_an_object_of_python_as_parallelism_has_no_equivalent(tmp_path: Path) -> None:
+    assert from_hf(tmp_path, parallelism_config="ParallelismConfig(tp_size=2)").dropped == ["parallelism_config"]
+
+
+def test_whole_copies_are_as_many_as_there_are_ranks_for_each(tmp_path: Path) -> None:
+    top = {"distributed_type": "MULTI_GPU", "fsdp_config": {}, "num_processes": 8}
+    converted = from_accelerate(tmp_path, {**top, "parallelism_config": {"parallelism_config_tp_size": 4}})
+    shard = accepted(tmp_path, converted).shard
+    assert (shard.replicate, shard.tensor) == (2, 4)
+    converted = from_hf(tmp_path, ranks=8, fsdp=False, parallelism_config={"cp_size": 2})
+    assert accepted(tmp_path, converted).shard.replicate == 4
+
+
+@pytest.mark.parametrize("place", ["parallelism_config.tp", "tp_config"])
+def test_composers_degree_is_an_axis_and_its_plan_is_named(place: str, tmp_path: Path) -> None:
+    inner: Any = {"tensor_parallel_degree": 2, "layer_plan": {"fc1": "ColwiseParallel()"}}
+    for name in reversed(place.split(".")):
+        inner = {name: inner}
+    tree = {"max_duration": "640sp", "device_train_batch_size": 8, **inner}
+    converted = from_composer(tmp_path, tree)
+    config = accepted(tmp_path, converted)
+    assert (axes(config), config.train.batch_size) == ((2, False, 1, 1), 16)
+    assert config.train.steps == 640 / 16
+    assert [entry.key for entry in converted.entries if entry.status == "none"] == [f"{place}.layer_plan"]
 
 
 def test_an_older_spelling_beside_the_present_one_is_told(tmp_path: Path) -> None:
@@ -585,6 +719,17 @@ def test_two_keys_that_set_one_of_ours_contradict_each_other(tmp_path: Path) -> 
     assert "train.seed" in refused(written(tmp_path, "a.yaml", tree))
 
 
+def test_axes_that_do_not_divide_the_ranks_are_refused(tmp_path: Path) -> None:
+    text = "[parallelism]\ntensor_parallel_degree = 3\n"
+    assert lacking(refused(written(tmp_path, "a.toml", text), ranks=4), "shard.tensor = 3", "4 ranks", "--ranks") == []
+
+
+def test_a_context_and_a_sequence_size_contradict_each_other(tmp_path: Path) -> None:
+    sizes = {f"parallelism_config_{kind}_size": size for kind, size in (("cp", 2), ("sp", 4))}
+    path = written(tmp_path, "a.yaml", {"distributed_type": "FSDP", "parallelism_config": sizes})
+    assert lacking(refused(path), "cp_size", "sp_size") == []
+
+
 def test_a_batch_that_ranks_do_not_divide_is_refused(tmp_path: Path) -> None:
     text = "[training]\nlocal_batch_size = 3\nglobal_batch_size = 32\n"
     assert "no multiple" in refused(written(tmp_path, "a.toml", text), ranks=4)
@@ -661,10 +806,9 @@ def test_the_report_has_a_line_for_each_key_that_was_given(tmp_path: Path) -> No
 
 def test_what_is_dropped_and_changes_the_result_is_listed_and_is_the_exit_code(tmp_path: Path) -> None:
     assert from_accelerate(tmp_path, min_num_params=100).dropped == []
-    assert convert(None, environment={"PARALLELISM_CONFIG_TP_SIZE": "2"}).dropped == ["PARALLELISM_CONFIG_TP_SIZE"]
     assert from_hf(tmp_path, neftune_noise_alpha=5.0).dropped == ["neftune_noise_alpha"]
-    assert from_torchtitan(tmp_path, "[parallelism]\ntensor_parallel_degree = 4\n").dropped
-    assert from_torchtitan(tmp_path, "[parallelism]\ntensor_parallel_degree = 1\n").dropped == []
+    assert from_torchtitan(tmp_path, "[parallelism]\npipeline_parallel_degree = 2\n").dropped
+    assert from_torchtitan(tmp_path, "[parallelism]\npipeline_parallel_degree = 1\n").dropped == []
     out = tmp_path / "out.toml"
     file = written(tmp_path, "run.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\n")
     command = [sys.executable, "-m", "trueshard", "convert", str(file), "--from", "accelerate", "--out", str(out)]

@@ -403,3 +403,23 @@ def test_references_of_a_composed_file_are_followed(tmp_path: Path) -> None:
     keys[f"{ACTOR}.ppo_mini_batch_size"] = "${..rollout.n}"
     config = config_of(tmp_path, from_verl(tmp_path, {key: keys[key] for key in keys if not key.endswith("other")}))
     assert (config.run.dir, config.rollout.tokens, config.train.batch_size) == ("runs/p", 256, 16)
+
+
+@pytest.mark.parametrize(
+    ("source", "key"),
+    [
+        ("easyr1", "worker.actor.ulysses_size"),
+        ("verl", f"{ACTOR}.ulysses_sequence_parallel_size"),
+        ("verl", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"),
+        ("trl", "parallelism_config.tp_size"),
+        ("trl", "parallelism_config.cp_size"),
+    ],
+)
+def test_ranks_that_share_a_sequence_are_named_as_what_reinforcement_learning_does_not_have(
+    source: str, key: str, tmp_path: Path
+) -> None:
+    file = written(tmp_path, "shared.yaml", nested({key: 2}))
+    (entry,) = [each for each in convert(file, source).entries if each.key == key]
+    assert (entry.status, "[rl]" in entry.note) == ("none", True)
+    file = written(tmp_path, "whole.yaml", nested({key: 1}))
+    assert status(convert(file, source), key) == ["always"]

@@ -66,7 +66,7 @@ def _batch_size(draft: Draft) -> int | None:
     each, total = draft.get("device_train_batch_size"), draft.get("global_train_batch_size")
     if total is not None:
         return positive(total)
-    return positive(each) * draft.ranks if each is not None and draft.ranks else None
+    return positive(each) * draft.readers if each is not None and draft.readers else None
 
 
 def _steps(draft: Draft, value: Any) -> int | None:

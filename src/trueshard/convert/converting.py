@@ -187,11 +187,11 @@ def _hits(source: Framework, tree: Mapping[str, Any]) -> int:
 
 
 def _flat(tree: Mapping[str, Any], known: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value), going into tables unless they are themselves a known key."""
+    """Yield (dotted key, value), going into tables of which any key is known."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         inside = any(each.startswith(f"{key}.") for each in known)
-        if key not in known and inside and isinstance(value, dict):
+        if inside and isinstance(value, dict):
             yield from _flat(value, known, f"{key}.")
         elif key in known or not (inside and value is None):
             yield key, value
@@ -219,7 +219,7 @@ def _apply(kind: Framework, draft: Draft, where: str) -> None:
     absent = [key for key in draft.defaults if draft.rules[key].keys not in seen]
     key = ""
     try:
-        for key in sorted([*draft.given, *absent], key=lambda each: draft.rules[each].last):
+        for key in sorted([*draft.given, *absent], key=draft.turn):
             draft.apply(key)
         key = ""
         kind.finish(draft)

@@ -22,6 +22,8 @@ Status = Literal["set", "near", "always", "command", "none"]
 none: no equivalent."""
 Kind = Literal["set", "always", "none", "command", "part", "later", "function"]
 """As `tables` describes them; set: the value goes to our key."""
+AXES = ("shard.tensor", "shard.tensor.ranks", "shard.context")
+"""Our keys that decide which ranks read the same samples: their rules are applied first."""
 Found = TypeVar("Found")
 
 
@@ -54,7 +56,7 @@ class Rule:
     words: Mapping[str, Word] = field(default_factory=dict)
     unset: frozenset[Any] = frozenset()
     unless: Mapping[Any, str] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()  # other keys; where none of them has a value other than "no", this one has no effect
+    needs: tuple[str, ...] = ()  # other keys; where each of them is absent, "no" or `unset`, this one has no effect
     yields: tuple[str, ...] = ()  # other keys, any of which counts instead of this one
     when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Other keys, and the plain values with which alone this one counts; "absent" if the key has no value."""
@@ -96,7 +98,7 @@ class Draft:
             self.tell(key, value, "always", "not asked for")
         elif instead := next(filter(self._has, rule.yields), None):
             self.tell(key, value, "always", f"{instead} counts instead")
-        elif rule.needs and all(str(self.get(each) or "no").lower() in FALSE for each in rule.needs):
+        elif rule.needs and not any(map(self._is_on, rule.needs)):
             self.tell(key, value, "always", f"of no effect without {either(rule.needs)}")
         elif other is not None:
             without = f"not looked at with {other} = {str(self.get(other) or 'no').lower()}"
@@ -124,6 +126,9 @@ class Draft:
         """Return True if one of their keys has a value, and not one that means "not given"."""
         value, rule = self.get(key), self.rules[key]
         return "none" in rule.words if value is None else plain(value) not in rule.unset
+
+    def _is_on(self, key: str) -> bool:
+        return self._has(key) and str(self.get(key) or "no").lower() not in FALSE
 
     def _is_one_of(self, key: str, values: tuple[Any, ...]) -> bool:
         found = self.get(key)
@@ -175,9 +180,31 @@ class Draft:
             raise Wrong(f"found {found!r}, wanted {either(words)}{nearest(found, words)}")
         return words[known.get(found.lower(), "*")]
 
+    @property
+    def sharing(self) -> int:
+        """The ranks that share each matrix and sequence, and so read the same samples."""
+        tensor = self.tree.get("shard.tensor", self.tree.get("shard.tensor.ranks", 1))
+        return int(tensor * self.tree.get("shard.context", 1))
+
+    @property
+    def readers(self) -> int | None:
+        """The ranks that read different samples; None: unknown. Raises `Wrong` if the axes do not divide the ranks."""
+        if self.ranks is not None and self.ranks % self.sharing:
+            axes = {key.removesuffix(".ranks"): self.tree[key] for key in AXES if key in self.tree}
+            said = " × ".join(f"{key} = {size}" for key, size in axes.items())
+            raise Wrong(f"{said} do not divide {self.ranks} ranks; change one of them, or --ranks")
+        return None if self.ranks is None else self.ranks // self.sharing
+
+    @property
+    def readers_in_words(self) -> str:
+        """`readers` as an expression, such as "8 ranks / 2"."""
+        ranks = f"{self.ranks or ''} ranks".strip()
+        return f"{ranks} / {self.sharing}" if self.sharing > 1 else ranks
+
     def replicate(self, copies: str, key: str, value: Any) -> None:
-        """Keep one whole copy of the model in each rank (`copies="ranks"`) or machine ("machines")."""
-        number = self.ranks if copies == "ranks" else self.machines
+        """Keep one whole copy of the model in each of the ranks, or of those that share it (`copies="ranks"`), or in
+        each machine ("machines")."""
+        number = self.readers if copies == "ranks" else self.machines
         if number is None:
             self.ask("shard.replicate", "1", f"as many as there are {copies}: a whole copy in each")
         else:
@@ -187,6 +214,10 @@ class Draft:
         """Leave a key of ours to the user, unless it is set."""
         if ours not in self.tree:
             self.asked.setdefault(ours, (example, what))
+
+    def turn(self, key: str) -> tuple[bool, bool]:
+        """Return when the rule of one of their keys is applied: axes first, then what is not `last`."""
+        return self.rules[key].last, self.rules[key].becomes not in AXES
 
     def in_order(self) -> tuple[Entry, ...]:
         order = list(self.given)

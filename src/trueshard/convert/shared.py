@@ -138,6 +138,12 @@ def machines(draft: Draft, key: str, value: Any) -> None:
     draft.tell(key, value, "command", "torchrun --nnodes" if draft.machines > 1 else "one machine")
 
 
+def context(draft: Draft, key: str, value: Any) -> None:
+    """Read the number of ranks that share a sequence, where they exchange keys and values."""
+    note = "ranks exchange heads, there keys and values: shard.context × shard.tensor divide the model's heads"
+    draft.put("shard.context", positive(value), key, value, "near", note)
+
+
 # Batch sizes, which several keys decide together.
 
 
@@ -146,6 +152,7 @@ def batch(
 ) -> None:
     """Set `train.batch_size` and `train.accumulate` from keys for the sequences of a rank, its microbatches, all ranks.
 
+    Ranks that share matrices or sequences read the same samples, and count once.
     `microbatches`: how many times `per_rank` a rank has in a step; None: `train.accumulate` times.
     """
     sequences, whole = count(draft, per_rank), count(draft, total)
@@ -157,14 +164,15 @@ def batch(
     if accumulate:
         draft.put("train.accumulate", count(draft, accumulate) or 1, accumulate, draft.get(accumulate))
     microbatches = microbatches or draft.tree.get("train.accumulate", 1)
-    if sequences is not None and draft.ranks is not None:
-        draft.put("train.batch_size", sequences * draft.ranks * microbatches, per_rank, draft.get(per_rank))
-        draft.origins["train.batch_size"] = f"{sequences} a rank × {draft.ranks} ranks × {microbatches} accumulated"
+    factors = f"{f'{sequences} a rank' if sequences else 'sequences a rank'} × {draft.readers_in_words}"
+    factors += f" × {microbatches} accumulated"
+    if sequences is not None and draft.readers is not None:
+        draft.put("train.batch_size", sequences * draft.readers * microbatches, per_rank, draft.get(per_rank))
+        draft.origins["train.batch_size"] = factors
         return
-    factors = [f"{sequences} a rank" if sequences else "sequences a rank", f"{draft.ranks or ''} ranks".strip()]
     hint = "; --ranks works it out" if sequences and not draft.ranks else ""
-    example = (sequences or 1) * (draft.ranks or 1) * microbatches
-    draft.ask("train.batch_size", str(example), f"{' × '.join(factors)} × {microbatches} accumulated{hint}")
+    example = (sequences or 1) * (draft.readers or 1) * microbatches
+    draft.ask("train.batch_size", str(example), f"{factors}{hint}")
     if per_rank:
         becomes = "train.batch_size, of a whole step"
         draft.tell(per_rank, draft.get(per_rank), "set", "which needs the number of ranks", becomes)
@@ -176,17 +184,18 @@ def _batch_of_all_ranks(draft: Draft, whole: int, total: str, sequences: int | N
     if sequences is None:
         if per_rank:
             draft.tell(per_rank, draft.get(per_rank), "always", "not given")
-    elif draft.ranks is None:
-        draft.ask("train.accumulate", "1", f"{whole} / ({sequences} a rank × ranks); --ranks works it out")
+    elif draft.readers is None:
+        each = f"{sequences} a rank × {draft.readers_in_words}"
+        draft.ask("train.accumulate", "1", f"{whole} / ({each}); --ranks works it out")
         draft.tell(per_rank, draft.get(per_rank), "set", "which needs the number of ranks", "train.accumulate")
     else:
-        microbatches, rest = divmod(whole, sequences * draft.ranks)
+        microbatches, rest = divmod(whole, sequences * draft.readers)
         if rest or not microbatches:
             raise Wrong(
-                f"{total} = {whole} is no multiple of {per_rank} = {sequences} × {draft.ranks} ranks; "
+                f"{total} = {whole} is no multiple of {per_rank} = {sequences} × {draft.readers_in_words}; "
                 f"change one of them, or --ranks"
             )
-        note = f"{whole} of all / ({sequences} × {draft.ranks} ranks)"
+        note = f"{whole} of all / ({sequences} × {draft.readers_in_words})"
         draft.put("train.accumulate", microbatches, per_rank, draft.get(per_rank), "set", note)
         draft.origins["train.accumulate"] = note
 

@@ -101,8 +101,8 @@ def _rows(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             keys = _listed(each["keys"])
             shown = [row["shown"] + key for key in keys] if "shown" in row else spelled(row, keys)[: len(keys)]
             when = {spelled(row, [key])[0]: values for key, values in each.get("when", {}).items()}
-            beside = spelled(row, each.get("beside", ()))
-            yield {**each, "keys": spelled(row, keys), "when": when, "beside": beside, "shown": shown}
+            more = {name: spelled(row, each.get(name, ())) for name in ("needs", "beside")}
+            yield {**each, **more, "keys": spelled(row, keys), "when": when, "shown": shown}
 
 
 def spelled(include: Mapping[str, Any], keys: Any) -> list[str]:

@@ -6,7 +6,6 @@ Hugging Face directory, so that path is asked for.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from trueshard.convert.engine import Draft, Wrong, boolean, integer, number, positive, text
@@ -54,11 +53,13 @@ def selected(draft: Draft, key: str, value: Any) -> None:
 def samples(draft: Draft, key: str, value: Any) -> None:
     """Read `validation.steps` with the batch of a rank; -1: all samples."""
     steps = integer(value)
-    if steps > 0 and draft.ranks:
+    if steps > 0 and draft.readers:
         each = positive(draft.get("validation.local_batch_size"))
-        draft.put("evaluation.samples", steps * each * draft.ranks, key, value)
+        readers = draft.readers // _degree(draft, "pipeline_parallel")
+        draft.put("evaluation.samples", steps * each * readers, key, value)
     elif steps > 0:
-        draft.ask("evaluation.samples", "100", f"{steps} × validation.local_batch_size × ranks; --ranks works it out")
+        factors = f"{steps} × validation.local_batch_size × {draft.readers_in_words}"
+        draft.ask("evaluation.samples", "100", f"{factors}; --ranks works it out")
         draft.tell(key, value, "set", "which needs the number of ranks", "evaluation.samples")
     else:
         draft.tell(key, value, "always", "all samples")
@@ -74,17 +75,37 @@ def trackers(draft: Draft, key: str, value: Any) -> None:
 
 
 def ranks(draft: Draft, key: str, value: Any) -> None:
-    """Read the number of ranks that a model is sharded over; -1: all there are."""
-    degree = integer(value)
-    if degree > 1:
-        draft.ranks = draft.ranks or degree * positive(draft.get("parallelism.data_parallel_replicate_degree"))
-        draft.tell(key, value, "command", "--nproc")
+    """Read the number of ranks that a model is sharded over, which with the other degrees is that of all; -1: the rest.
+
+    Ranks that share experts are some of these, and none besides.
+    """
+    ranks = integer(value)
+    for kind in ("data_parallel_replicate", "tensor_parallel", "context_parallel", "pipeline_parallel"):
+        ranks *= _degree(draft, kind)
+    if ranks > 1:
+        draft.ranks = draft.ranks or ranks
+        product = "" if ranks == value else f" {ranks}, the product of all degrees"
+        draft.tell(key, value, "command", f"--nproc{product}")
     else:
         draft.tell(key, value, "always", "as many as there are ranks")
 
 
+def _degree(draft: Draft, kind: str) -> int:
+    return positive(draft.get(f"parallelism.{kind}_degree") or 1)
+
+
+def tensor(draft: Draft, key: str, value: Any) -> None:
+    """Read `tensor_parallel_degree` with `enable_sequence_parallel`, which is true there unless it is given."""
+    degree, split = positive(value), draft.get("parallelism.enable_sequence_parallel")
+    if boolean(True if split is None else split):
+        draft.put("shard.tensor.ranks", degree, key, value)
+        draft.put("shard.tensor.sequence", True, key, value)
+    else:
+        draft.put("shard.tensor", degree, key, value)
+
+
 def finish(draft: Draft) -> None:
-    """Ask for the model, and set the batch; ranks that share a matrix, a sequence or a pipeline share a batch there."""
+    """Ask for the model, and set the batch."""
     if "model.path" not in draft.tree:
         place = toml_value(draft.tree.get("tokenizer.path", "path/to/model"))
         flavor = f"{draft.get('model.name')} {draft.get('model.flavor')}"
@@ -94,29 +115,28 @@ def finish(draft: Draft) -> None:
     if older:
         each = "training.local_batch_size"
         draft.tell(each, draft.get(each), "always", f"{per_rank} counts instead")
-    degrees = [f"parallelism.{each}_parallel_degree" for each in ("tensor", "context", "pipeline")]
-    ways = math.prod(positive(draft.get(each) or 1) for each in degrees)
-    if ways > 1:
-        _shared_batch(draft, per_rank, ways)
+    if _degree(draft, "pipeline_parallel") > 1:
+        _batch_of_pipelines(draft, per_rank, _degree(draft, "pipeline_parallel"))
     else:
         batch(draft, per_rank, total="training.global_batch_size")
 
 
-def _shared_batch(draft: Draft, per_rank: str, ways: int) -> None:
-    """Set the batch where `ways` ranks share one there; here every rank reads its own part of the same step."""
-    key, each = "training.global_batch_size", positive(draft.get(per_rank))
+def _batch_of_pipelines(draft: Draft, per_rank: str, stages: int) -> None:
+    """Set the batch that the ranks of a pipeline share there; here each of them reads its own part of the same step."""
+    key, each, readers = "training.global_batch_size", positive(draft.get(per_rank)), draft.readers
     total = count(draft, key)
-    if total is None and draft.ranks is not None:
-        total = each * draft.ranks // ways
-    if total is None or draft.ranks is None or total % draft.ranks:
-        readers = f"{draft.ranks or ''} ranks / {ways}".strip()
-        draft.ask("train.batch_size", str(total or each), f"{each} × {readers} there; a multiple of the ranks here")
-        draft.tell(per_rank, each, "none", f"{ways} ranks share a batch there; set train.batch_size")
+    if total is None and readers is not None:
+        total = each * readers // stages
+    note = f"{stages} ranks share a batch there, by a pipeline"
+    if total is None or readers is None or total % readers:
+        there = f"{each} × {draft.readers_in_words} / {stages} there"
+        draft.ask("train.batch_size", str(total or each), f"{there}; a multiple of {draft.readers_in_words} here")
+        draft.tell(per_rank, each, "none", f"{note}; set train.batch_size")
         draft.tell(key, draft.get(key), "always", f"with {per_rank}")
         return
-    of_rank = total // draft.ranks
+    of_rank = total // readers
     pieces = next(number for number in range(1, of_rank + 1) if of_rank % number == 0 and of_rank // number <= each)
     draft.put("train.batch_size", total, key, draft.get(key))
-    draft.put("train.accumulate", pieces, per_rank, each, "near", f"{ways} ranks share a batch there; the whole stays")
+    draft.put("train.accumulate", pieces, per_rank, each, "near", f"{note}; the whole stays")
     draft.origins["train.batch_size"] = f"{total} of all ranks, as there"
     draft.tell(key, draft.get(key), "set", "as there", f"train.batch_size = {total}")
