@@ -12,58 +12,9 @@ from torch import nn
 
 import trueshard
 from gathering import whole
-from messages import naming
-from models.case import seeded
-from models.hub import TEXT, quiet
+from messages import lacking, naming
 from parity import Pool, Ranks, assert_same
-
-IGNORED = -100
-LENGTH = 13
-"""Positions of a sequence: no number of ranks divides them."""
-ROWS, STEPS = 4, 3
-
-
-def exact_norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """RMSNorm in the dtype of its input: transformers' computes in float32."""
-    return self.weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
-
-
-def build(name: str, heads: int = 4, key_value_heads: int = 2, attention: str = "sdpa", **options: Any) -> nn.Module:
-    import transformers
-
-    model, config = {
-        "gpt2": ("GPT2LMHeadModel", "GPT2Config"),
-        "llama": ("LlamaForCausalLM", "LlamaConfig"),
-        "qwen3": ("Qwen3ForCausalLM", "Qwen3Config"),
-        "mistral": ("MistralForCausalLM", "MistralConfig"),
-        "gemma2": ("Gemma2ForCausalLM", "Gemma2Config"),
-    }[name]
-    fields = TEXT | {"hidden_size": 8 * heads, "num_attention_heads": heads}
-    if name != "gpt2":
-        fields |= {"num_key_value_heads": key_value_heads, "head_dim": 8}
-    settings = quiet(getattr(transformers, config)(**fields | options))
-    settings._attn_implementation = attention
-    made = seeded(0, lambda: getattr(transformers, model)(settings)).double()
-    for module in made.modules():
-        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            module.forward = exact_norm.__get__(module)
-    return made
-
-
-def batch_of(kind: str, seed: int) -> dict[str, torch.Tensor]:
-    """ROWS sequences: plain, packed from documents, or padded at their ends."""
-    ids = torch.randint(3, 64, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
-    labels = ids.clone()
-    labels[0, 2:7] = IGNORED
-    if kind == "plain":
-        return {"input_ids": ids, "labels": labels}
-    if kind == "packed":
-        ends = torch.tensor([3, 5, 8, 11]).unsqueeze(1)
-        places = torch.arange(LENGTH).expand(ROWS, -1)
-        positions = torch.where(places < ends, places, places - ends)
-        return {"input_ids": ids, "labels": labels, "position_ids": positions}
-    mask = (torch.arange(LENGTH) < torch.tensor([[13], [9], [4], [1]])).long()
-    return {"input_ids": ids, "labels": labels.masked_fill(mask == 0, IGNORED), "attention_mask": mask}
+from sequences import IGNORED, LENGTH, ROWS, STEPS, batch_of, build, summed
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any], loss_of: Any) -> dict[str, Any]:
@@ -79,10 +30,6 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]
         optimizer.step()
         optimizer.zero_grad()
     return report | {"parameters": whole(dict(model.named_parameters()))}
-
-
-def summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def of_one(model: nn.Module, microbatches: list[dict[str, torch.Tensor]]) -> float:
@@ -121,8 +68,9 @@ def trained(rank: int, world_size: int, kinds: tuple[str, ...], model: Any, size
             found[kind] = steps(made, optimizer, batches, of_one)
             continue
         trueshard.shard(made, optimizer, **sizes, **options)
-        readers = world_size // (sizes.get("context", 1) * sizes.get("tensor", 1))
-        reader = rank // (sizes.get("context", 1) * sizes.get("tensor", 1))
+        tensor = sizes.get("tensor", 1)
+        shared = sizes["context"] * (tensor["ranks"] if isinstance(tensor, dict) else tensor)
+        readers, reader = world_size // shared, rank // shared
         own = [[{key: each.chunk(readers)[reader] for key, each in b.items()} for b in each] for each in batches]
         found[kind] = steps(made, optimizer, own, of_parts)
     return found
@@ -136,11 +84,14 @@ CASES = [
     pytest.param(4, ("padded",), (("qwen3",), {}), {"context": 2, "tensor": 2}, {}, id="qwen3, context 2 × tensor 2"),
     pytest.param(3, ("plain",), (("llama", 6, 2), {}), {"context": 3}, {}, id="3 ranks, 2 key-value heads"),
 ]
+BETWEEN = {"context": 2, "tensor": {"ranks": 2, "sequence": True}}
 MORE = [
     pytest.param(4, ALL, (("llama", 12, 3), {}), {"context": 4}, RECOMPUTED, id="llama, 3 key-value heads"),
     pytest.param(4, ALL, (("qwen3", 4, 1), {}), {"context": 4}, RECOMPUTED, id="qwen3, 1 key-value head"),
+    pytest.param(4, ALL, (("llama+lora",), {}), {"context": 2}, RECOMPUTED, id="an adapter"),
     pytest.param(4, ALL, (("llama", 4, 2, "eager"), {}), {"context": 2}, {}, id="llama, eager"),
     pytest.param(4, ALL, (("llama",), {}), {"context": 2, "tensor": 2}, RECOMPUTED, id="llama, context 2 × tensor 2"),
+    pytest.param(4, ALL, (("llama",), {}), BETWEEN, {}, id="llama, parts of sequences between matrices"),
     pytest.param(4, ALL, (("mistral",), {"sliding_window": 4}), {"context": 4}, {}, id="mistral, sliding windows"),
     pytest.param(4, ALL, (("qwen3",), {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
                  {"context": 2}, RECOMPUTED, id="qwen3, one layer with sliding windows"),
@@ -271,53 +222,92 @@ def test_misuse_is_refused_on_every_rank(how: str, words: list[Any], ranks2: Ran
     ranks2.raises(misused, how, match=naming(*words))
 
 
-def refused(rank: int, world_size: int, name: str, options: Any) -> None:
+#: Name of a model, what it is made with → what the refusal says.
+REFUSED: list[tuple[str, dict[str, Any], list[Any]]] = [
+    ("plain", {}, ["context", "Linear", "transformers"]),
+    ("llama", {"heads": 3, "key_value_heads": 3}, ["context 2", "3 attention heads", "LlamaForCausalLM"]),
+    ("llama", {"attention": "flex_attention"}, ["flex_attention", "attn_implementation"]),
+    ("bloom", {}, ["BloomForCausalLM", "attention interface"]),
+    ("mamba", {}, ["MambaForCausalLM", "leave out context"]),
+    ("lfm2", {}, ["Lfm2ForCausalLM", "outside of attention"]),
+    ("gpt_oss", {}, ["GptOssForCausalLM", "sinks", "each head"]),
+    ("bert", {}, ["not causal"]),
+    ("t5", {}, ["T5ForConditionalGeneration", "more than one sequence"]),
+    ("llava", {}, ["more than one sequence"]),
+    ("attention_dropout", {}, ["model.layers.1.self_attn", "attention_dropout=0.1"]),
+    ("dropout", {}, ["model.layers.1.mlp.act_fn.1", "p=0.1"]),
+]
+
+
+def unfit(name: str, options: dict[str, Any]) -> nn.Module:
     from models import CASES
 
-    model = (
-        build("llama", **options) if name == "llama" else nn.Linear(2, 2) if name == "plain" else CASES[name].build(0)
-    )
-    before = {key: (id(module), dict(module.__dict__)) for key, module in model.named_modules()}
-    try:
-        trueshard.shard(model, context=2)
-    finally:
+    if name in CASES and not options:
+        return CASES[name].build(0)
+    if name == "plain":
+        return nn.Linear(2, 2)
+    model: Any = build("llama", **options)
+    if name == "attention_dropout":
+        model.model.layers[1].self_attn.attention_dropout = 0.1
+    elif name == "dropout":
+        model.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
+    return model
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    found = []
+    for name, options, _ in REFUSED:
+        model = unfit(name, options)
+        before = {key: (id(module), dict(module.__dict__)) for key, module in model.named_modules()}
+        try:
+            trueshard.shard(model, context=2)
+            found.append(f"{name} is not refused")
+        except ValueError as error:
+            found.append(str(error))
         for key, module in model.named_modules():
             assert (id(module), dict(module.__dict__)) == before[key], key
+    return found
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("plain", {}, ["context", "Linear", "transformers"]),
-        ("llama", {"heads": 3, "key_value_heads": 3}, ["context 2", "3 attention heads", "LlamaForCausalLM"]),
-        ("llama", {"attention": "flex_attention"}, ["flex_attention", "attn_implementation"]),
-        ("bloom", {}, ["BloomForCausalLM", "attention interface"]),
-        ("mamba", {}, ["MambaForCausalLM", "leave out context"]),
-        ("lfm2", {}, ["Lfm2ForCausalLM", "outside of attention"]),
-        ("gpt_oss", {}, ["GptOssForCausalLM", "sinks", "each head"]),
-        ("bert", {}, ["not causal"]),
-        ("t5", {}, ["T5ForConditionalGeneration", "more than one sequence"]),
-        ("llava", {}, ["more than one sequence"]),
-    ],
-)
-def test_models_that_cannot_share_sequences_are_refused_by_name(
-    name: str, options: Any, words: list[Any], ranks2: Ranks
-) -> None:
-    ranks2.raises(refused, name, options, match=naming(*words))
+def test_models_that_cannot_share_sequences_are_refused_by_name_and_stay_as_they_were(ranks2: Ranks) -> None:
+    for found in ranks2.run(refused):
+        for (name, _, words), message in zip(REFUSED, found, strict=True):
+            assert lacking(message, *words) == [], (name, message)
 
 
-def dropping(rank: int, world_size: int, key: str) -> None:
-    model = build("llama")
-    if key == "attention_dropout":
-        model.model.layers[1].self_attn.attention_dropout = 0.1
-    else:
-        model.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
-    trueshard.shard(model, context=2)
+def catalogue(rank: int, world_size: int) -> dict[str, Any]:
+    """Of every language model in the catalogue: why it is refused, or what split sequences give beside whole ones."""
+    from models.decoders import DENSE, EXPERTS, STATE_SPACE
+
+    found: dict[str, Any] = {}
+    for name, case in (DENSE | EXPERTS | STATE_SPACE).items():
+        model = case.build(0).eval()
+        try:
+            trueshard.shard(model, context=world_size)
+        except ValueError as error:
+            found[name] = str(error)
+            continue
+        found[name] = {}
+        for kind in ALL:
+            batch = batch_of(kind, 0)
+            whole_batch = {key: each for key, each in batch.items() if key != "labels"}
+            with torch.no_grad():
+                part = model(**trueshard.split_sequence(model, whole_batch)).logits
+                whole = model(**whole_batch).logits
+            start, length = LENGTH * rank // world_size, part.shape[1]
+            real = batch.get("attention_mask", torch.ones(ROWS, LENGTH)).bool()[:, start : start + length]
+            gap = (part - whole[:, start : start + length])[real]
+            found[name][kind] = (gap.abs().max() / whole.abs().max()).item() if len(gap) else 0.0
+    return found
 
 
-def test_dropout_is_refused_by_name(ranks2: Ranks) -> None:
-    ranks2.raises(dropping, "attention_dropout", match=naming("model.layers.1.self_attn", "attention_dropout=0.1"))
-    ranks2.raises(dropping, "other", match=naming("model.layers.1.mlp.act_fn.1", "p=0.1"))
+@pytest.mark.rest
+def test_every_language_model_is_refused_or_computes_as_with_whole_sequences(ranks2: Ranks) -> None:
+    for found in ranks2.run(catalogue, timeout=300.0):
+        taken = {name: gaps for name, gaps in found.items() if isinstance(gaps, dict)}
+        assert all(gap < 1e-5 for gaps in taken.values() for gap in gaps.values()), taken
+        assert len(taken) > 20
+        assert all("leave out context" in why for name, why in found.items() if name not in taken)
 
 
 def undone(rank: int, world_size: int) -> dict[str, Any]:
@@ -346,87 +336,3 @@ def undone(rank: int, world_size: int) -> dict[str, Any]:
 def test_a_shard_that_fails_leaves_attention_as_it_was(ranks2: Ranks) -> None:
     first, second = ranks2.run(undone)
     assert_same(torch.cat([first["part"], second["part"]], 1), first["whole"], rtol=1e-12, atol=1e-12)
-
-
-# The trainer
-
-
-def pairs(seed: int) -> dict[str, torch.Tensor]:
-    """Two pairs: chosen answers, then rejected ones; padded."""
-    batch = batch_of("padded", seed)
-    targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "targets": targets}
-
-
-def documents(seed: int) -> dict[str, torch.Tensor]:
-    batch = batch_of("packed", seed)
-    targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    return {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "targets": targets}
-
-
-def fitted(rank: int, world_size: int, kind: str, sizes: dict[str, int]) -> list[dict[str, Any]]:
-    """Records of three steps of the trainer, evaluations included; samples go by the rank along shard alone."""
-    from trueshard.train.losses import CausalLoss, PreferenceLoss
-
-    model = build("gpt2" if "tensor" not in sizes else "llama")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    loss: Any = CausalLoss()
-    if kind == "pairs":
-        reference = build("gpt2").requires_grad_(False)
-        nn.init.normal_(reference.lm_head.weight, generator=torch.Generator().manual_seed(5))
-        loss = PreferenceLoss(reference, beta=2.0)
-    reader, readers = 0, 1
-    if world_size > 1:
-        trueshard.shard(model, optimizer, **sizes)
-        if kind == "pairs":
-            trueshard.shard(reference, **sizes)
-        readers = world_size // (sizes.get("context", 1) * sizes.get("tensor", 1))
-        reader = rank // (world_size // readers)
-    made = pairs if kind == "pairs" else documents
-    order = torch.tensor([0, 2, 1, 3])  # of two pairs, the first reader's are rows 0 and 2
-
-    def part(seed: int) -> dict[str, torch.Tensor]:
-        if kind == "pairs":
-            return {
-                key: each[order.chunk(readers)[reader]] if readers > 1 else each for key, each in made(seed).items()
-            }
-        return {key: each.chunk(readers)[reader] for key, each in made(seed).items()}
-
-    records: list[dict[str, Any]] = []
-
-    class Record(trueshard.Callback):
-        def on_step(self, trainer: Any, record: dict[str, Any]) -> None:
-            records.append(
-                {key: record[key] for key in ("loss", "grad_norm", "tokens", "evaluation_loss", "evaluation_count")}
-            )
-
-    trainer = trueshard.Trainer(
-        model,
-        optimizer,
-        [part(seed) for seed in range(6)],
-        loss=loss,
-        steps=3,
-        accumulate=2,
-        evaluation=[part(7), part(8)],
-        evaluate_every=1,
-        callbacks=[Record()],
-    )
-    trainer.fit()
-    return records
-
-
-@pytest.mark.parametrize(
-    ("count", "kind", "sizes"),
-    [
-        (4, "documents", {"context": 2}),
-        (2, "pairs", {"context": 2}),
-        pytest.param(4, "pairs", {"context": 2}, marks=pytest.mark.rest),
-        pytest.param(4, "documents", {"context": 2, "tensor": 2}, marks=pytest.mark.rest),
-    ],
-)
-def test_the_trainer_counts_each_sequence_once(
-    count: int, kind: str, sizes: dict[str, int], alone: Ranks, pool: Pool
-) -> None:
-    (expected,) = alone.run(fitted, kind, sizes)
-    for found in Ranks(count, pool).run(fitted, kind, sizes):
-        assert_same(found, expected, rtol=1e-12, atol=1e-12)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from trueshard.runtime.engine import accumulate as accumulate
     from trueshard.runtime.engine import set_reshard_after_forward as set_reshard_after_forward
     from trueshard.runtime.gathering import gathered as gathered
-    from trueshard.runtime.sequences import split_sequence as split_sequence
+    from trueshard.runtime.splitting import split_sequence as split_sequence
     from trueshard.runtime.stages import tie_over as tie_over
     from trueshard.runtime.tokens import TokenMean as TokenMean
     from trueshard.runtime.tokens import count_targets as count_targets
@@ -65,7 +65,7 @@ _MODULES = {
     "plans": "Forecast MixedPrecision Plan Unit",
     "runtime.engine": "accumulate set_reshard_after_forward",
     "runtime.gathering": "gathered",
-    "runtime.sequences": "split_sequence",
+    "runtime.splitting": "split_sequence",
     "runtime.stages": "tie_over",
     "runtime.tokens": "TokenMean count_targets token_mean",
     "train.trainer": "Callback NonFiniteLoss Trainer",

@@ -6,7 +6,8 @@
   configuration is a copy, so what the user's is used for elsewhere is not changed.
 - The mask tells whether a sequence is split: it has the length of the whole sequence, more than there are keys here.
   So a pass on whole sequences (``generate``, an evaluation) computes as before, and a recomputed pass knows what it
-  recomputes. Where attention needs no mask, being plainly causal, a split sequence has one of no rows, [1, 1, 0, length].
+  recomputes. Where attention needs no mask, being plainly causal, a split sequence has one of no rows:
+  [1, 1, 0, length].
 - Fewer key-value heads than ranks are repeated, up to the least common multiple of both.
 """
 
@@ -39,6 +40,7 @@ _OURS = "trueshard_"
 """Beginning of the names under which attention is registered."""
 _KINDS = ("sdpa", "eager")
 _LAYERS = {"full_attention", "sliding_attention"}
+_NEIGHBOURS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 _PER_HEAD = ("position_bias", "s_aux")
 """Arguments of attention functions that have a value for each head."""
 
@@ -91,9 +93,7 @@ def _refuse_attention(model: Any, kind: str, plan: Plan) -> None:
     attention = attention_of(model)
     layers = set(getattr(config, "layer_types", None) or ())
     word = _kind(config)
-    others = [
-        name for name, each in names.named_modules(model) if isinstance(each, (nn.modules.conv._ConvNd, nn.RNNBase))
-    ]
+    others = [name for name, each in names.named_modules(model) if isinstance(each, _NEIGHBOURS)]
     why = None
     if word not in _KINDS:
         why = f'its attention implementation is {word!r}: load it with attn_implementation="sdpa" or "eager"'
@@ -137,6 +137,17 @@ def _source(model: nn.Module) -> str:
 def takes_masks_by_kind(model: nn.Module) -> bool:
     """Return True if the model takes a dict of masks, one for each kind of its layers."""
     return re.search(r"isinstance\([^)]*attention_mask, dict\)", _source(model)) is not None
+
+
+def masks_follow_positions(model: nn.Module) -> bool:
+    """Return True if the model's masks keep packed documents apart, which it tells by their positions."""
+    calls = r"(?:create_\w*mask|mask_function)\(((?:[^()]|\([^()]*\))*)\)|mask_kwargs = \{(.*?)\}"
+    return any("position_ids" in "".join(found) for found in re.findall(calls, _source(model), re.DOTALL))
+
+
+def counts_by_mask(model: nn.Module) -> bool:
+    """Return True if the model counts positions by its mask where it is given none."""
+    return re.search(r"cumsum\(\s*attention_mask|attention_mask(\.long\(\))?\.cumsum", _source(model)) is not None
 
 
 def _kind(config: Any) -> str:

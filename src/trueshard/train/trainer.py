@@ -27,7 +27,7 @@ from trueshard.model import names
 from trueshard.optim.norms import clip_grad_norm_
 from trueshard.runtime.engine import accumulate
 from trueshard.runtime.passes import runtime_of
-from trueshard.runtime.sequences import split_sequence
+from trueshard.runtime.splitting import split_sequence
 from trueshard.runtime.tokens import token_mean
 from trueshard.train.data.loader import EndlessLoader
 from trueshard.train.losses import Loss, Mean
@@ -157,7 +157,7 @@ class Trainer:
         self._axes = None if runtime is None else runtime.axes
         self._leads_context = not (self._axes and self._axes.context and self._axes.context.get_local_rank())
         self._leads_tensor = not (self._axes and self._axes.tensor and self._axes.tensor.get_local_rank())
-        if self._axes is not None and self._axes.context is not None and isinstance(self.loss, Mean):
+        if self._axes and self._axes.context and isinstance(self.loss, Mean):
             raise ValueError(
                 "loss: ranks that share a sequence have parts of different numbers of terms, and the mean of their "
                 "means is not that of the whole; give a Loss, which counts them"

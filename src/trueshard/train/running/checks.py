@@ -126,10 +126,11 @@ def check_settings(config: Config, ranks: int) -> Any:
     except ValueError as error:
         raise UserError(str(error)) from None
     if config.rl is None and train.batch_size % (portion := readers * train.accumulate):
-        whose = f"{ranks} ranks" if readers == ranks else f"{readers} groups of ranks that read the same samples"
+        once = "" if readers == ranks else ", those that read the same samples counted once"
+        enough = -(-train.batch_size // portion) * portion
         raise UserError(
-            f"train.batch_size: {train.batch_size} sequences do not divide over {whose} × train.accumulate = "
-            f"{train.accumulate}; use a multiple of {portion}, such as {-(-train.batch_size // portion) * portion}"
+            f"train.batch_size: {train.batch_size} sequences do not divide over {readers} ranks × train.accumulate = "
+            f"{train.accumulate}{once}; use a multiple of {portion}, such as {enough}"
         )
     check_optimizer(config.optimizer)
     check_schedule(config.schedule)

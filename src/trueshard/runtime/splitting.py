@@ -9,10 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trueshard.distributed import device_of
+from trueshard import _torch
+from trueshard.distributed import device_of, is_simulated
 from trueshard.model import names
 from trueshard.runtime.collectives import part_of
-from trueshard.runtime.context import language_model, takes_masks_by_kind
+from trueshard.runtime.context import (
+    counts_by_mask,
+    language_model,
+    masks_follow_positions,
+    takes_masks_by_kind,
+)
 from trueshard.runtime.passes import Runtime, runtime_of
 
 IGNORED = -100
@@ -61,7 +67,8 @@ def split_sequence(model: nn.Module, batch: Mapping[str, Any], *, ignore_index: 
         return _shifted(batch, ignore_index)
     group, device = mesh.get_group(), device_of(runtime.mesh)
     whole = {key: each.to(device) if isinstance(each, torch.Tensor) else each for key, each in batch.items()}
-    _agree(whole, group)
+    if not is_simulated(mesh):
+        _agree(whole, group)
     length = ids.shape[1]
     if length < group.size():
         raise ValueError(f"input_ids: {length} positions are fewer than the {group.size()} ranks that share a sequence")
@@ -138,7 +145,14 @@ def _masks(runtime: Runtime, batch: Mapping[str, Any]) -> Any:
     ids, given = batch["input_ids"], batch.get("attention_mask")
     dtype = runtime.compute_dtype or model.dtype
     embeddings = torch.empty((*ids.shape, 0), dtype=dtype, device=ids.device)
-    masks = create_masks_for_generate(model.config, embeddings, given, None, batch.get("position_ids"))
+    positions = batch.get("position_ids")
+    if positions is None and given is not None and counts_by_mask(model) and bool((given.diff() > 0).any()):
+        raise ValueError(
+            f"position_ids: {_torch.own_class(model).__name__} counts them by the mask, which has padding before "
+            "tokens: give them"
+        )
+    apart = positions if masks_follow_positions(model) else None
+    masks = create_masks_for_generate(model.config, embeddings, given, None, apart)
     plain = torch.empty((1, 1, 0, ids.shape[1]), dtype=torch.bool, device=ids.device)
     if not isinstance(masks, dict):
         return plain if masks is None else masks
@@ -146,7 +160,9 @@ def _masks(runtime: Runtime, batch: Mapping[str, Any]) -> Any:
     if takes_masks_by_kind(model):
         return masks
     if len(masks) > 1:
-        raise ValueError(f"context: {type(model).__name__} does not take a mask for each of {', '.join(masks)}")
+        raise ValueError(
+            f"context: {_torch.own_class(model).__name__} does not take a mask for each of {', '.join(masks)}"
+        )
     return next(iter(masks.values()))
 
 
