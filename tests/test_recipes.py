@@ -23,6 +23,7 @@ SHORT = ("evaluation.every=3", "train.checkpoint_every=3", "schedule.warmup_step
 RECIPES: dict[str, tuple[tuple[str, ...], float]] = {
     "pretrain": (("data.path=tests/models", "tokenizer.vocab_size=512", "train.sequence_length=64"), 0.05),
     "tensor": (("data.path=tests/models", "tokenizer.vocab_size=512", "train.sequence_length=64"), 0.05),
+    "mixture": (("data.path=tests/models", "tokenizer.vocab_size=512", "train.sequence_length=64"), 0.05),
     "sft": (("train.steps=6",), 0.1),
     "lora": (("train.steps=6",), 0.1),
     "frozen_vision": (("train.steps=6",), 0.1),

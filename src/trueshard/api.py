@@ -64,7 +64,8 @@ def shard(
             unless ``mesh`` has it, and ``"sequence"``: True if each rank holds its part of the sequence between
             matrices, which saves memory.
         context: ranks that share each sequence: give each its part of the tokens, see ``trueshard.split_sequence``.
-        experts: ranks that share the experts of each layer, out of all that are not copies.
+        experts: ranks that share out the experts of each layer, to which tokens travel; neighbours among all that are
+            not copies. For stacked experts, as transformers has them.
 
     Returns:
         The plan that was applied; ``print`` shows it as a table.
@@ -88,7 +89,7 @@ def shard(
     choices.check_alone(plan)
     with timed("shard"):
         if plan is None and choices.needs_planner():
-            axes = distributed.ensure_axes(mesh, choices.axes())
+            axes = distributed.ensure_axes(mesh, choices.axes(), choices.experts)
             with with_extra():
                 from trueshard.planner.planning import plan_for  # only here: a plain shard() does without it
 

@@ -151,6 +151,8 @@ def reshard_values(plan: Plan, policy: Any, shard_ranks: int) -> list[bool | int
     def value(unit: Unit, word: Any) -> bool | int:
         if isinstance(word, bool) or word in ("always", "never"):
             return word in (True, "always")
+        if isinstance(word, int) and unit.kind == "experts":
+            return word != 1  # its parameters are sharded over fewer ranks: there are no smaller groups of them
         if isinstance(word, int):
             if word < 1 or shard_ranks % word:
                 divisors = [str(d) for d in range(1, shard_ranks + 1) if shard_ranks % d == 0]
@@ -163,7 +165,13 @@ def reshard_values(plan: Plan, policy: Any, shard_ranks: int) -> list[bool | int
         if word not in ("default", "last_layer"):
             raise ValueError(_unknown("reshard_after_forward", word, (*RESHARD_WORDS, "an integer", "{glob: word}")))
         kept = {last} if word == "last_layer" else {last, ""}
-        return unit.name not in kept and unit.kind != "head" and not (word == "default" and plan.pipeline)
+        inside_last = unit.kind == "experts" and last is not None and unit.name.startswith(f"{last}.")
+        return (
+            unit.name not in kept
+            and not inside_last
+            and unit.kind != "head"
+            and not (word == "default" and plan.pipeline)
+        )
 
     return list(map(value, plan.units, _by_unit("reshard_after_forward", plan.units, policy, "default")))
 

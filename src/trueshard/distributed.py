@@ -81,6 +81,10 @@ class Axes:
     """Ranks that share each matrix."""
     context: DeviceMesh | None = None
     """Ranks that share each sequence."""
+    experts: DeviceMesh | None = None
+    """Ranks that share the experts of each layer: neighbours, whatever other axes they are on."""
+    alike: DeviceMesh | None = None
+    """(shard,) or (replicate, shard): the ranks that have the same experts as this one."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -103,8 +107,10 @@ class Axes:
         return number, count
 
 
-def ensure_axes(mesh: DeviceMesh | None, sizes: Mapping[str, int] | None = None) -> Axes:
-    """Return the axes of ``mesh``, or of a mesh over all ranks; ``sizes``: of context and tensor, as asked for.
+def ensure_axes(mesh: DeviceMesh | None, sizes: Mapping[str, int] | None = None, experts: int = 1) -> Axes:
+    """Return the axes of ``mesh``, or of a mesh over all ranks.
+
+    ``sizes``: of context and tensor, as asked for. ``experts``: ranks that share the experts of each layer.
 
     Collective where a mesh is made.
 
@@ -116,7 +122,7 @@ def ensure_axes(mesh: DeviceMesh | None, sizes: Mapping[str, int] | None = None)
     asked = {name: size for name, size in (sizes or {}).items() if name in _SHARED and size > 1}
     if mesh is None:
         ensure_process_group()
-        return _parts(_mesh_over_all(asked))
+        return _parts(_mesh_over_all(asked), experts)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch.distributed DeviceMesh, not {type(mesh).__name__}")
     names = mesh.mesh_dim_names or ()
@@ -133,7 +139,7 @@ def ensure_axes(mesh: DeviceMesh | None, sizes: Mapping[str, int] | None = None)
             raise ValueError(
                 f"{name}={size} is not the mesh's, whose axes are {dict(zip(names, mesh.shape, strict=True))}"
             )
-    return _parts(mesh)
+    return _parts(mesh, experts)
 
 
 def _mesh_over_all(asked: Mapping[str, int]) -> DeviceMesh:
@@ -163,10 +169,11 @@ def _check_data_mesh(mesh: DeviceMesh) -> None:
             )
 
 
-def _parts(mesh: DeviceMesh) -> Axes:
+def _parts(mesh: DeviceMesh, experts: int) -> Axes:
     names = mesh.mesh_dim_names or ()
+    apart = _fold_experts(mesh, experts) if experts > 1 else {}
     if not set(names) & set(_SHARED):
-        return Axes(mesh, mesh)
+        return Axes(mesh, mesh, **apart)
     own, context = mesh, mesh["context"] if "context" in names else None
     if context is not None:  # the ranks of a context shard, too: one dimension over both
         sizes = dict(zip(names, mesh.shape, strict=True))
@@ -174,7 +181,26 @@ def _parts(mesh: DeviceMesh) -> Axes:
         own = DeviceMesh(mesh.device_type, mesh.mesh.reshape(tuple(sizes.values())), mesh_dim_names=tuple(sizes))
         _torch.limit_alike(own)
     data = own["replicate", "shard"] if "replicate" in names else own["shard"]
-    return Axes(mesh, data, own["tensor"] if "tensor" in names else None, context)
+    return Axes(mesh, data, own["tensor"] if "tensor" in names else None, context, **apart)
+
+
+def _fold_experts(mesh: DeviceMesh, experts: int) -> dict[str, DeviceMesh]:
+    """Return ``Axes.experts`` and ``Axes.alike``: the ranks that are not copies, in another order of axes."""
+    copies = Axes(mesh, mesh).sizes.get("replicate", 1)
+    each = mesh.size() // copies
+    if each % experts:
+        raise ValueError(
+            f"experts={experts} does not divide the {each} ranks that have one copy of the model (shard × context × "
+            "tensor): choose a divisor"
+        )
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(f"experts={experts} needs a mesh of all {dist.get_world_size()} ranks, not of {mesh.size()}")
+    shape = {"replicate": copies, "shard": each // experts, "experts": experts}
+    if copies == 1:
+        del shape["replicate"]
+    folded = DeviceMesh(mesh.device_type, mesh.mesh.reshape(tuple(shape.values())), mesh_dim_names=tuple(shape))
+    _torch.limit_alike(folded)
+    return {"experts": folded["experts"], "alike": folded["replicate", "shard"] if copies > 1 else folded["shard"]}
 
 
 def replicated_mesh(copies: int, sizes: Mapping[str, int] | None = None) -> DeviceMesh:

@@ -59,7 +59,7 @@ class Forecast:
 
 
 Recompute = Literal["none", "full", "selective"]
-UnitKind = Literal["root", "block", "embedding", "head", "tied", "dtype"]
+UnitKind = Literal["root", "block", "embedding", "head", "experts", "tied", "dtype"]
 
 Offload = Literal["none", "cpu"]
 
@@ -190,6 +190,12 @@ class Plan:
         """The policies of resharding and activation checkpointing, as text to compare."""
         words = [self.reshard_after_forward, self.activation_checkpointing]
         return json.dumps([dict(word) if isinstance(word, Mapping) else word for word in words])
+
+    @property
+    def modules_apart(self) -> tuple[str, ...]:
+        """Modules whose experts are shared out over ranks, each a unit of its own."""
+        found = (name for unit in self.units if unit.kind == "experts" for name in unit.modules)
+        return tuple(found) if self.experts > 1 else ()
 
     def unit(self, name: str) -> Unit:
         """Return the unit called ``name``, or the one with a module of that name.

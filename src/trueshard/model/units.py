@@ -18,6 +18,7 @@ here, before anything is touched:
   for backward;
 - a large output projection behind the last block is a unit, too: in the root its gathered weight and its whole gradient
   would live to the end of a backward that needs them at its beginning;
+- stacked experts that ranks share are a unit, since they are sharded over other ranks than the rest of their block;
 - what cannot be sharded at all (0-dim, empty, a second trainable dtype inside one module) is replicated.
 """
 
@@ -26,6 +27,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -239,10 +241,19 @@ class Grouping:
             raise ValueError('the plan has no root unit (name ""); take one from shard() and edit that')
         return self
 
-    def choose(self, chosen: Mapping[str, str], *, split_embeddings: bool, split_head: bool) -> None:
-        """Make units of the ``chosen`` modules (name → why) and of the rest."""
+    def choose(
+        self,
+        chosen: Mapping[str, str],
+        *,
+        split_embeddings: bool,
+        split_head: bool,
+        experts: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Make units of the ``chosen`` modules and of ``experts`` that ranks share (name → why), and of the rest."""
         for name, why in chosen.items():
             self.groups[name] = _Group((name,), "block", why)
+        for name, why in experts.items():
+            self.groups[name] = _Group((name,), "experts", why)
         self.groups[""] = _Group(("",), "root", "root")
         for parameter in self.parameters:
             if parameter.tensor.ndim == 0 or parameter.tensor.numel() == 0:

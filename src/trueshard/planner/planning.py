@@ -136,6 +136,11 @@ def plan_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh
     Collective: the first rank works it out, all get it, or all raise: ``NothingFits``, or ``ValueError`` if the model
     cannot be simulated.
     """
+    if choices.experts != 1:
+        raise ValueError(
+            f"experts={choices.experts}: how many tokens travel follows from values, which the planner does not know: "
+            'leave out memory, and choose what is "auto" yourself'
+        )
     told: Plan | Exception = Plan()
     failure: Exception | None = None
     is_first = not any(mesh.get_coordinate() or ())

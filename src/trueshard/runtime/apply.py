@@ -15,13 +15,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -36,7 +36,7 @@ from trueshard.model.snapshot import Snapshot, Trace
 from trueshard.optim.rebind import shard_like
 from trueshard.optim.stepping import watch
 from trueshard.plans import MixedPrecision, Plan, Unit
-from trueshard.runtime import methods
+from trueshard.runtime import experts, methods
 from trueshard.runtime.context import share_attention
 from trueshard.runtime.gradients import GradientHooks
 from trueshard.runtime.passes import Runtime
@@ -124,6 +124,8 @@ def apply(
     whole: set[Any] = {original.tensor for original in originals if original.name in replicated}
     _prepare_tensors(originals, whole, device_of(mesh))
     arrived = arrived_on(root)
+    if plan.experts > 1:
+        experts.cut(root, plan, axes)
     if (shared := axes.tensor or arrived) is not None:
         cut(root, plan, shared)
     if axes.context is not None and plan.context > 1:
@@ -131,7 +133,7 @@ def apply(
     for unit in plan.units:
         _prepare_modules(unit, [modules[name] for name in unit.modules], plan)
     for unit in sorted(plan.units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules)):
-        _shard_unit(unit, modules, plan, mesh, whole)
+        _shard_unit(unit, modules, plan, axes, whole)
     _torch.join_shards(root, SMALL)
     if sources is not None:
         _fill(root, sources, torch.device("cpu") if plan.offload == "cpu" else device_of(mesh))
@@ -166,12 +168,13 @@ def _prepare_modules(unit: Unit, modules: list[nn.Module], plan: Plan) -> None:
             names.mix_in(module, methods.GatheredOnAccess)
 
 
-def _shard_unit(
-    unit: Unit, modules: Mapping[str, nn.Module], plan: Plan, mesh: DeviceMesh, whole: set[nn.Parameter]
-) -> None:
+def _shard_unit(unit: Unit, modules: Mapping[str, nn.Module], plan: Plan, axes: Axes, whole: set[nn.Parameter]) -> None:
     members: Any = [modules[name] for name in unit.modules]
     policy = unit.reshard_after_forward
-    mixed = plan.mixed_precision or MixedPrecision()
+    mixed, mesh = plan.mixed_precision or MixedPrecision(), axes.data
+    if unit.kind == "experts":
+        # Inside its block, it is given what the block computed: routing weights stay in their own dtype.
+        mixed, mesh = dataclasses.replace(mixed, output=None, cast_inputs=False), axes.alike or mesh
     compute, reduce, output = mixed.compute, mixed.reduce, mixed.output
     dtypes: dict[str | None, torch.dtype] = {n: getattr(torch, n) for n in (compute, reduce, output) if n}
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if plan.offload == "cpu" else OffloadPolicy()

@@ -7,6 +7,7 @@ or in ``exchange`` by that of ``part_of``, which leaves no rank without.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,6 +74,19 @@ def exchange(x: torch.Tensor, cut: int, join: int, total: int, group: Group) -> 
     """
     found: torch.Tensor = _Exchange.apply(x, cut, join, total, group)
     return found
+
+
+def exchange_rows(x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> torch.Tensor:
+    """Send ``sent[i]`` rows of ``x``, in order, to each rank i; return those received, ``received[i]`` from each.
+
+    A row's gradient comes back the way that the row went.
+    """
+    return _ExchangeRows.apply(x, sent, received, group)
+
+
+def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return ``x``, whose gradient is multiplied by ``factor``."""
+    return x if factor == 1 else _ScaleGradient.apply(x, factor)
 
 
 class _SumGradients(torch.autograd.Function):
@@ -145,6 +159,30 @@ class _Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return _exchanged(grad, ctx.join, ctx.cut, ctx.total, ctx.group), None, None, None, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        found = x.new_empty((sum(received), *x.shape[1:]))
+        dist.all_to_all_single(found, x.contiguous(), list(received), list(sent), group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return exchange_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.factor, None
 
 
 def _summed(x: torch.Tensor, group: Group) -> torch.Tensor:

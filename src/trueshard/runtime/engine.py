@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trueshard import _torch, choices, distributed
 from trueshard._torch import ShardedModule
 from trueshard.choices import Choices
-from trueshard.model import agreement, intent, names
+from trueshard.model import agreement, experts, intent, names
 from trueshard.model.intent import refuse
 from trueshard.model.names import Held
 from trueshard.model.snapshot import Snapshot
@@ -25,6 +25,7 @@ from trueshard.optim.rebind import rebind
 from trueshard.optim.stepping import bind, unwatch, watch
 from trueshard.plans import Plan
 from trueshard.runtime import access, apply, context
+from trueshard.runtime.experts import check as check_experts
 from trueshard.runtime.passes import Runtime, runtime_of
 from trueshard.runtime.tensor import resolve as resolve_tensor
 from trueshard.runtime.waiting import watch_ranks
@@ -37,7 +38,7 @@ def shard(
     mesh: DeviceMesh | None,
 ) -> Plan:
     """Shard ``model`` and ``optimizers`` by a plan, or by choices without ``"auto"``; see ``trueshard.shard``."""
-    axes = distributed.ensure_axes(mesh, _axes_asked(how))
+    axes = distributed.ensure_axes(mesh, _axes_asked(how), how.experts)
     mesh = axes.all
     if not distributed.is_simulated(mesh):
         watch_ranks()
@@ -52,6 +53,7 @@ def shard(
             before, parameters, buffers = intent.capture(model, optimizers)
             refuse(names.unwrap(model), parameters, buffers)
             resolved = resolve(model, how, tuple(axes.data.shape))
+            check_experts(names.unwrap(model), resolved)
             resolved = resolve_tensor(names.unwrap(model), resolved, axes.sizes)
             context.refuse(names.unwrap(model), resolved)
             verdicts = [classify(optimizer) for optimizer in optimizers]
@@ -147,7 +149,12 @@ def resolve(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> Pl
     grouping = Grouping(root)
     # Units that were named are the only ones; and the stages of a pipeline run their backward in parts.
     heads = units == "auto" and not compiled and not plan.pipeline
-    grouping.choose(choose_units(root, units), split_embeddings=freed and not compiled, split_head=heads)
+    grouping.choose(
+        choose_units(root, units),
+        split_embeddings=freed and not compiled,
+        split_head=heads,
+        experts=experts.shared_out(root, plan.experts),
+    )
     plan = dataclasses.replace(plan, units=grouping.units(), replicated=grouping.replications(), ranks=ranks)
     return choices.apply_words(plan, ranks[-1])
 

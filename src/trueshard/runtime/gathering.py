@@ -142,6 +142,8 @@ class GatheredCopy:
         inputs = getattr(torch, mixed.compute) if mixed.compute and mixed.cast_inputs else None
         output = getattr(torch, mixed.output) if mixed.output else None
         for unit in self._runtime.plan.units:
+            if unit.kind == "experts":
+                continue
             for module in (copies[name] for name in unit.modules):
                 casts = _Casts(inputs, output)
                 module.register_forward_pre_hook(casts.enter, prepend=True, with_kwargs=True)

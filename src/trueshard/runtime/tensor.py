@@ -57,8 +57,8 @@ def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
             f"{', '.join(sorted(STYLES))}"
         )
     if not given:
-        styles = styles | _of_parted_ties(root, _by_name(root, styles, strict=False))
-    found = _by_name(root, styles, strict=bool(given))
+        styles = styles | _of_parted_ties(root, _by_name(root, plan, styles, strict=False))
+    found = _by_name(root, plan, styles, strict=bool(given))
     if all(STYLES[word].dim is None for word in found.values()):
         raise ValueError(
             f"tensor: the plan of {type(root).__name__} cuts none of its matrices: give styles of your own"
@@ -101,7 +101,7 @@ def is_shared(root: nn.Module, plan: Plan, module: nn.Module) -> bool:
     """Return True if ``tensor`` ranks share ``module`` of a model with this plan."""
     if plan.tensor == 1:
         return False
-    styles = _by_name(root, plan.styles, strict=False)
+    styles = _by_name(root, plan, plan.styles, strict=False)
     return any(name in styles for name, each in names.named_modules(root) if each is module)
 
 
@@ -115,8 +115,12 @@ def _of_parted_ties(root: nn.Module, styles: Mapping[str, str]) -> dict[str, str
     return found
 
 
-def _by_name(root: nn.Module, styles: Mapping[str, str], *, strict: bool) -> dict[str, str]:
-    """Return name of a module or parameter → style: that of the last glob that matches."""
+def _by_name(root: nn.Module, plan: Plan, styles: Mapping[str, str], *, strict: bool) -> dict[str, str]:
+    """Return name of a module or parameter → style: that of the last glob that matches.
+
+    Experts that ranks share out have none: each is a whole matrix.
+    """
+    apart = tuple(f"{name}." for name in plan.modules_apart)
     modules = dict(names.named_modules(root))
     known = [*modules, *(name for held in names.held_tensors(root, "parameters") for name in held.names)]
     found: dict[str, str] = {}
@@ -125,7 +129,7 @@ def _by_name(root: nn.Module, styles: Mapping[str, str], *, strict: bool) -> dic
         hits = [name for name in known if matches(name)]
         if strict and not hits:
             raise ValueError(f"tensor: {glob!r} matches no module and no parameter.{nearest(glob, known)}")
-        found |= dict.fromkeys(hits, word)
+        found |= dict.fromkeys((name for name in hits if not f"{name}.".startswith(apart)), word)
     for name in list(found):
         if hasattr(modules.get(name), "lora_A"):
             found |= _of_adapter(name, modules[name], found.pop(name))
@@ -237,7 +241,7 @@ def _placement(held: Held, place: int, styles: Mapping[str, str]) -> Any:
 
 def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Cut the parameters of ``root``, and let its modules compute with this rank's parts, in place."""
-    styles = _by_name(root, plan.styles or _reduced_by_hooks(root), strict=False)
+    styles = _by_name(root, plan, plan.styles or _reduced_by_hooks(root), strict=False)
     whole = {each.name for each in plan.replicated}
     blocks = blocks_of(root, plan, styles) if plan.sequence else []
     sums: dict[nn.Module, set[str]] = {}
