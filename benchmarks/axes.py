@@ -62,7 +62,7 @@ def run(tell: Tell, quick: bool = False) -> Table:
         name="axes",
         title="A step on a mesh (shard, tensor)",
         note=(
-            f"Llama, float32, {RANKS} gloo processes: {RANKS // TENSOR} × {TENSOR}; forward, backward, clipping to 1 and "
+            f"Llama, float32, {RANKS} gloo processes: {RANKS // TENSOR} × {TENSOR}; forward, backward, clipping to 1, "
             "fused AdamW. Ratios of the slowest rank's wall time, below 1 is faster; the ways alternate, medians of "
             f"{SAMPLES} samples. Bytes are those that a rank receives in a step, counted from the collectives. The "
             f"gradient norms of the ways are at most {apart:.0e} apart."
