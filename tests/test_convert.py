@@ -514,6 +514,12 @@ def test_torchtitans_degrees_are_axes(degrees: str, expected: tuple[int, bool, i
     assert axes(from_degrees(tmp_path, degrees)) == expected
 
 
+def test_logits_that_torchtitan_splits_and_ranks_here_have_whole_are_said_to_differ(tmp_path: Path) -> None:
+    for disabled, expected in (("false", "near"), ("true", "set")):
+        text = f"{PARALLELISM}tensor_parallel_degree = 2\ndisable_loss_parallel = {disabled}\n"
+        assert status(from_torchtitan(tmp_path, text), "parallelism.tensor_parallel_degree") == [expected, "set"]
+
+
 def test_ranks_that_share_a_matrix_or_a_sequence_count_once_in_torchtitans_batch(tmp_path: Path) -> None:
     degrees = "tensor_parallel_degree = 2\ncontext_parallel_degree = 2"
     train = from_degrees(tmp_path, degrees, ranks=8).train

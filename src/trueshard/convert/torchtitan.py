@@ -95,13 +95,14 @@ def _degree(draft: Draft, kind: str) -> int:
 
 
 def tensor(draft: Draft, key: str, value: Any) -> None:
-    """Read `tensor_parallel_degree` with `enable_sequence_parallel`, which is true there unless it is given."""
-    degree, split = positive(value), draft.get("parallelism.enable_sequence_parallel")
-    if boolean(True if split is None else split):
-        draft.put("shard.tensor.ranks", degree, key, value)
+    """Read `tensor_parallel_degree`; there sequences and logits are split too, unless other keys say otherwise."""
+    split, whole = (draft.get(f"parallelism.{each}") for each in ("enable_sequence_parallel", "disable_loss_parallel"))
+    note = "" if boolean(whole or False) else "each rank has the whole logits, there a part: the same loss, more memory"
+    splits = boolean(True if split is None else split)
+    ours = "shard.tensor.ranks" if splits else "shard.tensor"
+    draft.put(ours, positive(value), key, value, "near" if note else "set", note)
+    if splits:
         draft.put("shard.tensor.sequence", True, key, value)
-    else:
-        draft.put("shard.tensor", degree, key, value)
 
 
 def finish(draft: Draft) -> None:
