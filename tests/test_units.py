@@ -345,7 +345,7 @@ def bad_mesh(rank: int, world_size: int, names: tuple[str, ...] | None) -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [None, ("dp", "tp"), ("shard", "replicate"), ("dp_replicate", "cp"), ("replicate", "shard", "tensor")],
+    [None, ("dp", "tp"), ("shard", "replicate"), ("dp_replicate", "cp"), ("replicate", "shard", "expert")],
 )
 def test_a_mesh_of_other_dimensions_than_copies_and_shards_is_refused_at_once(
     names: tuple[str, ...] | None, ranks2: Ranks

@@ -93,7 +93,8 @@ class Choices:
 
     def axes(self) -> dict[str, int]:
         """Return the ranks asked for along axes of the mesh."""
-        return {"context": self.context, "tensor": cast(int, self._tensor().get("ranks", 1))}
+        asked = {"context": self.context, "tensor": self._tensor().get("ranks", 1)}
+        return {name: size for name, size in asked.items() if type(size) is int}  # ``check`` refuses another
 
     def _tensor(self) -> Mapping[str, str | int | bool]:
         return self.tensor if isinstance(self.tensor, Mapping) else {"ranks": self.tensor}

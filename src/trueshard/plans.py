@@ -227,8 +227,8 @@ class Plan:
             raise ValueError("a plan must be a JSON object")
         if isinstance(data.get("plan"), dict):
             data = data["plan"]
-        if data.pop("version", 1) not in (1, 2):
-            raise ValueError("the plan is of a newer version than this library reads (2); update trueshard")
+        if (version := data.pop("version", 1)) not in (1, 2):
+            raise ValueError(f"plan version {version} is newer than this library reads (2); update trueshard")
         data["ranks"] = tuple(_list(data, "ranks"))
         for key, kind in (("units", Unit), ("replicated", Replicated)):
             data[key] = tuple(_build(kind, each, f"{key}[{i}]") for i, each in enumerate(_list(data, key)))

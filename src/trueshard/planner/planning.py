@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,16 @@ from trueshard.planner.trace import Trace
 from trueshard.planner.workload import NothingFits
 from trueshard.plans import Plan
 from trueshard.text import timed
+
+
+def refuse_shared(asked: Any) -> None:
+    """Raise ValueError for ranks that share matrices, sequences or experts; ``asked``: choices or a plan."""
+    for name in ("tensor", "context", "experts"):
+        if (size := getattr(asked, name)) != 1:
+            raise ValueError(
+                f"{name}={size}: the planner does not simulate ranks that share matrices, sequences or experts; leave "
+                "it out, and choose what is to be planned yourself"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +80,17 @@ class Request:
     """As of ``shard``; ``"auto"``: if nothing fits without; None: that where anything is free, else not."""
     plan: Plan | None = None
     """Plan to forecast; nothing is chosen, and the other choices of ``shard`` are left out."""
+    tensor: int | Mapping[str, str | int | bool] = 1
+    """1: the planner does not simulate ranks that share matrices, sequences or experts."""
+    context: int = 1
+    experts: int = 1
 
     def __post_init__(self) -> None:
         for key in ("ranks", "ranks_per_node", "replicate", "sequence", "microbatch", "accumulation", "global_batch"):
             count = getattr(self, key)
             if count is not None and (type(count) is not int or count < 1):
                 raise ValueError(f"{key}={count!r} must be a whole number, 1 or more")
+        refuse_shared(self if self.plan is None else self.plan)
 
     def choices(self) -> Choices:
         """Return the options of ``shard()``."""
@@ -136,11 +151,7 @@ def plan_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh
     Collective: the first rank works it out, all get it, or all raise: ``NothingFits``, or ``ValueError`` if the model
     cannot be simulated.
     """
-    if choices.experts != 1:
-        raise ValueError(
-            f"experts={choices.experts}: how many tokens travel follows from values, which the planner does not know: "
-            'leave out memory, and choose what is "auto" yourself'
-        )
+    refuse_shared(choices)
     told: Plan | Exception = Plan()
     failure: Exception | None = None
     is_first = not any(mesh.get_coordinate() or ())

@@ -38,7 +38,7 @@ def shard(
     mesh: DeviceMesh | None,
 ) -> Plan:
     """Shard ``model`` and ``optimizers`` by a plan, or by choices without ``"auto"``; see ``trueshard.shard``."""
-    axes = distributed.ensure_axes(mesh, _axes_asked(how), how.experts)
+    axes = distributed.ensure_axes(mesh, _axes_asked(how), getattr(how, "experts", 1))
     mesh = axes.all
     if not distributed.is_simulated(mesh):
         watch_ranks()
@@ -123,7 +123,9 @@ def check_arguments(model: Any, optimizers: Any, how: Any) -> None:
 
 
 def _axes_asked(how: Any) -> dict[str, int]:
-    return {axis: getattr(how, axis) for axis in ("context", "tensor")} if isinstance(how, Plan) else how.axes()
+    if isinstance(how, Choices):
+        return how.axes()
+    return {axis: getattr(how, axis) for axis in ("context", "tensor")} if isinstance(how, Plan) else {}
 
 
 def resolve(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> Plan:
