@@ -6,6 +6,12 @@ embedding's backward reads none), and reduces P gradients:
 
     f·b_p·P + g·b_p·P_again + f·b_r·P,    g = f, or (k-1)/k where units are resharded to k ranks
 
+Where T ranks share matrices or C ranks sequences, n tokens of a batch and width H, L blocks, vocabulary V, g = (T-1)/T:
+P is what a tensor rank has, and beside it a step moves
+
+    tensor: 2·g·n·H·(4·L + 2) + g·n·V;  with sequence as much, the two ends of the blocks 2·g·n·H, and 2·g·(norms of
+    the blocks);  context: 8·L·n·H·(C-1)/C²        elements of 4 bytes
+
 Bytes are counted from the collectives themselves. The sizes divide by the ranks, so there is no padding: the ratio is
 exact, and one is the limit.
 """
@@ -46,6 +52,14 @@ CASES = (
 )
 
 
+AXES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("tensor 2", {"tensor": 2}),
+    ("tensor 2, sequence", {"tensor": {"ranks": 2, "sequence": True}}),
+    ("context 2", {"context": 2}),
+)
+"""On four ranks, two of which shard."""
+
+
 def run(tell: Tell, quick: bool = False) -> Table:
     """Every policy; the bytes of the second step, in which nothing is made for the first time."""
     rows, numbers, over = [], [], []
@@ -58,6 +72,11 @@ def run(tell: Tell, quick: bool = False) -> Table:
         tell(f"{policy}, {case.ranks} ranks, {dtype}: {cells[2]}")
         over.append(Over(f"bytes received: {policy}, {case.ranks} ranks, {dtype}", "by hand", f"{ours / by_hand:.3f}"))
         numbers.append({**asdict(case), "received": ours, "limit": least, "received_by_hand": by_hand})
+    for label, words in AXES[: 1 if quick else None]:
+        ours, least = on_ranks(measure_axis, 4, label, words)[0]
+        rows.append((f"always; {label}", "4", "float32", f"{ours:,.0f}", f"{least:,.0f}", f"{ours / least:.4f}", ""))
+        tell(f"{label}: {ours / least:.4f}")
+        numbers.append({"axis": label, "received": ours, "limit": least})
     return Table(
         name="traffic",
         title="Bytes received in a step, over the limit of the policy",
@@ -82,6 +101,37 @@ def measure(case: Case) -> tuple[float, float, float]:
     trueshard.shard(ours, **case.words)
     shard_by_hand(by_hand, case.ranks, case.policy, bf16=case.bf16)
     return _bytes_of_a_step(ours), _bytes_of_a_step(by_hand), limit(case, sizes)
+
+
+def measure_axis(label: str, words: dict[str, Any]) -> tuple[float, float]:
+    """Bytes that this rank receives in a step on a mesh with another axis, and the limit."""
+    import trueshard
+
+    model = _SHAPE.build()
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    trueshard.shard(model, reshard_after_forward="always", **words)
+    for _ in range(2):
+        part = trueshard.split_sequence(model, {"input_ids": _SHAPE.batch(0), "labels": _SHAPE.batch(0)})
+        with Traffic() as traffic:
+            model(**part, num_items_in_batch=1).loss.backward()
+        model.zero_grad()
+    return traffic.total, axis_limit(label, sizes)
+
+
+def axis_limit(label: str, sizes: dict[str, int]) -> float:
+    """The formula above; ``sizes``: elements of each parameter, by name."""
+    tokens, embedding = _SHAPE.sequences * _SHAPE.tokens, sizes["model.embed_tokens.weight"]
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    everything, activations = sum(sizes.values()), tokens * _SHAPE.hidden
+    if label == "context 2":
+        moved = 8 * _SHAPE.layers * activations / 4
+        return 4 * (3 / 4 * (3 * everything - embedding) + moved)
+    own = (everything - norms) / 2 + norms
+    moved = 1 / 2 * (2 * activations * (4 * _SHAPE.layers + 2) + tokens * _SHAPE.vocabulary)
+    if "sequence" in label:
+        in_blocks = sum(size for name, size in sizes.items() if "norm" in name and "layers" in name)
+        moved += 1 / 2 * (2 * activations + 2 * in_blocks)
+    return 4 * (1 / 2 * (3 * own - embedding / 2) + moved)
 
 
 def _bytes_of_a_step(model: torch.nn.Module) -> float:

@@ -17,11 +17,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import trueshard
 from messages import naming
+from meter import gloo_lets_go, meter, peak_and_rest
 from parity import Ranks
 from tensor_models import MODELS, batch, build, distance, llama, optimizers, parameters, state, train, whole
 from trueshard import _torch
 from trueshard.checkpoint.catalogue import Catalogue
 from trueshard.checkpoint.format import dtype_of
+from trueshard.model.regions import has_one_run
 from trueshard.train.losses import CausalLoss
 
 EXACT = 1e-12
@@ -406,6 +408,36 @@ def test_what_cannot_be_shared_is_said_at_once_and_changes_nothing(ranks4: Ranks
     for found in ranks4.run(refused):
         for what, words in expected.items():
             assert re.search(words, found[what]), (what, found[what])
+
+
+def memory(rank: int, world_size: int, tensor: int, path: str) -> list[tuple[int, int]]:
+    """Of a save, and of a load into what is there: the highest rise of live bytes, and what is left of it."""
+    torch.manual_seed(0)
+    model: Any = llama(hidden_size=64, intermediate_size=256, num_hidden_layers=4)
+    made = optimizers("AdamW", model)
+    trueshard.shard(model, *made, tensor=tensor)
+    train(model, made, range(1), rank // tensor, world_size // tensor)
+    what = {"model": model, "optimizer": made[0]}
+    trueshard.save(f"{path}-first", **what)
+    made[0].state.clear()
+    trueshard.load(f"{path}-first", **what)
+    calls = [lambda: trueshard.save(path, **what), lambda: trueshard.load(path, **what)]
+    with gloo_lets_go():
+        steps = meter(calls).steps
+    inside = sum(_torch.local(p).nbytes for p in model.parameters() if not has_one_run(p))
+    own = sum(_torch.local(p).nbytes for p in model.parameters())
+    return [(*peak_and_rest([change.bytes for change in step]), own, inside) for step in steps]
+
+
+@pytest.mark.rest
+def test_saving_and_loading_take_memory_as_on_one_axis(ranks4: Ranks, tmp_path: Path) -> None:
+    """On the CPU a save copies what is cut inside its rows, and its state; loading takes a tensor at a time."""
+    one, two = (ranks4.run(memory, tensor, str(tmp_path / f"{tensor}")) for tensor in (1, 2))
+    for (saved, *_), (loaded, rest, own, _) in one:
+        usual, other = saved, loaded - rest
+    for (saved, *_, inside), (loaded, rest, own, _) in two:
+        assert saved <= usual + 3 * inside
+        assert loaded - rest <= other + own / 8
 
 
 # The trainer's losses

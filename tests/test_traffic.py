@@ -140,6 +140,61 @@ def test_a_tensor_axis_moves_activations_and_less_of_the_parameters(sequence: bo
             assert received["all_reduce"] == pytest.approx(sum(sums.values()) + 2 * g * blocks, rel=1e-12)
 
 
+def shared_sequences(rank: int, world_size: int) -> dict[str, Any]:
+    model = llama()
+    trueshard.shard(model, context=world_size, reshard_after_forward="always")
+    ids = torch.arange(32).view(2, 16) % 96
+    for _ in range(2):
+        part = trueshard.split_sequence(model, {"input_ids": ids, "labels": ids})
+        with Traffic() as traffic:
+            model(**part, num_items_in_batch=1).loss.backward()
+        model.zero_grad()
+    return {"received": traffic.received, "parameters": sum(p.numel() for p in model.parameters())}
+
+
+def test_a_context_axis_moves_heads_for_positions(ranks2: Ranks) -> None:
+    """Over C ranks, n tokens in all, width H, L blocks, f = (C-1)/C: queries, keys and values travel to heads and the
+    output back, each n·H/C on a rank, forwards and backwards: f·8·L·n·H/C."""
+    for result in ranks2.run(shared_sequences):
+        everything, f = result["parameters"], 1 / 2
+        assert result["received"]["all_to_all"] == pytest.approx(f * 4 * 8 * LAYERS * 32 * 48 / 2, rel=1e-12)
+        embedding = 96 * 48
+        assert result["received"]["all_gather"] == pytest.approx(f * 4 * (2 * everything - embedding), rel=1e-12)
+        assert result["received"]["reduce_scatter"] == pytest.approx(f * 4 * everything, rel=1e-12)
+        assert result["received"]["all_reduce"] == 0
+
+
+def shared_experts(rank: int, world_size: int) -> dict[str, Any]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": LAYERS, "vocab_size": 96}
+    config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, num_local_experts=4)
+    model = MixtralForCausalLM(config)
+    chosen: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(lambda _, args: chosen.append(args[1].flatten()))
+    trueshard.shard(model, experts=world_size, reshard_after_forward="always")
+    ids = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(rank))
+    with Traffic() as traffic:
+        model(input_ids=ids, labels=ids).loss.backward()
+    rows = [torch.bincount(each * world_size // 4, minlength=world_size).tolist() for each in chosen]
+    return {"received": traffic.received, "rows": rows}
+
+
+def test_experts_move_the_tokens_that_are_theirs(ranks2: Ranks) -> None:
+    """A token travels once for each of its experts elsewhere, there and back, forwards and backwards, of width H; and
+    the number of tokens for each expert, 8 bytes each."""
+    results = ranks2.run(shared_experts)
+    for rank, result in enumerate(results):
+        other = 1 - rank
+        away = sum(rows[other] for rows in result["rows"])
+        come = sum(rows[rank] for rows in results[other]["rows"])
+        assert 0 < away != come
+        tokens = 4 * 48 * 2 * (away + come)
+        assert result["received"]["all_to_all"] == pytest.approx(tokens + LAYERS * 8 * 2, rel=1e-12)
+
+
 def microbatched(rank: int, world_size: int, microbatches: int, how: str, replicas: int = 1) -> tuple[Any, int]:
     """(bytes received in a step, by kind; gradients in elements)."""
     torch.manual_seed(0)

@@ -224,7 +224,7 @@ class Catalogue:
         if isinstance(tensor, DTensor) and not has_one_run(tensor):
             rows = ranks.like_rows(tensor)
             self.fill_together(key, rows, failures)
-            ranks.exchange(rows, tensor)
+            ranks.from_rows(rows, tensor)
             return
         local, turn = _torch.local(tensor).detach(), crc32(memoryview(key.encode()))
         groups = ranks.groups_of_replicas(tensor) if local.numel() else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trueshard import _torch
 from trueshard.distributed import device_of
 from trueshard.model.regions import (
+    Region,
     common,
     coordinate_of,
     extent,
@@ -26,7 +27,6 @@ from trueshard.model.regions import (
     inside,
     placed_region,
     put,
-    region_of,
     rows_here,
     take,
 )
@@ -136,39 +136,57 @@ def row_placements(tensor: DTensor) -> tuple[Any, ...]:
     return tuple(each if each.is_replicate() else Shard(0) for each in tensor.placements)
 
 
-def by_rows(tensor: DTensor) -> DTensor:
-    """Return ``tensor`` as ``row_placements`` says: itself, or a copy. Collective over the ranks that cut it."""
+def by_rows(tensor: DTensor) -> torch.Tensor:
+    """Return this rank's rows as ``row_placements`` says: ``tensor`` itself, or a copy in host memory.
+
+    Collective over the ranks that cut it.
+    """
     placements = row_placements(tensor)
     if placements == tuple(tensor.placements):
         return tensor
-    rows = like_rows(tensor)
-    exchange(tensor, rows)
+    rows = torch.empty(extent(_region(tensor, placements)), dtype=tensor.dtype)
+    _exchange(tensor, (tuple(tensor.placements), _torch.local(tensor)), (placements, rows))
     return rows
 
 
 def like_rows(tensor: DTensor) -> DTensor:
     """Return a tensor without values that is placed as ``row_placements`` says."""
     placements, mesh = row_placements(tensor), tensor.device_mesh
-    own = extent(placed_region(tuple(tensor.shape), placements, tuple(mesh.shape), coordinate_of(mesh)))
-    local = _torch.local(tensor).new_empty(own)
+    local = _torch.local(tensor).new_empty(extent(_region(tensor, placements)))
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
-def exchange(source: DTensor, target: DTensor) -> None:
-    """Fill ``target`` with the values of ``source``, which is of the same mesh. Collective."""
-    mesh = source.device_mesh
-    dims = tuple(i for i, (a, b) in enumerate(zip(source.placements, target.placements, strict=True)) if a != b)
+def from_rows(rows: DTensor, tensor: DTensor) -> None:
+    """Fill ``tensor`` with the values of what ``like_rows`` made for it. Collective over the ranks that cut it."""
+    placed = [(tuple(each.placements), _torch.local(each)) for each in (rows, tensor)]
+    _exchange(tensor, *placed)
+
+
+def _region(tensor: DTensor, placements: tuple[Any, ...], here: Sequence[int] | None = None) -> Region:
+    mesh = tensor.device_mesh
+    coordinate = coordinate_of(mesh) if here is None else tuple(here)
+    return placed_region(tuple(tensor.shape), placements, tuple(mesh.shape), coordinate)
+
+
+Placed: TypeAlias = tuple[tuple[Any, ...], torch.Tensor]
+"""Placements, and this rank's part by them."""
+
+
+def _exchange(like: DTensor, source: Placed, target: Placed) -> None:
+    """Fill the part of ``target`` from the parts of ``source``, both of a tensor of the shape and mesh of ``like``."""
+    mesh = like.device_mesh
+    dims = tuple(i for i, (a, b) in enumerate(zip(source[0], target[0], strict=True)) if a != b)
     holders, device = holders_of(mesh, dims), device_of(mesh)
-    here, there = region_of(source), region_of(target)
-    sent = [common(here, region) for region in holders.regions(target)]
-    taken = [common(region, there) for region in holders.regions(source)]
-    parts = [take(_torch.local(source).detach(), inside(here, part)).reshape(-1).to(device) for part in sent]
+    here, there = _region(like, source[0]), _region(like, target[0])
+    places = holders.places()
+    sent = [common(here, _region(like, target[0], place)) for place in places]
+    taken = [common(_region(like, source[0], place), there) for place in places]
+    parts = [take(source[1].detach(), inside(here, part)).reshape(-1).to(device) for part in sent]
     arriving, leaving = ([math.prod(extent(part)) for part in each] for each in (taken, sent))
-    buffer = torch.empty(sum(arriving), dtype=source.dtype, device=device)
+    buffer = torch.empty(sum(arriving), dtype=like.dtype, device=device)
     dist.all_to_all_single(buffer, torch.cat(parts), arriving, leaving, group=holders.group)
-    local = _torch.local(target)
     for part, piece in zip(taken, buffer.split(arriving), strict=True):
-        put(local, inside(there, part), piece.view(extent(part)))
+        put(target[1], inside(there, part), piece.view(extent(part)))
 
 
 _holders: WeakKeyDictionary[Any, dict[tuple[DeviceMesh, tuple[int, ...]], Holders]] = WeakKeyDictionary()

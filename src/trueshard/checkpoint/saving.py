@@ -226,8 +226,7 @@ def _my_part(
     for number, key in enumerate(manifest.tensors):
         tensor, first = tensors.get(key), first_with.get(key, group.stage[0])
         if isinstance(tensor, DTensor):
-            rows = ranks.by_rows(tensor)
-            begin, end = ranks.own_part(rows, number)
+            rows, (begin, end) = ranks.by_rows(tensor), ranks.own_part(tensor, number)
             if end > begin and first in group.stage:
                 mine[key] = begin, rows
         elif tensor is not None and first == group.rank:

@@ -13,11 +13,13 @@ from trueshard.choices import Choices, reshard_word
 from trueshard.cli.options import (
     ActivationCheckpointing,
     Compile,
+    Experts,
     Json,
     Optimizer,
     Overrides,
     PlanFile,
     ReshardAfterForward,
+    Tensor,
     Tokens,
     Units,
 )
@@ -47,6 +49,9 @@ def plan(
     ranks: Annotated[int, typer.Option(help="Processes, one a device.", metavar="N", min=1)] = 8,
     ranks_per_node: Annotated[int | None, _count("Devices of a node.")] = None,
     replicate: Annotated[int | None, _count("Whole copies of the model, each over a part of the ranks.")] = None,
+    tensor: Tensor = 1,
+    shared: Annotated[int, typer.Option("--context", help="Ranks that share each sequence.", metavar="N", min=1)] = 1,
+    experts: Experts = 1,
     sequence: Tokens = None,
     microbatch: Annotated[int | None, _count("Samples of a rank in one forward.")] = None,
     accumulation: Annotated[int | None, _count("Microbatches a step.")] = None,
@@ -119,6 +124,9 @@ def plan(
             mixed_precision=_precision(param_dtype, reduce_dtype) or "auto",
             compile=compiled,
             offload=offload,
+            tensor=tensor,
+            context=shared,
+            experts=experts,
             plan=None if given is None else read_plan(given),
         )
         with Console(stderr=True).status(f"Building {model} on fake tensors") as status:

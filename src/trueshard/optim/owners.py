@@ -53,10 +53,14 @@ class Holders:
         self.in_order = len(dims) == 1
         self.rank = self._coordinates.index(tuple(self._here[dim] for dim in dims))
 
+    def places(self) -> list[list[int]]:
+        """Return the coordinate of each of them in the mesh."""
+        every = (dict(zip(self._dims, each, strict=True)) for each in self._coordinates)
+        return [[own.get(dim, here) for dim, here in enumerate(self._here)] for own in every]
+
     def regions(self, parameter: DTensor) -> list[Region]:
         """Return which indices of ``parameter`` each of them holds."""
-        every = (dict(zip(self._dims, each, strict=True)) for each in self._coordinates)
-        return [region_of(parameter, [own.get(dim, here) for dim, here in enumerate(self._here)]) for own in every]
+        return [region_of(parameter, place) for place in self.places()]
 
 
 @dataclass(eq=False)
