@@ -230,6 +230,52 @@ def experts_with_gradients(gradients: dict[str, torch.Tensor], layer: int) -> li
     return [bool(each.any()) for each in gradients[f"model.layers.{layer}.mlp.experts.down_proj"]]
 
 
+def gradients_by(rank: int, world: int, kernel: str, how: dict[str, int]) -> Any:
+    model: Any = build("qwen3_moe", torch.float32)
+    model.set_experts_implementation(kernel)
+    tensor = how.get("tensor", 1)
+    if world > 1:
+        trueshard.shard(model, **how)
+    loss_of(model, batch(0, 0).chunk(world // tensor)[rank // tensor]).backward()
+    return whole({n: p.grad for n, p in model.named_parameters()})
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("how", [{"experts": 2}, {"tensor": 2}, {"tensor": 2, "experts": 2}])
+def test_every_kernel_gives_the_gradients_of_one_process(ranks2: Ranks, alone: Ranks, how: dict[str, int]) -> None:
+    """Those of routers among them, which are right only if every rank's experts add to them."""
+    (expected,) = alone.run(gradients_by, "eager", {})
+    for kernel in ("eager", "batched_mm", "grouped_mm"):
+        for found in ranks2.run(gradients_by, kernel, how):
+            for name, gradient in expected.items():
+                assert_same(found[name], gradient, atol=1e-5 * gradient.abs().max().item())
+
+
+def tied(rank: int, world: int, left_out: str, how: dict[str, int]) -> Any:
+    """Gradients and logits of a tied model whose own plan cuts the parameter at one of its two places."""
+    model: Any = build("qwen3_moe", tie_word_embeddings=True)
+    if world > 1:
+        own = {glob: word for glob, word in model._tp_plan.items() if left_out not in glob}
+        assert 0 < len(own) < len(model._tp_plan)
+        model._tp_plan = own
+        trueshard.shard(model, **how)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    loss_of(model, batch(0, 0)).backward()
+    report = whole({n: p.grad for n, p in model.named_parameters()})
+    with torch.no_grad():
+        return report | {"logits": model(input_ids=batch(0, 1)).logits}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("left_out", ["embed_tokens", "lm_head"])
+def test_a_tie_that_the_model_s_plan_cuts_at_one_place_stays_whole(ranks2: Ranks, alone: Ranks, left_out: str) -> None:
+    (expected,) = alone.run(tied, left_out, {})
+    for how in ({"tensor": 2}, {"tensor": 2, "experts": 2}):
+        for found in ranks2.run(tied, left_out, how):
+            for name, value in expected.items():
+                assert_same(found[name], value, atol=1e-8 * value.abs().max().item())
+
+
 # Beside training
 
 

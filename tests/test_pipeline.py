@@ -22,6 +22,7 @@ from checkpointing import scribble
 from gathering import whole
 from messages import naming
 from parity import Ranks, assert_same
+from resting import all_but
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "pipeline.py"
 EMBEDDING = "transformer.wte.weight"
@@ -179,14 +180,16 @@ def layers() -> nn.Sequential:
     return model
 
 
-def staged(mesh: DeviceMesh, *, tie: bool = True) -> nn.Sequential:
+def staged(mesh: DeviceMesh, *, tie: bool = True, recompute: str = "none") -> nn.Sequential:
     """This rank's half of ``layers``, sharded; the copies of the tied weight begin differently."""
     number = mesh["stage"].get_local_rank()
     model = layers()
     half = nn.Sequential(*(model[2 * number + each] for each in range(2)))
     if number == 1:
         half[1].inner.weight = nn.Parameter(torch.ones(6, 6).double())
-    trueshard.shard(half, plan=trueshard.Plan(pipeline=True), mesh=mesh["shard"])
+    plan = trueshard.Plan(pipeline=True, activation_checkpointing=recompute)
+    plan = trueshard.shard(half, plan=plan, mesh=mesh["shard"])
+    assert {unit.activation_checkpointing for unit in plan.units if unit.kind == "block"} == {recompute}
     if tie:
         trueshard.tie_over(mesh["stage"], {"0.inner.weight": half[number].inner.weight})
     return half
@@ -206,7 +209,7 @@ def rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 6, generator=generator).double(), torch.randn(8, 6, generator=generator).double()
 
 
-def accumulated(rank: int, world_size: int) -> Report:
+def accumulated(rank: int, world_size: int, recompute: str = "none") -> Report:
     """Gradients after two steps of a schedule without a step of an optimizer, by names of the whole model."""
     if world_size == 1:
         model = layers()
@@ -216,7 +219,7 @@ def accumulated(rank: int, world_size: int) -> Report:
         return {name: p.grad for name, p in model.named_parameters()}
     mesh = grid(2, world_size)
     number, shard = mesh["stage"].get_local_rank(), mesh["shard"].get_local_rank()
-    model = staged(mesh)
+    model = staged(mesh, recompute=recompute)
     stage = PipelineStage(model, number, 2, torch.device("cpu"), group=mesh["stage"].get_group())
     schedule = Schedule1F1B(stage, 2, loss_fn=squared, scale_grads=False)
     for step in range(2):
@@ -241,9 +244,10 @@ def test_a_tie_that_no_schedule_added_up_is_not_stepped(ranks2: Ranks) -> None:
     ranks2.run(without_a_schedule)
 
 
-def test_gradients_add_up_over_steps_of_a_schedule(alone: Ranks, ranks4: Ranks) -> None:
+@pytest.mark.parametrize("recompute", all_but(["none"], ["none", "full", "selective"]))
+def test_gradients_add_up_over_steps_of_a_schedule(recompute: str, alone: Ranks, ranks4: Ranks) -> None:
     (expected,) = alone.run(accumulated)
-    found = ranks4.run(accumulated)
+    found = ranks4.run(accumulated, recompute)
     assert_same(found[2].pop("3.inner.weight"), found[0]["0.inner.weight"])
     assert_same(found[0] | found[2], expected, atol=1e-12)
 

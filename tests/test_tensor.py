@@ -136,7 +136,9 @@ def features(rank: int, world_size: int) -> dict[str, Any]:
     twin, average = copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model)
     average.update_parameters(model)
     found["copies of it"] = max(distance(parameters(each), parameters(model)) for each in (twin, average.module))
-    train(twin, optimizers("AdamW", twin), [2], rank // 2, 2)
+    alone = copy.deepcopy(plain)
+    learnt = [train(each, optimizers("AdamW", each), [2], *own) for each, own in ((twin, (rank // 2, 2)), (alone, ()))]
+    found["a copy learns"] = distance(learnt[0]["grads"], learnt[1]["grads"])
     found["it stays"] = distance(parameters(model), expected[1])
     plain.load_state_dict(parameters(model))
     own, ids = batch(5).chunk(2)[rank // 2], batch(5)
@@ -295,6 +297,45 @@ def test_a_model_that_arrives_cut_is_taken_as_it_is(way: str, kind: str, ranks4:
     assert max(ranks4.run(arrived, way, kind, str(tmp_path / "kept"))) < 1e-9
 
 
+def adapted(rank: int, world_size: int) -> dict[str, Any]:
+    """Adapters of a model that transformers has cut: by a PEFT that knows of it, and by one that does not."""
+    from peft import LoraConfig, get_peft_model
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    config = LoraConfig(r=3, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+    torch.manual_seed(1)
+    plain = get_peft_model(build("qwen3"), config).double()
+    found: dict[str, Any] = {}
+    for knows in (False, True):
+        model = build("qwen3")
+        apply_tensor_parallelism(model, mesh["tp"], model._expand_parallel_plan(model.tp_plan))
+        if knows:
+            model._device_mesh, model.config.distributed_config = mesh["tp"], DistributedConfig(tp_size=2)
+        wrapped = get_peft_model(model, config).double()
+        if not knows:
+            before = [id(p) for p in wrapped.parameters()]
+            with pytest.raises(ValueError, match=naming("layers.0.self_attn.q_proj", "PEFT", "tensor=")):
+                trueshard.shard(wrapped, mesh=mesh["dp"])
+            assert [id(p) for p in wrapped.parameters()] == before
+            continue
+        made = optimizers("AdamW", wrapped)
+        trueshard.shard(wrapped, *made, mesh=mesh["dp"])
+        wrapped.load_state_dict(parameters(plain))
+        trained = train(wrapped, made, range(2), rank // 2, world_size // 2)
+        expected = train(plain, optimizers("AdamW", plain), range(2))
+        found = {what: distance(trained[what], expected[what]) for what in ("grads", "parameters")}
+        found["norms"] = float((trained["norms"] / expected["norms"] - 1).abs().max())
+    return found
+
+
+@REST
+def test_adapters_of_a_model_that_arrives_cut_are_cut_or_refused(ranks4: Ranks) -> None:
+    for found in ranks4.run(adapted):
+        assert {what: far for what, far in found.items() if not far < 1e-9} == {}
+
+
 class Blocks(nn.Module):
     """Blocks of a user's own, with biases, a table of vectors, and widths that do not divide."""
 
@@ -362,6 +403,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     wrong = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "shard"))
+    no_shard = init_device_mesh("cpu", (4,), mesh_dim_names=("tensor",))
     balanced = MODELS["mixtral"]()
     balanced.config.output_router_logits = True
     packed = llama()
@@ -382,6 +424,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         "no ranks": word(Blocks(), tensor=OWN),
         "size": word(llama(), mesh=mesh, tensor=4),
         "order": word(llama(), mesh=wrong),
+        "no shard": word(llama(), mesh=no_shard),
         "router": word(balanced, tensor=2),
         "optimizer": word(model := llama(), torch.optim.LBFGS(model.parameters()), tensor=2),
     }
@@ -402,6 +445,7 @@ def test_what_cannot_be_shared_is_said_at_once_and_changes_nothing(ranks4: Ranks
         "no ranks": naming("ranks"),
         "size": naming("tensor=4", "'tensor': 2"),
         "order": naming("'tensor', 'shard'", "replicate, shard, context, tensor"),
+        "no shard": naming("'tensor'", "always shard", 1),
         "router": naming("output_router_logits"),
         "optimizer": naming("LBFGS"),
     }

@@ -42,6 +42,7 @@ def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
             raise ValueError(
                 "tensor: the model is cut already; leave out tensor, or give shard() the model before that"
             )
+        _refuse_later_adapters(root)
         return dataclasses.replace(plan, tensor=mesh.size())
     if plan.tensor == 1:
         if plan.styles:
@@ -148,6 +149,24 @@ def _of_adapter(name: str, layer: Any, word: str) -> dict[str, str]:
 
 
 # What cannot be shared
+
+
+def _refuse_later_adapters(root: nn.Module) -> None:
+    """Raise ValueError where PEFT put whole matrices beside one that is cut: each rank would train its own."""
+    for name, layer in names.named_modules(root):
+        base = getattr(layer, "base_layer", None)
+        if not isinstance(base, nn.Module) or not any(map(_is_cut, base.parameters())):
+            continue
+        added = [each for inner, each in layer.named_parameters() if not inner.startswith("base_layer.")]
+        if added and not any(map(_is_cut, added)):
+            raise ValueError(
+                f"{name!r} was adapted by PEFT after the model was cut, and the adapter's matrices are not: adapt the "
+                "whole model and let shard() cut both, with tensor="
+            )
+
+
+def _is_cut(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) and not parameter.placements[0].is_replicate()
 
 
 def _refuse(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> None:
