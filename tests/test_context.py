@@ -96,7 +96,9 @@ MORE = [
     pytest.param(4, ALL, (("qwen3",), {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
                  {"context": 2}, RECOMPUTED, id="qwen3, one layer with sliding windows"),
     pytest.param(2, ALL, (("gpt2",), {}), {"context": 2}, {"activation_checkpointing": "selective"}, id="selective"),
-    pytest.param(2, ("plain",), (("gpt2",), {}), {"context": 2}, {"compile": True}, id="compiled", marks=pytest.mark.compiles),
+    pytest.param(
+        2, ("plain",), (("gpt2",), {}), {"context": 2}, {"compile": True}, id="compiled", marks=pytest.mark.compiles
+    ),
 ]  # fmt: skip
 
 
