@@ -104,8 +104,9 @@ def batch(step: int) -> torch.Tensor:
 def train(
     model: Any, made: Sequence[torch.optim.Optimizer], steps: Sequence[int], part: int = 0, parts: int = 1
 ) -> dict[str, Any]:
-    """Two microbatches a step, clipped; return norms, last gradients and parameters. ``parts``: ranks of the data."""
+    """Two microbatches a step; return norms, last clipped gradients, and parameters. ``parts``: ranks of the data."""
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    clip = trueshard.clip_grad_norm_ if sharded else nn.utils.clip_grad_norm_
     norms: list[float] = []
     grads: dict[str, torch.Tensor] = {}
     for step in steps:
@@ -114,8 +115,8 @@ def train(
             own = micro.chunk(parts)[part]
             with accumulate:
                 (model(input_ids=own, labels=own).loss / 2).backward()
+        norms.append(float(clip(model.parameters(), 0.1)))
         grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        norms.append(float(trueshard.clip_grad_norm_(model.parameters(), 1.0)))
         for each in made:
             each.step()
             each.zero_grad()

@@ -107,7 +107,8 @@ def trains(rank: int, world: int, name: str, how: dict[str, Any]) -> Any:
                 loss = loss_of(model, batch(step, micro).chunk(number)[rank // tensor])
                 (loss / MICROBATCHES).backward()
             report["losses"].append(mean(loss))
-        report["norms"].append(whole(trueshard.clip_grad_norm_(model.parameters(), 0.5)))
+        clip = trueshard.clip_grad_norm_ if world > 1 else nn.utils.clip_grad_norm_
+        report["norms"].append(whole(clip(model.parameters(), 0.1)))
         report["gradients"] = whole({n: p.grad for n, p in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
