@@ -152,21 +152,18 @@ def _of_adapter(name: str, layer: Any, word: str) -> dict[str, str]:
 
 
 def _refuse_later_adapters(root: nn.Module) -> None:
-    """Raise ValueError where PEFT put whole matrices beside one that is cut: each rank would train its own."""
+    """Raise ValueError for LoRA matrices of the size of a rank's part: each rank would train its own as a copy."""
     for name, layer in names.named_modules(root):
-        base = getattr(layer, "base_layer", None)
-        if not isinstance(base, nn.Module) or not any(map(_is_cut, base.parameters())):
+        weight = getattr(getattr(layer, "base_layer", None), "weight", None)
+        if not isinstance(weight, DTensor) or weight.ndim != 2:
             continue
-        added = [each for inner, each in layer.named_parameters() if not inner.startswith("base_layer.")]
-        if added and not any(map(_is_cut, added)):
-            raise ValueError(
-                f"{name!r} was adapted by PEFT after the model was cut, and the adapter's matrices are not: adapt the "
-                "whole model and let shard() cut both, with tensor="
-            )
-
-
-def _is_cut(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor) and not parameter.placements[0].is_replicate()
+        for dim, attribute in enumerate(("lora_B", "lora_A")):
+            matrices: Any = getattr(layer, attribute, {})
+            if any(each.weight.shape[dim] != weight.shape[dim] for each in matrices.values()):
+                raise ValueError(
+                    f"{name!r} was adapted by PEFT after the model was cut, and its {attribute} is of the size of a "
+                    "rank's part: adapt the whole model and let shard() cut both, with tensor="
+                )
 
 
 def _refuse(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> None:
