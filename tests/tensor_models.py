@@ -87,10 +87,6 @@ def optimizers(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
         return [torch.optim.AdamW(trainable.values(), 1e-2)]
     if kind == "Adafactor":
         return [torch.optim.Adafactor(trainable.values(), 1e-2)]
-    if kind == "SOAP":
-        from pytorch_optimizer import SOAP
-
-        return [SOAP(trainable.values(), lr=1e-2)]
     matrices = {name: p for name, p in trainable.items() if p.ndim == 2 and "embed" not in name}
     others = [p for name, p in trainable.items() if name not in matrices]
     made: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices.values(), 1e-2)]
