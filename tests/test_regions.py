@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from parity import Ranks
 from trueshard import _torch
-from trueshard.model.regions import common, extent, has_whole_rows, inside, put, region_of, regions_over, take
+from trueshard.model.regions import common, extent, has_whole_rows, inside, put, region_of, take
 
 KINDS = {
     "rows": Shard(0),
@@ -45,7 +45,7 @@ def cut(rank: int, world_size: int, tensor_ranks: int) -> dict[Any, Any]:
         assert torch.equal(mine, local) or mine.numel() == local.numel() == 0, (name, shape, region)
         assert has_whole_rows(weight) == ("columns" not in name or tensor_ranks == 1)
         again = torch.full_like(whole, -1)
-        for each in regions_over(weight, weight.device_mesh):
+        for each in (region_of(weight, place) for place in itertools.product(*map(range, weight.device_mesh.shape))):
             put(again, each, take(whole, each))
             both = common(region, each)
             assert torch.equal(take(mine, inside(region, both)), take(whole, both))

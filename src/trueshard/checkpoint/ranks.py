@@ -19,14 +19,12 @@ from torch.distributed.tensor import DTensor, Shard
 from trueshard import _torch
 from trueshard.distributed import device_of
 from trueshard.model.regions import (
-    Region,
     common,
-    coordinate_of,
     extent,
     has_one_run,
     inside,
-    placed_region,
     put,
+    region_of,
     rows_here,
     take,
 )
@@ -144,7 +142,7 @@ def by_rows(tensor: DTensor) -> torch.Tensor:
     placements = row_placements(tensor)
     if placements == tuple(tensor.placements):
         return tensor
-    rows = torch.empty(extent(_region(tensor, placements)), dtype=tensor.dtype)
+    rows = torch.empty(extent(region_of(tensor, placements=placements)), dtype=tensor.dtype)
     _exchange(tensor, (tuple(tensor.placements), _torch.local(tensor)), (placements, rows))
     return rows
 
@@ -152,7 +150,7 @@ def by_rows(tensor: DTensor) -> torch.Tensor:
 def like_rows(tensor: DTensor) -> DTensor:
     """Return a tensor without values that is placed as ``row_placements`` says."""
     placements, mesh = row_placements(tensor), tensor.device_mesh
-    local = _torch.local(tensor).new_empty(extent(_region(tensor, placements)))
+    local = _torch.local(tensor).new_empty(extent(region_of(tensor, placements=placements)))
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
@@ -160,12 +158,6 @@ def from_rows(rows: DTensor, tensor: DTensor) -> None:
     """Fill ``tensor`` with the values of what ``like_rows`` made for it. Collective over the ranks that cut it."""
     placed = [(tuple(each.placements), _torch.local(each)) for each in (rows, tensor)]
     _exchange(tensor, *placed)
-
-
-def _region(tensor: DTensor, placements: tuple[Any, ...], here: Sequence[int] | None = None) -> Region:
-    mesh = tensor.device_mesh
-    coordinate = coordinate_of(mesh) if here is None else tuple(here)
-    return placed_region(tuple(tensor.shape), placements, tuple(mesh.shape), coordinate)
 
 
 Placed: TypeAlias = tuple[tuple[Any, ...], torch.Tensor]
@@ -177,10 +169,10 @@ def _exchange(like: DTensor, source: Placed, target: Placed) -> None:
     mesh = like.device_mesh
     dims = tuple(i for i, (a, b) in enumerate(zip(source[0], target[0], strict=True)) if a != b)
     holders, device = holders_of(mesh, dims), device_of(mesh)
-    here, there = _region(like, source[0]), _region(like, target[0])
+    here, there = (region_of(like, placements=placements) for placements, _ in (source, target))
     places = holders.places()
-    sent = [common(here, _region(like, target[0], place)) for place in places]
-    taken = [common(_region(like, source[0], place), there) for place in places]
+    sent = [common(here, region_of(like, place, target[0])) for place in places]
+    taken = [common(region_of(like, place, source[0]), there) for place in places]
     parts = [take(source[1].detach(), inside(here, part)).reshape(-1).to(device) for part in sent]
     arriving, leaving = ([math.prod(extent(part)) for part in each] for each in (taken, sent))
     buffer = torch.empty(sum(arriving), dtype=like.dtype, device=device)

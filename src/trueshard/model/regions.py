@@ -32,16 +32,19 @@ def rows_of(total: int, rank: int, ranks: int) -> tuple[int, int]:
     return start, min(piece, total - start)
 
 
-def region_of(tensor: torch.Tensor, coordinate: Sequence[int] | None = None) -> Region:
+def region_of(
+    tensor: torch.Tensor, coordinate: Sequence[int] | None = None, placements: Sequence[Any] | None = None
+) -> Region:
     """Return the region of ``tensor`` at a coordinate of its mesh, or here; all of it if it is no DTensor.
 
-    Raises ValueError for a partial sum.
+    ``placements``: instead of the tensor's own. Raises ValueError for a partial sum.
     """
     if not isinstance(tensor, DTensor):
         return tuple(((0, size),) for size in tensor.shape)
     mesh = tensor.device_mesh
     here = coordinate_of(mesh) if coordinate is None else tuple(coordinate)
-    return placed_region(tuple(tensor.shape), tuple(tensor.placements), tuple(mesh.shape), here)
+    placed = tensor.placements if placements is None else placements
+    return placed_region(tuple(tensor.shape), tuple(placed), tuple(mesh.shape), here)
 
 
 def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -165,11 +168,7 @@ def rows_here(tensor: torch.Tensor, placements: tuple[Any, ...] | None = None) -
 
     ``placements``: instead of the tensor's own. Raises ValueError where it holds parts of rows.
     """
-    if placements is None or not isinstance(tensor, DTensor):
-        region = region_of(tensor)
-    else:
-        mesh = tensor.device_mesh
-        region = placed_region(tuple(tensor.shape), placements, tuple(mesh.shape), coordinate_of(mesh))
+    region = region_of(tensor, placements=placements)
     if any(runs != ((0, size),) for runs, size in zip(region[1:], tensor.shape[1:], strict=True)):
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is cut inside its rows")
     return region[0] if region else ((0, 1),)
@@ -195,8 +194,3 @@ def has_one_run(tensor: torch.Tensor) -> bool:
 def copy_here(target: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy this rank's part of ``whole``, the same on every rank and of the shape of ``target``."""
     _torch.local(target).copy_(take(whole, region_of(target)))
-
-
-def regions_over(tensor: DTensor, mesh: DeviceMesh) -> list[Region]:
-    """Return the regions of ``tensor``, whose mesh is ``mesh``, at every coordinate, in the mesh's order."""
-    return [region_of(tensor, coordinate) for coordinate in product(*map(range, mesh.shape))]

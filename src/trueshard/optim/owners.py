@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.distributed import device_of, group_over
-from trueshard.model.regions import Region, extent, has_whole_rows, put, region_of, take
+from trueshard.model.regions import Region, coordinate_of, extent, has_whole_rows, put, region_of, take
 from trueshard.optim.shards import Ranks, sharded_over
 from trueshard.optim.stand_ins import leaf_over, local_gradient
 
@@ -49,7 +49,7 @@ class Holders:
         self.group = mesh.get_group(dims[0]) if len(dims) == 1 else group_over(mesh, dims)
         self.size = math.prod(mesh.size(dim) for dim in dims)
         self._coordinates = list(itertools.product(*(range(mesh.size(dim)) for dim in dims)))
-        self._here = tuple(mesh.get_local_rank(dim) for dim in range(mesh.ndim))
+        self._here = coordinate_of(mesh)
         self.in_order = len(dims) == 1
         self.rank = self._coordinates.index(tuple(self._here[dim] for dim in dims))
 

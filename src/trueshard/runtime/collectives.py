@@ -51,12 +51,12 @@ def gather(x: torch.Tensor, dim: int, total: int, group: Group, *, sums: bool = 
 
 def own_part(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """Return this rank's part along ``dim`` of ``x``, the same on every rank; the gradient is gathered."""
-    return _OwnPart.apply(x, dim, group)
+    return _Part.apply(x, dim, group, False)
 
 
 def scatter_sum(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """Return this rank's part along ``dim`` of the sum of ``x`` over ranks."""
-    return _ScatterSum.apply(x, dim, group)
+    return _Part.apply(x, dim, group, True)
 
 
 def part_of(total: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -125,28 +125,16 @@ class _Gather(torch.autograd.Function):
         return cut(grad, ctx.dim, ctx.group), None, None, None, None
 
 
-class _OwnPart(torch.autograd.Function):
+class _Part(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: Group, sums: bool) -> torch.Tensor:
         ctx.dim, ctx.total, ctx.group = dim, x.shape[dim], group
-        return _own(x, dim, group)
+        return (_scattered if sums else _own)(x, dim, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _gathered(grad, ctx.dim, ctx.total, ctx.group), None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-        ctx.dim, ctx.total, ctx.group = dim, x.shape[dim], group
-        return _scattered(x, dim, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _gathered(grad, ctx.dim, ctx.total, ctx.group), None, None
+        return _gathered(grad, ctx.dim, ctx.total, ctx.group), None, None, None
 
 
 class _Exchange(torch.autograd.Function):

@@ -24,7 +24,7 @@ from trueshard.model.names import Held, nearest
 from trueshard.model.regions import rows_of
 from trueshard.plans import Plan
 from trueshard.runtime.sequence import blocks_of, split_blocks
-from trueshard.runtime.styles import STYLES, compute_with_parts, share_forward
+from trueshard.runtime.styles import STYLES, Style, compute_with_parts, share_forward
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -250,9 +250,12 @@ def refuse_random(root: nn.Module, axis: str, ranks: int) -> None:
 
 def _placement(held: Held, place: int, styles: Mapping[str, str]) -> Any:
     """Return how the parameter is placed on the axis, as the style of one of its places says."""
-    name = held.names[place]
-    word = styles.get(name) or styles.get(name.rpartition(".")[0], "replicate")
-    return STYLES[word].placement(held.tensor)
+    return _style_of(held.names[place], styles).placement(held.tensor)
+
+
+def _style_of(parameter: str, styles: Mapping[str, str]) -> Style:
+    """Return a parameter's own style, or that of its module."""
+    return STYLES[styles.get(parameter) or styles.get(parameter.rpartition(".")[0], "replicate")]
 
 
 def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -269,8 +272,7 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         new = nn.Parameter(placed, requires_grad=old.requires_grad)
         for name, (module, attribute) in zip(held.names, held.places, strict=True):
             _torch.own_parameters(module)[attribute] = new
-            word = styles.get(name) or styles.get(name.rpartition(".")[0], "replicate")
-            is_sum = STYLES[word].sums or any(block.holds_parts(name) for block in blocks)
+            is_sum = _style_of(name, styles).sums or any(block.holds_parts(name) for block in blocks)
             sums.setdefault(module, set()).update([attribute] if is_sum else [])
     for module, attributes in sums.items():
         compute_with_parts(module, attributes)
