@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 import forks
-from parity_worker import Answer, RankCall
+from parity_worker import GROUP_LIMIT, Answer, RankCall
 
 START_LIMIT = 120.0
 """seconds for a worker to import torch and answer"""
@@ -176,7 +176,7 @@ class Ranks:
         `function` is a top-level function of an importable module. `timeout` is in seconds. With `group=False` no
         process group is made, as in a script that was started without a launcher.
 
-        Raises RankFailure if any rank raises, dies, or takes longer than `timeout`.
+        Raises RankFailure if any rank raises, dies, or takes longer than `timeout` once the ranks have met.
         """
         answers, reports = self._answers(function, args, timeout, group, patience=GRACE)
         if any(answer is None or answer.error for answer in answers):
@@ -207,7 +207,10 @@ class Ranks:
             for rank, worker in enumerate(workers):
                 worker.output()
                 worker.send(RankCall(rank, self.count, port, name, timeout, group, call))
-            answers = list(collect(workers, timeout, patience).values())
+            met = collect(workers, GROUP_LIMIT, patience)
+            if all(answer and not answer.error for answer in met.values()):
+                met = collect(workers, timeout, patience)
+            answers = list(met.values())
             reports = _reports(workers, answers, timeout)
             # Ranks that all raised are all back in their loop: the next job's reset is enough.
             whole = all(answer and not answer.error for answer in answers) or all(a and a.error for a in answers)

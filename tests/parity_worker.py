@@ -28,11 +28,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import forks
 from forks_child import clear_caches
 from gathering import dumps, whole
 from trueshard import launching
+
+GROUP_LIMIT = 60.0
+"""seconds within which the ranks of a job must have met, however busy the machine: the job's own limit starts then"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class RankCall:
     name: str
     """prefix of this job's keys in the store, never used twice"""
     timeout: float
-    """seconds that the parent waits; collectives give up earlier, so that they end in a Python traceback"""
+    """seconds that the parent waits once the ranks have met; collectives end earlier, with a Python traceback"""
     group: bool
     """whether the default process group is initialised before the call"""
     call: bytes
@@ -102,18 +106,21 @@ def clear_mesh_caches() -> None:
             clear_caches(module)
 
 
-def execute(job: RankCall) -> Answer:
+def execute(job: RankCall, begun: Callable[[], None]) -> Answer:
+    """Calls `begun` when the process group is there, before the function."""
     try:
         function, args = pickle.loads(job.call)
         if job.group:
-            store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=job.timeout))
+            store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=GROUP_LIMIT))
             dist.init_process_group(
                 "gloo",
                 store=dist.PrefixStore(job.name, store),
                 rank=job.rank,
                 world_size=job.world_size,
-                timeout=timedelta(seconds=0.9 * job.timeout),
+                timeout=timedelta(seconds=GROUP_LIMIT),
             )
+            distributed_c10d._set_pg_timeout(timedelta(seconds=0.9 * job.timeout))
+        begun()
         return Answer(value=dumps(whole(function(job.rank, job.world_size, *args))))
     except BaseException as error:  # SystemExit and CheckpointException too: the parent decides what they mean
         trace = "".join(traceback.format_exception(error))
@@ -140,8 +147,8 @@ def serve(descriptor: int, stack_file: str) -> None:
             answer = Answer()
         else:
             # A second guard, in C: ends a worker whose endless call holds the interpreter lock, its parent gone.
-            faulthandler.dump_traceback_later(job.timeout + 60, exit=True, file=stacks)
-            answer = execute(job)
+            faulthandler.dump_traceback_later(job.timeout + GROUP_LIMIT + 60, exit=True, file=stacks)
+            answer = execute(job, lambda: connection.send_bytes(pickle.dumps(Answer())))
             faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()
         sys.stderr.flush()
