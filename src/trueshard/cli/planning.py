@@ -79,6 +79,10 @@ def plan(
     rehearse: Annotated[
         bool, typer.Option("--rehearse", help="Run rank 0 on this machine's GPU, and compare.", show_default=False)
     ] = False,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="Measure this machine's device, and write a file for --hardware.", metavar="FILE.toml"),
+    ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
@@ -94,6 +98,10 @@ def plan(
     with refused():
         if diff is not None:
             print(compare.diff(*map(read_plan, diff)))
+            return
+        if calibrate is not None:
+            given_hardware = context.get_parameter_source("hardware")
+            _calibrate(calibrate, hardware if given_hardware and given_hardware.name == "COMMANDLINE" else None)
             return
         if not model:
             raise UserError("plan needs a MODEL: a folder with a config.json, that file, or file.py:factory")
@@ -141,6 +149,26 @@ def plan(
             space, _ = space_of(request)
             rehearsal = rehearsing.rehearse(rehearsing.job_of(found, space.workload), space.hardware)
         _show(found, out, html, as_json, rehearsal)
+
+
+def _calibrate(file: Path, base: str | None) -> None:
+    """Measure this machine's device, and write the file; ``base``: the device of the catalogue that it resembles."""
+    import torch
+    from rich.console import Console
+
+    from trueshard.planner.calibrate import calibrate
+    from trueshard.planner.hardware import hardware, hardware_here
+    from trueshard.planner.planning import check_writable
+
+    if file.suffix != ".toml":
+        raise UserError(f"--calibrate writes TOML: call the file {file.with_suffix('.toml')}")
+    check_writable(file)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    known = hardware_here(device) if base is None else hardware(base)
+    with Console(stderr=True).status("measuring") as status:
+        found = calibrate(device, known, status.update)
+    replace_text(file, found.toml())
+    print(found)
 
 
 _OF_TRAINING = ("model", "hardware", "ranks", "ranks_per_node", "overrides", "out", "html", "as_json")
