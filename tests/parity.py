@@ -41,6 +41,8 @@ import torch.distributed as dist
 import forks
 from parity_worker import GROUP_LIMIT, Answer, RankCall
 
+DEVICE = os.environ.get("TRUESHARD_TEST_DEVICE", "cpu")
+"""`cuda`: each worker has the GPU of its rank, and groups have NCCL beside gloo"""
 START_LIMIT = 120.0
 """seconds for a worker to import torch and answer"""
 RESET_LIMIT = 20.0
@@ -285,10 +287,11 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def _environment() -> dict[str, str]:
     """The workers' environment: CPU, one thread, loopback, no hub, the parent's import path, no launcher."""
     kept = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+    if DEVICE == "cpu":
+        kept["CUDA_VISIBLE_DEVICES"] = ""
     return kept | {
         "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path if entry),
         "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

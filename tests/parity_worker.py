@@ -112,8 +112,11 @@ def execute(job: RankCall, begun: Callable[[], None]) -> Answer:
         function, args = pickle.loads(job.call)
         if job.group:
             store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=GROUP_LIMIT))
+            on_gpu = os.environ.get("TRUESHARD_TEST_DEVICE") == "cuda"
+            if on_gpu:
+                torch.cuda.set_device(job.rank)
             dist.init_process_group(
-                "gloo",
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
                 store=dist.PrefixStore(job.name, store),
                 rank=job.rank,
                 world_size=job.world_size,
