@@ -10,7 +10,7 @@ READY := .venv/.ready
 # A worker a core; each test may start several processes of its own, of one thread each.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-short test-rest test-all lint format bench docs tables vllm versions clean
+.PHONY: demo test test-short test-rest test-all lint format bench docs tables vllm versions gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -57,6 +57,10 @@ vllm: $(READY)
 # Nor this: it makes an environment of several GB for each release of torch. Needs Python >= 3.11.
 versions:
 	$(PYTHON) tests/versions.py
+
+# On a machine with a GPU, with the Python that has torch there; WHEELS: a folder of wheels of what it lacks.
+gpu:
+	$(PYTHON) -m benchmarks.gpu $(if $(WHEELS),--wheels $(WHEELS))
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

@@ -137,7 +137,8 @@ def _work(
         os.environ.update(RANK=each, LOCAL_RANK=each, WORLD_SIZE=every, LOCAL_WORLD_SIZE=every, GROUP_RANK="0")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # nobody connects: the group is made here
         store = dist.FileStore(str(folder / "store"), ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     else:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -24,6 +24,8 @@ from parity import DEVICE, Pool, Ranks, assert_same
 from running import metrics, project, run
 
 STEPS = 3
+ROUGH = {"mixed": 1e-2}
+"""Relative difference where parameters themselves are bfloat16."""
 SAMPLES = 12
 WAYS: dict[str, dict[str, Any]] = {
     "as it comes": {},
@@ -90,9 +92,10 @@ def pair(name: str, rank: int, world_size: int, parts: int = 1, fused: bool = Fa
 
 def trains_alike(rank: int, world_size: int, name: str, words: dict[str, Any], parts: int, fused: bool) -> None:
     plain, plain_optimizer, model, optimizer = pair(name, rank, world_size, parts, fused, **words)
+    rtol = ROUGH.get(name, 2e-3)
     resting = "cpu" if words.get("offload") == "cpu" else device().type
     assert {each.device.type for each in model.parameters()} == {resting}
-    assert_same(whole(dict(model.named_parameters())), whole(dict(plain.named_parameters())), rtol=2e-3, atol=2e-4)
+    assert_same(whole(dict(model.named_parameters())), whole(dict(plain.named_parameters())), rtol=rtol, atol=2e-4)
     mine, its = (
         {
             f"{number}.{key}": value
@@ -102,7 +105,7 @@ def trains_alike(rank: int, world_size: int, name: str, words: dict[str, Any], p
         }
         for each in (optimizer, plain_optimizer)
     )
-    assert_same(whole(mine), whole(its), rtol=2e-3, atol=2e-4)
+    assert_same(whole(mine), whole(its), rtol=rtol, atol=2e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
