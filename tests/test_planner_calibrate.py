@@ -29,20 +29,27 @@ def test_the_command_writes_a_device_that_the_planner_takes(tmp_path: Path, caps
         assert getattr(made.eager, figure) != getattr(base.eager, figure)
 
 
-def test_a_slower_device_gets_a_lower_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slowed(original: object) -> object:
-        def linear(*args: object, **kwargs: object) -> object:
-            time.sleep(0.004)
-            return original(*args, **kwargs)  # type: ignore[operator]
+def test_rates_are_operations_over_the_time_they_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only products move: a second for each layer's forward."""
+    now = 0.0
+    original = torch.nn.functional.linear
 
-        return linear
+    def linear(*given: torch.Tensor) -> torch.Tensor:
+        nonlocal now
+        now += 1.0
+        return original(*given)
 
-    usual = calibrate(CPU, hardware("cpu"))
-    monkeypatch.setattr(torch.nn.functional, "linear", slowed(torch.nn.functional.linear))
-    slow = calibrate(CPU, hardware("cpu"))
-    assert slow.hardware.eager.matmul < usual.hardware.eager.matmul / 2
-    flops = 12 * SMALL.tokens * SMALL.hidden * SMALL.intermediate
-    assert slow.hardware.eager.matmul * slow.hardware.peak("float32") < flops / 0.008
+    def moment() -> float:
+        nonlocal now
+        now += 0.05
+        return now
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    monkeypatch.setattr(time, "perf_counter", moment)
+    found = calibrate(CPU, hardware("cpu"), sizes=dataclasses.replace(SMALL, seconds=2.0)).hardware
+    products = 3 * 2 * 2 * SMALL.tokens * SMALL.hidden * SMALL.intermediate
+    assert found.eager.matmul * found.peak("float32") == pytest.approx(products / 2, rel=0.03)
+    assert found.eager.collective_seconds > 0.01
 
 
 def test_a_rate_above_the_data_sheet_takes_its_place() -> None:
