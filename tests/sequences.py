@@ -51,11 +51,11 @@ def build(name: str, heads: int = 4, key_value_heads: int = 2, attention: str = 
 
 
 def batch_of(kind: str, seed: int) -> dict[str, torch.Tensor]:
-    """ROWS sequences: plain, packed from documents, or padded at their ends."""
-    ids = torch.randint(3, 64, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
+    """ROWS sequences: plain, packed from documents, padded at their ends, or plain of 12 positions (even)."""
+    ids = torch.randint(3, 64, (ROWS, 12 if kind == "even" else LENGTH), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     labels[0, 2:7] = IGNORED
-    if kind == "plain":
+    if kind in ("plain", "even"):
         return {"input_ids": ids, "labels": labels}
     if kind == "packed":
         ends = torch.tensor([3, 5, 8, 11]).unsqueeze(1)

@@ -83,7 +83,9 @@ CASES = [
     pytest.param(4, ("packed",), (("llama", 4, 1), {}), {"context": 2}, RECOMPUTED, id="llama, shard 2 × context 2"),
     pytest.param(4, ("padded",), (("qwen3",), {}), {"context": 2, "tensor": 2}, {}, id="qwen3, context 2 × tensor 2"),
     pytest.param(3, ("plain",), (("llama", 6, 2), {}), {"context": 3}, {}, id="3 ranks, 2 key-value heads"),
+    pytest.param(3, ("even",), (("llama", 4, 2), {}), {"context": 3}, RECOMPUTED, id="a ring of 3 ranks, 4 heads"),
 ]
+RING = {"context": 2, "tensor": 2}
 BETWEEN = {"context": 2, "tensor": {"ranks": 2, "sequence": True}}
 MORE = [
     pytest.param(4, ALL, (("llama", 12, 3), {}), {"context": 4}, RECOMPUTED, id="llama, 3 key-value heads"),
@@ -96,6 +98,8 @@ MORE = [
     pytest.param(4, ALL, (("qwen3",), {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
                  {"context": 2}, RECOMPUTED, id="qwen3, one layer with sliding windows"),
     pytest.param(2, ALL, (("gpt2",), {}), {"context": 2}, {"activation_checkpointing": "selective"}, id="selective"),
+    pytest.param(4, ("even",), (("llama", 6, 2), {}), RING, {}, id="a ring in parts of 3 heads, context 2 × tensor 2"),
+    pytest.param(4, ("even",), (("gpt2", 3), {}), {"context": 4}, {}, id="gpt2, a ring of 4 ranks, 3 heads"),
     pytest.param(
         2, ("plain",), (("gpt2",), {}), {"context": 2}, {"compile": True}, id="compiled", marks=pytest.mark.compiles
     ),
@@ -158,6 +162,25 @@ def test_whole_sequences_copies_and_the_models_own_loss_compute_as_before(alone:
         for key in losses:  # transformers' loss adds up in float32; its gradient does not
             assert found.pop(key) == pytest.approx(expected[key], rel=2**-20)
         assert_same(found, {key: each for key, each in expected.items() if key not in losses}, rtol=1e-12, atol=1e-12)
+
+
+def around(rank: int, world_size: int, kind: str) -> None:
+    model = build("llama")
+    trueshard.shard(model, context=world_size)
+    part = trueshard.split_sequence(model, batch_of(kind, 0))
+    del part["labels"], part["shift_labels"]
+    model(**part)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("plain", ["3 ranks", "4 attention heads", "13 positions", "multiple of 3"]),
+        ("packed", ["3 ranks", "packed or padded", "divides the heads"]),
+    ],
+)
+def test_what_a_ring_does_not_compute_is_refused_on_every_rank(kind: str, words: list[Any], ranks3: Ranks) -> None:
+    ranks3.raises(around, kind, match=naming(*words))
 
 
 def parts(rank: int, world_size: int) -> dict[str, Any]:
@@ -227,7 +250,7 @@ def test_misuse_is_refused_on_every_rank(how: str, words: list[Any], ranks2: Ran
 #: Name of a model, what it is made with → what the refusal says.
 REFUSED: list[tuple[str, dict[str, Any], list[Any]]] = [
     ("plain", {}, ["context", "Linear", "transformers"]),
-    ("llama", {"heads": 3, "key_value_heads": 3}, ["context 2", "3 attention heads", "LlamaForCausalLM"]),
+    ("mistral", {"heads": 3, "sliding_window": 4}, ["context 2", "3 attention heads", "MistralForCausalLM"]),
     ("llama", {"attention": "flex_attention"}, ["flex_attention", "attn_implementation"]),
     ("bloom", {}, ["BloomForCausalLM", "attention interface"]),
     ("mamba", {}, ["MambaForCausalLM", "leave out context"]),
@@ -248,7 +271,7 @@ def unfit(name: str, options: dict[str, Any]) -> nn.Module:
         return CASES[name].build(0)
     if name == "plain":
         return nn.Linear(2, 2)
-    model: Any = build("llama", **options)
+    model: Any = build(name if options else "llama", **options)
     if name == "attention_dropout":
         model.model.layers[1].self_attn.attention_dropout = 0.1
     elif name == "dropout":

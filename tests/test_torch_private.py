@@ -114,6 +114,7 @@ CALLED = {
     "read_numbers_of_the_whole",
     "draw_as_one_device",
     "assign_data_with",
+    "ring_attention",
 }
 
 
@@ -481,6 +482,34 @@ def _fail(*_: Any) -> None:
 
 def test_units(ranks4: Ranks) -> None:
     ranks4.run(units)
+
+
+def ring(rank: int, world_size: int) -> None:
+    """Attention around a ring, and its gradients, are those of whole sequences; the options of torch stay."""
+    from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
+
+    before = dict(vars(_cp_options))
+    for dtype, close in ((torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 3e-2)):
+        generator = torch.Generator().manual_seed(0)
+        whole = [torch.randn(2, 3, 8, 4, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4)]
+        query, key, value = (each.clone().requires_grad_() for each in whole[:3])
+        expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3)
+        expected.backward(whole[3])
+        parts = [each.chunk(world_size, 2)[rank].contiguous() for each in whole]
+        mine = [each.requires_grad_() for each in parts[:3]]
+        made = _torch.ring_attention(*mine, torch.distributed.group.WORLD, 0.3)
+        made.backward(parts[3])
+        pairs = [(made, expected)] + [(a.grad, b.grad) for a, b in zip(mine, (query, key, value), strict=True)]
+        for found, of_whole in pairs:
+            assert found.dtype == dtype
+            torch.testing.assert_close(found, of_whole.chunk(world_size, 2)[rank], rtol=close, atol=close)
+    assert vars(_cp_options) == before
+
+
+def test_attention_goes_around_a_ring(ranks2: Ranks) -> None:
+    ranks2.run(ring)
+    with pytest.raises(ValueError, match="no ring attention for meta"):
+        _torch.ring_attention(*(torch.empty(1, 1, 2, 2, device="meta") for _ in range(3)), None)
 
 
 def test_hook_dictionaries_are_where_they_are_expected() -> None:

@@ -14,5 +14,6 @@ from trueshard._torch.capabilities import *
 from trueshard._torch.fsdp import *
 from trueshard._torch.modules import *
 from trueshard._torch.operators import *
+from trueshard._torch.ring import *
 from trueshard._torch.simulating import *
 from trueshard._torch.tensors import *

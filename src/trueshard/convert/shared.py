@@ -140,7 +140,7 @@ def machines(draft: Draft, key: str, value: Any) -> None:
 
 def context(draft: Draft, key: str, value: Any) -> None:
     """Read the number of ranks that share a sequence, where they exchange keys and values."""
-    note = "ranks exchange heads, there keys and values: shard.context × shard.tensor divide the model's heads"
+    note = "ranks exchange heads, there keys and values, as here where the ranks do not divide the heads"
     draft.put("shard.context", positive(value), key, value, "near", note)
 
 

@@ -9,6 +9,8 @@
   recomputes. Where attention needs no mask, being plainly causal, a split sequence has one of no rows:
   [1, 1, 0, length].
 - Fewer key-value heads than ranks are repeated, up to the least common multiple of both.
+- Where the ranks do not divide the heads, keys and values go round instead (ring attention, Liu et al. 2023), as torch
+  does it: of plain causal sequences, in parts of one length.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ _LAYERS = {"full_attention", "sliding_attention"}
 _NEIGHBOURS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 _PER_HEAD = ("position_bias", "s_aux")
 """Arguments of attention functions that have a value for each head."""
+_CHANGES = ("softcap", "sliding_window")
+"""Arguments of attention functions that change scores or masks."""
 
 
 def language_model(root: nn.Module) -> Any:
@@ -79,10 +83,12 @@ def refuse(root: nn.Module, plan: Plan) -> None:
         )
     _refuse_attention(model, kind, plan)
     heads, ranks = config.num_attention_heads, plan.context * plan.tensor
-    if heads % ranks:
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if heads % ranks and (sliding or getattr(config, "sliding_window", None)):
         product = f"context {plan.context}" + (f" × tensor {plan.tensor}" if plan.tensor > 1 else "")
         raise ValueError(
-            f"{product} = {ranks} ranks do not divide the {heads} attention heads of {kind}: choose a divisor"
+            f"{product} = {ranks} ranks do not divide the {heads} attention heads of {kind}, and with sliding windows "
+            "keys cannot go round instead: choose a divisor"
         )
     refuse_random(root, "context", plan.context)
 
@@ -197,6 +203,8 @@ def attend(
     if given := [name for name in _PER_HEAD if kwargs.get(name) is not None]:
         raise ValueError(f"context: attention has {given[0]}, with values for each head, which ranks do not share yet")
     length, heads = attention_mask.shape[-1], query.shape[1]
+    if heads % math.lcm(key.shape[1], group.size()):
+        return _around(query, key, value, attention_mask, group, kwargs), None
     (query, key, value), groups = _by_heads(query, key, value, length, group)
     mask = attention_mask if attention_mask.shape[-2] else None
     with _key_value_groups(module, groups):
@@ -221,16 +229,45 @@ def _by_heads(
 ) -> tuple[list[torch.Tensor], int]:
     """Return query, key and value of all positions and this rank's heads; and the query heads of a key-value head."""
     heads, repeated = query.shape[1], math.lcm(key.shape[1], group.size())
-    if heads % repeated:
-        raise ValueError(f"context: {group.size()} ranks do not divide the {heads} attention heads of a layer")
     times = repeated // key.shape[1]
     if times > 1:
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     return [_exchange(each, 1, 2, length, group) for each in (query, key, value)], heads // repeated
 
 
+def _around(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    group: dist.ProcessGroup,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Return attention by a ring, [batch, positions here, heads, head size].
+
+    Raises ValueError for what a ring does not compute.
+    """
+    ranks, heads, length = group.size(), query.shape[1], mask.shape[-1]
+    why = None
+    if mask.shape[-2]:
+        why = "which takes no packed or padded sequences"
+    elif length % ranks:
+        why = f"which takes parts of one length, and {length} positions have none: choose a multiple of {ranks}"
+    elif given := [name for name in _CHANGES if kwargs.get(name) is not None]:
+        why = f"which knows no {given[0]}"
+    if why:
+        raise ValueError(
+            f"context: {ranks} ranks do not divide {heads} attention heads, so keys and values go round, {why}; or "
+            "choose a context that divides the heads"
+        )
+    times = heads // key.shape[1]
+    key, value = (each.repeat_interleave(times, 1) if times > 1 else each for each in (key, value))
+    return _ring(query.contiguous(), key, value, group, kwargs.get("scaling")).transpose(1, 2).contiguous()
+
+
 # A compiled graph ends here: collectives of a forward are not part of it.
 _exchange = torch.compiler.disable(exchange)
+_ring = torch.compiler.disable(_torch.ring_attention)
 
 
 def _own_attention(module: nn.Module, kind: str) -> Any:

@@ -1,0 +1,146 @@
+"""Ring attention of torch: keys and values go round, each rank keeps its queries.
+
+torch offers it as ``context_parallel``, which replaces attention for the whole process and shards buffers by itself;
+its parts, which take one call of attention, are private. They are the only ones that merge blocks by their logarithmic
+sums and send gradients back round the ring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_SEQUENCE = 2
+
+
+def ring_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, scale: float | None = None
+) -> torch.Tensor:
+    """Return causal attention of the queries here over all positions of a sequence, in the shape of ``query``.
+
+    Args:
+        query: [batch, heads, positions here, head size]; each rank has as many, rank 0 the first.
+        key: likewise, with as many heads, as is ``value``.
+        value: likewise.
+        group: ranks that share the sequence; all of them call it, and go through its backward.
+        scale: of the scores; None: one over the root of the head size.
+
+    Raises:
+        ValueError: torch has no ring for this device.
+    """
+    made: torch.Tensor = _Ring.apply(query, key, value, group, scale)
+    return made
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, group: dist.ProcessGroup, scale: float | None) -> Any:
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        kernels = _kernels(query)
+        with _contiguous_parts(query.dtype):
+            out, sums, *rest = _attention._templated_ring_attention(
+                group,
+                _SEQUENCE,
+                kernels.forward,
+                query,
+                key,
+                value,
+                is_causal=True,
+                scale=scale,
+                **kernels.arguments,
+            )
+        ctx.save_for_backward(query, key, value, out, sums, *(each for each in rest if isinstance(each, torch.Tensor)))
+        ctx.rest = [None if isinstance(each, torch.Tensor) else each for each in rest]
+        ctx.group, ctx.scale = group, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Any) -> Any:
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        query, key, value, out, sums, *tensors = ctx.saved_tensors
+        left = iter(tensors)
+        rest = [next(left) if each is None else each for each in ctx.rest]
+        kernels = _kernels(query)
+        more = dict(zip(kernels.kept, rest, strict=False)) | kernels.others
+        with _contiguous_parts(query.dtype):
+            found = _attention._templated_ring_attention_backward(
+                ctx.group,
+                _SEQUENCE,
+                kernels.backward,
+                slopes[0].contiguous(),
+                kernels.slope,
+                query,
+                key,
+                value,
+                out,
+                sums,
+                is_causal=True,
+                dropout_p=0.0,
+                scale=ctx.scale,
+                **more,
+            )
+        return *found[:3], None, None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernels:
+    """An operator of attention that gives logarithmic sums, and its backward."""
+
+    forward: Any
+    backward: Any
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the forward."""
+    slope: str = "grad_out"
+    """Name of the backward's argument for the gradient of the output."""
+    kept: tuple[str, ...] = ()
+    """Arguments of the backward that are the forward's other results, in order."""
+    others: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Its other arguments."""
+
+
+def _kernels(query: torch.Tensor) -> _Kernels:
+    aten = torch.ops.aten
+    if query.device.type == "cpu":
+        name = "_scaled_dot_product_flash_attention_for_cpu"
+        return _Kernels(getattr(aten, name).default, getattr(aten, f"{name}_backward").default)
+    if query.device.type != "cuda":
+        raise ValueError(
+            f"torch has no ring attention for {query.device.type}: choose a context that divides the heads of attention"
+        )
+    if query.dtype in (torch.bfloat16, torch.float16):
+        return _Kernels(
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_flash_attention_backward.default,
+            kept=("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset"),
+        )
+    return _Kernels(
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_efficient_attention_backward.default,
+        {"attn_bias": None, "compute_log_sumexp": True},
+        "grad_out_",
+        ("philox_seed", "philox_offset"),
+        {"attn_bias": None, "grad_input_mask": [True, True, True, False]},
+    )
+
+
+@contextlib.contextmanager
+def _contiguous_parts(dtype: torch.dtype) -> Iterator[None]:
+    """Let the ring know that rank r has the r-th part, send one part at a time, and add up in float32 at least."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    options = _attention._cp_options
+    before = vars(options).copy()
+    options.enable_load_balance = False
+    options.rotate_method = _attention._RotateMethod.ALL_TO_ALL
+    options.convert_to_f32 = dtype != torch.float64
+    try:
+        yield
+    finally:
+        vars(options).update(before)
