@@ -251,6 +251,32 @@ def test_copies_averages_and_generation(here: Ranks) -> None:
     here.run(copies)
 
 
+def shares(rank: int, world_size: int) -> None:
+    """All ranks share matrices, then sequences: by heads, and around a ring where they do not divide these."""
+    from sequences import batch_of, build
+
+    batch = moved(batch_of("even", 0))
+    for heads, words in ((2, {"tensor": world_size}), (2 * world_size, {"context": world_size}), (3, {"context": 2})):
+        gradients = []
+        for is_sharded in (False, True):
+            model = build("llama", heads, heads).float().to(device())
+            if is_sharded:
+                trueshard.shard(model, **words)
+            part = trueshard.split_sequence(model, batch)
+            count = trueshard.count_targets(part["labels"], shifted=False)
+            total = trueshard.token_mean(model, count).divisor if is_sharded else count
+            model(**part, num_items_in_batch=total).loss.backward()
+            gradients.append(whole({name: each.grad for name, each in model.named_parameters()}))
+        assert_same(gradients[1], gradients[0], rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.rest
+def test_ranks_that_share_matrices_or_sequences(pool: Pool) -> None:
+    if DEVICE == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    Ranks(2, pool).run(shares)
+
+
 def test_a_run_trains_stops_and_goes_on(tmp_path: Path) -> None:
     folder = project(tmp_path / "project")
     run(folder, "--set", "train.steps=6", "--set", "train.checkpoint_every=3", "--set", "shard.mixed_precision=bf16")
