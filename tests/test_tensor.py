@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import trueshard
@@ -23,7 +24,7 @@ from tensor_models import MODELS, batch, build, distance, llama, optimizers, par
 from trueshard import _torch
 from trueshard.checkpoint.catalogue import Catalogue
 from trueshard.checkpoint.format import dtype_of
-from trueshard.model.regions import has_one_run
+from trueshard.model.regions import has_one_run, region_of, take
 from trueshard.train.losses import CausalLoss
 
 EXACT = 1e-12
@@ -113,6 +114,36 @@ def test_training_is_training_on_one_process(
         files = sorted(each.relative_to(path) for each in Path(path).rglob("*.safetensors") if "extra" not in each.name)
         assert files
         assert all((Path(path) / f).read_bytes() == (Path(again) / f).read_bytes() for f in files)
+
+
+def whole_tensors(rank: int, world_size: int) -> list[str]:
+    """Three steps of SOAP on given gradients, on 2 × 2 ranks and on this process: the names of what differs by a bit.
+
+    Its eigenvectors turn the last bit of a gradient into other updates, also on one process: so gradients are given.
+    """
+    from pytorch_optimizer import SOAP
+
+    plain, model = build("qwen3"), build("qwen3")
+    known, made = (SOAP(each.parameters(), lr=1e-2) for each in (plain, model))
+    trueshard.shard(model, made, tensor=2)
+    for step in range(3):
+        ids = batch(step)
+        plain(input_ids=ids, labels=ids).loss.backward()
+        for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+            local = take(its.grad, region_of(mine)).contiguous()
+            mine.grad = DTensor.from_local(
+                local, mine.device_mesh, mine.placements, shape=mine.shape, stride=mine.stride(), run_check=False
+            )
+        for each in (known, made):
+            each.step()
+            each.zero_grad()
+    expected = parameters(plain)
+    return [name for name, value in parameters(model).items() if not torch.equal(value, expected[name])]
+
+
+@pytest.mark.rest
+def test_an_optimizer_of_whole_tensors_steps_bit_for_bit_on_two_axes(ranks4: Ranks) -> None:
+    assert ranks4.run(whole_tensors) == [[]] * 4
 
 
 def features(rank: int, world_size: int) -> dict[str, Any]:
