@@ -17,8 +17,9 @@ from trueshard import choices as policies
 from trueshard.choices import Choices
 from trueshard.planner.forecasting import Cluster, study
 from trueshard.planner.hardware import hardware
+from trueshard.planner.search.evaluator import Evaluator
 from trueshard.planner.search.search import choose
-from trueshard.planner.search.space import RECOMPUTE, Evaluator, Offload, Setting, Space, batches, meshes
+from trueshard.planner.search.space import RECOMPUTE, Offload, Setting, Space, batches, meshes, reshard_words
 from trueshard.planner.workload import Job, NothingFits, Study, Workload
 from trueshard.plans import MixedPrecision, Plan
 from trueshard.runtime import engine
@@ -28,6 +29,8 @@ AUTO = {"reshard_after_forward": "auto", "activation_checkpointing": "auto", "of
 MIB = 1 << 20
 BUDGETS = 4
 """Between the smallest and the largest peak of all plans."""
+MOST = 16
+"""Plans that are studied to choose one, where hundreds may be chosen."""
 OFFLOADS: tuple[Offload, ...] = ("none", "cpu")
 
 
@@ -119,7 +122,7 @@ class Remembered:
 
     made: dict[Any, Study] = dataclasses.field(default_factory=dict)
 
-    def study(self, job: Job, cluster: Cluster, budget: int | None = None) -> Study:
+    def study(self, job: Job, cluster: Cluster, budget: int | None = None, simulator: Any = None) -> Study:
         assert job.plan is not None
         key = job.plan.units, job.plan.offload, job.microbatch, job.accumulation
         if key not in self.made:
@@ -170,7 +173,7 @@ ALWAYS, NONE = {"reshard_after_forward": "always"}, {"activation_checkpointing":
     ],
     ids=["all choices", "with an embedding", "two microbatches", "several blocks"],
 )
-def test_the_search_finds_the_least_time_of_all_plans(
+def test_the_search_finds_hardly_more_than_the_least_time_of_all_plans(
     trained: Workload, fixed: dict[str, str], global_batch: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choices = Choices(**{**AUTO, **fixed}, mixed_precision="bf16", units="Block")
@@ -182,10 +185,11 @@ def test_the_search_finds_the_least_time_of_all_plans(
     assert len(peaks) > 1
     for budget in sorted({peaks[number * (len(peaks) - 1) // BUDGETS] for number in range(BUDGETS)}):
         found = choose(dataclasses.replace(asked, budget=budget))
+        assert len(found.alternatives) < MOST
         least = min(seconds for seconds, peak in everything if peak <= budget)
         assert found.plan.offload == "none"
         assert found.forecast.peak_reserved_bytes <= budget
-        assert 1 / found.forecast.tokens_per_second_per_rank == pytest.approx(least, rel=1e-9)
+        assert 1 / found.forecast.tokens_per_second_per_rank == pytest.approx(least, rel=1e-2)
 
 
 # Many blocks
@@ -206,15 +210,14 @@ def deep() -> Study:
 
 @pytest.mark.rest
 def test_many_blocks_are_mixed_and_few_plans_worked_out(deep: Study) -> None:
-    uniform = [each.forecast for each in deep.alternatives]
+    others = [each.forecast for each in deep.alternatives]
     assert deep.forecast.fits
-    assert deep.forecast.tokens_per_second_per_rank >= max(f.tokens_per_second_per_rank for f in uniform if f.fits)
+    assert all(deep.forecast.tokens_per_second_per_rank >= f.tokens_per_second_per_rank for f in others if f.fits)
     kinds = {unit.activation_checkpointing for unit in deep.plan.units if unit.kind == "block"}
     assert len(kinds) > 1
-    assert len(deep.alternatives) < 20
+    assert len(deep.alternatives) < 6
     words = [each.words for each in deep.alternatives]
     assert len(set(words)) == len(words)
-    assert "microbatch 4, reshard always, recompute full" in words
 
 
 @pytest.mark.rest
@@ -245,21 +248,18 @@ def test_every_choice_has_its_reason_with_figures(deep: Study) -> None:
     assert deep.reasons[2].startswith("Offload none: ")
 
 
-@pytest.mark.parametrize("after", [1, 3])
-def test_interrupted_it_is_the_best_so_far(after: int) -> None:
+def test_interrupted_it_is_the_best_so_far() -> None:
     lines: list[str] = []
 
     def interrupt(line: str) -> None:
         lines.append(line)
-        if len(lines) == after:
+        if "the best so far" in line:
             raise KeyboardInterrupt
 
-    asked = space(tower(2))  # all of it fits, the most frugal plan is first
-    found = choose(asked, interrupt)
-    assert len(found.alternatives) + 1 == after
+    found = choose(space(tower(2)), interrupt)
     assert found.assumptions[-1].startswith("Interrupted")
-    assert f"{after} plans" in found.assumptions[-1]
-    assert f"{after} plans compared" in lines[-1]
+    assert f"{len(found.alternatives) + 1} plan" in found.assumptions[-1]
+    assert f"{len(lines)} plan" in lines[-1]
     assert f"{found.forecast.tokens_per_second_per_rank:,.0f} tokens/s" in lines[-1]
 
 
@@ -307,10 +307,10 @@ def test_replicas_are_whole_nodes_and_a_node_size_needs_several() -> None:
     assert meshes(asked) == [1, 2, 8]
     assert meshes(dataclasses.replace(asked, replicate=4)) == [4]
     assert meshes(space(tower(1))) == [1]
-    found = choose(dataclasses.replace(asked, ranks=16))
-    values = {each.words for each in found.alternatives}
-    assert found.plan.ranks == (2, 8) or any("reshard to 8 ranks" in words for words in values)
-    assert not any("reshard to 8 ranks" in words for words in values if "2 replicas" in words)
+    two = dataclasses.replace(asked, ranks=16)
+    assert reshard_words(two, 1) == ("never", "default", 8, "always")
+    assert reshard_words(two, 2) == ("never", "default", "always")
+    found = choose(two)
     assert found.reasons[0].startswith(("2 replicas of 8 ranks: ", "One replica over 16 ranks: "))
 
 

@@ -59,12 +59,71 @@ def is_held_once(tensor: torch.Tensor) -> bool:
     return dense and int(cast(Any, tensor)._use_count()) <= HELD[0] and uses <= HELD[1]
 
 
+class SimulationMode(TorchDispatchMode):
+    """A dispatch mode for many operators: nothing wraps its ``__torch_dispatch__`` to keep ``torch.compile`` out."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _FakeTensorMode(SimulationMode, FakeTensorMode):
+    """``FakeTensorMode`` without what it does around each operator for ``torch.compile``: wrappers, counters.
+
+    It remembers results of operators by their arguments. To tell arguments apart takes it more than half of an
+    operator's time; of plain ones with whole numbers for sizes fewer questions tell as much.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.dispatch(func, types, args, kwargs or {})
+
+    def _prep_args_for_hash(self, result: list[Any], args: Any, *more: Any) -> None:
+        before = len(result)
+        if not self._told_apart(result, args):
+            del result[before:]
+            super()._prep_args_for_hash(result, args, *more)
+
+    def _told_apart(self, result: list[Any], args: Any) -> bool:
+        """Append what tells ``args`` from others; False if there is one among them that is not plain."""
+        result.append((type(args), len(args)))
+        if isinstance(args, dict):
+            return self._told_apart(result, tuple(args)) and self._told_apart(result, tuple(args.values()))
+        for each in args:
+            kind = type(each)
+            if kind is FakeTensor:
+                if each.fake_mode is not self or each.constant is not None or each.layout is not torch.strided:
+                    return False
+                result += (each.dtype, each.shape, each.stride(), each.storage_offset(), each.requires_grad)
+                result += (each.untyped_storage().nbytes(), each.fake_device, each.is_inference())
+                if each.is_conj() or each.is_neg() or each.is_quantized or each._has_symbolic_sizes_strides:
+                    return False
+            elif kind in _PLAIN:
+                result += (kind, each)
+            elif kind not in (list, tuple) or not self._told_apart(result, each):
+                return False
+        return True
+
+
+_PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+
+
 def fake_tensors() -> AbstractContextManager[Any]:
     """Inside, make tensors with a shape, a dtype, a device and a storage of their size, and no memory.
 
     ``FakeTensorMode`` is what ``torch.compile`` traces with; it has no public name.
     """
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def answer(func: Any, args: Any) -> Any:
+    """Return a fake tensor's device if ``func`` asks for that, as the engine of autograd does all the time; else None.
+
+    Half of all that dispatch modes see is this question, which torch would hand from mode to mode.
+    """
+    return args[0].fake_device if func is _DEVICE and type(args[0]) is FakeTensor else None
+
+
+_DEVICE = torch.ops.prim.device.default
 
 
 def makes_fake_tensors() -> bool:

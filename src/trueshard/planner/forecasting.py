@@ -10,9 +10,9 @@ from trueshard.planner import ledger
 from trueshard.planner.hardware import Hardware, Mode
 from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.reserve import replay
-from trueshard.planner.simulation.simulate import Simulation, simulate
+from trueshard.planner.simulation.simulate import Simulation, Simulator
 from trueshard.planner.timeline import Timeline, schedule
-from trueshard.planner.trace import KINDS, Allocation, Place, Trace
+from trueshard.planner.trace import KINDS, Allocation, Communication, Kernel, Place, Trace
 from trueshard.planner.workload import Job, Study
 from trueshard.plans import Forecast, MixedPrecision, Plan
 
@@ -54,11 +54,12 @@ class Cluster:
 
 
 @quietly()
-def study(job: Job, cluster: Cluster, budget: int | None = None) -> Study:
+def study(job: Job, cluster: Cluster, budget: int | None = None, simulator: Simulator | None = None) -> Study:
     """Return what a job costs on a cluster, whose mesh is the job's.
 
     Args:
         budget: bytes that torch's allocator may reserve on each rank; None: all that the device has.
+        simulator: of the job's workload, if it simulates other jobs, too.
 
     Raises:
         ValueError: the budget is more than the device has, or ``shard()`` refuses the job.
@@ -70,7 +71,8 @@ def study(job: Job, cluster: Cluster, budget: int | None = None) -> Study:
         )
     budget = cluster.available_bytes if budget is None else budget
     job = dataclasses.replace(job, on_cpu=not cluster.hardware.streams)
-    made = simulate(dataclasses.replace(job, accumulation=min(job.accumulation, MICROBATCHES)))
+    simulator = simulator or Simulator(job.workload)
+    made = simulator.simulate(dataclasses.replace(job, accumulation=min(job.accumulation, MICROBATCHES)))
     for trace in (made.first, made.steady, made.score):
         if trace is not None:
             trace.resident += _beside(job, trace)
@@ -78,8 +80,7 @@ def study(job: Job, cluster: Cluster, budget: int | None = None) -> Study:
     line = schedule(made.steady, cluster.hardware, cluster.ranks_per_node, mode)
     amounts, received = _amounts(made.steady, line), ledger.received(made.steady)
     if (more := job.accumulation - MICROBATCHES) > 0:
-        alone = dataclasses.replace(job.workload, score=None)
-        less = simulate(dataclasses.replace(job, workload=alone, accumulation=MICROBATCHES - 1)).steady
+        less = _without_second_microbatch(made.steady)
         shorter = schedule(less, cluster.hardware, cluster.ranks_per_node, mode)
         amounts = _extended(amounts, _amounts(less, shorter), more)
         received = _extended(received, ledger.received(less), more)
@@ -122,6 +123,20 @@ def _beside(job: Job, trace: Trace) -> list[Allocation]:
         Allocation(Place("between", name), -1 - number, alike if size is None else size, "compute", "parameters", name)
         for number, (name, size) in enumerate(job.workload.beside)
     ]
+
+
+def _without_second_microbatch(trace: Trace) -> Trace:
+    """Return a step without its second microbatch; its memory is not right."""
+    phases = [event.place.phase for event in trace.events]
+    starts = [i for i, phase in enumerate(phases) if phase == "forward" and (i == 0 or phases[i - 1] != "forward")]
+    begin, end = starts[1], starts[2]
+    events = list(trace.events[:begin])
+    for event in trace.events[end:]:
+        if isinstance(event, (Kernel, Communication)) and event.after:
+            kept = (each if each < begin else each - (end - begin) for each in event.after if not begin <= each < end)
+            event = dataclasses.replace(event, after=tuple(kept))
+        events.append(event)
+    return Trace(events)
 
 
 def _amounts(trace: Trace, line: Timeline) -> dict[str, Any]:

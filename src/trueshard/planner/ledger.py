@@ -143,15 +143,22 @@ def _series(lives: Sequence[Lifetime], end: int, start: Sequence[int] = ()) -> S
     return Series(unique, np.cumsum(sums))
 
 
-def peak(trace: Trace, of: Curve | None = None) -> Peak:
-    """Return the first maximum of a step's live memory; ``of``: its ``curve``, if known."""
-    live = of or curve(trace)
-    index = int(np.argmax(live.total.bytes))
-    position = int(live.total.positions[index])
+def peak(trace: Trace) -> Peak:
+    """Return the first maximum of a step's live memory."""
+    now = most = sum(each.bytes for each in trace.resident)
+    position = -1
+    for i, event in enumerate(trace.events):
+        if type(event) is Allocation:
+            now += event.bytes
+            if now > most:
+                most, position = now, i
+        elif type(event) is Free:
+            now -= event.bytes
     place = trace.events[position].place if position >= 0 else Place("between", "")
-    parts = {kind: int(series.at(np.array([position]))[0]) for kind, series in live.by_kind.items()}
-    by_kind = {kind: count for kind, count in parts.items() if count}
-    return Peak(int(live.total.bytes[index]), position, place.phase, place.unit, by_kind)
+    by_kind = dict.fromkeys(KINDS, 0)
+    for each in alive(trace, position):
+        by_kind[each.kind] += each.bytes
+    return Peak(most, position, place.phase, place.unit, {kind: count for kind, count in by_kind.items() if count})
 
 
 def alive(trace: Trace, position: int) -> list[Allocation]:
@@ -176,7 +183,7 @@ def flops(trace: Trace, *, recomputed: bool = True) -> int:
 def by_unit(trace: Trace) -> dict[str, UnitUse]:
     """Return each unit's use, in the order in which units first appear in memory, communication, computation."""
     live = curve(trace)
-    here = np.array([peak(trace, live).position])
+    here = live.total.positions[[int(np.argmax(live.total.bytes))]]
     traffic: dict[str, int] = defaultdict(int)
     work: dict[str, int] = defaultdict(int)
     for event in trace.events:

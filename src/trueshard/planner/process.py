@@ -78,6 +78,11 @@ def call(function: str, *arguments: Any, in_place: bool = False) -> Any:
     return answer
 
 
+def is_planners() -> bool:
+    """True in the planner's process, which runs no user's threads and may be forked."""
+    return _serves
+
+
 class _Remote(Exception):
     """Traceback of an error in the planner's process, as the cause of the error here."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +15,12 @@ from torch import nn
 from trueshard import _torch
 from trueshard.choices import DEFAULTS, Choices, is_free
 from trueshard.model import names
+from trueshard.planner import process
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.inputs.workloads import is_size, workload_of
 from trueshard.planner.planning import Request
-from trueshard.planner.search.search import choose
+from trueshard.planner.search.evaluator import Simulations
+from trueshard.planner.search.search import choose, objects_frozen
 from trueshard.planner.search.space import Setting, Space, batches
 from trueshard.planner.simulation.preflight import preflight
 from trueshard.planner.workload import Job, Study
@@ -27,13 +30,20 @@ FREE = Choices(reshard_after_forward="auto", activation_checkpointing="auto")
 """Defaults of ``trueshard.plan``."""
 
 
-def solve(request: Request, progress: Callable[[str], object] = lambda line: None) -> Study:
-    """Return the study of the best plan; raises as ``trueshard.plan``. ``progress`` gets a line for each plan."""
+def solve(request: Request, progress: Callable[[str], object] = lambda line: None, *, workers: int | None = 0) -> Study:
+    """Return the study of the best plan; raises as ``trueshard.plan``.
+
+    ``progress`` gets a line for each plan; ``workers``: as of ``choose``, 0 except in the planner's process.
+    """
     request.choices().replace(memory=None).check_alone(request.plan, defaults=FREE)
     space, is_open = space_of(request)
-    warnings = _preflight(space, request.plan)
-    found = choose(space, progress) if is_open and request.plan is None else _of_one_plan(space, request.plan)
-    return dataclasses.replace(found, assumptions=(*_left_out(request, space), *found.assumptions, *warnings))
+    check = functools.partial(_preflight, space, request.plan)
+    workers = None if process.is_planners() else workers
+    if is_open and request.plan is None:
+        found = choose(space, progress, workers=workers, check=check)
+    else:
+        found = _of_one_plan(space, request.plan, workers, check)
+    return dataclasses.replace(found, assumptions=(*_left_out(request, space), *found.assumptions))
 
 
 def _left_out(request: Request, space: Space) -> list[str]:
@@ -75,7 +85,7 @@ def best_plan_for(
         **vars(choices),
     )
     space, _ = space_of(request)
-    return choose(space).plan
+    return choose(space, workers=None if process.is_planners() else 0).plan
 
 
 def _over(model: nn.Module, optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> torch.optim.Optimizer:
@@ -149,9 +159,19 @@ def _preflight(space: Space, plan: Plan | None) -> list[str]:
     return [str(problem).removeprefix("warning: ") for problem in problems]
 
 
-def _of_one_plan(space: Space, plan: Plan | None) -> Study:
+def _of_one_plan(space: Space, plan: Plan | None, workers: int | None, check: Callable[[], list[str]]) -> Study:
     """Return the study of a plan; None: of the one that the choices mean."""
     space = dataclasses.replace(space, microbatch=space.microbatch or 1, accumulation=space.accumulation or 1)
     (batch,) = batches(space)
     setting = Setting(space.replicate or 1, *batch, space.offloads[0])
-    return space.study(plan, setting, space.budget)
+    simulations = Simulations(space.workload, workers, check)
+    with objects_frozen():
+        simulations.prepare()
+        with simulations.workers as side:
+            checking = side.start("check")
+            try:
+                found = space.study(plan, setting, space.budget, simulations.simulator)
+            except Exception:
+                side.result(checking)
+                raise
+            return dataclasses.replace(found, assumptions=(*found.assumptions, *side.result(checking)))

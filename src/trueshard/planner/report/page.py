@@ -54,7 +54,7 @@ def page(study: Study) -> str:
 def _data(study: Study) -> dict[str, Any]:
     forecast = study.forecast
     live = ledger.curve(study.trace)
-    peak = ledger.peak(study.trace, live)
+    peak = ledger.peak(study.trace)
     mine, *others = report.every_plan(study)
     return {
         "headline": report.headline(forecast),

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ import torch
 from trueshard.choices import is_free
 from trueshard.planner.hardware import hardware, known
 from trueshard.planner.report.compare import collapse
-from trueshard.planner.search.space import RECOMPUTE, Candidate, Evaluator, Setting, Space, batches, cost
+from trueshard.planner.search.evaluator import Evaluator, Expected
+from trueshard.planner.search.frontier import proposal
+from trueshard.planner.search.space import RECOMPUTE, Candidate, Setting, Space, batches
 from trueshard.planner.workload import NothingFits
-from trueshard.plans import Forecast, MixedPrecision, Offload, Plan, Unit
+from trueshard.plans import MixedPrecision, Offload, Plan, Unit
 from trueshard.text import size
 
 SHORTEST = 128
@@ -101,8 +104,9 @@ def check_largest_unit(evaluator: Evaluator) -> None:
     least, gathered, shard = sizes(unit)
     if least <= budget:
         return
-    frugal = _frugal(evaluator, space.offloads[0])
-    study = evaluator.studies[frugal]
+    smallest = frugal(evaluator, space.offloads[0])
+    evaluator.evaluate(smallest)
+    study = evaluator.studies[smallest]
     name = repr(unit.name) if unit.name else "the root"
     raise NothingFits(
         f"{size(budget)} is less than one unit of {space.workload.name} takes: {name} is "
@@ -112,12 +116,10 @@ def check_largest_unit(evaluator: Evaluator) -> None:
     )
 
 
-def _frugal(evaluator: Evaluator, offload: Offload) -> Candidate:
-    """Evaluate and return the candidate of the smallest microbatch with everything resharded and recomputed."""
+def frugal(evaluator: Evaluator, offload: Offload) -> Candidate:
+    """Return the candidate of the smallest microbatch with everything resharded and recomputed."""
     setting = Setting(evaluator.replicas[0], *batches(evaluator.space)[-1], offload)
-    candidate = evaluator.uniform(setting, "always", "full")
-    evaluator.evaluate(candidate)
-    return candidate
+    return evaluator.uniform(setting, "always", "full")
 
 
 def nothing_fits(evaluator: Evaluator) -> NothingFits:
@@ -128,8 +130,8 @@ def nothing_fits(evaluator: Evaluator) -> NothingFits:
     forecast = study.forecast
     least, replicate = forecast.peak_reserved_bytes, evaluator.replicas[0]
     is_in_device = space.budget is not None and least <= space.cluster(replicate).available_bytes
-    changes = itertools.chain(_other_jobs(space), () if is_in_device else _other_devices(space, replicate, least))
-    change = next((words for words, changed in changes if _fits(changed)), "")
+    changes = itertools.chain(_other_jobs(space), () if is_in_device else [_other_devices(space, replicate, least)])
+    change = next((words for family in changes if (words := _first_that_fits(family, evaluator.workers.count))), "")
     advice = f"{change} would fit" if change else "no single change of batch, sequence, ranks or device would do"
     if is_in_device:
         enough = math.ceil(least / (1 << 30) * 100) / 100
@@ -142,48 +144,79 @@ def nothing_fits(evaluator: Evaluator) -> NothingFits:
     )
 
 
-def _other_jobs(space: Space) -> Iterator[tuple[str, Space]]:
-    """Yield changes in words, with their spaces: first those that cost nothing, then speed, then others of the job."""
+@dataclass(frozen=True)
+class Change:
+    """A change in words, what it makes of the space, and what would be better if it fits, too."""
+
+    words: str
+    space: Space
+    rather: Change | None = None
+
+
+def _other_jobs(space: Space) -> Iterator[list[Change]]:
+    """Yield changes, those of a kind together, each of which frees more memory than the one before.
+
+    First those that cost nothing, then speed, then others of the job.
+    """
+
+    def changed(words: str, **instead: Any) -> Change:
+        return Change(words, dataclasses.replace(space, **instead))
+
     fixed: dict[str, Any] = {}
-    for key, frugal in (("activation_checkpointing", "full"), ("reshard_after_forward", "always")):
-        if getattr(space.choices, key) not in ("auto", frugal):
+    for key, word in (("activation_checkpointing", "full"), ("reshard_after_forward", "always")):
+        if getattr(space.choices, key) not in ("auto", word):
             fixed[key] = "auto"
-            yield f'{key}="auto"', dataclasses.replace(space, choices=space.choices.replace(**{key: "auto"}))
+            yield [changed(f'{key}="auto"', choices=space.choices.replace(**{key: "auto"}))]
     if len(fixed) > 1:
         words = " with ".join(f'{key}="auto"' for key in fixed)
-        yield words, dataclasses.replace(space, choices=space.choices.replace(**fixed))
+        yield [changed(words, choices=space.choices.replace(**fixed))]
     microbatch, accumulation = batches(space)[-1]
-    for smaller in range(microbatch // 2, 0, -1):
-        if microbatch % smaller == 0:
-            times = accumulation * microbatch // smaller
-            changed = dataclasses.replace(space, microbatch=smaller, accumulation=times)
-            yield f"microbatch={smaller} with accumulation={times}", changed
-            if space.global_batch is None:
-                yield f"microbatch={smaller}", dataclasses.replace(space, microbatch=smaller)
+    smaller = []
+    for samples in (each for each in range(microbatch // 2, 0, -1) if microbatch % each == 0):
+        times = accumulation * microbatch // samples
+        same = changed(f"microbatch={samples} with accumulation={times}", microbatch=samples, accumulation=times)
+        fewer = changed(f"microbatch={samples}", microbatch=samples)
+        smaller.append(same if space.global_batch is not None else dataclasses.replace(fewer, rather=same))
+    yield smaller
     if "cpu" not in space.offloads:
-        yield 'offload="cpu"', dataclasses.replace(space, choices=space.choices.replace(offload="cpu"))
-    for halving in range(1, DOUBLINGS + 1):
-        if (sequence := space.workload.sequence >> halving) >= SHORTEST:
-            workload = dataclasses.replace(space.workload, sequence=sequence)
-            yield f"sequence={sequence}", dataclasses.replace(space, workload=workload)
-    for doubling in range(1, DOUBLINGS + 1):
-        ranks = space.ranks << doubling
-        if space.global_batch is None or space.global_batch % ranks == 0:
-            yield f"ranks={ranks}", dataclasses.replace(space, ranks=ranks)
+        yield [changed('offload="cpu"', choices=space.choices.replace(offload="cpu"))]
+    lengths = [space.workload.sequence >> halving for halving in range(1, DOUBLINGS + 1)]
+    workloads = [dataclasses.replace(space.workload, sequence=each) for each in lengths if each >= SHORTEST]
+    yield [changed(f"sequence={each.sequence}", workload=each) for each in workloads]
+    ranks = [space.ranks << doubling for doubling in range(1, DOUBLINGS + 1)]
+    yield [changed(f"ranks={each}", ranks=each) for each in ranks if (space.global_batch or 0) % each == 0]
 
 
-def _other_devices(space: Space, replicate: int, least: int) -> Iterator[tuple[str, Space]]:
-    """Yield devices of the catalogue with ``least`` bytes for torch, the smallest first."""
+def _other_devices(space: Space, replicate: int, least: int) -> list[Change]:
+    """Return devices of the catalogue with ``least`` bytes for torch, the smallest first."""
+    found = []
     for name in sorted(known(), key=lambda each: hardware(each).memory_bytes):
         larger = dataclasses.replace(space, hardware=hardware(name), budget=None)
         if larger.hardware.streams and larger.cluster(replicate).available_bytes >= least:
-            yield f'hardware="{name}"', larger
+            found.append(Change(f'hardware="{name}"', larger))
+    return found
 
 
-def _fits(space: Space) -> bool:
+def _first_that_fits(family: list[Change], workers: int) -> str:
+    """Return the words of the least of changes with which the most frugal plan fits; "" if it does with none."""
+    if not family or not _fits(family[-1].space, workers):
+        return ""
+    low, high = -1, len(family) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _fits(family[middle].space, workers):
+            high = middle
+        else:
+            low = middle
+    found = family[high]
+    return found.rather.words if found.rather is not None and _fits(found.rather.space, workers) else found.words
+
+
+def _fits(space: Space, workers: int) -> bool:
     try:
-        evaluator = Evaluator(space)
-        return evaluator.evaluate(_frugal(evaluator, space.offloads[-1])).fits
+        evaluator = Evaluator(space, workers=workers)
+        with evaluator.workers:
+            return evaluator.evaluate(frugal(evaluator, space.offloads[-1])).fits
     except ValueError:  # shard() refuses such a mesh, or the factory such a batch
         return False
 
@@ -195,7 +228,10 @@ Text = Callable[[Candidate], str]
 
 
 def reasons(evaluator: Evaluator) -> tuple[str, ...]:
-    """Return a sentence for each choice that was free: what is faster but lacks memory, and what comes next."""
+    """Return a sentence for each choice that was free: what is faster but lacks memory, and what comes next.
+
+    Figures of plans that were not studied are predicted, and told with "about".
+    """
     space, best = evaluator.space, evaluator.best
     assert best is not None
     texts: list[Text] = []
@@ -207,13 +243,29 @@ def reasons(evaluator: Evaluator) -> tuple[str, ...]:
         texts.append(lambda each: _reshard_text(evaluator.plan(each), each.split))
     if is_free(space.choices.activation_checkpointing):
         texts.append(lambda each: _recompute_text(evaluator.plan(each)))
-    found = [_sentence(evaluator, best, text, [other for other in texts if other is not text]) for text in texts]
+    rivals = _rivals(evaluator, best)
+    told = {each: [text(each) for text in texts] for each in (best, *rivals)}
+    found = [_sentence(evaluator, best, rivals, told, number) for number in range(len(texts))]
     if len(space.offloads) > 1 and best.setting.offload == "none":
         found.append("Offload none: it fits without.")
     elif len(space.offloads) > 1:
-        without = [evaluator.excess(each) for each in evaluator.forecasts if each.setting.offload == "none"]
-        found.append(f"Offload cpu: without it the most frugal plan lacks {size(min(without))}.")
+        without = [evaluator.expected(each) for each in evaluator.forecasts if each.setting.offload == "none"]
+        found.append(f"Offload cpu: without it the most frugal plan lacks {size(min(int(e.excess) for e in without))}.")
     return tuple(found)
+
+
+def _rivals(evaluator: Evaluator, best: Candidate) -> list[Candidate]:
+    """Return what the best candidate is compared with: what was studied, and what differs from it in few choices."""
+    found = [each for each in evaluator.forecasts if each.setting.offload == best.setting.offload]
+    found += evaluator.uniforms(best.setting)
+    for replicate in evaluator.replicas:
+        for microbatch, accumulation in batches(evaluator.space):
+            setting = Setting(replicate, microbatch, accumulation, best.setting.offload)
+            if setting != best.setting and microbatch in (best.setting.microbatch, batches(evaluator.space)[0][0]):
+                proposed = (proposal(evaluator, setting, split) for split in evaluator.bases(replicate))
+                found += [each for each in proposed if each is not None]
+                found += evaluator.uniforms(setting)[-1:]
+    return [each for each in dict.fromkeys(found) if each != best]
 
 
 def _mesh_text(space: Space, candidate: Candidate) -> str:
@@ -222,40 +274,51 @@ def _mesh_text(space: Space, candidate: Candidate) -> str:
     return f"one replica over {shard:,} ranks" if replicate == 1 else f"{replicate:,} replicas of {shard:,} ranks"
 
 
-def _sentence(evaluator: Evaluator, best: Candidate, text: Text, rest: list[Text]) -> str:
-    rivals = [each for each in evaluator.forecasts if each.setting.offload == best.setting.offload]
-    others = [each for each in rivals if text(each) != text(best)]
-    alike = [each for each in others if all(other(each) == other(best) for other in rest)]
+def _sentence(
+    evaluator: Evaluator, best: Candidate, rivals: list[Candidate], told: Mapping[Candidate, list[str]], number: int
+) -> str:
+    """Compare the best candidate with others in one choice, the text of which is ``told[candidate][number]``."""
+    mine = told[best]
+    others = [each for each in rivals if told[each][number] != mine[number]]
+    alike = [
+        each
+        for each in others
+        if all(a == b or i == number for i, (a, b) in enumerate(zip(told[each], mine, strict=True)))
+    ]
     # Where no candidate differs in this alone, name one that differs in other choices, too.
-    named: Text = text if alike else lambda each: f"another plan ({text(each)})"
-    clauses = _clauses(evaluator, best, named, alike or others)
-    told = "; ".join(clauses) or "nothing else fits the words that were given"
-    return f"{text(best)[0].upper()}{text(best)[1:]}: {told}."
+    text: Text = (lambda each: told[each][number]) if alike else (lambda each: f"another plan ({told[each][number]})")
+    clauses = _clauses(evaluator, best, text, alike or others)
+    words = "; ".join(clauses) or "nothing else fits the words that were given"
+    return f"{mine[number][0].upper()}{mine[number][1:]}: {words}."
 
 
 def _clauses(evaluator: Evaluator, best: Candidate, text: Text, others: list[Candidate]) -> list[str]:
     """Compare the best candidate with a faster one that lacks memory, and with the next one that fits, if any."""
-    forecasts = evaluator.forecasts
-    mine = forecasts[best]
-    fitting = [each for each in others if forecasts[each].fits]
-    lacking = sorted((each for each in others if not forecasts[each].fits), key=evaluator.excess)
-    faster = [each for each in lacking if cost(forecasts[each]) < cost(mine)]
+    expected = {each: evaluator.expected(each) for each in (best, *others)}
+    mine = expected[best]
+    fitting = [each for each in others if expected[each].excess <= 0]
+    lacking = sorted((each for each in others if expected[each].excess > 0), key=lambda each: expected[each].excess)
+    faster = [each for each in lacking if expected[each].cost < mine.cost]
     clauses = []
     if faster:
-        gain = cost(mine) / cost(forecasts[faster[0]]) - 1
-        clauses.append(f"{text(faster[0])} would be {gain:.1%} faster but lacks {size(evaluator.excess(faster[0]))}")
+        found = expected[faster[0]]
+        gain, lack = mine.cost / found.cost - 1, size(int(found.excess))
+        about = "" if found.is_exact else "about "
+        clauses.append(f"{text(faster[0])} would be {about}{gain:.1%} faster but lacks {about}{lack}")
     if fitting:
-        second = min(fitting, key=evaluator.rank)
-        clauses.append(f"{text(second)} {_compared(mine, forecasts[second])}")
-    elif lacking and cost(forecasts[lacking[0]]) >= cost(mine):
-        clauses.append(f"{text(lacking[0])} lacks {size(evaluator.excess(lacking[0]))}")
+        second = min(fitting, key=lambda each: (expected[each].cost, expected[each].reserved))
+        clauses.append(f"{text(second)} {_compared(mine, expected[second])}")
+    elif lacking and expected[lacking[0]].cost >= mine.cost:
+        about = "" if expected[lacking[0]].is_exact else "about "
+        clauses.append(f"{text(lacking[0])} lacks {about}{size(int(expected[lacking[0]].excess))}")
     return clauses
 
 
-def _compared(best: Forecast, second: Forecast) -> str:
-    loss = 1 - cost(best) / cost(second)
+def _compared(best: Expected, second: Expected) -> str:
+    about = "" if second.is_exact else "about "
+    loss = 1 - best.cost / second.cost
     if loss >= 0.0005:
-        return f"is {loss:.1%} slower"
-    more = second.peak_reserved_bytes - best.peak_reserved_bytes
-    memory = f" and takes {size(abs(more))} {'more' if more > 0 else 'less'}" if more else ""
-    return f"is {'as fast' if loss < 1e-9 else 'hardly slower'}{memory}"
+        return f"is {about}{loss:.1%} slower"
+    more = int(second.reserved - best.reserved)
+    memory = f" and takes {about}{size(abs(more))} {'more' if more > 0 else 'less'}" if more else ""
+    return f"is {'as fast' if loss < 1e-9 and not about else 'hardly slower'}{memory}"

@@ -1,12 +1,10 @@
 """Find the fastest plan that fits, of all that a space allows.
 
-Settings (replicas, microbatch, offload) are searched in the order of their lower bounds: the time with nothing freed
-early and nothing recomputed. A setting that could not be faster than the best plan so far is left out; so is one whose
-most frugal plan does not fit, and with it all larger microbatches.
-
-In one setting, time and memory of a plan are nearly sums over its blocks. Where sums are to be made small under one
-limit, the best is a mixture of two choices for a block: one that alone is faster but does not fit, and one that fits.
-So the uniform plans, of one choice for all blocks, tell which pairs are worth mixing, and how many blocks each gets.
+Probes tell what each unit costs (see ``costs``); from that every plan's time and memory is predicted, and the one that
+is expected to be the fastest of those that fit is studied exactly. What the study tells corrects the prediction (what
+the allocator reserves above what is live is not predicted at all), and the next one is chosen. The search ends when no
+other plan is expected to be faster by more than ``ENOUGH``, or when its time is over and something fits. What it
+returns was studied.
 """
 
 from __future__ import annotations
@@ -14,83 +12,98 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import heapq
-import itertools
-import math
-from bisect import bisect_left
+import time
 from collections.abc import Callable, Iterator
 
 from trueshard.planner.search import reasons
-from trueshard.planner.search.space import (
-    RECOMPUTE,
-    Candidate,
-    Evaluator,
-    Setting,
-    Space,
-    batches,
-    cost,
-    reshard_words,
-    slack,
-)
+from trueshard.planner.search.evaluator import MARGIN, Evaluator
+from trueshard.planner.search.frontier import ENOUGH, frugal, proposal
+from trueshard.planner.search.space import Candidate, Setting, Space, batches
 from trueshard.planner.workload import Alternative, Study
 from trueshard.plans import Offload
 
-WHOLE = 48
-"""Candidates of one setting up to which each unit is chosen by itself, and all are evaluated."""
+UNCERTAIN = 0.02
+"""Part of its memory by which a plan that is expected not to fit is still studied where no other fits."""
 
-ENOUGH = 5e-3
-"""Relative gain in speed below which the search stops."""
+SECONDS = 5.5
+"""Seconds after which no further study begins once a plan fits: with the start of Python, ten for the command."""
 
 
-def choose(space: Space, progress: Callable[[str], object] = lambda line: None) -> Study:
+def choose(
+    space: Space,
+    progress: Callable[[str], object] = lambda line: None,
+    *,
+    seconds: float = SECONDS,
+    workers: int | None = 0,
+    check: Callable[[], list[str]] = list,
+) -> Study:
     """Return the fastest plan of a space that fits; of equally fast ones that with the least memory.
 
-    Where the units of the model have no more than ``WHOLE`` candidates a setting, it is what trying all of them would
-    find, if a smaller microbatch is never faster. Interrupted by Ctrl-C, it is the best so far, if any.
+    Interrupted by Ctrl-C, it is the best so far, if any.
 
-    ``progress`` gets a line whenever a plan was evaluated.
+    Args:
+        space: what is asked for.
+        progress: gets a line whenever a plan was studied.
+        seconds: after which no further study begins, once a plan fits.
+        workers: processes that do the work; 0: this one does, None: one for each of at most two cores.
+        check: runs beside the search; returns assumptions, and its error comes before one of the search.
 
     Raises:
         NothingFits: by how much, and the cheapest change that would.
         ValueError: the space contradicts itself, or what ``shard()`` refuses.
     """
-    with _objects_frozen():
-        evaluator = Evaluator(space, progress)
-        reasons.check_largest_unit(evaluator)
-        told: tuple[str, ...] = ()
-        try:
-            for offload in space.offloads:
-                if evaluator.best is None:
-                    _search(evaluator, offload)
-            if evaluator.best is None:
-                raise reasons.nothing_fits(evaluator)
-            _evaluate_uniform(evaluator, evaluator.best.setting)
-        except KeyboardInterrupt:
-            if evaluator.best is None:
+    with objects_frozen():
+        evaluator = Evaluator(space, progress, workers, check)
+        with evaluator.workers:
+            checking = evaluator.workers.start("check")
+            try:
+                told = _searched(evaluator, time.perf_counter() + seconds)
+            except Exception:
+                evaluator.workers.result(checking)
                 raise
-            told = (f"Interrupted: the best of the {len(evaluator.forecasts)} plans that were compared until then.",)
-        best = evaluator.best
-        others = [
-            Alternative(reasons.described(evaluator.plan(each), each), forecast)
-            for each, forecast in evaluator.forecasts.items()
-            if each != best
-        ]
-        found = evaluator.studies[best]
-        return dataclasses.replace(
-            found,
-            reasons=reasons.reasons(evaluator),
-            assumptions=(*found.assumptions, *told),
-            alternatives=others,
-        )
+            return _with_reasons(evaluator, [*told, *evaluator.workers.result(checking)])
+
+
+def _searched(evaluator: Evaluator, until: float) -> list[str]:
+    """Search until there is a best candidate; return what is to be said of it."""
+    reasons.check_largest_unit(evaluator)
+    try:
+        evaluator.start_probes()
+        for offload in evaluator.space.offloads:
+            if evaluator.best is None:
+                _search(evaluator, offload, until)
+    except KeyboardInterrupt:
+        if evaluator.best is None:
+            raise
+        return [f"Interrupted: the best of the {len(evaluator.forecasts)} plans that were compared until then."]
+    if evaluator.best is None:
+        raise reasons.nothing_fits(evaluator)
+    return []
+
+
+def _with_reasons(evaluator: Evaluator, told: list[str]) -> Study:
+    best = evaluator.best
+    assert best is not None
+    others = [
+        Alternative(reasons.described(evaluator.plan(each), each), forecast)
+        for each, forecast in evaluator.forecasts.items()
+        if each != best
+    ]
+    found = evaluator.studies[best]
+    return dataclasses.replace(
+        found,
+        reasons=reasons.reasons(evaluator),
+        assumptions=(*found.assumptions, *told),
+        alternatives=others,
+    )
 
 
 @contextlib.contextmanager
-def _objects_frozen() -> Iterator[None]:
+def objects_frozen() -> Iterator[None]:
     """Exempt objects that exist now from the garbage collection before each simulation."""
     if gc.get_freeze_count():  # the user's own
         yield
         return
-    gc.collect()
     gc.freeze()
     try:
         yield
@@ -98,95 +111,31 @@ def _objects_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _search(evaluator: Evaluator, offload: Offload) -> None:
-    queue: list[tuple[float, list[Setting]]] = []
-
-    def push(settings: list[Setting]) -> None:
-        if settings:
-            bound = cost(evaluator.evaluate(evaluator.uniform(settings[0], "never", "none")))
-            heapq.heappush(queue, (bound, settings))
-
-    for replicate in evaluator.replicas:
-        settings = [Setting(replicate, size, times, offload) for size, times in batches(evaluator.space)]
-        push(_that_may_fit(evaluator, settings))
-    while queue:
-        bound, settings = heapq.heappop(queue)
-        if bound >= _worth(evaluator):
-            return
-        _search_setting(evaluator, settings[0])
-        push(settings[1:])
-
-
-def _worth(evaluator: Evaluator) -> float:
-    """Return the seconds a token below which another candidate is worth a look."""
-    return evaluator.best_cost() * (1 - ENOUGH)
-
-
-def _that_may_fit(evaluator: Evaluator, settings: list[Setting]) -> list[Setting]:
-    """Return the settings whose microbatch is not too large.
-
-    A single microbatch stands apart: where gradients are accumulated they stay whole until the last.
-    """
-
-    def may_fit(setting: Setting) -> bool:
-        forecast = evaluator.evaluate(evaluator.uniform(setting, "always", "full"))
-        budget = forecast.budget_bytes
-        return forecast.peak_live_bytes <= budget and forecast.peak_reserved_bytes <= budget + slack(forecast)
-
-    single = [each for each in settings if each.accumulation == 1 and may_fit(each)]
-    several = [each for each in settings if each.accumulation > 1]
-    return single + several[bisect_left(several, True, key=may_fit) :]
-
-
-def _search_setting(evaluator: Evaluator, setting: Setting) -> None:
-    if evaluator.evaluate(evaluator.uniform(setting, "never", "none")).fits:
-        return
-    options = evaluator.options(setting.replicate)
-    if sum(math.prod(map(len, each)) for each in options.values()) <= WHOLE:
-        for split, each in options.items():
-            for values in itertools.product(*each):
-                evaluator.evaluate(Candidate(setting, split, values))
-        return
-    lacking: list[Candidate] = []
-    fitting: list[Candidate] = []
-    for recompute in RECOMPUTE:
-        for word in reshard_words(evaluator.space, setting.replicate):
-            candidate = evaluator.uniform(setting, word, recompute)
-            forecast = evaluator.evaluate(candidate)
-            (fitting if forecast.fits else lacking).append(candidate)
-            if forecast.fits or cost(forecast) >= _worth(evaluator):
-                break  # those that free more are slower
-    for fast, frugal in sorted(itertools.product(lacking, fitting), key=lambda pair: _expected(evaluator, *pair)):
-        _mix(evaluator, fast, frugal)
-
-
-def _expected(evaluator: Evaluator, fast: Candidate, frugal: Candidate) -> tuple[float, float]:
-    """Return the seconds a token of the mixture of two that just fits, and the part, 0 to 1, that is the second."""
-    lacks, spare = evaluator.excess(fast), -evaluator.excess(frugal)
-    share = max(0, lacks) / max(1, lacks + spare)
-    a, b = (cost(evaluator.forecasts[each]) for each in (fast, frugal))
-    return a + share * (b - a), share
-
-
-def _mix(evaluator: Evaluator, fast: Candidate, frugal: Candidate) -> None:
-    """Find how few blocks need the frugal candidate's choice, by the false position of their memory."""
-    blocks = sum(unit.kind == "block" for unit in evaluator.units(frugal))
-    low, high = (0, fast), (blocks, frugal)
-    while high[0] - low[0] > 1:
-        seconds, share = _expected(evaluator, low[1], high[1])
-        if seconds >= _worth(evaluator):
-            return
-        step = math.ceil((high[0] - low[0]) * share)
-        count = min(low[0] + max(1, step), high[0] - 1)
-        between = count, evaluator.mixed(fast, frugal, count)
-        if evaluator.evaluate(between[1]).fits:
-            high = between
+def _search(evaluator: Evaluator, offload: Offload, until: float) -> None:
+    groupings = [
+        (Setting(replicate, size, times, offload), split)
+        for replicate in evaluator.replicas
+        for size, times in batches(evaluator.space)
+        for split in evaluator.bases(replicate)
+    ]
+    while evaluator.best is None or time.perf_counter() < until:
+        left = until - time.perf_counter()
+        found = [each for grouping in groupings if (each := proposal(evaluator, *grouping, left)) is not None]
+        if found:
+            best = min(found, key=lambda each: _order(evaluator, each))
+            if best in evaluator.forecasts or evaluator.expected(best).cost >= evaluator.best_cost() * (1 - ENOUGH):
+                return
         else:
-            low = between
+            best = reasons.frugal(evaluator, offload)
+            if best in evaluator.forecasts:
+                small = [each for grouping in groupings if (each := frugal(evaluator, *grouping)) is not None]
+                best = min(small, key=lambda each: evaluator.expected(each).reserved, default=best)
+                expected = evaluator.expected(best)
+                if expected.is_exact or expected.excess > MARGIN + expected.reserved * UNCERTAIN:
+                    return
+        evaluator.evaluate(best)
 
 
-def _evaluate_uniform(evaluator: Evaluator, setting: Setting) -> None:
-    """Evaluate the candidates that two words describe, for the reader to compare."""
-    for word in reshard_words(evaluator.space, setting.replicate):
-        for recompute in RECOMPUTE:
-            evaluator.evaluate(evaluator.uniform(setting, word, recompute))
+def _order(evaluator: Evaluator, candidate: Candidate) -> tuple[float, float]:
+    expected = evaluator.expected(candidate)
+    return float(f"{expected.cost:.7g}"), expected.reserved

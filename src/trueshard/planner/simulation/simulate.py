@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,14 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 from trueshard import _torch
+from trueshard.choices import Choices
 from trueshard.model import names
 from trueshard.optim.norms import clip_grad_norm_
 from trueshard.planner import ledger
-from trueshard.planner.inputs.fake_tensors import fake_copy
 from trueshard.planner.simulation.compiling import compiled
+from trueshard.planner.simulation.extension import KEPT, NotPeriodicError, extend
 from trueshard.planner.simulation.offloading import offloaded
 from trueshard.planner.simulation.recorder import Recorder, track_units
-from trueshard.planner.simulation.repeats import KEPT, NotPeriodicError, Run, extend, find_runs, shorten
+from trueshard.planner.simulation.repeats import Run, find_runs, short_copy
 from trueshard.planner.trace import Kernel, Phase, Place, Trace
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan
@@ -104,21 +106,143 @@ def simulate(job: Job, *, whole: bool = False) -> Simulation:
         ValueError: ``shard()`` refuses the job.
         Exception: raised by the workload's own functions.
     """
-    with warnings.catch_warnings(record=True) as caught, simulated_mesh(job, "cpu") as mesh:
-        warnings.simplefilter("always")
-        with _torch.fake_tensors(), _torch.one_chunk(), _torch.unseen_propagation():
-            model = job.workload.model()
-            plan = engine.resolve(model, job.plan or job.choices, job.ranks)
-            runs = [] if whole else find_runs(model, plan)
-            try:
-                made = _run_shortened(job, mesh, model, plan, runs) if runs else _run(job, mesh, model, plan)
-            except NotPeriodicError as reason:
-                made = _run(job, mesh, job.workload.model(), plan)
-                made.whole_because = str(reason)
-    made.plan = plan
+    return Simulator(job.workload).simulate(job, whole=whole)
+
+
+@dataclass
+class Short:
+    """A job on a model with few blocks, to be run."""
+
+    job: Job
+    plan: Plan
+    """Of the whole model, with its units."""
+    runs: Sequence[Run]
+    kept: Sequence[int]
+    """Blocks of each run that are left."""
+
+    def key(self) -> Hashable:
+        """Return what tells it from others of its workload; equal ones differ in the place and length of runs alone."""
+        job = self.job
+
+        def labelled(name: str) -> Any:
+            places = ((r, run.place_of(name)) for r, run in enumerate(self.runs))
+            return next((each for each in places if each[1] is not None and each[1][0] < self.kept[each[0]]), name)
+
+        def is_left(name: str) -> bool:
+            return all((run.block_of(name) or 0) < kept for run, kept in zip(self.runs, self.kept, strict=True))
+
+        units = [
+            (labelled(unit.name), unit.reshard_after_forward, unit.activation_checkpointing)
+            for unit in self.plan.units
+            if is_left(unit.name)
+        ]
+        fixed = dataclasses.replace(
+            self.plan, units=(), reshard_after_forward="", activation_checkpointing="", resolved_for=""
+        )
+        batch = job.microbatch, job.accumulation, job.workload.sequence, job.workload.score is None
+        where = job.ranks, job.rank, job.on_cpu, job.recorder
+        return repr((where, batch, units, fixed, [(run.container, run.period) for run in self.runs], self.kept))
+
+
+@dataclass
+class Steps:
+    """What running a short model recorded."""
+
+    first: Trace
+    steady: Trace
+    score: Trace | None
+    warnings: set[str]
+    runs: Sequence[Run]
+    """Of the model that was run."""
+
+
+class Simulator:
+    """Simulates jobs of one workload: its model is built once, and what several jobs share is run once.
+
+    Args:
+        workload: of all jobs.
+        run_all: runs several short models, perhaps side by side; None: ``run``, one after the other.
+    """
+
+    def __init__(self, workload: Workload, run_all: Callable[[list[Short]], list[Steps]] | None = None) -> None:
+        self.workload = workload
+        self._run_all = run_all or (lambda shorts: [self.run(each) for each in shorts])
+        self._mode = _torch.fake_tensors()
+        self._known: dict[Hashable, Steps] = {}
+
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        """The whole, unsharded model, which stays as it is: copies of it are run."""
+        with self._mode:
+            return self.workload.model()
+
+    def resolve(self, how: Plan | Choices, ranks: tuple[int, ...]) -> Plan:
+        """Return a plan with its units; raise ValueError if ``shard()`` refuses it."""
+        model = self.model
+        with self._mode:
+            return engine.resolve(model, how, ranks)
+
+    def simulate(self, job: Job, *, whole: bool = False) -> Simulation:
+        """Run two steps of a job; see ``simulate``."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plan = self.resolve(job.plan or job.choices, job.ranks)
+            runs = [] if whole else find_runs(self.model, plan)
+        try:
+            made = self._extended(Short(job, plan, runs, [KEPT] * len(runs)))
+        except NotPeriodicError as reason:
+            made = self._extended(Short(job, plan, [], []))
+            made.whole_because = str(reason)
+        made.warnings = sorted({*made.warnings, *_told(caught)})
+        return made
+
+    def _extended(self, short: Short) -> Simulation:
+        """Run the model with ``KEPT`` blocks of each run, and once for each run with one block less; extend traces."""
+        runs = short.runs
+        less = ([KEPT - (r == other) for other in range(len(runs))] for r in range(len(runs)))
+        shorts = [short, *(dataclasses.replace(short, kept=kept) for kept in less)]
+        keys = [each.key() for each in shorts]
+        missing = [key for key in keys if key not in self._known]
+        made = self._run_all([shorts[keys.index(key)] for key in missing])
+        base, *fewer = [{**self._known, **dict(zip(missing, made, strict=True))}[key] for key in keys]
+        told = sorted(set().union(base.warnings, *(each.warnings for each in fewer)))
+        if not runs:
+            return Simulation(short.plan, base.first, base.steady, base.score, warnings=told)
+        self._known.update(zip(missing, made, strict=True))
+        first = extend(base.first, [each.first for each in fewer], runs, base.runs)
+        steady = extend(base.steady, [each.steady for each in fewer], runs, base.runs)
+        score = base.score and extend(base.score, [each.score for each in fewer if each.score], runs, base.runs)
+        return Simulation(short.plan, first, steady, score, models=len(shorts), warnings=told)
+
+    def run(self, short: Short) -> Steps:
+        """Run two steps, and the score if there is one, of a short model."""
+        with self._prepared(short) as (mesh, model, plan, told):
+            traces = _run(short.job, mesh, model, plan)
+        return Steps(traces[0], traces[1], traces[2] if len(traces) > 2 else None, told, short.runs)
+
+    def probe(self, short: Short) -> Trace:
+        """Run one step alone of a short model, whose optimizers have stepped before: less than half of ``run``."""
+        with self._prepared(short) as (mesh, model, plan, _):
+            return _run(short.job, mesh, model, plan, probe=True)[0]
+
+    @contextlib.contextmanager
+    def _prepared(self, short: Short) -> Iterator[tuple[DeviceMesh, nn.Module, Plan, set[str]]]:
+        """Yield a mesh, a model of few blocks, its plan, and a set to which warnings are added at the end."""
+        told: set[str] = set()
+        whole = self.model if short.runs else None
+        with warnings.catch_warnings(record=True) as caught, simulated_mesh(short.job, "cpu") as mesh:
+            warnings.simplefilter("always")
+            with self._mode, _torch.one_chunk(), _torch.unseen_propagation():
+                if whole is None:
+                    yield mesh, self.workload.model(), short.plan, told
+                else:
+                    yield mesh, *short_copy(whole, short.plan, short.runs, short.kept), told
+        told |= _told(caught)
+
+
+def _told(caught: list[warnings.WarningMessage]) -> set[str]:
     of_libraries = (DeprecationWarning, FutureWarning)  # about their own use of other libraries
-    made.warnings = sorted({str(each.message) for each in caught if not issubclass(each.category, of_libraries)})
-    return made
+    return {str(each.message) for each in caught if not issubclass(each.category, of_libraries)}
 
 
 @contextlib.contextmanager
@@ -133,26 +257,15 @@ def simulated_mesh(job: Job, device_type: str) -> Iterator[DeviceMesh]:
         yield init_device_mesh(device_type, job.ranks, mesh_dim_names=dimensions)
 
 
-def _run_shortened(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, runs: list[Run]) -> Simulation:
-    """Run the model with ``KEPT`` blocks of each run, and once for each run with one block less; extend the traces."""
-    short_plan = shorten(model, plan, runs, KEPT)
-    variants = []
-    for run in runs:
-        copied, _ = fake_copy(model)
-        variants.append(_run(job, mesh, copied, shorten(copied, short_plan, [run], KEPT - 1)))
-    base = _run(job, mesh, model, short_plan)
-    first = extend(base.first, [each.first for each in variants], runs)
-    steady = extend(base.steady, [each.steady for each in variants], runs)
-    score = base.score and extend(base.score, [each.score for each in variants if each.score], runs)
-    return Simulation(plan, first, steady, score, models=1 + len(variants))
-
-
-def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation:
+def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, *, probe: bool = False) -> list[Trace]:
+    """Return the traces of the first and the second step, and of the score if there is one; ``probe``: of one step."""
     workload = job.workload
     recorder = (job.recorder or Recorder)()
     with recorder.values:
         optimizers = list(workload.optimizers(model))
         resolved = engine.shard(model, optimizers, dataclasses.replace(plan, compile=False), mesh)
+        if probe:
+            _make_optimizer_state(model, optimizers)
     _adopt(recorder, model, resolved)
     recorder.adopt(_optimizer_state(model, optimizers), "optimizer", "")
 
@@ -164,7 +277,7 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation
     traces = []
     attention = contextlib.nullcontext() if job.on_cpu else attention_as_on_a_device()
     with attention, track_units(recorder, model, resolved), fake_tensors_look_real(), without_garbage_collection():
-        for trains in (True, True, False)[: 3 if workload.score else 2]:
+        for trains in (True,) if probe else (True, True, False)[: 3 if workload.score else 2]:
             resident = recorder.alive()
             with recorder, _torch.watching_resizes(recorder.resized):
                 count = job.accumulation if trains else 1
@@ -180,7 +293,7 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan) -> Simulation
             trace = Trace(recorder.take(), resident)
             _mark_activations(trace)
             traces.append(_as_planned(trace, job, plan, recorder.members))
-    return Simulation(resolved, traces[0], traces[1], traces[2] if workload.score else None)
+    return traces
 
 
 def _adopt(recorder: Recorder, model: nn.Module, plan: Plan) -> None:
@@ -194,6 +307,15 @@ def _adopt(recorder: Recorder, model: nn.Module, plan: Plan) -> None:
 
 def _parameter_names(model: nn.Module) -> dict[int, str]:
     return {id(tensor): name for name, _, _, tensor in reversed(list(names.named_tensors(model, "parameters")))}
+
+
+def _make_optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _optimizer_state(
