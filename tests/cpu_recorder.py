@@ -293,6 +293,33 @@ def _sum(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
     return [*every(results), *summed_apart(tensor, dims, results[0])]
 
 
+def _shift(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
+    """A number of bits is a tensor. Source: ``__lshift__`` of BinaryOps.cpp."""
+    return within([] if isinstance(args[1], torch.Tensor) else [args[0].itemsize], every(results))
+
+
+def _sort(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
+    """Indices are counted up, and copied to the result. Source: ``sort_stable_kernel`` of cpu/SortingKernel.cpp."""
+    return [*every(results), *within([results[1].shape[-1] * 8 if results[1].ndim else 0], [])]
+
+
+def _bincount(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
+    """The smallest and the largest value are looked at. Source: SummaryOps.cpp."""
+    one = args[0].itemsize
+    return [one, -one, one, -one, *every(results)]
+
+
+def _repeat_interleave(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
+    """Repetitions are added up. Source: ``repeat_interleave_common`` of Repeat.h."""
+    return within([args[0].nbytes], every(results))
+
+
+def _histc(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
+    """Edges of the bins, and a count for each thread. Source: ``histogramdd_linear_kernel`` of Histogram.cpp."""
+    edges = results[0].nbytes + results[0].itemsize
+    return [edges, *every(results), *within([results[0].nbytes], []), -edges]
+
+
 def _power(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
     """A number to the power of a tensor becomes a tensor after the result is made. Source: ``pow_Scalar_out``."""
     if isinstance(args[0], torch.Tensor) or args[0] == 1:
@@ -495,6 +522,11 @@ _RULES: dict[str, Rule] = _KERNELS | {
     "sum": _sum,
     "pow": _power,
     "fill": _fill,
+    "__lshift_": _shift,
+    "sort": _sort,
+    "bincount": _bincount,
+    "repeat_interleave": _repeat_interleave,
+    "histc": _histc,
     "mse_loss": _mse_loss,
     "smooth_l1_loss": _mse_loss,
 }

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -82,20 +84,23 @@ def gloo_lets_go() -> Iterator[None]:
     It drops them some microseconds after it has reported the end. Where the program has dropped them by then, that
     thread frees them, and no profiler sees it: the profiler's state is that of the threads that run operators.
     """
-    original = dist.Work.wait
+    functional = torch.ops._c10d_functional  # DTensor's, which waits by an operator
 
-    def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-        result = original(work, *args, **kwargs)
-        asleep = 0
-        while asleep < 2:  # twice: between two looks, one that waits for the interpreter's lock gets it
-            asleep = 0 if _gloo_runs() else asleep + 1
-        return result
+    def waiting(original: Any) -> Any:
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            asleep = 0
+            while asleep < 2:  # twice: between two looks, one that waits for the interpreter's lock gets it
+                asleep = 0 if _gloo_runs() else asleep + 1
+            return result
 
-    dist.Work.wait = wait  # type: ignore[method-assign, assignment]
-    try:
+        return wait
+
+    with (
+        mock.patch.object(dist.Work, "wait", waiting(dist.Work.wait)),
+        mock.patch.object(functional, "wait_tensor", waiting(functional.wait_tensor)),
+    ):
         yield
-    finally:
-        dist.Work.wait = original  # type: ignore[method-assign]
 
 
 def _gloo_runs() -> bool:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from cpu_recorder import CpuRecorder
 from meter import Measured, gloo_lets_go, meter
 from models import CASES
+from traffic import Traffic
 from trueshard.choices import Choices
 from trueshard.planner.inputs.factories import Factory
 from trueshard.planner.simulation.simulate import Simulation, run_step, simulate
@@ -48,14 +49,11 @@ class Setting:
         model, batch, loss, sequence = MODELS.get(self.model) or of_catalogue(self.model)
         return Workload(self.model, model, OPTIMIZERS[self.optimizer], batch, loss, sequence, self.clip)
 
-    def simulated(self, *, whole: bool = True) -> Simulation:
-        """The planner's word on it; `whole`: every block is run, none extended from others."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+    def job(self) -> Job:
         workload = self.workload()
         factory = Factory(self.model, workload.model, {})
         workload = replace(workload, model=lambda: factory.build().model)
-        job = Job(
+        return Job(
             workload,
             self.ranks,
             rank=self.rank,
@@ -65,8 +63,13 @@ class Setting:
             on_cpu=True,
             recorder=CpuRecorder,
         )
+
+    def simulated(self, *, whole: bool = True) -> Simulation:
+        """The planner's word on it; `whole`: every block is run, none extended from others."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         try:
-            return simulate(job, whole=whole)
+            return simulate(self.job(), whole=whole)
         finally:
             torch.set_num_threads(threads)
 
@@ -104,11 +107,23 @@ def train(rank: int, world_size: int, setting: Setting) -> Measured:
         return meter(_steps(setting))
 
 
+def traffic(rank: int, world_size: int, setting: Setting) -> list[dict[str, float]]:
+    """Bytes that this rank receives in each of `STEPS` real steps, by collective."""
+    warnings.simplefilter("ignore")
+    found = []
+    for step in _steps(setting):
+        with Traffic() as counted:
+            step()
+        found.append({kind: bytes for kind, bytes in counted.received.items() if bytes})
+    return found
+
+
 def _steps(setting: Setting) -> Iterator[Callable[[], None]]:
     """The steps of a real training, each to be called before the next is asked for."""
     torch.manual_seed(0)
     workload = setting.workload()
-    mesh = init_device_mesh("cpu", setting.ranks, mesh_dim_names=("replicate", "shard")[-len(setting.ranks) :])
+    sizes = setting.job().axes
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model = workload.model()
     optimizers = list(workload.optimizers(model))
     engine.shard(model, optimizers, Choices(**setting.words), mesh)
@@ -144,6 +159,16 @@ def _language_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def text(samples: int, sequence: int) -> dict[str, torch.Tensor]:
+    ids = _ids(samples, sequence)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def own_loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).loss
+    return loss
+
+
 _LLAMA: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 112,
@@ -168,6 +193,23 @@ def _lora() -> nn.Module:
 
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
     return peft.get_peft_model(MODELS["llama"][0](), config).train()
+
+
+def _experts(routed: bool = False) -> nn.Module:
+    """Blocks of four experts, to which tokens go in turn, unless routers decide: from each rank equally many."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = _LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+    for layer in model.model.layers if not routed else ():
+        layer.mlp.gate.register_forward_hook(_in_turn)
+    return model.train()
+
+
+def _in_turn(router: Any, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    logits, weights, chosen = output
+    places = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen)
+    return logits, weights, places % router.num_experts
 
 
 def _frozen_tower() -> nn.Module:
@@ -243,6 +285,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any, int]] = {
     "gpt2": _hub("GPT2LMHeadModel", "GPT2Config", n_embd=64, n_layer=3, n_head=4, vocab_size=96, use_cache=False),
     "t5": _hub("T5ForConditionalGeneration", "T5Config", **_T5, decoder_start_token_id=0, use_cache=False),
     "bert": _hub("BertForMaskedLM", "BertConfig", **_BERT),
+    "llama, text": (lambda: MODELS["llama"][0](), text, own_loss, 48),
+    "llama uneven, text": (lambda: MODELS["llama uneven"][0](), text, own_loss, 47),
+    "qwen3 moe": (_experts, text, own_loss, 48),
+    "qwen3 moe, routed": (lambda: _experts(routed=True), text, own_loss, 48),
     "lora": (_lora, _ids, _language_loss, 48),
     "frozen": (_frozen_tower, _ids, _language_loss, 48),
     "perceptron": (Perceptron, _vectors, _squared_error, 1),

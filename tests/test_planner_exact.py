@@ -6,6 +6,7 @@ whole curve in between.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 
@@ -80,7 +81,7 @@ def simulated(setting: Setting, *, whole: bool = True) -> Simulation:
 
 def differences(setting: Setting, found: Simulation, real: Measured, name: str = "") -> list[str]:
     """In what a simulation is not the real training, in words."""
-    ranks = torch.Size(setting.ranks).numel()
+    ranks = math.prod(setting.job().axes.values())
     resident = sum(each.bytes for each in found.first.resident)
     live = sum(each.bytes for each in real.before) - 4 * ranks  # the mesh's own table of ranks
     words = [] if resident == live else [f"before the first step: {resident:,} for {live:,} bytes"]

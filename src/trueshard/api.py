@@ -96,5 +96,5 @@ def shard(
             mesh = axes.all
             with agreement.together(mesh):
                 engine.check_arguments(model, optimizers, choices)
-            plan = plan_for(model, optimizers, axes.data, choices)
+            plan = plan_for(model, optimizers, axes, choices)
         return engine.shard(model, optimizers, choices if plan is None else plan, mesh)

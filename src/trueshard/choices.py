@@ -96,6 +96,12 @@ class Choices:
         asked = {"context": self.context, "tensor": self._tensor().get("ranks", 1)}
         return {name: size for name, size in asked.items() if type(size) is int}  # ``check`` refuses another
 
+    def on(self, sizes: Mapping[str, int]) -> Choices:
+        """Return a copy with the sizes of a mesh's axes, by name."""
+        ranks = sizes.get("tensor", 1)
+        tensor = {**self.tensor, "ranks": ranks} if isinstance(self.tensor, Mapping) else ranks
+        return self.replace(tensor=tensor, context=sizes.get("context", 1))
+
     def _tensor(self) -> Mapping[str, str | int | bool]:
         return self.tensor if isinstance(self.tensor, Mapping) else {"ranks": self.tensor}
 

@@ -26,6 +26,8 @@ from trueshard import _torch
 AXES = ("replicate", "shard", "context", "tensor")
 """Names of the axes of a mesh, in order: copies, shards, parts of a sequence, parts of a matrix."""
 _SHARED = AXES[2:]
+SIMULATED = "simulated_"
+"""Beginning of the names of a simulated mesh's dimensions, whose end is the name of an axis."""
 _OTHER_AXES = {"tp", "cp", "sp", "ep", "pp", "tensor", "context", "sequence", "expert", "experts", "pipeline", "stage"}
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -89,10 +91,23 @@ class Axes:
     @property
     def sizes(self) -> dict[str, int]:
         """The number of ranks along each axis, by name."""
-        names = self.all.mesh_dim_names
+        names = _names(self.all)
         if not names or not set(names) <= set(AXES):
             names = AXES[:2][-self.all.ndim :]
         return dict(zip(names, self.all.shape, strict=True))
+
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """The axes of each process group, by the group's name; ``"shard"`` has the ranks of a context, too."""
+        parts = [("tensor", self.tensor), ("context", self.context), ("experts", self.experts)]
+        dims = [(axis, mesh, 0) for axis, mesh in parts]
+        for mesh in (self.data, self.alike):
+            dims += [(axis, mesh, dim) for dim, axis in enumerate(AXES[2 - mesh.ndim : 2])] if mesh is not None else []
+        found: dict[str, list[str]] = {}
+        for axis, mesh, dim in dims:
+            if mesh is not None:
+                found.setdefault(str(mesh.get_group(dim).group_name), []).append(axis)
+        return found
 
     @property
     def reader(self) -> tuple[int, int]:
@@ -125,7 +140,7 @@ def ensure_axes(mesh: DeviceMesh | None, sizes: Mapping[str, int] | None = None,
         return _parts(_mesh_over_all(asked), experts)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch.distributed DeviceMesh, not {type(mesh).__name__}")
-    names = mesh.mesh_dim_names or ()
+    names = _names(mesh)
     if not set(names) & set(_SHARED):
         _check_data_mesh(mesh)
     elif tuple(name for name in AXES if name in names) != tuple(names) or "shard" not in names:
@@ -169,19 +184,57 @@ def _check_data_mesh(mesh: DeviceMesh) -> None:
             )
 
 
-def _parts(mesh: DeviceMesh, experts: int) -> Axes:
+def simulated_mesh(device_type: str, sizes: Mapping[str, int], experts: int = 1) -> DeviceMesh:
+    """Return a mesh over all ranks of a simulated world; ``sizes`` of its axes by name, in order.
+
+    DTensor remembers meshes and finds their groups by name. So equal meshes must have groups of equal names: neither a
+    real mesh may equal a simulated one, whose groups are gone, nor may those of two worlds in which other groups are
+    made. Their dimensions are named after the world.
+    """
+    shape = "x".join(map(str, (*sizes.values(), experts)))
+    names = tuple(f"{SIMULATED}{dist.get_rank()}_{shape}_{axis}" for axis in sizes)
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=names)
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of a mesh's dimensions, without the beginning of simulated ones."""
     names = mesh.mesh_dim_names or ()
+    return tuple(name.rpartition("_")[2] if name.startswith(SIMULATED) else name for name in names)
+
+
+def _part(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
+    """Return the part of ``mesh`` along some of its axes."""
+    names = dict(zip(_names(mesh), mesh.mesh_dim_names or (), strict=True))
+    return mesh[tuple(names[axis] for axis in axes)]
+
+
+def _refolded(mesh: DeviceMesh, sizes: Mapping[str, int]) -> DeviceMesh:
+    """Return a mesh of the same ranks in the same order, with other axes; made once. Collective."""
+    made: dict[tuple[str, ...], DeviceMesh] = mesh.__dict__.setdefault("_trueshard_refolded", {})
+    first = (mesh.mesh_dim_names or ("",))[0]
+    start = first[: first.rindex("_") + 1] if first.startswith(SIMULATED) else ""
+    names = tuple(f"{start}{name}" for name in sizes)
+    key = (*names, *map(str, sizes.values()))
+    if key not in made:
+        with _torch.real_tensors():  # also where a model is simulated
+            ranks = mesh.mesh.reshape(tuple(sizes.values()))
+            made[key] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+        _torch.limit_alike(made[key])
+    return made[key]
+
+
+def _parts(mesh: DeviceMesh, experts: int) -> Axes:
+    names = _names(mesh)
     apart = _fold_experts(mesh, experts) if experts > 1 else {}
     if not set(names) & set(_SHARED):
         return Axes(mesh, mesh, **apart)
-    own, context = mesh, mesh["context"] if "context" in names else None
+    own, context = mesh, _part(mesh, "context") if "context" in names else None
     if context is not None:  # the ranks of a context shard, too: one dimension over both
         sizes = dict(zip(names, mesh.shape, strict=True))
         sizes["shard"] *= sizes.pop("context")
-        own = DeviceMesh(mesh.device_type, mesh.mesh.reshape(tuple(sizes.values())), mesh_dim_names=tuple(sizes))
-        _torch.limit_alike(own)
-    data = own["replicate", "shard"] if "replicate" in names else own["shard"]
-    return Axes(mesh, data, own["tensor"] if "tensor" in names else None, context, **apart)
+        own = _refolded(mesh, sizes)
+    data = _part(own, *(("replicate", "shard") if "replicate" in names else ("shard",)))
+    return Axes(mesh, data, _part(own, "tensor") if "tensor" in names else None, context, **apart)
 
 
 def _fold_experts(mesh: DeviceMesh, experts: int) -> dict[str, DeviceMesh]:
@@ -198,9 +251,9 @@ def _fold_experts(mesh: DeviceMesh, experts: int) -> dict[str, DeviceMesh]:
     shape = {"replicate": copies, "shard": each // experts, "experts": experts}
     if copies == 1:
         del shape["replicate"]
-    folded = DeviceMesh(mesh.device_type, mesh.mesh.reshape(tuple(shape.values())), mesh_dim_names=tuple(shape))
-    _torch.limit_alike(folded)
-    return {"experts": folded["experts"], "alike": folded["replicate", "shard"] if copies > 1 else folded["shard"]}
+    folded = _refolded(mesh, shape)
+    alike = ("replicate", "shard") if copies > 1 else ("shard",)
+    return {"experts": _part(folded, "experts"), "alike": _part(folded, *alike)}
 
 
 def replicated_mesh(copies: int, sizes: Mapping[str, int] | None = None) -> DeviceMesh:

@@ -56,6 +56,10 @@ class Forecast:
     tokens_per_second_per_rank: float
     mfu: float
     """Model operations a second over the device's peak in the compute dtype, between 0 and 1."""
+    received_by_axis: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """As ``received_by_collective``, by axis of the mesh: shard, replicate, tensor, context, experts, pipeline."""
+    exposed_by_axis: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of ``exposed_communication_seconds`` by axis."""
 
 
 Recompute = Literal["none", "full", "selective"]

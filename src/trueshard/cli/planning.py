@@ -55,6 +55,9 @@ def plan(
     tensor: Tensor = 1,
     shared: Annotated[int, typer.Option("--context", help="Ranks that share each sequence.", metavar="N", min=1)] = 1,
     experts: Experts = 1,
+    imbalance: Annotated[
+        float, typer.Option(help="Tokens of the busiest rank's experts over their mean.", metavar="FACTOR", min=1.0)
+    ] = 1.0,
     sequence: Tokens = None,
     microbatch: Annotated[int | None, _count("Samples of a rank in one forward.")] = None,
     accumulation: Annotated[int | None, _count("Microbatches a step.")] = None,
@@ -142,6 +145,7 @@ def plan(
             tensor=tensor,
             context=shared,
             experts=experts,
+            imbalance=imbalance,
             plan=None if given is None else read_plan(given),
         )
         with Console(stderr=True).status(f"Building {model} on fake tensors") as status:

@@ -29,22 +29,40 @@ class Cluster:
     ranks_per_node: int
     replicate: int = 1
     """Replicas; each is sharded over ``ranks / replicate`` neighbouring ranks."""
+    tensor: int = 1
+    """Ranks that share each matrix."""
+    context: int = 1
+    """Ranks that share each sequence."""
+    experts: int = 1
+    """Ranks that share the experts of each layer."""
 
     def __post_init__(self) -> None:
         if self.ranks > self.ranks_per_node and self.ranks % self.ranks_per_node:
             raise ValueError(f"ranks={self.ranks} is not a whole number of nodes of {self.ranks_per_node} ranks")
         if self.ranks % self.replicate:
             raise ValueError(f"ranks={self.ranks} cannot be divided into {self.replicate} replicas")
+        each = self.ranks // self.replicate
+        for words, size in (
+            (f"tensor={self.tensor} × context={self.context}", self.tensor * self.context),
+            (f"experts={self.experts}", self.experts),
+        ):
+            if each % size:
+                copy = f"{each} ranks of a replica" if self.replicate > 1 else f"{each} ranks"
+                raise ValueError(f"{words} does not divide the {copy}")
 
     @property
     def mesh(self) -> tuple[int, ...]:
-        """As ``shard()``'s: (shard,) or (replicate, shard)."""
-        return (self.ranks,) if self.replicate == 1 else (self.replicate, self.ranks // self.replicate)
+        """Ranks over which gradients are averaged, as ``Plan.ranks``: (shard,) or (replicate, shard)."""
+        shard = self.ranks // self.replicate // self.tensor
+        return (shard,) if self.replicate == 1 else (self.replicate, shard)
 
     @property
     def overhead_bytes(self) -> int:
         """Bytes of a device outside of torch's allocator: the context, and a communicator for each mesh dimension."""
-        communicators = sum(size > 1 for size in self.mesh)
+        dimensions = [*self.mesh, self.tensor, self.context]
+        if self.experts > 1:  # and those that have the same experts
+            dimensions += [self.experts, self.ranks // self.replicate // self.experts, self.replicate]
+        communicators = sum(size > 1 for size in dimensions)
         return self.hardware.context_bytes + communicators * self.hardware.communicator_bytes
 
     @property
@@ -78,16 +96,19 @@ def study(job: Job, cluster: Cluster, budget: int | None = None, simulator: Simu
             trace.resident += _beside(job, trace)
     mode: Mode = "compile" if made.plan.compile else "eager"
     line = schedule(made.steady, cluster.hardware, cluster.ranks_per_node, mode)
-    amounts, received = _amounts(made.steady, line), ledger.received(made.steady)
+    amounts = _amounts(made.steady, line)
+    traffic: dict[str, Any] = _traffic(made.steady, line)
     if (more := job.accumulation - MICROBATCHES) > 0:
         less = _without_second_microbatch(made.steady)
         shorter = schedule(less, cluster.hardware, cluster.ranks_per_node, mode)
         amounts = _extended(amounts, _amounts(less, shorter), more)
-        received = _extended(received, ledger.received(less), more)
+        before = _traffic(less, shorter)
+        traffic = {key: _extended(each, before[key], more) for key, each in traffic.items()}
     reserved = replay(made.first, made.steady, workspace_bytes=cluster.hardware.workspace_bytes).reserved
     peak = max((ledger.peak(made.first), ledger.peak(made.steady)), key=lambda each: each.bytes)
     seconds = amounts["step_seconds"]
-    tokens = job.microbatch * job.accumulation * job.workload.sequence
+    # Ranks of one context, and of one tensor axis, have the same samples.
+    tokens = job.microbatch * job.accumulation * job.workload.sequence / (cluster.tensor * cluster.context)
     rate = cluster.hardware.peak(compute_dtype(made.plan))
     forecast = Forecast(
         model=job.workload.name,
@@ -106,8 +127,8 @@ def study(job: Job, cluster: Cluster, budget: int | None = None, simulator: Simu
         peak_phase=peak.phase,
         peak_unit=peak.unit,
         peak_by_kind={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
-        bytes_received_per_step=sum(received.values()),
-        received_by_collective=received,
+        bytes_received_per_step=sum(traffic["received_by_collective"].values()),
+        **traffic,
         tokens_per_second_per_rank=tokens / seconds if seconds else 0.0,
         mfu=amounts["model_flops_per_step"] / seconds / rate if seconds else 0.0,
         **amounts,
@@ -150,6 +171,15 @@ def _amounts(trace: Trace, line: Timeline) -> dict[str, Any]:
     }
 
 
+def _traffic(trace: Trace, line: Timeline) -> dict[str, dict[str, Any]]:
+    """Return what adds up over a step by collective or axis, by field of ``Forecast``."""
+    return {
+        "received_by_collective": ledger.received(trace),
+        "received_by_axis": ledger.received_by_axis(trace),
+        "exposed_by_axis": line.exposed_by_axis,
+    }
+
+
 def _extended(amounts: dict[str, Any], less: dict[str, Any], times: int) -> dict[str, Any]:
     """Return the amounts with ``times`` microbatches more, each as much as ``amounts`` has more than ``less``."""
     return {key: value + times * (value - less.get(key, 0)) for key, value in amounts.items()}
@@ -165,6 +195,9 @@ def compute_dtype(plan: Plan) -> str:
 
 def _assumptions(job: Job, made: Simulation) -> tuple[str, ...]:
     told = list(job.workload.assumptions)
+    if made.plan.experts > 1:
+        more = "as many tokens as to any other" if job.imbalance == 1 else f"{job.imbalance:g} times the mean of tokens"
+        told.append(f"To the experts of this rank go {more} (imbalance).")
     if made.whole_because:
         told.append(f"Every block was simulated, since blocks could not be extended: {made.whole_because}.")
     if job.accumulation > MICROBATCHES:

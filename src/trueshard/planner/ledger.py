@@ -175,6 +175,15 @@ def received(trace: Trace) -> dict[str, int]:
     return dict(found)
 
 
+def received_by_axis(trace: Trace) -> dict[str, int]:
+    """Return the bytes that this rank receives in a step, by axis of the mesh, in the order of first use."""
+    found: dict[str, int] = defaultdict(int)
+    for event in trace.events:
+        if type(event) is Communication:
+            found[event.axis] += event.received
+    return dict(found)
+
+
 def flops(trace: Trace, *, recomputed: bool = True) -> int:
     """Return the FLOPs of a step; ``recomputed=False`` leaves out those that repeat the forward."""
     return sum(event.flops for event in trace.events if type(event) is Kernel and (recomputed or not event.recomputed))

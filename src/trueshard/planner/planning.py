@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trueshard import distributed
 from trueshard.choices import Choices
+from trueshard.distributed import Axes
 from trueshard.model.names import nearest
 from trueshard.planner import process
 from trueshard.planner.hardware import Hardware, hardware, hardware_here
@@ -25,16 +26,6 @@ from trueshard.planner.trace import Trace
 from trueshard.planner.workload import NothingFits
 from trueshard.plans import Plan
 from trueshard.text import timed
-
-
-def refuse_shared(asked: Any) -> None:
-    """Raise ValueError for ranks that share matrices, sequences or experts; ``asked``: choices or a plan."""
-    for name in ("tensor", "context", "experts"):
-        if (size := getattr(asked, name)) != 1:
-            raise ValueError(
-                f"{name}={size}: the planner does not simulate ranks that share matrices, sequences or experts; leave "
-                "it out, and choose what is to be planned yourself"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +72,23 @@ class Request:
     plan: Plan | None = None
     """Plan to forecast; nothing is chosen, and the other choices of ``shard`` are left out."""
     tensor: int | Mapping[str, str | int | bool] = 1
-    """1: the planner does not simulate ranks that share matrices, sequences or experts."""
+    """Ranks that share each matrix, as of ``shard``."""
     context: int = 1
+    """Ranks that share each sequence."""
     experts: int = 1
+    """Ranks that share the experts of each layer."""
+    imbalance: float = 1.0
+    """Tokens that arrive for the experts of the slowest rank, over their mean over ranks, at least 1."""
 
     def __post_init__(self) -> None:
         for key in ("ranks", "ranks_per_node", "replicate", "sequence", "microbatch", "accumulation", "global_batch"):
             count = getattr(self, key)
             if count is not None and (type(count) is not int or count < 1):
                 raise ValueError(f"{key}={count!r} must be a whole number, 1 or more")
-        refuse_shared(self if self.plan is None else self.plan)
+        if not 1 <= self.imbalance < math.inf:
+            raise ValueError(
+                f"imbalance={self.imbalance!r} must be 1 or more: it is the slowest rank's share of tokens"
+            )
 
     def choices(self) -> Choices:
         """Return the options of ``shard()``."""
@@ -145,20 +143,20 @@ def plan(
     return process.call("trueshard.planner.solve:best_plan", request)
 
 
-def plan_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh, choices: Choices) -> Plan:
+def plan_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], axes: Axes, choices: Choices) -> Plan:
     """Return the best plan that fits ``choices.memory`` for the arguments of ``shard()``.
 
     Collective: the first rank works it out, all get it, or all raise: ``NothingFits``, or ``ValueError`` if the model
     cannot be simulated.
     """
-    refuse_shared(choices)
+    mesh, choices = axes.all, choices.on(axes.sizes)
     told: Plan | Exception = Plan()
     failure: Exception | None = None
     is_first = not any(mesh.get_coordinate() or ())
     if is_first:
         try:
             device = hardware_here(torch.device(mesh.device_type))
-            arguments = (model, list(optimizers), device, tuple(mesh.shape), choices)
+            arguments = (model, list(optimizers), device, tuple(axes.data.shape), choices)
             told = process.call("trueshard.planner.solve:best_plan_for", *arguments)
         except Exception as error:
             failure = error

@@ -72,12 +72,12 @@ def best_plan_for(
     ranks: tuple[int, ...],
     choices: Choices,
 ) -> Plan:
-    """Return the fastest plan for the arguments of ``shard()``; ``ranks`` is the shape of its mesh."""
+    """Return the fastest plan for the arguments of ``shard()``; ``ranks``: as ``Plan.ranks``."""
     name_of = {id(tensor): name for name, _, _, tensor in names.named_tensors(model, "parameters")}
     request = Request(
         model=model,
         hardware=device,
-        ranks=math.prod(ranks),
+        ranks=math.prod(ranks) * choices.axes()["tensor"],
         replicate=ranks[0] if len(ranks) == 2 else 1,
         microbatch=1,
         accumulation=1,
@@ -122,6 +122,8 @@ def space_of(request: Request) -> tuple[Space, bool]:
     if request.offload is None and is_open:
         choices = choices.replace(offload="auto")
     own_ranks = request.plan.ranks if request.plan is not None else ()
+    if (given := request.plan) is not None:
+        choices = choices.on({"tensor": given.tensor, "context": given.context}).replace(experts=given.experts)
     replicate = request.replicate or (own_ranks[0] if len(own_ranks) == 2 else None)
     space = Space(
         workload=workload,
@@ -135,6 +137,7 @@ def space_of(request: Request) -> tuple[Space, bool]:
         accumulation=request.accumulation,
         global_batch=request.global_batch,
         optimizer="adamw" if own is None else own if isinstance(own, str) else "own",
+        imbalance=request.imbalance,
     )
     return space, is_open
 

@@ -40,6 +40,9 @@ from typing import Any
 from trueshard.planner.hardware import Hardware, Mode
 from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Phase, Stream, Trace, Transfer
 
+SHARD = "shard"
+"""Axis of what is not said to be of another one."""
+
 
 @dataclass(slots=True)
 class Span:
@@ -68,6 +71,8 @@ class Timeline:
     """Computation on the compute stream."""
     exposed_seconds: float = 0.0
     """Compute stream waits for another stream."""
+    exposed_by_axis: dict[str, float] = field(default_factory=dict)
+    """The same, by the axis of the collective that it waits for."""
     host_seconds: float = 0.0
     """Compute stream waits for the host."""
 
@@ -102,9 +107,9 @@ class _Scheduler:
         self.line = Timeline()
         self.host = 0.0
         self.compute = 0.0
-        # When each is idle: streams other than compute, and communicators of groups (ranks, stride).
+        # When each is idle: streams other than compute, and communicators of groups (axis, ranks, stride).
         self.free: dict[Stream, float] = defaultdict(float)
-        self.queues: dict[tuple[int, int], float] = {}
+        self.queues: dict[tuple[str, int, int], float] = {}
         # By position: when the result of a communication or transfer is available, and when the host issued it.
         self.done: dict[int, float] = {}
         self.issued: dict[int, float] = {}
@@ -131,7 +136,7 @@ class _Scheduler:
         line = self.line
         line.seconds = max(self.compute, self.host, *self.free.values())
         line.host_seconds += max(0.0, self.host - self.compute)
-        line.exposed_seconds += line.seconds - max(self.compute, self.host)
+        self._expose(line.seconds - max(self.compute, self.host))
         line.seconds += line.seconds * STRAGGLING * math.log2(self.nodes)
         return line
 
@@ -146,10 +151,11 @@ class _Scheduler:
             self._add("host", start, self.host, i)
             return
         phase = event.place.phase
-        wait = issued = 0.0
+        wait, issued, axis = 0.0, 0.0, SHARD
         for position in event.after:
             if self.done.get(position, 0.0) > wait:
                 wait, issued = self.done[position], self.issued[position]
+                axis = getattr(self.events[position], "axis", SHARD)
         if event.stream != "compute" and self.hardware.streams:
             if event.stream == "all_gather":
                 wait = max(wait, self._buffer_free(phase))
@@ -161,7 +167,7 @@ class _Scheduler:
             wait = max(wait, self.reduced)
         elif phase not in ("forward", "backward"):
             wait = max(wait, self.free["reduce_scatter"], self.free["all_reduce"])
-        end = self._on_compute(wait, seconds, i, issued=issued)
+        end = self._on_compute(wait, seconds, i, issued=issued, axis=axis)
         if any(getattr(self.events[position], "op", "") == "all_gather" for position in event.after):
             # A unit's parameters have been copied out of their buffer.
             self.may_gather = self.copied_out if phase == "forward" else end
@@ -171,7 +177,7 @@ class _Scheduler:
         self.host += self.launch if event.stream == "compute" else self.launch_collective
         seconds = communication_seconds(event, self.hardware, self.ranks_per_node)
         self.nodes = max(self.nodes, spread(event, self.ranks_per_node)[1])
-        group = (event.ranks, event.stride)
+        group = (event.axis, event.ranks, event.stride)
         wait = max([self.queues.get(group, 0.0), *(self.done.get(position, 0.0) for position in event.after)])
         if self.hardware.streams and event.stream == "all_gather":
             wait = max(wait, self._buffer_free(event.place.phase))
@@ -189,21 +195,24 @@ class _Scheduler:
     def _move(self, i: int, stream: Stream, wait: float, seconds: float) -> float:
         """Schedule a communication or transfer and return its end; without streams, computation waits for it."""
         if stream == "compute" or not self.hardware.streams:
-            end = self._on_compute(wait, seconds, i, waited_for=seconds)
+            axis = getattr(self.events[i], "axis", SHARD)
+            end = self._on_compute(wait, seconds, i, waited_for=seconds, axis=axis)
         else:
             end = self._on_stream(stream, wait, seconds, i)
         self.done[i], self.issued[i] = end, self.host
         return end
 
-    def _on_compute(self, wait: float, seconds: float, i: int, waited_for: float = 0.0, issued: float = 0.0) -> float:
+    def _on_compute(
+        self, wait: float, seconds: float, i: int, waited_for: float = 0.0, issued: float = 0.0, axis: str = SHARD
+    ) -> float:
         """Add a span to the compute stream, not before ``wait``, and return its end.
 
         ``waited_for``: seconds of the span that compute nothing; ``issued``: when the host issued its inputs'
-        communication, before which the stream waits for the host.
+        communication, before which the stream waits for the host; ``axis``: of what is waited for.
         """
         start = max(self.compute, self.host, wait)
         exposed = max(0.0, wait - max(self.compute, issued))
-        self.line.exposed_seconds += exposed + waited_for
+        self._expose(exposed + waited_for, axis)
         self.line.host_seconds += start - self.compute - exposed
         self.line.compute_seconds += seconds - waited_for
         self.compute = end = start + seconds
@@ -211,6 +220,11 @@ class _Scheduler:
             self.before_forward = end
         self._add("compute", start, end, i)
         return end
+
+    def _expose(self, seconds: float, axis: str = SHARD) -> None:
+        if seconds:
+            self.line.exposed_seconds += seconds
+            self.line.exposed_by_axis[axis] = self.line.exposed_by_axis.get(axis, 0.0) + seconds
 
     def _on_stream(self, stream: Stream, wait: float, seconds: float, i: int) -> float:
         start = max(self.host, self.free[stream], wait)

@@ -114,7 +114,7 @@ class Communication:
     ranks: int
     """Size of the group."""
     stride: int
-    """Distance between neighbours of the group in global ranks: 1 for shards, the shard size for replicas."""
+    """Distance between neighbours of the group in global ranks: that of an axis is the size of all axes after it."""
     received: int
     """Bytes received from other ranks, by the ring algorithms: (n-1)/n of the whole tensor, all-reduce twice."""
     bytes: int
@@ -124,6 +124,8 @@ class Communication:
     """Unit of the parameters or gradients."""
     after: tuple[int, ...] = ()
     """Positions of communications whose results it reads."""
+    axis: str = "shard"
+    """Axis of the mesh: ``"replicate"``, ``"shard"``, ``"context"``, ``"tensor"``, ``"experts"``, ``"pipeline"``."""
 
 
 @dataclass(slots=True)

@@ -48,7 +48,8 @@ class Job:
 
     workload: Workload
     ranks: tuple[int, ...]
-    """Mesh shape: (shard,) or (replicate, shard)."""
+    """Ranks over which gradients are averaged, as ``Plan.ranks``: (shard,) or (replicate, shard), where those of a
+    context shard, too. The ranks that share matrices come on top of them, as the plan or the choices say."""
     rank: int = 0
     """Global rank to simulate; shards of indivisible dimensions differ between ranks, and rank 0 holds the most."""
     microbatch: int = 1
@@ -61,10 +62,23 @@ class Job:
     """Optimizer's name in tables."""
     choices: Choices = DEFAULTS
     """Options of ``shard()``."""
+    imbalance: float = 1.0
+    """Tokens that arrive for the experts of the rank, where ranks share experts, over their mean over ranks."""
     on_cpu: bool = False
     """Train on CPUs: attention by the CPU's kernels, and offloaded shards in the one memory there is."""
     recorder: Callable[[], Any] | None = None
     """Build the recorder of events; None: one that models no memory inside operators."""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the mesh by axis, in order; tensor and context only where ranks share anything."""
+        shared = self.plan or self.choices.plan()
+        names = ("shard",) if len(self.ranks) == 1 else ("replicate", "shard")
+        sizes = dict(zip(names, self.ranks, strict=True))
+        if sizes["shard"] % shared.context:
+            raise ValueError(f"context={shared.context} does not divide the {sizes['shard']} ranks that shard")
+        sizes["shard"] //= shared.context
+        return sizes | {axis: n for axis in ("context", "tensor") if (n := getattr(shared, axis)) > 1}
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def _travel(tokens: _Tokens, count: int, group: dist.ProcessGroup, compute: Comp
     dist.all_to_all_single(arriving, leaving, group=group)
     sent, received = torch.stack([leaving, arriving]).view(2, ranks, -1).sum(-1).tolist()
     rows = exchange_rows(hidden[order // each], sent, received, group)
-    here = torch.arange(count // ranks, device=rows.device).repeat(ranks)
+    here = torch.arange(count, device=rows.device) % (count // ranks)
     expert = here.repeat_interleave(arriving, output_size=len(rows))
     back = exchange_rows(compute(rows, expert), received, sent, group)
     found = back[order.argsort()].view(len(hidden), each, back.shape[-1])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trueshard import _torch
-from trueshard.distributed import device_of, is_simulated
+from trueshard.distributed import device_of
 from trueshard.model import names
 from trueshard.runtime.collectives import part_of
 from trueshard.runtime.context import (
@@ -67,8 +67,7 @@ def split_sequence(model: nn.Module, batch: Mapping[str, Any], *, ignore_index: 
         return _shifted(batch, ignore_index)
     group, device = mesh.get_group(), device_of(runtime.mesh)
     whole = {key: each.to(device) if isinstance(each, torch.Tensor) else each for key, each in batch.items()}
-    if not is_simulated(mesh):
-        _agree(whole, group)
+    _agree(whole, group)
     length = ids.shape[1]
     if length < group.size():
         raise ValueError(f"input_ids: {length} positions are fewer than the {group.size()} ranks that share a sequence")

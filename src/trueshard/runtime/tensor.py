@@ -58,8 +58,8 @@ def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
             f"{', '.join(sorted(STYLES))}"
         )
     if not given:
-        styles = styles | _of_parted_ties(root, _by_name(root, plan, styles, strict=False))
-    found = _by_name(root, plan, styles, strict=bool(given))
+        styles = styles | _of_parted_ties(root, by_name(root, plan, styles, strict=False))
+    found = by_name(root, plan, styles, strict=bool(given))
     if all(STYLES[word].dim is None for word in found.values()):
         raise ValueError(
             f"tensor: the plan of {type(root).__name__} cuts none of its matrices: give styles of your own"
@@ -91,7 +91,9 @@ def own_styles(root: nn.Module) -> dict[str, str]:
     """Return the styles of the model's own plan, by globs over its names; raise ValueError if it has none."""
     for name, module in names.named_modules(root):
         if own := vars(module).get("_tp_plan"):  # not of what a wrapper such as PEFT's passes on
-            return {f"{name}.{glob}" if name else glob: word for glob, word in own.items()}
+            styles = {f"{name}.{glob}" if name else glob: word for glob, word in own.items()}
+            known = _names(root)
+            return {glob: word for glob, word in styles.items() if _matching(glob, known)}  # as a user would give them
     raise ValueError(
         f"tensor: {type(root).__name__} has no plan for sharing matrices (transformers' tp_plan): give the styles of "
         'its modules, as tensor={"ranks": 2, "*.up": "colwise", "*.down": "rowwise"}, or leave out tensor'
@@ -102,7 +104,7 @@ def is_shared(root: nn.Module, plan: Plan, module: nn.Module) -> bool:
     """Return True if ``tensor`` ranks share ``module`` of a model with this plan."""
     if plan.tensor == 1:
         return False
-    styles = _by_name(root, plan, plan.styles, strict=False)
+    styles = by_name(root, plan, plan.styles, strict=False)
     return any(name in styles for name, each in names.named_modules(root) if each is module)
 
 
@@ -116,18 +118,17 @@ def _of_parted_ties(root: nn.Module, styles: Mapping[str, str]) -> dict[str, str
     return found
 
 
-def _by_name(root: nn.Module, plan: Plan, styles: Mapping[str, str], *, strict: bool) -> dict[str, str]:
+def by_name(root: nn.Module, plan: Plan, styles: Mapping[str, str], *, strict: bool = False) -> dict[str, str]:
     """Return name of a module or parameter → style: that of the last glob that matches.
 
     Experts that ranks share out have none: each is a whole matrix.
     """
     apart = tuple(f"{name}." for name in plan.modules_apart)
     modules = dict(names.named_modules(root))
-    known = [*modules, *(name for held in names.held_tensors(root, "parameters") for name in held.names)]
+    known = _names(root)
     found: dict[str, str] = {}
     for glob, word in styles.items():
-        matches = re.compile(fnmatch.translate(glob)).match
-        hits = [name for name in known if matches(name)]
+        hits = _matching(glob, known)
         if strict and not hits:
             raise ValueError(f"tensor: {glob!r} matches no module and no parameter.{nearest(glob, known)}")
         found |= dict.fromkeys((name for name in hits if not f"{name}.".startswith(apart)), word)
@@ -135,6 +136,17 @@ def _by_name(root: nn.Module, plan: Plan, styles: Mapping[str, str], *, strict: 
         if hasattr(modules.get(name), "lora_A"):
             found |= _of_adapter(name, modules[name], found.pop(name))
     return found
+
+
+def _names(root: nn.Module) -> list[str]:
+    """Return the names of all modules and parameters."""
+    parameters = (name for held in names.held_tensors(root, "parameters") for name in held.names)
+    return [*(name for name, _ in names.named_modules(root)), *parameters]
+
+
+def _matching(glob: str, known: list[str]) -> list[str]:
+    matches = re.compile(fnmatch.translate(glob)).match
+    return [name for name in known if matches(name)]
 
 
 def _of_adapter(name: str, layer: Any, word: str) -> dict[str, str]:
@@ -260,7 +272,7 @@ def _style_of(parameter: str, styles: Mapping[str, str]) -> Style:
 
 def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Cut the parameters of ``root``, and let its modules compute with this rank's parts, in place."""
-    styles = _by_name(root, plan, plan.styles or _reduced_by_hooks(root), strict=False)
+    styles = by_name(root, plan, plan.styles or _reduced_by_hooks(root), strict=False)
     whole = {each.name for each in plan.replicated}
     blocks = blocks_of(root, plan, styles) if plan.sequence else []
     sums: dict[nn.Module, set[str]] = {}

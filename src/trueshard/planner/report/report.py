@@ -98,6 +98,7 @@ def settings(study: Study) -> str:
     words.append(forecast.optimizer)
     if len(plan.ranks) > 1:
         words.append(f"{plan.ranks[0]} replicas of {plan.ranks[1]} shards")
+    words += [f"{axis} {ranks}" for axis in ("tensor", "context", "experts") if (ranks := getattr(plan, axis)) > 1]
     if (mixed := plan.mixed_precision) is not None:
         compute = mixed.compute or "storage dtype"
         words.append(f"computes in {compute}, reduces in {mixed.reduce or compute}")
@@ -228,7 +229,20 @@ def _phases(study: Study) -> list[str]:
 def _communication(forecast: Forecast) -> list[str]:
     rows = [(op.replace("_", "-"), size(count)) for op, count in forecast.received_by_collective.items()]
     rows.append(("together", size(forecast.bytes_received_per_step)))
-    return ["Received by a rank in a step", *_indented(rows, right=(1,))]
+    return ["Received by a rank in a step", *_indented(rows, right=(1,)), *_by_axis(forecast)]
+
+
+def _by_axis(forecast: Forecast) -> list[str]:
+    """Return bytes and exposed time by axis, where there are several."""
+    exposed = forecast.exposed_by_axis
+    axes = dict.fromkeys([*forecast.received_by_axis, *exposed])
+    if set(axes) <= {"shard"}:
+        return []
+    rows = [
+        (axis, size(forecast.received_by_axis.get(axis, 0)), duration(exposed.get(axis, 0.0)), "waited for")
+        for axis in axes
+    ]
+    return ["", "By axis of the mesh", *_indented(rows, right=(1, 2))]
 
 
 def _time(study: Study) -> list[str]:

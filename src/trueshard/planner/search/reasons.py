@@ -90,14 +90,15 @@ def check_largest_unit(evaluator: Evaluator) -> None:
         NothingFits: naming the unit and both sizes.
     """
     space, replicate = evaluator.space, evaluator.replicas[0]
-    budget = evaluator.budget(replicate)
+    budget, cluster = evaluator.budget(replicate), space.cluster(replicate)
     plan = list(evaluator.bases(replicate).values())[-1]
     compute = (plan.mixed_precision or MixedPrecision()).compute
 
     def sizes(unit: Unit) -> tuple[int, int, int]:
         """Return the bytes that a unit takes at least, gathered, and its shard's."""
-        gathered = unit.parameters * getattr(torch, compute).itemsize if compute else unit.bytes
-        shard = unit.bytes // plan.ranks[-1]
+        parts = cluster.tensor if unit.kind != "experts" else max(cluster.tensor, cluster.experts)
+        gathered = (unit.parameters * getattr(torch, compute).itemsize if compute else unit.bytes) // parts
+        shard = unit.bytes // (plan.ranks[-1] * cluster.tensor)
         return gathered + (0 if "cpu" in space.offloads else shard), gathered, shard
 
     unit = max(plan.units, key=lambda each: sizes(each)[0])
@@ -270,7 +271,7 @@ def _rivals(evaluator: Evaluator, best: Candidate) -> list[Candidate]:
 
 def _mesh_text(space: Space, candidate: Candidate) -> str:
     replicate = candidate.setting.replicate
-    shard = space.ranks // replicate
+    shard = space.cluster(replicate).mesh[-1]
     return f"one replica over {shard:,} ranks" if replicate == 1 else f"{replicate:,} replicas of {shard:,} ranks"
 
 

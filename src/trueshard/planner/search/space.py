@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -40,10 +41,21 @@ class Space:
     """Samples of all ranks in a step; where microbatch or accumulation is None, it is chosen to make this number.
     None: microbatch and accumulation are 1 where they are not given."""
     optimizer: str
+    imbalance: float = 1.0
+    """As ``Job.imbalance``."""
 
     def cluster(self, replicate: int) -> Cluster:
         """Return the ranks as a cluster of ``replicate`` replicas."""
-        return Cluster(self.hardware, self.ranks, self.ranks_per_node, replicate)
+        shared = self.choices.axes()
+        return Cluster(
+            self.hardware,
+            self.ranks,
+            self.ranks_per_node,
+            replicate,
+            shared["tensor"],
+            shared["context"],
+            self.choices.experts,
+        )
 
     @property
     def offloads(self) -> tuple[Offload, ...]:
@@ -69,6 +81,7 @@ class Space:
             plan=plan,
             optimizer=self.optimizer,
             choices=self.choices,
+            imbalance=self.imbalance,
         )
         return study(job, cluster, budget, simulator)
 
@@ -147,7 +160,8 @@ def batches(space: Space) -> list[tuple[int, int]]:
     """
     if space.global_batch is None:
         return [(space.microbatch or 1, space.accumulation or 1)]
-    each, rest = divmod(space.global_batch, space.ranks)
+    readers = space.ranks // math.prod(space.choices.axes().values())
+    each, rest = divmod(space.global_batch, readers)
     sizes = range(each, 0, -1) if space.microbatch is None else [space.microbatch]
     found = [(size, each // size) for size in sizes if each % size == 0 and space.accumulation in (None, each // size)]
     if rest or not found:
@@ -155,9 +169,9 @@ def batches(space: Space) -> list[tuple[int, int]]:
             f"{key}={value}" for key in ("microbatch", "accumulation") if (value := getattr(space, key)) is not None
         ]
         raise ValueError(
-            f"global_batch={space.global_batch} is not microbatch × accumulation × {space.ranks} ranks"
+            f"global_batch={space.global_batch} is not microbatch × accumulation × {readers} ranks"
             f"{' with ' + ' and '.join(said) if said else ''}; use {'' if len(said) > 1 else 'a multiple of '}"
-            f"{space.ranks * (space.microbatch or 1) * (space.accumulation or 1)}"
+            f"{readers * (space.microbatch or 1) * (space.accumulation or 1)}"
             f"{', or leave one of them out' if len(said) > 1 else ''}"
         )
     return found
@@ -168,5 +182,6 @@ def reshard_words(space: Space, replicate: int) -> tuple[str | int, ...]:
 
     A node's ranks are one of them where a replica spans several nodes.
     """
-    shard, node = space.ranks // replicate, space.ranks_per_node
-    return ("never", "default", *([node] if shard > node and shard % node == 0 else []), "always")
+    cluster = space.cluster(replicate)
+    shard, node = cluster.mesh[-1], max(1, space.ranks_per_node // cluster.tensor)
+    return ("never", "default", *([node] if shard > node > 1 and shard % node == 0 else []), "always")

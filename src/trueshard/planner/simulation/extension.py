@@ -144,7 +144,7 @@ def extend(base: Trace, fewer: Sequence[Trace], runs: Sequence[Run], recorded: S
 _AMOUNTS = ("flops", "read", "written", "received", "bytes")
 """Fields that may grow with the number of blocks."""
 
-_TRAITS = ("op", "stream", "ranks", "stride", "kind", "dtype", "causal", "recomputed", "direction")
+_TRAITS = ("op", "stream", "ranks", "stride", "axis", "kind", "dtype", "causal", "recomputed", "direction")
 """Fields that are the same for any number of blocks, as is the phase."""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,10 +29,12 @@ from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.inputs.fake_tensors import plain_attributes
 from trueshard.planner.simulation.recorder import Recorder, watching_forwards
 from trueshard.planner.simulation.repeats import find_runs, shorten
-from trueshard.planner.simulation.simulate import fake_tensors_look_real, simulated_mesh
+from trueshard.planner.simulation.simulate import fake_tensors_look_real, own_part, simulated_mesh
+from trueshard.planner.simulation.values import KnownValues
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan
 from trueshard.runtime import engine
+from trueshard.runtime.passes import runtime_of
 
 _BLOCKS = 2
 """Blocks of a run of equal ones that are run at first."""
@@ -77,10 +79,11 @@ def preflight(job: Job) -> list[Problem]:
                 optimizers: list[torch.optim.Optimizer] = []
                 with _collected("optimizer", problems):
                     optimizers = list(workload.optimizers(model))
-                with _collected("shard", problems):
+                with _collected("shard", problems), KnownValues():  # a mesh looks its ranks up in a tensor
                     engine.shard(model, optimizers, short_plan or how, mesh)
                 with _collected("batch", problems):
-                    batch = workload.batch(job.microbatch, workload.sequence)
+                    with KnownValues():
+                        batch = own_part(model, workload.batch(job.microbatch, workload.sequence))
                     _step(workload, model, [] if problems else optimizers, batch, problems)
             if not problems:
                 break
@@ -137,7 +140,8 @@ def _forward(workload: Workload, model: nn.Module, batch: Any, problems: list[Pr
         for tensor in _torch.tensors_in(value)
         if id(tensor) not in registered
     }
-    watch = _Watch(attributes, name_of)
+    runtime = runtime_of(names.unwrap(model))
+    watch = _Watch(attributes, name_of, () if runtime is None else runtime.plan.modules_apart)
     try:
         with watching_forwards(watch.begin, watch.end, always_call=False), watch:
             loss = workload.loss(model, batch)
@@ -146,6 +150,7 @@ def _forward(workload: Workload, model: nn.Module, batch: Any, problems: list[Pr
         problems.append(_failure(error, watch.where() or "loss", phase))
         return None
     finally:
+        watch.counted.close()
         problems += watch.found.values()
     if isinstance(loss, torch.Tensor) and not loss.ndim and loss.requires_grad:
         return loss
@@ -204,10 +209,13 @@ _STAYS = "is a tensor attribute, which stays on the CPU when the model goes to a
 class _Watch(TorchFunctionMode):
     """Find tensors that would be on the CPU beside others on a GPU, mixed dtypes, and values that are read.
 
-    ``attributes``: problem with each tensor that is an ordinary attribute, by its ``id``; ``name_of``: all modules.
+    ``attributes``: problem with each tensor that is an ordinary attribute, by its ``id``; ``name_of``: all modules;
+    ``apart``: names of modules in which ranks tell each other how many tokens they send, values that are read.
     """
 
-    def __init__(self, attributes: Mapping[int, Problem], name_of: Mapping[nn.Module, str]) -> None:
+    def __init__(
+        self, attributes: Mapping[int, Problem], name_of: Mapping[nn.Module, str], apart: Collection[str]
+    ) -> None:
         super().__init__()
         self.found: dict[str, Problem] = {}
         """One for each line of code, whichever modules run it; one for each attribute and table."""
@@ -215,6 +223,8 @@ class _Watch(TorchFunctionMode):
         """``file:line`` that first read a value that depends on data; "" if none did."""
         self._attributes = attributes
         self._name_of = name_of
+        self._apart = frozenset(apart)
+        self.counted = contextlib.ExitStack()
         self._running: list[nn.Module] = []
         self._on_cpu: MutableMapping[torch.Tensor, Problem] = WeakTensorKeyDictionary()
 
@@ -225,6 +235,8 @@ class _Watch(TorchFunctionMode):
     def begin(self, module: nn.Module, args: Any) -> None:
         if module in self._name_of:
             self._running.append(module)
+            if self._name_of[module] in self._apart:
+                self.counted.enter_context(KnownValues())
             if isinstance(module, nn.Embedding) and args and isinstance(args[0], torch.Tensor):
                 self._check_positions(self._name_of[module], module.num_embeddings, args[0])
 
@@ -240,6 +252,8 @@ class _Watch(TorchFunctionMode):
         if module in self._running:
             while self._running.pop() is not module:  # a module whose exception was caught
                 pass
+            if self._name_of[module] in self._apart:
+                self.counted.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -22,11 +22,21 @@ from trueshard.model import names
 from trueshard.planner.simulation import operators
 from trueshard.planner.simulation.operators import nbytes, tensors_of, written_arguments
 from trueshard.planner.simulation.values import KnownValues
-from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Kind, Place, Stream
+from trueshard.planner.trace import Allocation, Collective, Communication, Event, Free, Kernel, Kind, Place, Stream
 from trueshard.plans import Plan
 
 _SILENT = ("prim", "profiler")
 """Namespaces whose operators neither run nor allocate anything."""
+
+
+_INTO_ZEROS = {
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+}
+"""By which autograd puts gradients into zeros that it just made, and in training does so in their place.
+
+Source: ``index_backward``, ``value_selecting_reduction_backward_symint`` of torch/csrc/autograd/FunctionsManual.cpp.
+"""
 
 
 class Recorder(_torch.SimulationMode):
@@ -37,6 +47,8 @@ class Recorder(_torch.SimulationMode):
         unit: unit whose parameters are being gathered or reduced; None: that of ``place``.
         stream: CUDA stream on which FSDP2 would run the current operator.
         members: by unit, names of the parameters that it gathers, in FSDP2's order.
+        axes: by name of a process group, the axes of the mesh that it is of: several if each has all ranks.
+        apart: units of experts that ranks share.
         values: values of small tensors that are known in spite of fake tensors.
     """
 
@@ -46,6 +58,8 @@ class Recorder(_torch.SimulationMode):
         self.unit: str | None = None
         self.stream: Stream = "compute"
         self.members: dict[str, list[str]] = {}
+        self.axes: dict[str, list[str]] = {}
+        self.apart: set[str] = set()
         self.values = KnownValues()
         self.events: list[Event] = []
         self._allocations = 0
@@ -153,6 +167,8 @@ class Recorder(_torch.SimulationMode):
             return self.values.read(args[0])
         if _accumulates_in_place(func, args):
             func = torch.ops.aten.add_.Tensor
+        elif func in _INTO_ZEROS and _torch.engine_calls(sys._getframe(1)):
+            func = _INTO_ZEROS[func]
         inputs = tensors_of((*args, *kwargs.values()))
         self._set_unit_by_tensors(inputs)
         self.before_operator(func, args)
@@ -272,11 +288,20 @@ class Recorder(_torch.SimulationMode):
                 _dtype_name(tensors[0]) if tensors else "",
                 self._current_unit(),
                 self._communications_before(tensors),
+                self._axis(group, kind),
             )
         )
         for tensor in (*tensors, *results):
             self._written_by[_identity(tensor)] = len(self.events) - 1
         self.mark(tensors, "communication")
+
+    def _axis(self, group: Any, kind: Collective) -> str:
+        """Return the axis over which a collective runs: of several with one group, the one that would call it here."""
+        axes = self.axes.get(group.group_name, [])
+        if self.stream != "compute" or not axes:  # FSDP2's, or over several axes
+            return "replicate" if "replicate" in axes else "shard"
+        travels = kind == "all_to_all" and self.place.unit in self.apart
+        return "experts" if travels and "experts" in axes else axes[0]
 
     def _mark_fsdp(self, func: Any, args: Any, kwargs: Any) -> None:
         """Set kinds by FSDP2's own operators: its buffers, gathered parameters, unreduced gradients."""

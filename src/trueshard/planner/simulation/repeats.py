@@ -18,6 +18,7 @@ from trueshard import _torch
 from trueshard.model import names
 from trueshard.planner.inputs.fake_tensors import fake_copy
 from trueshard.plans import Plan
+from trueshard.runtime.tensor import by_name
 
 LONGEST_PATTERN = 8
 FEWEST = 8
@@ -77,13 +78,14 @@ def find_runs(model: nn.Module, plan: Plan) -> list[Run]:
         for unit in plan.units
         for name in unit.modules
     }
+    styles = by_name(root, plan, plan.styles) if plan.tensor > 1 else {}
     uses = Counter(id(parameter) for _, parameter in root.named_parameters(remove_duplicate=False))
     tied = {parameter for parameter, count in uses.items() if count > 1}
     found: list[Run] = []
     for name, module in names.named_modules(root):
         inside = any(name.startswith(f"{run.container}.") for run in found)
         if isinstance(module, _CONTAINERS) and not inside and len(module) >= FEWEST:
-            found += _runs_in(name, _classes(list(module), f"{name}." if name else "", policies, tied))
+            found += _runs_in(name, _classes(list(module), f"{name}." if name else "", policies, tied, styles))
     return found
 
 
@@ -111,9 +113,14 @@ def _repetitions(classes: Sequence[int], start: int, period: int) -> int:
     return count
 
 
-def _classes(blocks: Sequence[nn.Module], prefix: str, policies: Mapping[str, Any], tied: set[int]) -> list[int]:
+def _classes(
+    blocks: Sequence[nn.Module], prefix: str, policies: Mapping[str, Any], tied: set[int], styles: Mapping[str, str]
+) -> list[int]:
     """Return a number for each block; equal blocks have equal numbers."""
     traits = [_traits(names.unwrap(block), f"{prefix}{i}", policies, tied) for i, block in enumerate(blocks)]
+    for i, each in enumerate(traits):
+        start = f"{prefix}{i}."
+        each["", "styles"] = {name[len(start) :]: word for name, word in styles.items() if name.startswith(start)}
     _equate_positions(traits)
     return [traits.index(each) for each in traits]
 

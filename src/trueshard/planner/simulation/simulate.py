@@ -17,10 +17,10 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from trueshard import _torch
+from trueshard import _torch, distributed
 from trueshard.choices import Choices
 from trueshard.model import names
 from trueshard.optim.norms import clip_grad_norm_
@@ -35,6 +35,9 @@ from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan
 from trueshard.runtime import engine
 from trueshard.runtime.engine import accumulate
+from trueshard.runtime.passes import runtime_of
+from trueshard.runtime.splitting import split_sequence
+from trueshard.runtime.tensor import resolve as resolve_tensor
 
 
 def run_step(
@@ -51,7 +54,7 @@ def run_step(
     for i, batch in enumerate(batches):
         with accumulate(model, last=i == len(batches) - 1):
             enter("forward")
-            loss = workload.loss(model, batch)
+            loss = workload.loss(model, own_part(model, batch))
             if len(batches) > 1:
                 loss = loss / len(batches)
             enter("backward")
@@ -68,12 +71,28 @@ def run_step(
         optimizer.zero_grad()
 
 
+def own_part(model: nn.Module, batch: Any) -> Any:
+    """Return what this rank computes of a microbatch: where ranks share sequences, its part of each.
+
+    Raises ValueError if it cannot be told what of the batch is a sequence.
+    """
+    runtime = runtime_of(names.unwrap(model))
+    if runtime is None or runtime.axes.context is None:
+        return batch
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"context: the batch is a {type(batch).__name__}, and of a dict alone, with input_ids of [batch, length], "
+            "is it known what ranks may share: give such a batch, with its loss, or leave out context"
+        )
+    return split_sequence(model, batch)
+
+
 def run_score(workload: Workload, model: nn.Module, batch: Any, enter: Callable[[Phase], None]) -> None:
     """Run the workload's ``score`` of a microbatch, without gradient."""
     assert workload.score is not None
     enter("forward")
     with torch.no_grad():
-        workload.score(model, batch)
+        workload.score(model, own_part(model, batch))
     enter("between")
 
 
@@ -140,7 +159,7 @@ class Short:
             self.plan, units=(), reshard_after_forward="", activation_checkpointing="", resolved_for=""
         )
         batch = job.microbatch, job.accumulation, job.workload.sequence, job.workload.score is None
-        where = job.ranks, job.rank, job.on_cpu, job.recorder
+        where = job.ranks, job.rank, job.on_cpu, job.recorder, job.imbalance
         return repr((where, batch, units, fixed, [(run.container, run.period) for run in self.runs], self.kept))
 
 
@@ -179,8 +198,9 @@ class Simulator:
     def resolve(self, how: Plan | Choices, ranks: tuple[int, ...]) -> Plan:
         """Return a plan with its units; raise ValueError if ``shard()`` refuses it."""
         model = self.model
+        job = Job(self.workload, ranks, plan=how) if isinstance(how, Plan) else Job(self.workload, ranks, choices=how)
         with self._mode:
-            return engine.resolve(model, how, ranks)
+            return resolve_tensor(names.unwrap(model), engine.resolve(model, how, ranks), job.axes)
 
     def simulate(self, job: Job, *, whole: bool = False) -> Simulation:
         """Run two steps of a job; see ``simulate``."""
@@ -247,25 +267,24 @@ def _told(caught: list[warnings.WarningMessage]) -> set[str]:
 
 @contextlib.contextmanager
 def simulated_mesh(job: Job, device_type: str) -> Iterator[DeviceMesh]:
-    """Simulate the job's world as its rank, and yield its mesh.
-
-    Its dimensions have names of their own: DTensor caches by mesh, and a real mesh that is equal must not get the
-    simulated one's groups, which are gone.
-    """
-    dimensions = ("simulated_replicas", "simulated_shards")[-len(job.ranks) :]
-    with _torch.simulated_world(job.rank, math.prod(job.ranks)):
-        yield init_device_mesh(device_type, job.ranks, mesh_dim_names=dimensions)
+    """Simulate the job's world as its rank, and yield its mesh."""
+    sizes = job.axes
+    with _torch.simulated_world(job.rank, math.prod(sizes.values())):
+        yield distributed.simulated_mesh(device_type, sizes, (job.plan or job.choices).experts)
 
 
 def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, *, probe: bool = False) -> list[Trace]:
     """Return the traces of the first and the second step, and of the score if there is one; ``probe``: of one step."""
     workload = job.workload
     recorder = (job.recorder or Recorder)()
+    recorder.values.imbalance = job.imbalance
     with recorder.values:
         optimizers = list(workload.optimizers(model))
         resolved = engine.shard(model, optimizers, dataclasses.replace(plan, compile=False), mesh)
         if probe:
             _make_optimizer_state(model, optimizers)
+    recorder.axes = engine.sharded(model).axes.groups
+    recorder.apart = {unit.name for unit in resolved.units if set(unit.modules) & set(resolved.modules_apart)}
     _adopt(recorder, model, resolved)
     recorder.adopt(_optimizer_state(model, optimizers), "optimizer", "")
 

@@ -6,6 +6,9 @@ on data are unknown; a usual one stands for them.
 
 Results as large as the data decide (``nonzero``, indexing by a mask): known values decide where there are any. Else
 tokens go to experts in equal shares and a mask selects everything; both give a warning, which a forecast shows.
+
+Ranks that share experts tell each other how many tokens they send. What this rank is told is what it would send itself,
+times ``KnownValues.imbalance``: it has the experts to which that many more tokens go than to the mean.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
+from trueshard.planner.simulation import operators
 from trueshard.planner.simulation.operators import run_operator, short_name, tensors_of, written_arguments
 
 LARGEST = 32 << 10
@@ -47,12 +52,12 @@ _RARELY_TRUE_OF_EXTREMES = {
 }
 """A maximum compared with its upper bound, a minimum with its lower bound: checks of input."""
 _TRUTH_PRESERVING = {"any", "all", "bitwise_or", "bitwise_and", "logical_or", "logical_and", "clone", "view"}
-_TRUTH_PRESERVING |= {"_to_copy"}
+_TRUTH_PRESERVING |= {"_to_copy", "stack", "cat"}
 
 _INDEX_RESULTS = {"topk": 1, "sort": 1, "argsort": 0, "argmax": 0, "argmin": 0}
 """Operators that make indices along a dimension → position of these among the results."""
 _COPIES = {"_to_copy", "clone"}
-_FOLLOWED = {*_INDEX_RESULTS, *_COPIES, "sum", "scatter", "scatter_", "eq", "ne", "gt"}
+_FOLLOWED = {*_INDEX_RESULTS, *_COPIES, "sum", "scatter", "scatter_", "eq", "ne", "gt", "index_select"}
 _IDENTITIES = {("ne", 0), ("gt", 0), ("eq", 1)}
 """Comparisons that leave a mask as it is."""
 _TARGETS = ("ne", -100)
@@ -84,6 +89,8 @@ class KnownValues(_torch.SimulationMode):
         super().__init__()
         self._facts: weakref.WeakKeyDictionary[Any, _Facts] = weakref.WeakKeyDictionary()
         """By storage."""
+        self.imbalance = 1.0
+        """Tokens that arrive for this rank's experts, over their mean over ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (known := _torch.answer(func, args)) is not None:
@@ -139,6 +146,9 @@ class KnownValues(_torch.SimulationMode):
         self._follow_sizes(name, args, outputs)
         if name in _UNREAD or not self._concerns(name, inputs, outputs):
             return
+        if name == "alltoall_base_" and not args[3] and not args[0].is_floating_point():
+            self._follow_counts(args[0], args[1], operators.group_of(args[2]))
+            return
         written = written_arguments(func, args, kwargs)
         if not self._is_computable(name, inputs, written) or torch.Tag.nondeterministic_seeded in func.tags:
             for tensor in (*written, *outputs):
@@ -155,6 +165,16 @@ class KnownValues(_torch.SimulationMode):
             if real_kwargs.get("device") is not None:
                 real_kwargs = {**real_kwargs, "device": torch.device("cpu")}
             self._remember(outputs, _torch.leaves_of(func(*real_args, **real_kwargs)))
+
+    def _follow_counts(self, arriving: torch.Tensor, leaving: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Make up how many tokens arrive for each expert here from each rank, by how many leave for it."""
+        real = self._real_view(leaving)
+        self._known(arriving).real = None
+        if real is not None:
+            warnings.warn(EQUAL_SHARES, stacklevel=2)
+            with _torch.real_tensors():
+                own = real.view(group.size(), -1)[group.rank()].double().mul(self.imbalance).round().to(real.dtype)
+                self._remember([arriving], [own.repeat(group.size()).view(arriving.shape)])
 
     def _remember(self, outputs: list[torch.Tensor], values: list[Any]) -> None:
         for fake, value in zip(outputs, values, strict=False):
@@ -219,12 +239,22 @@ class KnownValues(_torch.SimulationMode):
             index, dim = args[2], args[1]
             bound = self._known(index).bound or _size(outputs[0], dim)
             self._known(outputs[0]).share = min(1.0, _size(index, dim) / max(1, bound))
+        elif name == "index_select":
+            self._known(outputs[0]).bound = self._bound(args[0])
         elif name == "eq" and (bound := self._known(args[0]).bound):
             self._known(outputs[0]).share = 1 / bound  # fake tensors make one_hot this way, too
         elif name in _COPIES or (not isinstance(args[1], torch.Tensor) and (name, args[1]) in {*_IDENTITIES, _TARGETS}):
             known, made = self._known(args[0]), self._known(outputs[0])
             made.bound, made.share = known.bound, known.share
             made.is_certain = known.is_certain or (name not in _COPIES and (name, args[1]) == _TARGETS)
+
+    def _bound(self, indices: torch.Tensor) -> int:
+        """Return the exclusive upper bound of indices; 0 if it is unknown."""
+        real = None if indices.is_floating_point() else self._real_view(indices)
+        if real is None or not real.numel():
+            return self._known(indices).bound
+        with _torch.real_tensors():
+            return int(real.max()) + 1
 
     def _run_with_unknown_size(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Run ``func``, whose results' shapes depend on values; return its fake result and its values, or None."""
@@ -237,6 +267,8 @@ class KnownValues(_torch.SimulationMode):
         if func is _ATEN.nonzero.default and len(made) == args[0].numel() <= 4096:  # all are selected
             with _torch.real_tensors():
                 return made, torch.ones(args[0].shape, dtype=torch.bool).nonzero()
+        if func is _ATEN.bincount.default and not made.is_floating_point():
+            return made, _equal_shares(args[0].numel(), len(made))
         return made, None
 
     def _count(self, mask: torch.Tensor) -> int:
@@ -304,6 +336,11 @@ def _has_unknown_size(func: Any, args: Any) -> bool:
     if func is _ATEN.repeat_interleave.Tensor:
         return len(args) < 2
     return func in _RULES
+
+
+def _equal_shares(count: int, parts: int) -> torch.Tensor:
+    with _torch.real_tensors():
+        return torch.tensor([count * (i + 1) // parts - count * i // parts for i in range(parts)])
 
 
 def _zeroed(fake: torch.Tensor) -> torch.Tensor:
