@@ -104,9 +104,9 @@ def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
 def _sendable(short: Short) -> Short:
     """Return it without functions of the workload, which workers have."""
     workload: Any = None
-    return dataclasses.replace(
-        short, job=dataclasses.replace(short.job, workload=workload, plan=None, choices=DEFAULTS)
-    )
+    plan = short.plan
+    axes = DEFAULTS.replace(tensor=plan.tensor, context=plan.context, experts=plan.experts)
+    return dataclasses.replace(short, job=dataclasses.replace(short.job, workload=workload, plan=None, choices=axes))
 
 
 @dataclass(frozen=True)
