@@ -52,8 +52,13 @@ def main() -> None:
         tables.append(table)
         _write(given.json, json.dumps({"machine": where, "benchmarks": [each.data() for each in tables]}, indent=1))
     console.print(f"Figures: {given.json}")
-    if given.markdown is not None:
+    if given.in_place:
+        text = given.markdown.read_text(encoding="utf-8")
+        part = import_module(f"benchmarks.{names[0]}").in_place(tables[0])
+        _write(given.markdown, page.replaced(text, names[0], part))
+    elif given.markdown is not None:
         _write(given.markdown, page.page(where, NAMES, tables, given.others))
+    if given.markdown is not None:
         console.print(f"Tables: {given.markdown}")
 
 
@@ -65,7 +70,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few samples and small models: to see that all of it runs")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: tokens/s and memory on one GPU")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks.json"), help="where the figures go")
-    parser.add_argument("--markdown", type=Path, help="write the tables to this page, too; others on it stay")
+    parser.add_argument("--markdown", type=Path, help="write the tables to this page, too; others stay")
     given = parser.parse_args()
     for name in given.names:
         if name not in NAMES:
@@ -78,6 +83,9 @@ def _parsed() -> argparse.Namespace:
     if given.quick and given.markdown is not None:
         parser.error("--quick measures nothing that is worth a page; leave out --quick or --markdown")
     given.others = page.Kept()
+    given.in_place = len(given.names) == 1 and page.has_marks(given.markdown, given.names[0])
+    if given.in_place:
+        return given
     if given.markdown is not None and not set(NAMES) <= set(given.names or NAMES):
         try:
             given.others = page.kept(given.markdown, machine.describe())

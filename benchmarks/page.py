@@ -107,3 +107,20 @@ def _read_summary(section: str) -> dict[str, list[Over]]:
     for figure, *cells, name in lines[2:]:
         found.setdefault(name, []).extend(Over(figure, p, c) for p, c in zip(peers, cells, strict=True) if c)
     return found
+
+
+def has_marks(path: Path | None, name: str) -> bool:
+    """True if a page has a place for a benchmark's own part: ``<!-- table NAME -->`` to ``<!-- end NAME -->``."""
+    return path is not None and path.exists() and _marks(name)[0] in path.read_text(encoding="utf-8")
+
+
+def replaced(text: str, name: str, part: str) -> str:
+    """Return a page with another part between a benchmark's marks."""
+    start, end = _marks(name)
+    before, _, rest = text.partition(start)
+    _, _, after = rest.partition(end)
+    return f"{before}{start}\n\n{part}\n\n{end}{after}"
+
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"<!-- table {name} -->", f"<!-- end {name} -->"

@@ -1,127 +1,87 @@
 """The planner's forecasts beside figures that others have published.
 
 Each device has one efficiency for matrix products and mode (``hardware.toml``), the same for all of its rows here;
-nothing is fitted to a row. What is run is transformers' Llama, or a plain GPT for llm-foundry's MPT, by this library's
-plan.
+nothing is fitted to a row. What is run is transformers' model, or MPT for llm-foundry, by this library's plan, with
+the units, the loss and the dtypes that the publishers had.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import statistics
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from benchmarks.published_rows import PENDING, ROWS, SOURCES, Model, Row, Setting
 from benchmarks.table import Table, Tell
 from trueshard.choices import Choices
-from trueshard.planner.hardware import Mode, hardware
+from trueshard.planner import ledger
+from trueshard.planner.forecasting import MICROBATCHES, in_precision
+from trueshard.planner.hardware import Hardware, hardware
 from trueshard.planner.inputs.workloads import workload_of
 from trueshard.planner.reserve import replay
 from trueshard.planner.simulation.simulate import Simulation, simulate
-from trueshard.planner.timeline import schedule
+from trueshard.planner.timeline import Timeline, schedule
+from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Trace
 from trueshard.planner.workload import Job, Workload
 
-_LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
+BLOCKS = {"llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer", "qwen3": "Qwen3DecoderLayer"}
 
 
-@dataclass(frozen=True)
-class Model:
-    """Sizes of a decoder."""
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    vocabulary: int
-    intermediate: int = 0
-    """Of a Llama; 0: a GPT."""
-    key_value_heads: int = 0
-    """0: as many as heads."""
+# Models and losses
 
 
-LLAMA3_8B = Model("Llama 3 8B", 32, 4096, 32, 128256, 14336, 8)
-LLAMA3_70B = Model("Llama 3 70B", 80, 8192, 64, 128256, 28672, 8)
-LLAMA2_13B = Model("Llama 2 13B", 40, 5120, 40, 32000, 13824)
-LLAMA2_70B = Model("Llama 2 70B", 80, 8192, 64, 32000, 28672, 8)
-LLAMA3_15B = Model("Llama 3 14.8B", 40, 5120, 40, 128256, 17920, 8)
-MPT_7B = Model("MPT 7B", 32, 4096, 32, 50368)
-MPT_13B = Model("MPT 13B", 40, 5120, 40, 50368)
-MPT_70B = Model("MPT 70B", 80, 8192, 64, 50368)
+class _CompiledLoss(torch.autograd.Function):
+    """Cross-entropy as a compiler fuses it: the logits are read, and only their gradient is written."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        rows = torch.logsumexp(logits, -1)
+        ctx.save_for_backward(logits, targets)
+        return rows.float().mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        logits, _ = ctx.saved_tensors
+        return torch.softmax(logits, -1), None
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What is simulated; rows that differ in mode or device only share it."""
-
-    model: Model
-    ranks: int
-    microbatch: int
-    sequence: int
-    recompute: str = "none"
-    accumulation: int = 1
+def _compiled_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    out = model(batch)
+    logits = out if isinstance(out, torch.Tensor) else out.logits
+    chunks = logits if isinstance(logits, tuple) else (logits,)
+    losses: list[torch.Tensor] = [_CompiledLoss.apply(each, batch) for each in chunks]  # type: ignore[no-untyped-call]
+    return sum(losses[1:], losses[0])
 
 
-@dataclass(frozen=True)
-class Row:
-    """A published figure."""
-
-    source: str
-    device: str
-    setting: Setting
-    tokens: int
-    """Tokens a second and GPU."""
-    mode: Mode = "eager"
-    reserved: float | None = None
-    """``max_memory_reserved`` in GiB."""
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Where the machine is not the catalogue's."""
+def _chunk_head(head: nn.Linear) -> None:
+    """Let a head compute its logits in eight parts."""
+    head.forward = lambda hidden: tuple(F.linear(each, head.weight) for each in hidden.chunk(8, 1))  # type: ignore[method-assign,assignment]
 
 
-_TITAN_8 = Setting(LLAMA3_8B, 8, 2, 8192, "selective")
-_TITAN_128 = Setting(LLAMA3_8B, 128, 2, 8192, "selective")
-_FOUR = {"ranks_per_node": 4}
-
-ROWS = (
-    Row("TorchTitan 12/2024", "h100-96gb", _TITAN_8, 5762, reserved=82.4),
-    Row("TorchTitan 12/2024", "h100-96gb", _TITAN_8, 6667, "compile", reserved=77.0),
-    Row("TorchTitan 12/2024", "h100-96gb", _TITAN_128, 5605, reserved=67.0),
-    Row("TorchTitan 12/2024", "h100-96gb", _TITAN_128, 6514, "compile", reserved=62.0),
-    Row("TorchTitan 2024", "a100", Setting(LLAMA3_8B, 64, 1, 8192, "selective"), 2973),
-    Row("TorchTitan 2024", "a100", Setting(LLAMA3_70B, 64, 1, 8192, "full"), 331),
-    Row("TorchTitan 2024", "a100", Setting(LLAMA2_13B, 64, 2, 4096), 2162),
-    Row("TorchTitan 2024", "a100", Setting(LLAMA2_13B, 64, 2, 4096, "selective"), 1904),
-    Row("TorchTitan 2024", "a100", Setting(LLAMA2_70B, 64, 2, 4096, "full"), 353),
-    Row("llm-foundry 2023", "a100", Setting(MPT_7B, 8, 6, 2048, accumulation=2), 4641),
-    Row("llm-foundry 2023", "a100", Setting(MPT_70B, 64, 8, 2048, "full"), 410),
-    Row("llm-foundry 2023", "h100", Setting(MPT_7B, 8, 6, 2048), 10643),
-    Row("llm-foundry 2023", "h100", Setting(MPT_7B, 128, 6, 2048), 10475),
-    Row("llm-foundry 2023", "h100", Setting(MPT_7B, 512, 6, 2048), 9670),
-    Row("llm-foundry 2023", "h100", Setting(MPT_13B, 8, 2, 2048), 4792),
-    Row("llm-foundry 2023", "h100", Setting(MPT_70B, 64, 8, 2048, "full"), 1039),
-    Row("llm-foundry 2023", "h100", Setting(MPT_70B, 512, 8, 2048, "full"), 1007),
-    Row("KempnerForge 2026", "h200", Setting(LLAMA3_8B, 2, 4, 4096, "full", 2), 9364, "compile", overrides=_FOUR),
-    Row("KempnerForge 2026", "h200", Setting(LLAMA3_8B, 4, 4, 4096, "full", 2), 9746, "compile", overrides=_FOUR),
-    Row("KempnerForge 2026", "h200", Setting(LLAMA3_15B, 8, 4, 4096, "full", 4), 4426, overrides=_FOUR),
-)
-"""TorchTitan: benchmarks/llama3_h100_202412_torchtitan.md, and docs/performance.md of 2024. llm-foundry:
-scripts/train/benchmarking/README.md (FSDP1; rows of 70B on 64 GPUs accumulate 4 microbatches, which is left out here).
-KempnerForge: benchmarks/mfu_scaling/mfu_scaling.md."""
+def _eager_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    out = model(batch)
+    logits = out if isinstance(out, torch.Tensor) else out.logits
+    del out
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch.flatten())
 
 
 class _Block(nn.Module):
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(hidden, bias=False), nn.LayerNorm(hidden, bias=False)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
+        self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(self.norm_1(x)).chunk(3, -1))
@@ -130,14 +90,14 @@ class _Block(nn.Module):
 
 
 class _Gpt(nn.Module):
-    """As MPT with learned positions: no biases, a tied output."""
+    """As MPT: biases, learned positions, a tied output."""
 
     def __init__(self, model: Model, sequence: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(model.vocabulary, model.hidden)
         self.positions = nn.Embedding(sequence, model.hidden)
         self.blocks = nn.ModuleList(_Block(model.hidden, model.heads) for _ in range(model.layers))
-        self.norm = nn.LayerNorm(model.hidden, bias=False)
+        self.norm = nn.LayerNorm(model.hidden)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
@@ -146,90 +106,264 @@ class _Gpt(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def workload(model: Model, sequence: int) -> Workload:
-    """The model with AdamW, as its publishers train it."""
-    if not model.intermediate:
-        return workload_of(lambda: _Gpt(model, sequence), sequence=sequence, optimizer="adamw")
-    settings = _LLAMA | {
+def _settings(model: Model, sequence: int) -> dict[str, Any]:
+    """Return a transformers configuration."""
+    return {
+        "model_type": model.kind,
+        "architectures": [BLOCKS[model.kind].removesuffix("DecoderLayer") + "ForCausalLM"],
+        "tie_word_embeddings": False,
         "num_hidden_layers": model.layers,
         "hidden_size": model.hidden,
         "intermediate_size": model.intermediate,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.key_value_heads or model.heads,
+        "head_dim": model.hidden // model.heads,
         "vocab_size": model.vocabulary,
         "max_position_embeddings": sequence,
     }
+
+
+def _with_adapters(setting: Setting) -> Callable[[], nn.Module]:
+    """Return a function that makes the model with adapters, and all else frozen."""
+    assert setting.lora is not None
+    rank, names = setting.lora
+
+    def made() -> nn.Module:
+        import peft
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        given = _settings(setting.model, setting.sequence)
+        config = AutoConfig.for_model(given.pop("model_type"), **given)
+        model = AutoModelForCausalLM.from_config(config)
+        if setting.loss == "chunked":
+            _chunk_head(model.lm_head)
+        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=list(names)))
+        return adapted
+
+    return made
+
+
+def workload(setting: Setting) -> Workload:
+    """The model with its optimizer and loss, as its publishers train it."""
+    model, sequence = setting.model, setting.sequence
+    common: dict[str, Any] = {
+        "sequence": sequence,
+        "optimizer": setting.optimizer,
+        "clip": setting.clip,
+        "storage_dtype": setting.storage,
+        "loss": _eager_loss if setting.loss == "eager" else _compiled_loss,
+        "batch": lambda microbatch, length: torch.zeros(microbatch, length, dtype=torch.int64),
+    }
+    if not model.intermediate:
+        return workload_of(lambda: _Gpt(model, sequence), **common)
+    if setting.lora is not None:
+        return workload_of(_with_adapters(setting), **common)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(settings))
-        return workload_of(folder, sequence=sequence, optimizer="adamw")
+        (Path(folder) / "config.json").write_text(json.dumps(_settings(model, sequence)))
+        return workload_of(folder, **common)
 
 
-@functools.lru_cache(maxsize=1)
-def simulated(setting: Setting, mode: Mode) -> Simulation:
-    """One rank's step."""
+# One row
+
+
+def _choices(setting: Setting) -> Choices:
+    block = BLOCKS[setting.model.kind] if setting.model.intermediate else "_Block"
+    units = [block, *(["*embed_tokens", "*lm_head"] if setting.split else [])]
+    reshard: Any = setting.reshard
+    if setting.split:
+        reshard = {"*lm_head": "never", "*": "always"}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, setting.reduce))
+    return Choices(
+        units=units,
+        reshard_after_forward=reshard,
+        mixed_precision=policy,
+        activation_checkpointing=setting.recompute,
+        compile=setting.mode == "compile",
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def simulated(setting: Setting) -> Simulation:
+    """One rank's step, of at most ``MICROBATCHES`` microbatches."""
+    mesh = (setting.ranks,) if setting.replicate == 1 else (setting.replicate, setting.ranks // setting.replicate)
     return simulate(
         Job(
-            workload(setting.model, setting.sequence),
-            (setting.ranks,),
+            workload(setting),
+            mesh,
             microbatch=setting.microbatch,
-            accumulation=setting.accumulation,
-            choices=Choices(
-                # As those who published had them: the blocks, and all else together.
-                units=["LlamaDecoderLayer" if setting.model.intermediate else "_Block"],
-                mixed_precision="bf16",
-                activation_checkpointing=setting.recompute,
-                compile=mode == "compile",
-            ),
+            accumulation=min(setting.accumulation, MICROBATCHES),
+            choices=_choices(setting),
         )
     )
 
 
+def _without_fsdp(trace: Trace) -> Trace:
+    """Return the step of a single GPU as those without FSDP run it: nothing is gathered into memory of its own."""
+    dropped: set[int] = set()
+    events: list[Event] = []
+    for event in trace.events:
+        if isinstance(event, Allocation) and event.kind in ("gathered", "communication"):
+            dropped.add(event.storage)
+            continue
+        is_fsdp = isinstance(event, Communication) or (isinstance(event, Kernel) and event.op.startswith("fsdp."))
+        if is_fsdp or (isinstance(event, Free) and event.storage in dropped):
+            continue
+        events.append(replace(event, after=()) if isinstance(event, Kernel) and event.after else event)
+    return Trace(events, [each for each in trace.resident if each.kind not in ("gathered", "communication")])
+
+
+def device_of(row: Row) -> Hardware:
+    return hardware(row.device, **row.overrides)
+
+
+def _step(row: Row) -> tuple[Simulation, Timeline, float]:
+    """Return what is simulated, its time line, and the seconds of a whole step."""
+    device, setting = device_of(row), row.setting
+
+    def line(setting: Setting) -> tuple[Simulation, Timeline]:
+        made = in_precision(simulated(setting), row.matmul, device)
+        if setting.ranks == 1:
+            made = replace(made, first=_without_fsdp(made.first), steady=_without_fsdp(made.steady))
+        return made, schedule(made.steady, device, device.ranks_per_node, setting.mode)
+
+    if (more := setting.accumulation - MICROBATCHES) > 0:
+        _, shorter = line(replace(setting, accumulation=MICROBATCHES - 1))
+        made, whole = line(setting)
+        return made, whole, whole.seconds + more * (whole.seconds - shorter.seconds)
+    made, whole = line(setting)
+    # A microbatch that is reduced by itself takes all of a step but clipping and the optimizer.
+    ends = [span.end for span in whole.spans if span.phase in ("forward", "backward")]
+    return made, whole, whole.seconds + (row.microbatches - 1) * max(ends)
+
+
 def forecast(row: Row) -> dict[str, Any]:
     """What the planner expects of a row, beside what was published. Plain JSON values."""
-    device = hardware(row.device, **row.overrides)
-    made = simulated(row.setting, row.mode)
-    line = schedule(made.steady, device, device.ranks_per_node, row.mode)
-    setting = row.setting
-    tokens = setting.microbatch * setting.accumulation * setting.sequence / line.seconds
-    found: dict[str, Any] = asdict(row) | {
-        "tokens_expected": tokens,
-        "error": tokens / row.tokens - 1,
-        "step_seconds": line.seconds,
-        "exposed_seconds": line.exposed_seconds,
-        "host_seconds": line.host_seconds,
-    }
-    if row.reserved is not None:
-        reserved = replay(made.first, made.steady, workspace_bytes=device.workspace_bytes).reserved / 2**30
-        found |= {"reserved_expected": reserved, "reserved_error": reserved / row.reserved - 1}
+    made, line, seconds = _step(row)
+    setting, device = row.setting, device_of(row)
+    found: dict[str, Any] = asdict(row) | {"step_seconds": seconds}
+    found |= {"exposed_seconds": line.exposed_seconds, "host_seconds": line.host_seconds}
+    if row.tokens is not None:
+        count = setting.microbatch * setting.accumulation * row.microbatches * setting.sequence
+        found |= {"tokens_expected": count / seconds, "error": count / seconds / row.tokens - 1}
+    if row.memory is not None:
+        reserved = replay(
+            made.first, made.steady, workspace_bytes=device.workspace_bytes, expandable=row.expandable
+        ).reserved
+        live = max(ledger.peak(made.first).bytes, ledger.peak(made.steady).bytes)
+        found |= {"live_expected": live / 2**30, "reserved_expected": reserved / 2**30}
+        expected = (live if row.memory_kind == "live" else reserved) / 2**30
+        found |= {"memory_expected": expected, "memory_error": expected / row.memory - 1}
     return found
+
+
+# All rows
+
+_FSDP1 = ("foundry", "fms")
+
+
+def _group(found: dict[str, Any]) -> str:
+    if found["source"] in _FSDP1:
+        return "FSDP1, 2023 and 2024"
+    return "in sample" if found["fitted"] else "out of sample"
+
+
+GOALS = {"reserved": 0.05, "live": 0.03, "speed": 0.15}
+
+
+def _label(found: dict[str, Any]) -> str:
+    setting = found["setting"]
+    lora = ", LoRA" if setting["lora"] else ""
+    return f"{setting['model']['name']}{lora}, {setting['ranks']} × {found['device']}"
+
+
+def _words(found: dict[str, Any]) -> str:
+    setting = found["setting"]
+    batch = f"{setting['microbatch']}"
+    if (count := setting["accumulation"] * found["microbatches"]) > 1:
+        batch += f" × {count}"
+    words = [f"{batch} × {setting['sequence']:,}"]
+    words += [setting["recompute"]] if setting["recompute"] != "none" else []
+    words += ["compiled"] if setting["mode"] == "compile" else []
+    words += [found["matmul"]] if found["matmul"] else []
+    return ", ".join(words)
+
+
+def _ranked(numbers: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    return sorted((each for each in numbers if key in each), key=lambda each: -abs(each[key]))
+
+
+def _summary(numbers: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table of groups: rows, median and worst error."""
+    lines = ["| | rows | median | worst | goal |", "|---|---:|---:|---:|---:|"]
+    parts = [("reserved memory", "memory_error", lambda each: each["memory_kind"] == "reserved", GOALS["reserved"])]
+    parts += [("live memory", "memory_error", lambda each: each["memory_kind"] == "live", GOALS["live"])]
+    for group in ("out of sample", "in sample", "FSDP1, 2023 and 2024"):
+        goal = GOALS["speed"] if group == "out of sample" else 0.0
+        parts.append((f"speed, {group}", "error", lambda each, group=group: _group(each) == group, goal))
+    for title, key, chosen, goal in parts:
+        rows = _ranked([each for each in numbers if chosen(each)], key)
+        if rows:
+            median = statistics.median(abs(each[key]) for each in rows)
+            target = f"{goal:.0%}" if goal else ""
+            lines.append(f"| {title} | {len(rows)} | {median:.1%} | {rows[0][key]:+.1%} | {target} |")
+    return lines
+
+
+def _table(rows: Sequence[dict[str, Any]], published: str, expected: str, error: str, digits: int) -> list[str]:
+    lines = ["| model | source | setting | published | expected | error | left open |"]
+    lines.append("|---|---|---|---:|---:|---:|---|")
+    for each in rows:
+        cells = (_label(each), each["source"], _words(each), f"{each[published]:,.{digits}f}")
+        remark = "; ".join(
+            word for word in (f"set on it: {each['fitted']}" * bool(each["fitted"]), each["open"]) if word
+        )
+        lines.append(f"| {' | '.join(cells)} | {each[expected]:,.{digits}f} | {each[error]:+.1%} | {remark} |")
+    return lines
+
+
+def in_place(table: Table) -> str:
+    """Return the part of docs/planner.md that lies between the marks of this benchmark."""
+    numbers = [dict(each) for each in table.numbers]
+    blocks: list[list[str]] = [[f"{len(numbers)} rows, the worst first."], _summary(numbers)]
+    memory = _ranked(numbers, "memory_error")
+    kinds = [each for each in memory if each["memory_kind"] == "reserved"]
+    blocks += [["**Reserved memory**, GiB; no constant was set on any:"]]
+    blocks += [_table(kinds, "memory", "memory_expected", "memory_error", 1)]
+    kinds = [each for each in memory if each["memory_kind"] == "live"]
+    blocks += [["**Live memory**, GiB:"], _table(kinds, "memory", "memory_expected", "memory_error", 1)]
+    for group in ("out of sample", "in sample", "FSDP1, 2023 and 2024"):
+        rows = _ranked([each for each in numbers if _group(each) == group], "error")
+        blocks += [[f"**Speed, {group}**, tokens a second and GPU:"]]
+        blocks += [_table(rows, "tokens", "tokens_expected", "error", 0)]
+    blocks += [["**Not covered yet:**"], ["| model | source | devices | mesh | setting | tokens/s | GiB | missing |"]]
+    blocks[-1] += ["|---|---|---|---|---|---:|---:|---|"]
+    for each in PENDING:
+        words = (each.model, each.source, each.device, each.mesh, each.setting, each.tokens, each.memory, each.why)
+        blocks[-1].append(f"| {' | '.join(words)} |")
+    blocks += [["Sources: " + "; ".join(f"`{key}` {where}" for key, where in SOURCES.items()) + "."]]
+    return "\n\n".join("\n".join(block) for block in blocks)
 
 
 def run(tell: Tell, quick: bool = False) -> Table:
     """Every row; ``quick``: the first, of two blocks."""
     rows, numbers = [], []
-    for row in ROWS[: 1 if quick else None]:
-        setting = row.setting
+    for row in sorted(ROWS[:1] if quick else ROWS, key=lambda each: repr(each.setting)):
         if quick:
-            setting = replace(setting, model=replace(setting.model, layers=2))
-        found = forecast(replace(row, setting=setting))
-        label = f"{setting.model.name}, {setting.ranks} × {row.device}, {row.mode}"
-        tell(f"{label}: {found['error']:+.1%}")
-        memory = ("", "", "")
-        if row.reserved is not None:
-            memory = (f"{row.reserved}", f"{found['reserved_expected']:.1f}", f"{found['reserved_error']:+.1%}")
-        batch = f"{setting.microbatch} × {setting.sequence:,}"
-        figures = (f"{row.tokens:,}", f"{found['tokens_expected']:,.0f}", f"{found['error']:+.1%}")
-        rows.append((label, row.source, batch, setting.recompute, *figures, *memory))
+            row = replace(row, setting=replace(row.setting, model=replace(row.setting.model, layers=2)))
+        found = forecast(row)
         numbers.append(found)
+        tell(f"{_label(found)}, {_words(found)}: {found['error']:+.1%}")
+        memory = ("", "", "")
+        if row.memory is not None:
+            memory = (f"{row.memory}", f"{found['memory_expected']:.1f}", f"{found['memory_error']:+.1%}")
+        figures = (f"{row.tokens:,.0f}", f"{found['tokens_expected']:,.0f}", f"{found['error']:+.1%}")
+        rows.append((_label(found), row.source, _words(found), _group(found), *figures, *memory))
     return Table(
         "planner_published",
         "Forecasts beside published figures",
-        "Tokens a second and GPU, and GiB of max_memory_reserved. One efficiency of matrix products for each device, "
-        "set on TorchTitan's rows (h100-96gb: those of 8 GPUs; a100), on llm-foundry's rows of 8 GPUs (h100) and on "
-        "KempnerForge's rows of 8B (h200), and one constant for how steps grow with nodes, set on all rows of several "
-        "nodes on H100. Nothing else has seen these figures. llm-foundry is FSDP1 with the software of 2023; its 7B "
-        "loses 9% from 8 to 512 GPUs, of which the model explains 4. KempnerForge's 14.8B is eager on two nodes.",
-        ("model", "source", "batch", "recompute", "tokens/s", "expected", "error", "GiB", "expected", "error"),
+        "Tokens a second and GPU, and GiB of memory. What was set on which rows, and what sources leave open: "
+        "docs/planner.md, which `--markdown docs/planner.md` writes.",
+        ("model", "source", "setting", "group", "tokens/s", "expected", "error", "GiB", "expected", "error"),
         tuple(rows),
         numbers,
     )

@@ -37,6 +37,26 @@ def test_a_first_request(asked: int, allocated: int, reserved: int) -> None:
     assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
 
 
+def test_an_expandable_segment_grows_behind_its_last_block() -> None:
+    """20 MiB pages; a free last block is extended, any remainder is split off, streams have segments of their own."""
+    allocator = CachingAllocator(expandable=True)
+    first = allocator.allocate(30 * MIB)
+    assert allocator.reserved == 40 * MIB
+    second = allocator.allocate(11 * MIB)  # 10 MiB are free behind the first: one page more
+    assert (second.address - first.address, allocator.reserved) == (30 * MIB, 60 * MIB)
+    allocator.free(first)
+    third = allocator.allocate(29 * MIB + 512 * KIB)
+    assert (third.size, allocator.reserved) == (29 * MIB + 512 * KIB, 60 * MIB)
+    assert [block.size for block in cached(allocator)] == [512 * KIB, 19 * MIB]
+    allocator.allocate(1)
+    allocator.allocate(MIB + 512, "all_gather")
+    assert allocator.reserved == 60 * MIB + 2 * MIB + 20 * MIB
+    allocator.free(second)
+    allocator.free(third)
+    assert allocator.allocate(60 * MIB).address == first.address
+    assert allocator.reserved == 82 * MIB
+
+
 def cached(allocator: CachingAllocator) -> list[Block]:
     """Return the free blocks, by pool, size and address."""
     return [block for pool in allocator.pools.values() for _, _, block in pool.free]

@@ -16,8 +16,8 @@ import studies
 from studies import Writer
 from trueshard.files import replace_text
 from trueshard.planner import ledger
-from trueshard.planner.report import page
-from trueshard.planner.timeline import Span, Timeline
+from trueshard.planner.report import compare_page, page
+from trueshard.planner.timeline import Gap, Span, Timeline
 from trueshard.planner.trace import KINDS
 from trueshard.planner.workload import Alternative, Study
 
@@ -145,14 +145,41 @@ def test_a_long_step_makes_a_light_page() -> None:
     assert total[memory["peak"]] == max(total) == forecast.peak_live_bytes
 
 
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    study = studies.study()
+    waiting = study.timeline.exposed_seconds
+    line = dataclasses.replace(study.timeline, host_seconds=0.25, straggling_seconds=0.75)
+    forecast = dataclasses.replace(
+        study.forecast, step_seconds=line.compute_seconds + waiting + 1.0, exposed_communication_seconds=waiting
+    )
+    data = data_of(page.page(dataclasses.replace(study, timeline=line, forecast=forecast)))
+    parts = {part["name"]: part["seconds"] for part in data["parts"]}
+    assert sum(parts.values()) == pytest.approx(data["seconds_of_step"], rel=1e-9) == forecast.step_seconds
+    assert (parts["host"], parts["ranks"]) == pytest.approx((0.25, 0.75))
+    assert parts["waiting"] == pytest.approx(waiting)
+
+
 # In a browser
+
+
+GAPS = [Gap("waiting", 0.0, 0.001), Gap("host", 0.001, 0.002), Gap("ranks", 0.003, 0.004)]
+POINTS = {
+    "axes": [{"name": "ranks", "values": [4, 8]}, {"name": "sequence", "values": [1024, 2048, 4096]}],
+    "start": [1, 1],
+    "points": [
+        *({"live": n << 30, "reserved": n << 30, "budget": 5 << 30, "fits": n < 5, "kinds": [["parameters", n << 30]],
+           "seconds": 1.0, "tokens": 100.0 * n, "mfu": 0.4, "waiting": 0.1} for n in range(1, 6)),
+        {"problem": "ranks=8 is too many"},
+    ],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, Path]:
     study = with_alternatives()
+    study = dataclasses.replace(study, timeline=dataclasses.replace(study.timeline, gaps=GAPS))
     file = tmp_path_factory.mktemp("page") / "plan.html"
-    replace_text(file, page.page(study))
+    replace_text(file, page.page(study, POINTS))
     return study, file
 
 
@@ -301,6 +328,78 @@ def test_dragging_zooms_and_a_double_click_shows_all(tab: chromium.Page) -> None
         tab.point(x, y, "mousePressed", button="left", clickCount=count)
         tab.point(x, y, "mouseReleased", button="left", clickCount=count)
     assert tab.run("(view.to - view.from) / SECONDS") == 1
+
+
+@in_a_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_entry_of_a_legend_has_a_colour_of_its_own(tab: chromium.Page, scheme: str) -> None:
+    tab.scheme(scheme)
+    for legend in ("#parts-legend", "#memory-legend", "#lane-legend", "#grid-legend"):
+        found = tab.run(
+            f"[...document.querySelectorAll('{legend} > div > *')].map((each) => [each.innerText,"
+            "getComputedStyle(each.querySelector('.swatch')).backgroundColor])"
+        )
+        colours = [colour for _, colour in found]
+        assert colours, legend
+        assert "rgba(0, 0, 0, 0)" not in colours, found
+        assert len(set(colours)) == len(colours), found
+    said = tab.run("document.getElementById('lane-legend').innerText")
+    for words in ("waiting for communication", "waiting for the host", "waiting for other ranks"):
+        assert words in said
+
+
+@in_a_browser
+def test_sliders_show_the_points_that_were_simulated(tab: chromium.Page) -> None:
+    def slide(axis: str, to: int) -> str:
+        tab.run(
+            f"(() => {{ const e = document.getElementById('slide-{axis}'); e.value = {to};"
+            "e.dispatchEvent(new Event('input')); })()"
+        )
+        return str(tab.run("document.getElementById('grid-say').textContent"))
+
+    assert tab.run("document.getElementById('grid-say').textContent").startswith("5.00 GiB live")
+    assert "does not fit" in slide("sequence", 1)
+    assert slide("ranks", 0).startswith("2.00 GiB live, 2.00 GiB reserved of 5.00 GiB: fits. 200 tokens a second")
+    assert slide("sequence", 2).startswith("3.00 GiB live")
+    assert slide("ranks", 1) == "No forecast: ranks=8 is too many"
+
+
+@in_a_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_two_plans_stand_on_one_page(browser: chromium.Page, tmp_path: Path, scheme: str) -> None:
+    plan = dataclasses.replace(studies.plan(8), forecast=with_alternatives().forecast)
+    assert plan.forecast is not None
+    faster = dataclasses.replace(plan.forecast, step_seconds=plan.forecast.step_seconds / 2, microbatch=7)
+    other = dataclasses.replace(plan, reshard_after_forward="never", forecast=faster)
+    file = tmp_path / "compare.html"
+    replace_text(file, compare_page.page([("one", plan), ("two", other)]))
+    browser.scheme(scheme)
+    browser.resize(1280, 1000)
+    browser.open(file)
+    rows = browser.run(
+        "[...document.querySelectorAll('#figures tbody tr')].map((row) => [...row.cells].map((c) => c.textContent))"
+    )
+    assert next(row for row in rows if row[0] == "Step")[3] == "-50.0%"
+    settings = browser.run("document.getElementById('differing').innerText")
+    assert "never" in settings
+    assert "7" in settings
+    widths = browser.run(
+        "[...document.querySelectorAll('#time-bars .parts')].map((bar) => bar.children[0].style.width)"
+    )
+    assert len(widths) == 2
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.run(chromium.CONTRAST) == []
+    assert browser.errors == []
+    with pytest.raises(ValueError, match="two has no forecast"):
+        compare_page.page([("one", plan), ("two", dataclasses.replace(plan, forecast=None))])
+
+
+@in_a_browser
+def test_nothing_is_cut_at_1280_pixels(tab: chromium.Page) -> None:
+    tab.resize(1280, 1000)
+    tab.settle()
+    cut = "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.id)"
+    assert tab.run(cut) == []
 
 
 @in_a_browser

@@ -65,6 +65,14 @@ def plan(
     param_dtype: Annotated[str | None, _dtype("What units compute in")] = None,
     reduce_dtype: Annotated[str | None, _dtype("What gradients are reduced in")] = None,
     storage_dtype: Annotated[str | None, _dtype("What parameters are stored in")] = None,
+    matmul: Annotated[
+        str | None,
+        typer.Option(
+            help="Forecast linear layers in float8, float8-rowwise or mxfp8; shard() does not do that.",
+            metavar="RECIPE",
+            show_default=False,
+        ),
+    ] = None,
     optimizer: Optimizer = None,
     units: Units = None,
     reshard_after_forward: ReshardAfterForward = "auto",
@@ -82,6 +90,12 @@ def plan(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan, for shard(plan=...).", metavar="FILE")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with memory and time line.", metavar="FILE")] = None,
+    sliders: Annotated[
+        bool,
+        typer.Option(
+            "--sliders", help="With --html: the same plan at other ranks, lengths, microbatches.", show_default=False
+        ),
+    ] = False,
     rehearse: Annotated[
         bool, typer.Option("--rehearse", help="Run rank 0 on this machine's GPU, and compare.", show_default=False)
     ] = False,
@@ -107,12 +121,21 @@ def plan(
             from trueshard.planner.solve import solve, space_of
     with refused():
         if diff is not None:
-            print(compare.diff(*map(read_plan, diff)))
+            plans = [read_plan(path) for path in diff]
+            if html is not None:
+                from trueshard.planner.report import compare_page
+
+                check_writable(html)
+                names = [path.stem if len({each.stem for each in diff}) > 1 else str(path) for path in diff]
+                replace_text(html, compare_page.page(list(zip(names, plans, strict=True))))
+            print(compare.diff(*plans))
             return
         if calibrate is not None:
             given_hardware = context.get_parameter_source("hardware")
             _calibrate(calibrate, hardware if given_hardware and given_hardware.name == "COMMANDLINE" else None)
             return
+        if sliders and html is None:
+            raise UserError("--sliders needs --html FILE, the page that they are on")
         if not model:
             raise UserError("plan needs a MODEL: a folder with a config.json, that file, or file.py:factory")
         for file in (out, html):
@@ -136,6 +159,7 @@ def plan(
             global_batch=global_batch,
             optimizer=optimizer,
             storage_dtype=storage_dtype,
+            matmul=matmul,
             units=units or Choices.units,
             reshard_after_forward=reshard_word(reshard_after_forward),
             activation_checkpointing=activation_checkpointing,
@@ -152,11 +176,16 @@ def plan(
             if rehearse:
                 rehearsing.require_gpu()
             found = solve(request, status.update, workers=None)
+            points = None
+            if sliders:
+                from trueshard.planner.grid import grid
+
+                points = grid(request, found, status.update)
         rehearsal = None
         if rehearse:
             space, _ = space_of(request)
             rehearsal = rehearsing.rehearse(rehearsing.job_of(found, space.workload), space.hardware)
-        _show(found, out, html, as_json, rehearsal)
+        _show(found, out, html, as_json, rehearsal, points)
 
 
 def _calibrate(file: Path, base: str | None) -> None:
@@ -206,14 +235,16 @@ def _plan_of_training(context: typer.Context, path: Path, overrides: list[str]) 
     return planned(load_config(path, overrides), given["hardware"], given["ranks"], given["ranks_per_node"])
 
 
-def _show(found: Any, out: Path | None, html: Path | None, as_json: bool, rehearsal: Any = None) -> None:
+def _show(
+    found: Any, out: Path | None, html: Path | None, as_json: bool, rehearsal: Any = None, points: Any = None
+) -> None:
     """Print a study, and write its files."""
     from trueshard.planner.report import page, report
 
     if out is not None:
         replace_text(out, found.plan.to_json() + "\n")
     if html is not None:
-        replace_text(html, page.page(found))
+        replace_text(html, page.page(found, points))
     if as_json:
         more = {} if rehearsal is None else {"rehearsal": dataclasses.asdict(rehearsal)}
         print(json.dumps(report.as_json(found) | more, indent=2))

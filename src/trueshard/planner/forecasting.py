@@ -9,6 +9,7 @@ from typing import Any
 from trueshard.planner import ledger
 from trueshard.planner.hardware import Hardware, Mode
 from trueshard.planner.inputs.batches import quietly
+from trueshard.planner.low_precision import cast, recipe_of
 from trueshard.planner.reserve import replay
 from trueshard.planner.simulation.simulate import Simulation, Simulator
 from trueshard.planner.timeline import Timeline, schedule
@@ -94,6 +95,7 @@ def study(job: Job, cluster: Cluster, budget: int | None = None, simulator: Simu
     for trace in (made.first, made.steady, made.score):
         if trace is not None:
             trace.resident += _beside(job, trace)
+    made = in_precision(made, job.matmul, cluster.hardware)
     mode: Mode = "compile" if made.plan.compile else "eager"
     line = schedule(made.steady, cluster.hardware, cluster.ranks_per_node, mode)
     amounts = _amounts(made.steady, line)
@@ -135,6 +137,20 @@ def study(job: Job, cluster: Cluster, budget: int | None = None, simulator: Simu
     )
     plan = dataclasses.replace(made.plan, forecast=forecast)
     return Study(plan, forecast, made.steady, line, assumptions=_assumptions(job, made), score=made.score)
+
+
+def in_precision(made: Simulation, matmul: str | None, hardware: Hardware) -> Simulation:
+    """Return a simulation with the blocks' linear layers in a recipe of ``low_precision``; None: as it is.
+
+    Raises:
+        ValueError: the recipe is unknown, or the device has no such products.
+    """
+    if matmul is None:
+        return made
+    recipe = recipe_of(matmul, hardware)
+    first, steady = (cast(each, made.plan, recipe) for each in (made.first, made.steady))
+    score = made.score and cast(made.score, made.plan, recipe)
+    return dataclasses.replace(made, first=first, steady=steady, score=score)
 
 
 def _beside(job: Job, trace: Trace) -> list[Allocation]:
@@ -198,6 +214,11 @@ def _assumptions(job: Job, made: Simulation) -> tuple[str, ...]:
     if made.plan.experts > 1:
         more = "as many tokens as to any other" if job.imbalance == 1 else f"{job.imbalance:g} times the mean of tokens"
         told.append(f"To the experts of this rank go {more} (imbalance).")
+    if job.matmul is not None:
+        told.append(
+            f"Linear layers of blocks multiply in {job.matmul} (matmul), as torchao's recipe does; shard() does not do "
+            "that, and MFU is that of the compute dtype."
+        )
     if made.whole_because:
         told.append(f"Every block was simulated, since blocks could not be extended: {made.whole_because}.")
     if job.accumulation > MICROBATCHES:

@@ -63,6 +63,8 @@ class Efficiency:
     """Additional host time to gather or reduce a unit's parameters."""
     kernel_seconds: Seconds
     """Shortest time that an operation occupies the device."""
+    low_precision: Share = 0.85
+    """Of the share that ``matmul`` reaches, in products of 8 bits or fewer."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -77,7 +79,8 @@ class Hardware:
     memory_bytes: Count
     memory_bandwidth: Rate
     peak_flops: Annotated[Mapping[str, Rate], AfterValidator(_has_float32)]
-    """Dense, by torch's name of the dtype; ``"tfloat32"`` is float32 where TF32 is allowed, ``"float8"`` any of 8."""
+    """Dense, by torch's name of the dtype; ``"tfloat32"`` is float32 where TF32 is allowed, ``"float8"`` any of 8;
+    ``"mxfp8"`` with scales of blocks, where the device multiplies them."""
     link: str
     """Name of the link between devices of a node."""
     link_bandwidth: Rate

@@ -61,6 +61,9 @@ class Request:
     """(name, bytes) of what lies on every rank beside; None bytes: another model that is sharded alike."""
     storage_dtype: str | None = None
     """Dtype in which parameters are stored; None: as made, float32 for a configuration."""
+    matmul: str | None = None
+    """Products of the blocks' linear layers: ``"float8"``, ``"float8-rowwise"`` or ``"mxfp8"``, torchao's
+    recipes; None: in the compute dtype. For a forecast alone: ``shard()`` does not do that."""
     units: Any = "auto"
     reshard_after_forward: Any = "auto"
     activation_checkpointing: Any = "auto"

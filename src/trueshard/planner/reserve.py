@@ -10,6 +10,9 @@ Constants are from ``c10/core/AllocatorConfig.h`` of torch 2.13.
 - If no block fits, a segment is reserved: 2 MiB for the small pool, 20 MiB for requests under 10 MiB, the request
   rounded up to 2 MiB above. A freed block is coalesced with free neighbours of its segment and stays reserved.
 
+With ``expandable_segments:True`` in ``PYTORCH_CUDA_ALLOC_CONF``, a pool is one segment that grows by pages of 2 or 20
+MiB behind its last block, which is extended if it is free, and every remainder of 512 bytes is split off.
+
 The model differs in one point: addresses of segments only ever rise. The driver's may not, which changes ties alone.
 """
 
@@ -29,7 +32,9 @@ MATMULS = frozenset(
 """Operations that go to cuBLAS."""
 
 
-def replay(first: Trace, steady: Trace, *, repeats: int = 2, workspace_bytes: int = 0) -> CachingAllocator:
+def replay(
+    first: Trace, steady: Trace, *, repeats: int = 2, workspace_bytes: int = 0, expandable: bool = False
+) -> CachingAllocator:
     """Replay resident storages, a first step, and then ``repeats`` steady ones through an allocator, and return it.
 
     A storage is matched from one step to the next by its number. If a step frees a resident storage and leaves a new
@@ -43,17 +48,17 @@ def replay(first: Trace, steady: Trace, *, repeats: int = 2, workspace_bytes: in
 
     ``workspace_bytes``: workspace that torch gives each cuBLAS handle at its first matrix product and keeps. Handles
     belong to threads (``thread_local`` in ``CublasHandlePool.cpp``), and autograd runs the backward of a device in a
-    thread of its own, so there are two.
+    thread of its own, so there are two. ``expandable``: with expandable segments.
     """
-    run = _Replay(workspace_bytes)
+    run = _Replay(workspace_bytes, expandable)
     for trace in [first] + [steady] * repeats:
         run.step(trace)
     return run.allocator
 
 
 class _Replay:
-    def __init__(self, workspace_bytes: int) -> None:
-        self.allocator = CachingAllocator()
+    def __init__(self, workspace_bytes: int, expandable: bool) -> None:
+        self.allocator = CachingAllocator(expandable)
         self.live: dict[int, tuple[Allocation, Block | None]] = {}
         """By number; no block for storages of 0 bytes."""
         self.workspace_bytes = workspace_bytes
@@ -127,6 +132,8 @@ MIN_LARGE = 10 << 20
 """Requests from this size on get a segment of their own (kMinLargeAlloc)."""
 ROUND_LARGE = 2 << 20
 """Such a segment's size is a multiple of it (kRoundLarge)."""
+_ADDRESSES = 1 << 50
+"""Distance between expandable segments."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,10 +155,14 @@ class Block:
 class Pool:
     """Free blocks of one stream, for small or for large requests."""
 
-    def __init__(self, small: bool) -> None:
+    def __init__(self, small: bool, base: int | None = None) -> None:
         self.segment = SMALL_SEGMENT if small else LARGE_SEGMENT
-        self.remainder = MINIMUM if small else SMALL + MINIMUM
+        self.remainder = MINIMUM if small or base is not None else SMALL + MINIMUM
         """Smallest remainder that is split off."""
+        self.base = base
+        """Address of an expandable segment; None: segments are of fixed size."""
+        self.mapped = 0
+        """Bytes of the expandable segment."""
         self.free: list[tuple[int, int, Block]] = []
         """(size, address, block), sorted; addresses are unique."""
         self.edges: dict[tuple[int, int], Block] = {}
@@ -185,7 +196,8 @@ class Pool:
 class CachingAllocator:
     """The allocator of one device; all sizes in bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, expandable: bool = False) -> None:
+        self.expandable = expandable
         self.allocated = 0
         """In blocks in use, as ``torch.cuda.memory_allocated``."""
         self.reserved = 0
@@ -197,8 +209,8 @@ class CachingAllocator:
     def allocate(self, bytes: int, stream: Stream = "compute") -> Block:
         """Return a block of at least ``bytes`` (which must be positive), to be used on ``stream``."""
         size = _round_up(bytes, MINIMUM)
-        pool = self.pools.setdefault((stream, size <= SMALL), Pool(size <= SMALL))
-        block = pool.take(size) or self._new_segment(pool, size)
+        pool = self._pool(stream, size <= SMALL)
+        block = pool.take(size) or (self._extended if self.expandable else self._new_segment)(pool, size)
         if block.size - size >= pool.remainder:
             pool.add(Block(pool, block.segment, block.address + size, block.size - size))
             block = Block(pool, block.segment, block.address, size)
@@ -210,6 +222,26 @@ class CachingAllocator:
         """Return a block to its pool; it must not be used afterwards."""
         self.allocated -= block.size
         block.pool.add(block)
+
+    def _pool(self, stream: Stream, small: bool) -> Pool:
+        if (stream, small) not in self.pools:
+            base = _ADDRESSES * len(self.pools) if self.expandable else None
+            self.pools[stream, small] = Pool(small, base)
+        return self.pools[stream, small]
+
+    def _extended(self, pool: Pool, size: int) -> Block:
+        """Map pages behind the last block of an expandable segment; a free last block is part of the result."""
+        assert pool.base is not None
+        end = pool.base + pool.mapped
+        if (last := pool.edges.get((pool.base, end))) is not None and last.end == end:
+            pool.remove(last)
+            start = last.address
+        else:
+            start = end
+        more = _round_up(start + size - end, pool.segment)
+        pool.mapped += more
+        self.reserved += more
+        return Block(pool, pool.base, start, end + more - start)
 
     def _new_segment(self, pool: Pool, size: int) -> Block:
         total = pool.segment if size < MIN_LARGE else _round_up(size, ROUND_LARGE)

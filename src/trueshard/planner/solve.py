@@ -18,6 +18,7 @@ from trueshard.model import names
 from trueshard.planner import process
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.inputs.workloads import is_size, workload_of
+from trueshard.planner.low_precision import recipe_of
 from trueshard.planner.planning import Request
 from trueshard.planner.search.evaluator import Simulations
 from trueshard.planner.search.search import choose, objects_frozen
@@ -105,6 +106,8 @@ def _over(model: nn.Module, optimizer: torch.optim.Optimizer, name_of: Mapping[i
 def space_of(request: Request) -> tuple[Space, bool]:
     """Return the plans that are asked for, and whether there is anything to choose."""
     device, choices, own = request.device(), request.choices(), request.optimizer
+    if request.matmul is not None:
+        recipe_of(request.matmul, device)
     workload = workload_of(
         request.model,
         sequence=request.sequence,
@@ -138,6 +141,7 @@ def space_of(request: Request) -> tuple[Space, bool]:
         global_batch=request.global_batch,
         optimizer="adamw" if own is None else own if isinstance(own, str) else "own",
         imbalance=request.imbalance,
+        matmul=request.matmul,
     )
     return space, is_open
 

@@ -35,7 +35,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from trueshard.planner.hardware import Hardware, Mode
 from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Phase, Stream, Trace, Transfer
@@ -60,13 +60,26 @@ class Span:
     """Position in the trace."""
 
 
+@dataclass(slots=True)
+class Gap:
+    """A time in which the compute stream computes nothing."""
+
+    kind: Literal["waiting", "host", "ranks"]
+    """For communication, for the host to issue work, for the slowest rank."""
+    start: float
+    end: float
+
+
 @dataclass
 class Timeline:
-    """Spans of a step, and sums of them in seconds."""
+    """Spans of a step, and sums of them in seconds.
+
+    ``compute_seconds``, ``exposed_seconds``, ``host_seconds`` and ``straggling_seconds`` add up to ``seconds``.
+    """
 
     spans: list[Span] = field(default_factory=list)
     seconds: float = 0.0
-    """Until the last stream of the slowest rank is done; its wait for ranks of other nodes is in no span."""
+    """Until the last stream of the slowest rank is done."""
     compute_seconds: float = 0.0
     """Computation on the compute stream."""
     exposed_seconds: float = 0.0
@@ -75,6 +88,9 @@ class Timeline:
     """The same, by the axis of the collective that it waits for."""
     host_seconds: float = 0.0
     """Compute stream waits for the host."""
+    straggling_seconds: float = 0.0
+    """Ranks of several nodes wait for the slowest."""
+    gaps: list[Gap] = field(default_factory=list)
 
 
 def schedule(trace: Trace, hardware: Hardware, ranks_per_node: int, mode: Mode = "eager") -> Timeline:
@@ -134,11 +150,20 @@ class _Scheduler:
             elif kind is Transfer:
                 self._transfer(i, event)  # type: ignore[arg-type]
         line = self.line
-        line.seconds = max(self.compute, self.host, *self.free.values())
-        line.host_seconds += max(0.0, self.host - self.compute)
-        self._expose(line.seconds - max(self.compute, self.host))
-        line.seconds += line.seconds * STRAGGLING * math.log2(self.nodes)
+        end = max(self.compute, self.host, *self.free.values())
+        issued = max(self.compute, self.host)
+        line.host_seconds += issued - self.compute
+        self._expose(end - issued)
+        line.straggling_seconds = end * STRAGGLING * math.log2(self.nodes)
+        line.seconds = end + line.straggling_seconds
+        self._gap("host", self.compute, issued)
+        self._gap("waiting", issued, end)
+        self._gap("ranks", end, line.seconds)
         return line
+
+    def _gap(self, kind: Literal["waiting", "host", "ranks"], start: float, end: float) -> None:
+        if end > start:
+            self.line.gaps.append(Gap(kind, start, end))
 
     def _kernel(self, i: int, event: Kernel) -> None:
         seconds = self.times[i]
@@ -212,6 +237,11 @@ class _Scheduler:
         """
         start = max(self.compute, self.host, wait)
         exposed = max(0.0, wait - max(self.compute, issued))
+        since = max(self.compute, issued) if exposed else self.compute
+        self._gap("host", self.compute, since)
+        self._gap("waiting", since, since + exposed)
+        self._gap("host", since + exposed, start)
+        self._gap("waiting", start, start + waited_for)
         self._expose(exposed + waited_for, axis)
         self.line.host_seconds += start - self.compute - exposed
         self.line.compute_seconds += seconds - waited_for
@@ -330,7 +360,8 @@ def operation_seconds(kernel: Kernel, hardware: Hardware, mode: Mode) -> float:
     """Return the seconds for which a kernel occupies the device, by itself.
 
     ``max(flops / (peak · share), bytes / (bandwidth · share))``, and at least ``kernel_seconds``. ``share`` is
-    ``matmul`` or ``attention`` for FLOPs and ``memory`` for bytes; of causal attention half the FLOPs count.
+    ``matmul`` or ``attention`` for FLOPs and ``memory`` for bytes; of causal attention half the FLOPs count. What
+    casting its operands to lower precision moves comes before it.
     """
     efficiency = hardware.efficiency(mode)
     moved = moved_bytes(kernel) / (hardware.memory_bandwidth * efficiency.memory)
@@ -338,8 +369,10 @@ def operation_seconds(kernel: Kernel, hardware: Hardware, mode: Mode) -> float:
         return max(moved, efficiency.kernel_seconds)
     flops = kernel.flops / 2 if kernel.causal else kernel.flops
     share = efficiency.attention if "attention" in kernel.op else efficiency.matmul
+    share *= efficiency.low_precision if kernel.cast else 1.0
     computed = flops / (hardware.peak(kernel.dtype) * share)
-    return max(computed, moved, efficiency.kernel_seconds)
+    cast = kernel.cast / (hardware.memory_bandwidth * efficiency.memory)
+    return cast + max(computed, moved, efficiency.kernel_seconds)
 
 
 def moved_bytes(kernel: Kernel) -> int:

@@ -102,6 +102,8 @@ class Kernel:
     """Storages of its tensor arguments, in order; empty in a finished trace."""
     writes: tuple[int, ...] = ()
     """Storages of its results and of arguments written in place; empty in a finished trace."""
+    cast: int = 0
+    """Bytes that casting its operands to lower precision moves before it."""
 
 
 @dataclass(slots=True)

@@ -66,6 +66,8 @@ class Job:
     """Tokens that arrive for the experts of the rank, where ranks share experts, over their mean over ranks."""
     on_cpu: bool = False
     """Train on CPUs: attention by the CPU's kernels, and offloaded shards in the one memory there is."""
+    matmul: str | None = None
+    """Recipe of ``low_precision`` for the products of the blocks' linear layers; None: in the compute dtype."""
     recorder: Callable[[], Any] | None = None
     """Build the recorder of events; None: one that models no memory inside operators."""
 
@@ -92,10 +94,10 @@ class Alternative:
 
 @dataclass(frozen=True)
 class StepPhase:
-    """A phase of a step of reinforcement learning."""
+    """A phase of a step of reinforcement learning, or of a training run."""
 
     name: str
-    """``"generate"``, ``"score"`` or ``"update"``."""
+    """``"generate"``, ``"score"`` or ``"update"``; ``"step"``, ``"evaluation"`` or ``"saving"``."""
     live_bytes: int
     """Peak of the memory that tensors take on a rank."""
     seconds: float | None
@@ -103,6 +105,8 @@ class StepPhase:
     needs: Mapping[str, int]
     """Bytes beyond what stays from phase to phase, by what takes them; of the update and the score, of all."""
     notes: tuple[str, ...] = ()
+    every: int = 1
+    """Steps from one to the next."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ class Study:
     score: Trace | None = None
     """Pass of ``Workload.score``."""
     phases: tuple[StepPhase, ...] = ()
-    """Of reinforcement learning; the forecast is that of its update."""
+    """Of reinforcement learning, where the forecast is that of the update; or of a training run."""
 
 
 class NothingFits(ValueError):

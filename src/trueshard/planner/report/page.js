@@ -21,6 +21,8 @@ function element(tag, attributes = {}, ...children) {
 const swatch = (colour) => element("i", { class: "swatch", style: `background:${colour}`, "aria-hidden": "true" });
 const themed = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const kindColour = (kind) => `var(--${kind})`;
+const GAPS = { waiting: "waiting for communication", host: "waiting for the host", ranks: "waiting for other ranks" };
+const gapColour = (kind) => `var(--${kind === "host" ? "idle-host" : kind})`;
 const groupColour = (group) => `var(--${group === "optimizer" ? "phase-optimizer" : group})`;
 
 const SIZES = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];

@@ -39,15 +39,15 @@ SPANS = 6000
 TENSORS = 25
 
 
-def page(study: Study) -> str:
-    """Return the page as text."""
+def page(study: Study, grid: dict[str, Any] | None = None) -> str:
+    """Return the page as text; ``grid``: the points of its sliders, of ``planner.grid``."""
     return framed(
         title=report.headline(study.forecast),
         text=report.text(study),
-        data=_data(study),
+        data=_data(study) | {"grid": grid},
         main=(SHOWING, "page.html"),
         styles=[],
-        scripts=[(SHOWING, name) for name in ("page_step.js", "page_draw.js", "page_tables.js")],
+        scripts=[(SHOWING, name) for name in ("page_step.js", "page_draw.js", "page_grid.js", "page_tables.js")],
     )
 
 
@@ -67,8 +67,12 @@ def _data(study: Study) -> dict[str, Any]:
         "seconds": study.timeline.seconds,
         "memory": _memory(study, live, peak),
         "lanes": lanes(study.trace, study.timeline, SPANS),
+        "gaps": gaps(study.timeline),
+        "seconds_of_step": forecast.step_seconds,
+        "parts": time_parts(study),
         "phases": phases(study.timeline),
         "steps": report.phase_rows(study),
+        "steps_title": report.phases_title(study),
         "alternatives": [{**mine, "words": "This plan"}, *others],
         "tensors": _tensors(study, peak),
         "units": report.unit_rows(study),
@@ -201,6 +205,39 @@ def phases(timeline: Timeline) -> list[dict[str, Any]]:
     return [{"name": each[0].phase, "start": each[0].start, "end": each[-1].end} for each in stretches]
 
 
+def time_parts(study: Study) -> list[dict[str, Any]]:
+    """Return ``name``, ``seconds`` and ``gap`` of the parts that add up to a step: computing by group, then gaps."""
+    computing: dict[str, float] = defaultdict(float)
+    for span in study.timeline.spans:
+        if span.stream == "compute" and type(study.trace.events[span.event]) is Kernel:
+            computing[_group(study.trace, span)] += span.end - span.start
+    whole = sum(computing.values()) or 1.0
+    rows = [
+        {"name": name, "seconds": seconds / whole * study.forecast.compute_seconds, "gap": False}
+        for name, seconds in computing.items()
+    ]
+    names = {"waiting": "waiting", "host": "host", "other ranks": "ranks"}
+    rows += [
+        {"name": names[part["name"]], "seconds": part["seconds"], "gap": True}
+        for part in report.time_parts(study)
+        if part["name"] in names
+    ]
+    return [row for row in rows if row["seconds"] > 0.0]
+
+
+def gaps(timeline: Timeline) -> list[list[Any]]:
+    """Return ``[kind, start, end]`` for the times in which nothing computes; short neighbours of a kind are merged."""
+    shortest = timeline.seconds / 16384
+    found: list[list[Any]] = []
+    for gap in timeline.gaps:
+        last = found[-1] if found else None
+        if last is not None and last[0] == gap.kind and gap.start - last[2] <= shortest:
+            last[2] = round(gap.end, 9)
+        else:
+            found.append([gap.kind, round(gap.start, 9), round(gap.end, 9)])
+    return found if len(found) <= SPANS else [each for each in found if each[2] - each[1] > shortest]
+
+
 def lanes(trace: Trace, timeline: Timeline, limit: int) -> list[dict[str, Any]]:
     """Return a lane for each stream that is used, compute first.
 
@@ -209,17 +246,20 @@ def lanes(trace: Trace, timeline: Timeline, limit: int) -> list[dict[str, Any]]:
     """
     streams: dict[str, list[_Merged]] = {"compute": []}
     for span in timeline.spans:
-        event = trace.events[span.event]
-        if isinstance(event, Communication):
-            group: str = event.stream
-        elif isinstance(event, Kernel) and event.recomputed and span.stream == "compute":
-            group = "recompute"
-        else:
-            group = span.phase if span.stream == "compute" else span.stream
-        streams.setdefault(span.stream, []).append(_Merged(span, group))
+        streams.setdefault(span.stream, []).append(_Merged(span, _group(trace, span)))
     for spans in streams.values():
         spans.sort(key=lambda each: each.start)
     return [_lane(stream, _thinned(spans, timeline.seconds, limit)) for stream, spans in streams.items()]
+
+
+def _group(trace: Trace, span: Span) -> str:
+    """Return what gives a span its colour: a phase, ``recompute``, a stream, or a collective of the compute stream."""
+    event = trace.events[span.event]
+    if isinstance(event, Communication):
+        return event.op if event.stream == "compute" else event.stream
+    if isinstance(event, Kernel) and event.recomputed and span.stream == "compute":
+        return "recompute"
+    return span.phase if span.stream == "compute" else span.stream
 
 
 class _Merged:

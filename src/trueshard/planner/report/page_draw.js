@@ -108,11 +108,16 @@ function drawMemory(count) {
 }
 
 function drawLanes(ratio) {
-  const wait = themed("--wait"), grid = themed("--grid");
+  const grid = themed("--grid");
   data.lanes.forEach((lane, i) => {
     const top = LANES_TOP + LANE * i + 4, high = LANE - 8;
-    pen.fillStyle = lane.stream === "compute" ? wait : grid;
+    pen.fillStyle = grid;
     pen.fillRect(GUTTER, top, xOf(SECONDS) - GUTTER, high);
+    for (const [kind, start, end] of lane.stream === "compute" ? data.gaps : []) {
+      if (end < view.from || start > view.to) continue;
+      pen.fillStyle = solid(gapColour(kind));
+      pen.fillRect(xOf(start), top, xOf(end) - xOf(start), high);
+    }
     const colours = lane.groups.map((group) => solid(groupColour(group)));
     for (const [start, end, , , , group] of lane.spans) {
       if (end < view.from || start > view.to) continue;

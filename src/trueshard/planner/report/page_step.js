@@ -101,7 +101,8 @@ function memoryTip(index) {
 function laneTip(lane, seconds) {
   const span = spanAt(lane, seconds);
   if (!span) {
-    const idle = lane.stream === "compute" ? "nothing computes: it waits" : "idle";
+    const gap = lane.stream === "compute" && data.gaps.find(([, start, end]) => start <= seconds && seconds <= end);
+    const idle = gap ? GAPS[gap[0]] : "idle";
     return [element("p", {}, element("b", {}, lane.stream.replace("_", "-"))), element("p", { class: "dim" }, `${idle} at ${duration(seconds)}`)];
   }
   const [start, end, busy, count, name, group, unit] = span;

@@ -41,12 +41,26 @@ function head() {
     $("thinned").textContent =
       `Of ${number(memory.changes)} changes, ${number(COUNT)} are kept: the highest and the lowest of every stretch.`;
   }
+  stepParts();
   const groups = [...new Set(data.lanes.flatMap((lane) => lane.groups))];
   $("lane-legend").append(
     element("span", { class: "label" }, "Streams"),
     element("div", {},
       ...groups.map((group) => element("span", {}, swatch(groupColour(group)), group.replace("_", "-"))),
-      element("span", {}, swatch("var(--wait)"), "waiting")));
+      ...Object.keys(GAPS).filter((kind) => data.gaps.some(([each]) => each === kind))
+        .map((kind) => element("span", {}, swatch(gapColour(kind)), GAPS[kind]))));
+}
+
+// The parts of a step add up to it.
+function stepParts() {
+  const colour = (part) => (part.gap ? gapColour(part.name) : groupColour(part.name));
+  const step = data.seconds_of_step || 1;
+  $("parts").append(...data.parts.map((part) =>
+    element("i", { style: `background:${colour(part)};width:${(100 * part.seconds) / step}%` })));
+  const row = (part) => element("span", {}, swatch(colour(part)), part.gap ? GAPS[part.name] : part.name.replace("_", "-"),
+    element("b", {}, `${duration(part.seconds)}, ${number((100 * part.seconds) / step, 1)}%`));
+  $("parts-legend").append(
+    element("span", { class: "label" }, duration(step)), element("div", {}, ...data.parts.map(row)));
 }
 
 function aboutPlan(plan) {
@@ -145,11 +159,14 @@ function frontTable() {
 
 function phaseTable() {
   $("phases-of-step").hidden = !data.steps.length;
+  $("phases-title").textContent = data.steps_title;
+  const main = data.steps.some((row) => row.name === "update") ? "update" : "step";
+  $("phases-note").textContent = `All else on this page is the ${main}.`;
   $("phases").append(table([
     { head: "Phase", cell: (row) => row.name },
     { head: "Live", number: true, cell: (row) => row.live },
     { head: "Time", number: true, cell: (row) => row.time },
-    { head: "Of the step", number: true, cell: (row) => row.share },
+    { head: "Of the time", number: true, cell: (row) => row.share },
     { head: "Takes", wide: true, cell: (row) => row.needs },
   ], data.steps));
 }
@@ -175,7 +192,7 @@ function tables() {
     { head: "Trainable", number: true, cell: (row) => (row.trainable === row.parameters ? "all" : number(row.trainable)) },
     { head: "Size", number: true, cell: (row) => bytes(row.bytes) },
     { head: "Dtype", cell: (row) => row.dtype },
-    { head: "Reshard after forward", cell: (row) => row.reshard },
+    { head: "Reshard", cell: (row) => row.reshard },
     { head: "Recompute", cell: (row) => row.recompute },
     { head: "At the peak", number: true, cell: (row) => bytes(row.at_peak) },
     { head: "Received", number: true, cell: (row) => bytes(row.received) },
@@ -196,6 +213,7 @@ head();
 legend();
 frontTable();
 phaseTable();
+sliders();
 tables();
 lists();
 const redraw = () => (draw(), scatter());

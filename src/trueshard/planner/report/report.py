@@ -15,7 +15,7 @@ from trueshard.planner.workload import Alternative, Study
 from trueshard.plans import Forecast
 from trueshard.text import size, table
 
-WIDTH = 118
+WIDTH = 100
 _NOTHING = UnitUse(0, 0, 0, 0)
 
 
@@ -167,7 +167,7 @@ def _units(study: Study) -> list[str]:
     units = unit_rows(study)
     rows = [
         (
-            _short(unit["name"], 40),
+            unit["name"],
             times(unit["count"]),
             f"{unit['parameters']:,}",
             size(unit["bytes"]),
@@ -180,10 +180,11 @@ def _units(study: Study) -> list[str]:
         for unit in units
     ]
     rows += [
-        (_short(each.name, 40), "", f"{each.parameters:,}", "", "", "replicated", "", "", "")
-        for each in study.plan.replicated
+        (each.name, "", f"{each.parameters:,}", "", "", "replicated", "", "", "") for each in study.plan.replicated
     ]
-    lines = table(head, rows, right=(1, 2, 3, 7, 8))
+    right = (1, 2, 3, 7, 8)
+    room = WIDTH - max(map(len, table(head, [("", *row[1:]) for row in rows], right))) + len(head[0])
+    lines = table(head, [(_short(row[0], max(room, 12)), *row[1:]) for row in rows], right)
     if any(unit["count"] > 1 for unit in units):
         lines.append("Parameters and size are those of one unit; memory at the peak and traffic those of the row.")
     return ["Units", *lines]
@@ -194,7 +195,7 @@ def _memory(forecast: Forecast) -> list[str]:
     live = max(forecast.peak_live_bytes, 1)
     rows = [(kind, size(count), f"{count / live:.0%}", "") for kind, count in forecast.peak_by_kind.items()]
     rows += [
-        ("live", size(forecast.peak_live_bytes), "", _short(f"what tensors take at the peak, {where}", 72)),
+        ("live", size(forecast.peak_live_bytes), "", _short(f"what tensors take at the peak, {where}", 62)),
         ("reserved", size(forecast.peak_reserved_bytes), "", "as torch.cuda.max_memory_reserved() would say"),
         ("budget", size(forecast.budget_bytes), "", verdict(forecast)),
         ("overhead", size(forecast.overhead_bytes), "", "context and communicators, outside of torch's allocator"),
@@ -203,8 +204,11 @@ def _memory(forecast: Forecast) -> list[str]:
 
 
 def phase_rows(study: Study) -> list[dict[str, Any]]:
-    """Return the phases of a step of reinforcement learning, with words for a table."""
-    every = [each.seconds for each in study.phases]
+    """Return the phases of a step of reinforcement learning, or of a run, with words for a table.
+
+    Shares are of the time of a run, in which a phase comes once in ``every`` steps.
+    """
+    every = [None if each.seconds is None else each.seconds / each.every for each in study.phases]
     whole = 0.0 if None in every else sum(each or 0.0 for each in every)
     most = max((each.live_bytes for each in study.phases), default=0)
     return [
@@ -212,7 +216,7 @@ def phase_rows(study: Study) -> list[dict[str, Any]]:
             "name": each.name,
             "live": size(each.live_bytes) + (" (largest)" if each.live_bytes == most else ""),
             "time": "unknown" if each.seconds is None else duration(each.seconds) if each.seconds else "none",
-            "share": f"{each.seconds / whole:.0%}" if each.seconds is not None and whole else "",
+            "share": f"{each.seconds / each.every / whole:.0%}" if each.seconds is not None and whole else "",
             "needs": " · ".join([*(f"{name} {size(count)}" for name, count in each.needs.items()), *each.notes]),
         }
         for each in study.phases
@@ -222,8 +226,18 @@ def phase_rows(study: Study) -> list[dict[str, Any]]:
 def _phases(study: Study) -> list[str]:
     if not study.phases:
         return []
-    rows = [tuple(row.values()) for row in phase_rows(study)]
-    return ["Phases of a step", *_indented(rows, right=(2, 3))]
+    every = phase_rows(study)
+    starts = _indented([(*list(row.values())[:4], "") for row in every], right=(2, 3))
+    lines = [
+        textwrap.fill(row["needs"] or " ", WIDTH, initial_indent=f"{start.rstrip()}  ", subsequent_indent=" " * 8)
+        for start, row in zip(starts, every, strict=True)
+    ]
+    return [phases_title(study), *lines]
+
+
+def phases_title(study: Study) -> str:
+    """Return a heading for the phases."""
+    return "Phases of a run" if any(each.name == "saving" for each in study.phases) else "Phases of a step"
 
 
 def _communication(forecast: Forecast) -> list[str]:
@@ -246,22 +260,46 @@ def _by_axis(forecast: Forecast) -> list[str]:
 
 
 def _time(study: Study) -> list[str]:
-    forecast, host = study.forecast, study.timeline.host_seconds
-    step = max(forecast.step_seconds, 1e-12)
+    forecast = study.forecast
     again = forecast.flops_per_step - forecast.model_flops_per_step
     work = operations(forecast.model_flops_per_step) + (
         f", and {operations(again)} again by recomputing" if again else ""
     )
-    exposed = forecast.exposed_communication_seconds
-    rows = [
-        ("step", duration(forecast.step_seconds), ""),
-        ("computing", duration(forecast.compute_seconds), work),
-        ("waiting", duration(exposed), f"for communication that nothing hides, {exposed / step:.1%} of the step"),
-        *([("host", duration(host), "in which the device waits for work to be issued")] if host > step / 1000 else []),
+    rows = [("step", duration(forecast.step_seconds), "")]
+    rows += [(part["name"], duration(part["seconds"]), part["words"]) for part in time_parts(study)]
+    rows[1] = (*rows[1][:2], work)
+    rows += [
         ("tokens/s", f"{forecast.tokens_per_second_per_rank:,.0f}", "a rank"),
         ("MFU", f"{forecast.mfu:.1%}", "recomputation not counted"),
     ]
     return ["Time of a step", *_indented(rows, right=(1,))]
+
+
+def time_parts(study: Study) -> list[dict[str, Any]]:
+    """Return the parts of a step, which add up to it: ``name``, ``seconds``, ``share`` and ``words`` of each.
+
+    The first is computing. Of an accumulation that is not simulated whole, host and other ranks are in proportion.
+    """
+    forecast, line = study.forecast, study.timeline
+    step = forecast.step_seconds
+    rest = max(step - forecast.compute_seconds - forecast.exposed_communication_seconds, 0.0)
+    simulated = line.host_seconds + line.straggling_seconds
+    host = rest * line.host_seconds / simulated if simulated else rest
+    parts = [
+        ("computing", forecast.compute_seconds, ""),
+        ("waiting", forecast.exposed_communication_seconds, "for communication that nothing hides"),
+        ("host", host, "the device waits for work to be issued"),
+        ("other ranks", rest - host, "the slowest of several nodes"),
+    ]
+    return [
+        {"name": name, "seconds": seconds, "share": seconds / (step or 1.0), "words": _of_step(words, seconds, step)}
+        for name, seconds, words in parts
+        if seconds > step / 10000 or name in ("computing", "waiting")
+    ]
+
+
+def _of_step(words: str, seconds: float, step: float) -> str:
+    return f"{words}, {seconds / (step or 1.0):.1%} of the step" if words else ""
 
 
 def _unit_reasons(study: Study) -> Iterator[str]:
@@ -277,7 +315,7 @@ def _alternatives(study: Study) -> list[str]:
         return []
     front = [each for each in every_plan(study) if each["on_front"]]
     rows = [
-        (size(each["peak_reserved_bytes"]), f"{each['tokens_per_second_per_rank']:,.0f}", _short(each["words"], 80))
+        (size(each["peak_reserved_bytes"]), f"{each['tokens_per_second_per_rank']:,.0f}", _short(each["words"], 72))
         for each in sorted(front, key=lambda each: each["peak_reserved_bytes"])
     ]
     count = f"{len(study.alternatives):,} other plan{'s were' if len(study.alternatives) > 1 else ' was'} worked out"

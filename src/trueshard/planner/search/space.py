@@ -43,6 +43,8 @@ class Space:
     optimizer: str
     imbalance: float = 1.0
     """As ``Job.imbalance``."""
+    matmul: str | None = None
+    """Recipe of ``low_precision``."""
 
     def cluster(self, replicate: int) -> Cluster:
         """Return the ranks as a cluster of ``replicate`` replicas."""
@@ -82,6 +84,7 @@ class Space:
             optimizer=self.optimizer,
             choices=self.choices,
             imbalance=self.imbalance,
+            matmul=self.matmul,
         )
         return study(job, cluster, budget, simulator)
 

@@ -24,6 +24,7 @@ from trueshard.machine import memory_of_process
 from trueshard.planner import hardware as catalogue
 from trueshard.planner import process
 from trueshard.planner.hardware import Hardware
+from trueshard.planner.inputs.batches import model_loss
 from trueshard.planner.planning import Request
 from trueshard.planner.report import report
 from trueshard.planner.workload import StepPhase, Study
@@ -34,7 +35,7 @@ from trueshard.train.losses import CausalLoss
 from trueshard.train.models.build import architecture, empty, quiet_transformers
 from trueshard.train.optimizer import build_optimizer
 from trueshard.train.parse import toml_key, toml_value
-from trueshard.train.running import phases, resuming
+from trueshard.train.running import phases, resuming, run_phases
 from trueshard.train.running.checks import check_nproc, check_settings, count_samples, default_nproc, steps_of_epochs
 
 SILENT = ("include",)
@@ -72,7 +73,9 @@ def study(
     model.__name__ = getattr(settings, "model_type", "model")  # for the tables of the study
     train, feed = config.train, _feed(config)
     whole = CausalLoss(train.whole_logits)
-    loss, score = (own_loss, None) if config.rl is None else phases.policy_functions(config)
+    loss, score = (
+        (own_loss, _evaluation(config, feed, own_loss)) if config.rl is None else phases.policy_functions(config)
+    )
     try:
         known = device if isinstance(device, Hardware) else _hardware_here(device, ranks_per_node)
         copy = phases.copy_word(config, settings, known, ranks)
@@ -100,10 +103,23 @@ def study(
                 arguments = (config, settings, phases.compute_dtype(config))
                 made = process.call("trueshard.train.running.phases:generation", *arguments, in_place=in_place)
             found = _with_phases(found, phases.phases(config, found, copy, made, known), config)
+        else:
+            every = run_phases.run_phases(config, found, known)
+            told = run_phases.advice(every, found.forecast.budget_bytes)
+            found = dataclasses.replace(found, phases=every, reasons=(told, *found.reasons))
     except Exception as error:  # whatever a model or an optimizer raises under simulation
         return Unplanned(one_line(error))
     optimizer = config.optimizer.class_path.rpartition(".")[2]
     return dataclasses.replace(found, forecast=dataclasses.replace(found.forecast, optimizer=optimizer))
+
+
+def _evaluation(
+    config: Config, feed: Callable[[int, int], Batch] | None, loss: Callable[[nn.Module, Any], torch.Tensor]
+) -> Callable[[nn.Module, Any], Any] | None:
+    """Return the pass of an evaluation; None without one."""
+    if config.evaluation is None:
+        return None
+    return run_phases.evaluated(model_loss if feed is None else loss)
 
 
 def _with_phases(found: Study, every: tuple[StepPhase, ...], config: Config) -> Study:
@@ -129,13 +145,13 @@ def _hardware_here(device: torch.device, local_ranks: int) -> Hardware:
 def bytes_of(found: Study | Unplanned) -> int | None:
     """Return the peak memory of a rank: what torch reserves; on a CPU, which has no such cache, tensors alone.
 
-    Of reinforcement learning: at least what tensors take in any phase.
+    At least what tensors take in any phase; the copies of a save, which lie on the host, are left out.
     """
     if isinstance(found, Unplanned):
         return None
     forecast = found.forecast
     own = forecast.peak_live_bytes if forecast.hardware == "cpu" else forecast.peak_reserved_bytes
-    return max([own, *(each.live_bytes for each in found.phases)])
+    return max([own, *(each.live_bytes for each in found.phases if each.name != "saving")])
 
 
 def write(folder: Path, found: Study | Unplanned | Plan) -> None:

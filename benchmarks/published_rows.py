@@ -1,0 +1,455 @@
+"""Published figures of speed and memory, each with its source and what the source leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trueshard.planner.hardware import Mode
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a decoder."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    intermediate: int = 0
+    """Of the gated MLP; 0: MPT."""
+    key_value_heads: int = 0
+    """0: as many as heads."""
+    kind: str = "llama"
+    """transformers' ``model_type``."""
+
+
+LLAMA3_8B = Model("Llama 3 8B", 32, 4096, 32, 128256, 14336, 8)
+LLAMA3_15B = Model("Llama 3 14.8B", 40, 5120, 40, 128256, 17920, 8)
+LLAMA3_70B = Model("Llama 3 70B", 80, 8192, 64, 128256, 28672, 8)
+LLAMA2_7B = Model("Llama 2 7B", 32, 4096, 32, 32000, 11008)
+LLAMA2_13B = Model("Llama 2 13B", 40, 5120, 40, 32000, 13824)
+CODELLAMA_34B = Model("Llama 2 34B", 48, 8192, 64, 32000, 22016, 8)
+LLAMA2_70B = Model("Llama 2 70B", 80, 8192, 64, 32000, 28672, 8)
+QWEN25_7B = Model("Qwen2.5 7B", 28, 3584, 28, 152064, 18944, 4, "qwen2")
+QWEN3_8B = Model("Qwen3 8B", 36, 4096, 32, 151936, 12288, 8, "qwen3")
+MPT_760M = Model("MPT 760M", 24, 1536, 12, 50368)
+MPT_1B = Model("MPT 1B", 24, 2048, 16, 50368)
+MPT_3B = Model("MPT 3B", 32, 2560, 20, 50368)
+MPT_7B = Model("MPT 7B", 32, 4096, 32, 50368)
+MPT_13B = Model("MPT 13B", 40, 5120, 40, 50368)
+MPT_30B = Model("MPT 30B", 48, 7168, 56, 50368)
+MPT_70B = Model("MPT 70B", 80, 8192, 64, 50368)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is simulated; rows that differ in device or in products' dtype share it."""
+
+    model: Model
+    ranks: int
+    microbatch: int
+    sequence: int
+    recompute: str = "none"
+    accumulation: int = 1
+    """Microbatches whose gradients are reduced together."""
+    mode: Mode = "eager"
+    replicate: int = 1
+    reshard: str = "default"
+    split: bool = False
+    """Embedding and head are units, as in TorchTitan since July 2025; else they belong to the root."""
+    loss: Literal["eager", "compiled", "chunked"] = "eager"
+    """``compiled``: logits in bfloat16 and their gradient are all that lies in memory; ``chunked``: logits, and the
+    gradient of an eighth."""
+    reduce: str = "float32"
+    storage: str = "float32"
+    lora: tuple[int, tuple[str, ...]] | None = None
+    """Rank, and names of the layers that have adapters."""
+    optimizer: str = "adamw"
+    clip: float | None = 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published figure. Lower-case sources are keys of ``SOURCES``."""
+
+    source: str
+    device: str
+    setting: Setting
+    tokens: float | None
+    """Tokens a second and GPU."""
+    memory: float | None = None
+    """GiB."""
+    memory_kind: Literal["reserved", "live"] = "reserved"
+    """What the source counts; ``reserved``: ``max_memory_reserved``."""
+    matmul: str | None = None
+    expandable: bool = False
+    """With expandable segments, as TorchTitan's ``run_train.sh`` sets; ROCm had none in August 2025."""
+    microbatches: int = 1
+    """Microbatches a step, each with a reduction of its own (FSDP1)."""
+    fitted: str = ""
+    """Constant that was set on this row; "": the row is out of sample."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Where the machine is not the catalogue's."""
+    open: str = ""
+    """What the source leaves open, and what is assumed."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Published figures on a mesh that the planner does not simulate, or of a technique that it has not."""
+
+    source: str
+    model: str
+    device: str
+    mesh: str
+    setting: str
+    tokens: str
+    memory: str = ""
+    why: str = "axes"
+
+
+SOURCES = {
+    "titan-2024": "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md",
+    "titan-a100": "pytorch/torchtitan, docs/performance.md of 2024",
+    "titan-async": "pytorch/torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md",
+    "titan-h200": "pytorch/torchtitan, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md",
+    "titan-nvfp4": "pytorch/torchtitan, torchtitan/components/quantization/nvfp4.md",
+    "titan-mxfp8": "pytorch/torchtitan, torchtitan/components/quantization/mxfp8.md",
+    "ao": "pytorch/ao, docs/source/workflows/training.md",
+    "kempner": "KempnerForge, benchmarks/mfu_scaling/mfu_scaling.md of April 2026",
+    "foundry": "mosaicml/llm-foundry, scripts/train/benchmarking/README.md",
+    "fms": "foundation-model-stack/fms-fsdp, README.md",
+    "automodel": "NVIDIA-NeMo/Automodel, docs/performance-summary.mdx",
+    "tune": "meta-pytorch/torchtune, README.md of September 2024",
+    "bridge": "NVIDIA-NeMo/Megatron-Bridge",
+    "maxtext": "AI-Hypercomputer/maxtext, README.md",
+}
+
+_MATMUL = "matmul"
+_FOUR = {"ranks_per_node": 4}
+LIMITED = {"compile": {"matmul": 0.26, "attention": 0.13}}
+"""Shares of a B200's peak at an unpublished power limit: attention's in the proportion of the h100's."""
+
+
+def _titan_2024(ranks: int, mode: Mode) -> Setting:
+    return Setting(LLAMA3_8B, ranks, 2, 8192, "selective", mode=mode)
+
+
+def _titan() -> list[Row]:
+    long = Setting(LLAMA3_8B, 8, 1, 32768, "full", mode="compile")
+    rows = [
+        Row("titan-2024", "h100-96gb", _titan_2024(8, "eager"), 5762, 82.4, fitted=_MATMUL),
+        Row("titan-2024", "h100-96gb", _titan_2024(8, "compile"), 6667, 77.0, fitted=_MATMUL),
+        Row("titan-2024", "h100-96gb", _titan_2024(8, "compile"), 8532, 76.8, matmul="float8"),
+        Row("titan-2024", "h100-96gb", long, 3890, 83.9, matmul="float8"),
+        Row("titan-2024", "h100-96gb", _titan_2024(128, "eager"), 5605, 67.0, fitted="straggling"),
+        Row("titan-2024", "h100-96gb", _titan_2024(128, "compile"), 6514, 62.0, fitted="straggling"),
+        Row("titan-2024", "h100-96gb", _titan_2024(128, "compile"), 8380, 61.8, matmul="float8"),
+    ]
+    for nodes, tokens, memory in ((4, 10938, 47.96), (8, 10753, 46.97)):
+        setting = Setting(LLAMA3_8B, 8 * nodes, 2, 8192, "selective", mode="compile", loss="compiled")
+        rows.append(Row("titan-h200", "h200", setting, tokens, memory, matmul="float8"))
+    a100 = (
+        (Setting(LLAMA3_8B, 64, 1, 8192, "selective"), 2973),
+        (Setting(LLAMA3_70B, 64, 1, 8192, "full"), 331),
+        (Setting(LLAMA2_13B, 64, 2, 4096), 2162),
+        (Setting(LLAMA2_13B, 64, 2, 4096, "selective"), 1904),
+        (Setting(LLAMA2_70B, 64, 2, 4096, "full"), 353),
+    )
+    return rows + [Row("titan-a100", "a100", setting, tokens, fitted=_MATMUL) for setting, tokens in a100]
+
+
+def _low_precision() -> list[Row]:
+    """TorchTitan run by torchao's script: batch 1, sequence 8,192, compiled, selective recomputation by operation."""
+    early = Setting(LLAMA3_8B, 8, 1, 8192, "selective", mode="compile")
+    late = Setting(LLAMA3_8B, 8, 1, 8192, "selective", mode="compile", split=True, loss="compiled")
+    unsaid = "power limit of the H100 (taken as TorchTitan's 96 GB at 500 W); GB or GiB"
+    rows = [
+        Row("ao", "h100-96gb", early, tokens, memory, matmul=matmul, open=unsaid)
+        for matmul, tokens, memory in ((None, 6150, 47.65), ("float8", 7689.5, 47.77), ("float8-rowwise", 6768, 47.79))
+    ]
+    rows += [
+        Row("ao", "mi300x", late, tokens, memory, matmul=matmul, fitted="" if matmul else _MATMUL, open="GB or GiB")
+        for matmul, tokens, memory in ((None, 5376.5, 39.09), ("float8", 6166, 39.07), ("float8-rowwise", 5891, 39.32))
+    ]
+    rows += [
+        Row(
+            "ao",
+            "b200",
+            late,
+            tokens,
+            memory,
+            matmul=matmul,
+            fitted="" if matmul else _MATMUL,
+            expandable=True,
+            overrides=LIMITED,
+            open="power limit",
+        )
+        for matmul, tokens, memory in (
+            (None, 8307.5, 33.71),
+            ("float8", 10417, 33.38),
+            ("mxfp8", 9969, 33.88),
+            ("float8-rowwise", 8640.5, 33.72),
+        )
+    ]
+    unsaid = "memory is read at step 760, its kind is not said; power limit"
+    for model, microbatch, figures in (
+        (LLAMA3_8B, 32, ((None, 21919, 174.49), ("mxfp8", 28084, 179.94))),
+        (QWEN3_8B, 16, ((None, 20913, 112.88), ("mxfp8", 27587, 112.63))),
+    ):
+        setting = Setting(model, 4, microbatch, 2048, "selective", mode="compile", split=True, loss="compiled")
+        for matmul, tokens, memory in figures:
+            rows.append(
+                Row("titan-nvfp4", "b200", setting, tokens, memory, matmul=matmul, expandable=True, open=unsaid)
+            )
+    return rows
+
+
+def _kempner() -> list[Row]:
+    def setting(model: Model, ranks: int, accumulation: int, mode: Mode) -> Setting:
+        return Setting(model, ranks, 4, 4096, "full", accumulation, mode)
+
+    return [
+        Row("kempner", "h200", setting(LLAMA3_8B, 2, 2, "compile"), 9364, fitted=_MATMUL, overrides=_FOUR),
+        Row("kempner", "h200", setting(LLAMA3_8B, 4, 2, "compile"), 9746, fitted=_MATMUL, overrides=_FOUR),
+        Row("kempner", "h200", setting(LLAMA3_15B, 8, 4, "eager"), 4426, overrides=_FOUR),
+    ]
+
+
+def _fms() -> list[Row]:
+    """``torch.compile``, bfloat16 reductions (``fms_fsdp/policies/mixed_precision.py``); nodes of Vela."""
+    network = {"network_bandwidth": 6.25e9}
+    unsaid = "network (400 Gb/s a node, by the later README); batches of the README before February 2024"
+
+    def setting(model: Model, microbatch: int, recompute: str = "none", replicate: int = 1) -> Setting:
+        return Setting(model, 128, microbatch, 4096, recompute, mode="compile", replicate=replicate, reduce="bfloat16")
+
+    return [
+        Row("fms", "a100", each, tokens, overrides=network, open=unsaid)
+        for each, tokens in (
+            (setting(LLAMA2_7B, 2, replicate=16), 3760),
+            (setting(LLAMA2_13B, 1, replicate=16), 1700),
+            (setting(CODELLAMA_34B, 8, "full"), 772),
+            (setting(LLAMA2_70B, 6, "full"), 380),
+        )
+    ]
+
+
+_ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _adapters() -> list[Row]:
+    def automodel(model: Model) -> Setting:
+        lora = (16, _ALL_LINEAR)
+        return Setting(model, 1, 2, 4096, accumulation=16, mode="compile", storage="bfloat16", lora=lora, clip=None)
+
+    def tune(model: Model, ranks: int, lora: tuple[int, tuple[str, ...]], recompute: str) -> Setting:
+        return Setting(
+            model, ranks, 2, 2048, recompute, mode="compile", split=True, loss="chunked", storage="bfloat16",
+            reduce="bfloat16", lora=lora, clip=None,
+        )  # fmt: skip
+
+    small, large = (8, ("q_proj", "v_proj")), (16, ("q_proj", "k_proj", "v_proj"))
+    fused = "Transformer Engine's fused layers are taken as compiled ones"
+    unsaid = "recomputation (the recipe's own: full), kind of memory (taken as allocated)"
+    ada = (
+        "said to be an A6000, whose peak is below what this speed takes: an RTX 6000 Ada; recomputation (by its "
+        "memory: none), kind of memory (taken as allocated)"
+    )
+    return [
+        Row("automodel", "h100", automodel(LLAMA3_8B), 12472.87, open=fused),
+        Row("automodel", "h100", automodel(QWEN25_7B), 14110.05, open=fused),
+        Row("tune", "rtx4090", tune(LLAMA3_8B, 1, small, "full"), 3083, 16.2, "live", open=unsaid),
+        Row("tune", "rtx6000-ada", tune(LLAMA3_8B, 1, small, "none"), 4699, 30.3, "live", open=ada),
+        Row(
+            "tune",
+            "a100",
+            tune(LLAMA3_70B, 8, large, "full"),
+            3497 / 8,
+            27.6,
+            "live",
+            open=f"tokens/s are of 8 GPUs; {unsaid}",
+        ),
+    ]
+
+
+def _foundry() -> list[Row]:
+    """FSDP1. Rows are (model, ranks, sequence, microbatch, microbatches a step, recompute, tokens)."""
+    h100 = (
+        (MPT_760M, 8, 2048, 24, 2, "none", 63147),
+        (MPT_1B, 8, 2048, 14, 1, "none", 45455),
+        (MPT_3B, 16, 2048, 10, 3, "none", 24142),
+        (MPT_7B, 8, 2048, 6, 1, "none", 10643),
+        (MPT_7B, 128, 2048, 6, 1, "none", 10475),
+        (MPT_7B, 256, 2048, 6, 1, "none", 10119),
+        (MPT_7B, 512, 2048, 6, 1, "none", 9670),
+        (MPT_7B, 8, 4096, 16, 2, "full", 8611),
+        (MPT_7B, 8, 8192, 8, 2, "full", 6935),
+        (MPT_7B, 8, 32768, 2, 2, "full", 3318),
+        (MPT_7B, 8, 65536, 1, 2, "full", 1956),
+        (MPT_13B, 8, 2048, 2, 1, "none", 4792),
+        (MPT_13B, 16, 2048, 2, 1, "none", 4767),
+        (MPT_13B, 32, 2048, 2, 1, "none", 4811),
+        (MPT_13B, 64, 2048, 2, 1, "none", 4800),
+        (MPT_13B, 128, 2048, 16, 1, "full", 5080),
+        (MPT_13B, 256, 2048, 16, 1, "full", 4989),
+        (MPT_13B, 512, 2048, 16, 1, "full", 4952),
+        (MPT_13B, 8, 4096, 10, 3, "full", 4717),
+        (MPT_13B, 8, 16384, 3, 3, "full", 2985),
+        (MPT_13B, 8, 32768, 1, 3, "full", 1976),
+        (MPT_30B, 8, 2048, 3, 21, "full", 2002),
+        (MPT_30B, 8, 4096, 1, 21, "full", 1802),
+        (MPT_30B, 8, 8192, 1, 21, "full", 1384),
+        (MPT_30B, 16, 2048, 10, 3, "full", 2263),
+        (MPT_30B, 32, 2048, 14, 3, "full", 2308),
+        (MPT_30B, 128, 2048, 8, 1, "full", 2199),
+        (MPT_30B, 256, 2048, 8, 1, "full", 2148),
+        (MPT_30B, 512, 2048, 8, 1, "full", 2115),
+        (MPT_70B, 32, 2048, 2, 16, "full", 882),
+        (MPT_70B, 64, 2048, 8, 4, "full", 1039),
+        (MPT_70B, 128, 2048, 8, 1, "full", 1058),
+        (MPT_70B, 256, 2048, 8, 1, "full", 1035),
+        (MPT_70B, 512, 2048, 8, 1, "full", 1007),
+    )
+    rows = [_foundry_row("h100", *figures) for figures in h100]
+    for ranks, tokens in ((128, 23422), (256, 22772), (512, 21664)):
+        rows.append(_foundry_row("h100", MPT_3B, ranks, 2048, 8, 1, "none", tokens, reshard="never"))
+    for sequence, microbatch, recompute, tokens in (
+        (512, 40, "none", 36527),
+        (2048, 10, "none", 30586),
+        (8192, 3, "none", 19146),
+        (32768, 3, "full", 5856),
+    ):
+        rows.append(_foundry_row("h100", MPT_3B, 8, sequence, microbatch, 6, recompute, tokens, matmul="float8"))
+    a100 = (
+        ("a100", (MPT_7B, 8, 2048, 6, 2, "none", 4641)),
+        ("a100", (MPT_70B, 64, 2048, 8, 1, "full", 410)),
+        ("a100-40gb", (MPT_7B, 8, 2048, 12, 4, "full", 3679)),
+        ("a100-40gb", (MPT_7B, 128, 2048, 18, 1, "full", 3623)),
+        ("a100-40gb", (MPT_13B, 64, 2048, 16, 1, "full", 1976)),
+        ("a100-40gb", (MPT_30B, 128, 2048, 6, 1, "full", 865)),
+        ("a100-40gb", (MPT_70B, 64, 2048, 2, 1, "full", 276)),
+        ("a100-40gb", (MPT_70B, 128, 2048, 4, 1, "full", 376)),
+    )
+    return rows + [_foundry_row(device, *figures, reduce="bfloat16") for device, figures in a100]
+
+
+_2023 = {"eager": {"matmul": 0.54}}
+"""What products reached on an H100 with the software of 2023."""
+_FITTED_H100 = {(MPT_7B, 8, 2048), (MPT_13B, 8, 2048)}
+_NODES_H100 = {(MPT_7B, 128, 2048), (MPT_7B, 512, 2048), (MPT_70B, 64, 2048), (MPT_70B, 512, 2048)}
+
+
+def _foundry_row(
+    device: str,
+    model: Model,
+    ranks: int,
+    sequence: int,
+    microbatch: int,
+    microbatches: int,
+    recompute: str,
+    tokens: float,
+    reduce: str = "float32",
+    reshard: str = "always",
+    matmul: str | None = None,
+) -> Row:
+    setting = Setting(model, ranks, microbatch, sequence, recompute, reshard=reshard, loss="compiled", reduce=reduce)
+    key = (model, ranks, sequence)
+    fitted = _MATMUL if key in _FITTED_H100 else "straggling" if key in _NODES_H100 else ""
+    return Row(
+        "foundry", device, setting, tokens, matmul=matmul, microbatches=microbatches,
+        overrides=_2023 if device == "h100" else {},
+        fitted=fitted if device == "h100" and matmul is None else "",
+        open="float8 of Transformer Engine, delayed scaling" if matmul else "",
+    )  # fmt: skip
+
+
+ROWS: tuple[Row, ...] = (*_titan(), *_low_precision(), *_kempner(), *_fms(), *_adapters(), *_foundry())
+
+
+_AXES = "ranks that share matrices, sequences, experts or layers"
+_NVFP4 = "no published count of what its casts move; its products are none that selective recomputation keeps"
+_PAGED = "optimizer in backward, paged, in 8 bits"
+_NF4 = "a base of 4 bits"
+_405B = "b32, full, float8, async TP"
+
+
+def _pending() -> list[Pending]:
+    async_70b, async_8b = "FSDP 32 × TP 8", "FSDP 8 × TP 8"
+    rows = [
+        ("titan-2024", "Llama 3 8B", "8 × h100-96gb", "FSDP 4 × CP 2", "65,536", "2,540", "84.2"),
+        ("titan-2024", "Llama 3 8B", "8 × h100-96gb", "FSDP 2 × CP 4", "131,072", "1,071", "84.0"),
+        ("titan-2024", "Llama 3 8B", "8 × h100-96gb", "CP 8", "262,144", "548", "84.5"),
+        ("titan-2024", "Llama 3 70B", "256 × h100-96gb", async_70b, "b16, full, float8", "829", "71.9"),
+        ("titan-2024", "Llama 3 70B", "256 × h100-96gb", async_70b, "b16, full, float8, async TP", "876", "67.6"),
+        ("titan-2024", "Llama 3 405B", "512 × h100-96gb", "FSDP 8 × TP 8 × PP 8", f"{_405B}, 1F1B", "100", "82.5"),
+        (
+            "titan-2024",
+            "Llama 3 405B",
+            "512 × h100-96gb",
+            "FSDP 8 × TP 8 × PP 8",
+            f"{_405B}, interleaved",
+            "128",
+            "72.7",
+        ),
+        ("titan-2024", "Llama 3 405B", "512 × h100-96gb", "FSDP 8 × TP 8 × PP 8", "b8, 32,768, 1F1B", "76", "75.3"),
+        ("titan-2024", "Llama 3 405B", "512 × h100-96gb", "FSDP 4 × CP 2 × TP 8 × PP 8", "65,536", "47", "75.9"),
+        ("titan-2024", "Llama 3 405B", "512 × h100-96gb", "FSDP 2 × CP 4 × TP 8 × PP 8", "131,072", "31", "77.1"),
+        ("titan-2024", "Llama 3 405B", "512 × h100-96gb", "CP 8 × TP 8 × PP 8", "262,144", "16", "84.9"),
+        ("titan-async", "Llama 3 70B", "256 × h100-96gb", async_70b, "bfloat16; async TP", "597; 652", ""),
+        ("titan-async", "Llama 3 70B", "256 × h100-96gb", async_70b, "float8; async TP", "810; 942", ""),
+        ("titan-async", "Llama 3 70B", "256 × h100-96gb", async_70b, "float8-rowwise; async TP", "600; 625", ""),
+        ("titan-async", "Llama 3 8B", "64 × h100-96gb", async_8b, "bfloat16; async TP", "4,378; 4,809", ""),
+        ("titan-async", "Llama 3 8B", "64 × h100-96gb", async_8b, "float8; async TP", "5,078; 5,570", ""),
+        ("titan-async", "Llama 3 8B", "64 × h100-96gb", async_8b, "float8-rowwise; async TP", "3,709; 3,915", ""),
+        ("titan-mxfp8", "Llama 4 Scout", "256 × gb200", "FSDP 256 × EP 16", "b10, 8,192; mxfp8", "6,169; 7,401", ""),
+        ("automodel", "Llama 3 70B", "64 × h100", "FSDP 32 × CP 2", "b1 × 4, 8,192, full", "867", ""),
+        ("automodel", "GPT-OSS 20B", "8 × h100", "FSDP 8 × EP 8", "b2 × 16, 4,096", "13,058", ""),
+        ("automodel", "GPT-OSS 120B", "64 × h100", "FSDP 64 × EP", "b2 × 4, 4,096", "7,626", ""),
+        ("automodel", "Qwen3 MoE 30B", "8 × h100", "FSDP 8 × EP 8", "b4 × 16, 4,096", "12,040", ""),
+        ("automodel", "DeepSeek V3 671B", "256; 1,024 × h100", "PP 4 × EP 64", "4,096", "1,002; 865", ""),
+        ("automodel", "Kimi K2", "256 × h100", "PP 8 × EP 32", "4,096", "924", ""),
+        ("automodel", "Nemotron 3 Nano 30B", "8 × h100", "EP 8", "4,096", "16,789", ""),
+        ("automodel", "Nemotron 3 Super 120B", "64 × h100", "EP 64", "4,096", "4,497", ""),
+        ("automodel", "Nemotron 3 Ultra 550B", "128 × h100", "EP 64", "4,096", "815", ""),
+        ("automodel", "Llama 3 70B, LoRA", "8; 16 × h100", "TP 2 × FSDP 4; 8", "b2, 4,096", "1,092; 985", ""),
+        ("automodel", "Qwen2.5 32B, LoRA", "8; 16 × h100", "TP 2 × FSDP 4; 8", "b2, 4,096", "2,250; 2,073", ""),
+        ("bridge", "Llama 3.1 405B", "1,024 × h100", "TP 8 × PP 8 × CP 2", "float8", "328", ""),
+        ("bridge", "Llama 3 70B", "64 × h100", "TP 4 × PP 8", "float8", "1,664", ""),
+        ("bridge", "Llama 3 70B, SFT", "32 × h100", "TP 4 × PP 4; PP 8; TP 8", "", "", "58.8; 53.2; 50.2"),
+    ]
+    found = [Pending(*row, why=_AXES) for row in rows]
+    found += [
+        Pending("titan-nvfp4", "Llama 3 8B", "4 × b200", "FSDP 4", "b32, 2,048, nvfp4", "30,040", "110.95", _NVFP4),
+        Pending("titan-nvfp4", "Qwen3 8B", "4 × b200", "FSDP 4", "b16, 2,048, nvfp4", "26,732", "78.63", _NVFP4),
+        Pending("tune", "Llama 3 8B", "1 × rtx4090; a6000", "", "b2, 2,048", "1,650; 2,579", "18.9; 37.4", _PAGED),
+        Pending("tune", "Llama 3 8B, QLoRA", "1 × rtx4090", "", "b2, 2,048", "2,413", "7.4", _NF4),
+        Pending("tune", "Llama 3 405B, QLoRA", "8 × a100", "FSDP 8", "2,048", "653 of 8", "44.8", _NF4),
+        Pending(
+            "tune",
+            "Llama 3 70B",
+            "8 × a100",
+            "FSDP 8",
+            "b2, 2,048, offload",
+            "1,568 of 8",
+            "13.9",
+            "speed of the host's cores",
+        ),
+        Pending(
+            "maxtext",
+            "Llama 2 7B",
+            "8 to 128 × h100",
+            "FSDP",
+            "batch not said",
+            "375 to 492 TFLOP/s",
+            "",
+            "another framework",
+        ),
+    ]
+    return found
+
+
+PENDING: tuple[Pending, ...] = tuple(_pending())
