@@ -95,7 +95,7 @@ def shortened(command: str) -> str:
     trains = re.search(r"\btrueshard (train|demo)\b", command)
     if trains and "train.steps=" not in command:
         command += " --set train.steps=2 --set sample.tokens=2"
-    if re.match(r"trueshard plan (?!\S+\.toml)", command) and "--reshard-after-forward" not in command:
+    if re.match(r"trueshard plan (?!\S+\.toml|--for )", command) and "--reshard-after-forward" not in command:
         command += " --reshard-after-forward default --activation-checkpointing none"
     if re.search(r"\btrueshard verify\b", command):
         command += " --steps 2"

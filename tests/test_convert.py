@@ -37,9 +37,9 @@ from trueshard.train.parse import fields, load_config
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "coming_from"
-RANKS = {"torchtitan.toml": 8, "composer.yaml": 8, "training_arguments.json": 8, "trl.yaml": 4}
+RANKS = {"torchtitan.toml": 8, "deepspeed.json": 8, "composer.yaml": 8, "training_arguments.json": 8, "trl.yaml": 4}
 EXAMPLE_FILES = ["accelerate.yaml", "composer.yaml", "fsdp.env", "torchtitan.toml", "training_arguments.json"]
-EXAMPLE_FILES += ["easyr1.yaml", "verl.yaml", "trl.yaml"]
+EXAMPLE_FILES += ["deepspeed.json", "easyr1.yaml", "verl.yaml", "trl.yaml"]
 KNOWN = {source.name: set(source.index) for source in FRAMEWORKS}
 RULES = {source.name: source.index for source in FRAMEWORKS}
 PLACEHOLDERS = {

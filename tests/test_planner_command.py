@@ -175,11 +175,12 @@ def test_what_is_left_out_is_said_with_the_option_that_changes_it(
     text = said(*words)
     assert ("computes in bfloat16, reduces in float32" in text) == (compute == "bfloat16")
     assumed = text.partition("Taken for granted")[2].partition("Units\nunit")[0]
-    for option in ("param_dtype", "storage_dtype", "optimizer", "sequence"):
-        assert f"({option})" in assumed
+    for option in ("param-dtype", "storage-dtype", "optimizer", "sequence", "microbatch"):
+        assert f"(--{option})" in assumed
     assert (json.loads(said(*words, "--json"))["plan"]["mixed_precision"] or {}).get("compute") == compute
-    told = said(*words, "--param-dtype", "fp32", "--sequence", "64", "--optimizer", "sgd", "--storage-dtype", "bf16")
-    assert not any(f"({option})" in told for option in ("param_dtype", "storage_dtype", "optimizer", "sequence"))
+    given = ["--param-dtype", "fp32", "--sequence", "64", "--optimizer", "sgd", "--storage-dtype", "bf16"]
+    told = said(*words, *given, "--microbatch", "1")
+    assert "(--" not in told
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from messages import lacking
 from trueshard.planner import ledger
 from trueshard.planner.report.compare import collapse, diff
 from trueshard.planner.report.report import as_json, duration, pareto, text
-from trueshard.planner.workload import Alternative, Study
+from trueshard.planner.workload import Alternative, StepPhase, Study
 from trueshard.plans import Forecast, MixedPrecision, Plan, Replicated
 
 
@@ -60,7 +60,7 @@ def test_names_that_differ_in_a_number_are_one() -> None:
 def test_the_text_has_the_figures_of_the_forecast() -> None:
     study = studies.study(layers=8)
     lines = text(study).splitlines()
-    assert all(len(line) <= 120 for line in lines)
+    assert all(len(line) <= 100 for line in lines)
     words = [line.split() for line in lines]
     assert lines[0] == "a hand-made model on 8 × h100"
     assert lacking(lines[1], "bfloat16", "float32") == []
@@ -96,15 +96,31 @@ def test_the_text_says_whether_it_fits_and_by_how_much() -> None:
 def test_long_names_stay_within_the_width() -> None:
     study = studies.study(layers=1)
     long = dataclasses.replace(study.plan.units[1], name="model." + "very_long." * 20 + "block")
+    wide = dataclasses.replace(
+        long,
+        parameters=1_050_681_344_000,
+        bytes=4 * 1_050_681_344_000,
+        trainable=0,
+        dtype="bfloat16+float32",
+        reshard_after_forward=1024,
+        activation_checkpointing="selective",
+    )
+    many = [dataclasses.replace(wide, name=f"model.{'tower.' * 8}layers.{number}") for number in range(126)]
     plan = dataclasses.replace(
         study.plan,
-        units=(*study.plan.units, long),
+        units=(*study.plan.units, long, *many),
         replicated=(Replicated("scale." * 30, 1, "it has no dimension"),),
     )
     forecast = dataclasses.replace(study.forecast, peak_unit=long.name, model="m" * 200)
-    reasons = ("word " * 80,)
-    said = text(dataclasses.replace(study, plan=plan, forecast=forecast, reasons=reasons))
-    assert max(len(line) for line in said.splitlines()) <= 120
+    phases = (StepPhase("generate", 1 << 40, 1234.5, {"key and value cache " * 4: 1 << 40}, ("a note " * 20,)),)
+    other = Alternative("replicas " * 20, forecast)
+    said = text(
+        dataclasses.replace(
+            study, plan=plan, forecast=forecast, reasons=("word " * 80,), phases=phases, alternatives=[other]
+        )
+    )
+    assert max(len(line) for line in said.splitlines()) <= 100
+    assert lacking(said, "×126", "to 1024 ranks", "selective (frozen)", "1,050,681,344,000") == []
 
 
 def test_json_has_every_figure_and_a_plan_that_can_be_given_back() -> None:

@@ -139,7 +139,9 @@ def convert(
     source: Annotated[
         str | None,
         typer.Option(
-            "--from", help="accelerate, torchtitan, composer, hf, easyr1, verl, trl or environment.", metavar="NAME"
+            "--from",
+            help="accelerate, torchtitan, deepspeed, composer, hf, easyr1, verl, trl or environment.",
+            metavar="NAME",
         ),
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Processes of the run.", metavar="N", min=1)] = None,

@@ -28,6 +28,7 @@ from trueshard.cli.options import (
 )
 from trueshard.errors import UserError, refused
 from trueshard.files import replace_text
+from trueshard.planner.inputs import architectures
 from trueshard.plans import dtype_name
 
 
@@ -39,14 +40,28 @@ def _dtype(what: str) -> Any:
     return typer.Option(help=f"{what}: bf16, fp16 or fp32.", metavar="DTYPE", show_default=False)
 
 
+def _known() -> str:
+    """Return the names of known architectures; "" without the package that reads their table."""
+    try:
+        return f" Known architectures: {architectures.listed()}."
+    except ImportError:
+        return ""
+
+
+_MODEL = (
+    "A known architecture (llama-3-70b), a name on the hub, a folder with a config.json, that file, file.py:factory, "
+    "or a training configuration (TOML)."
+)
+
+
 def plan(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(
-            help="A folder with a config.json, that file, file.py:factory, or a training configuration (TOML).",
-            metavar="MODEL",
-        ),
+        typer.Argument(help=_MODEL + _known(), metavar="MODEL"),
+    ] = "",
+    of: Annotated[
+        str, typer.Argument(help="With --for: the model, where CONFIG names none.", metavar="OF", show_default=False)
     ] = "",
     hardware: Annotated[str, typer.Option(help="A device of the catalogue, or a TOML file.", metavar="NAME")] = "h100",
     ranks: Annotated[int, typer.Option(help="Processes, one a device.", metavar="N", min=1)] = 8,
@@ -85,6 +100,15 @@ def plan(
         str | None, typer.Option(help="What torch may reserve on a rank, such as 70GiB.", metavar="SIZE")
     ] = None,
     given: PlanFile = None,
+    framework: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            help="torchtitan, accelerate or deepspeed: MODEL is its configuration; say what to change in it.",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None,
     diff: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Say how two plans differ.", metavar="A B", show_default=False)
     ] = None,
@@ -108,7 +132,7 @@ def plan(
 ) -> None:
     """Say what training a model costs on a cluster, and choose how to shard it. Needs neither GPUs nor weights.
 
-    A training configuration has its own batch, optimizer and [shard]: change them by --set.
+    A training configuration has its own batch, optimizer and sharding: change them by --set.
     """
     from rich.console import Console
 
@@ -137,10 +161,15 @@ def plan(
         if sliders and html is None:
             raise UserError("--sliders needs --html FILE, the page that they are on")
         if not model:
-            raise UserError("plan needs a MODEL: a folder with a config.json, that file, or file.py:factory")
+            raise UserError("plan needs a MODEL, such as llama-3-70b, a folder with a config.json, or file.py:factory")
         for file in (out, html):
             if file is not None:
                 check_writable(file)
+        if framework is not None:
+            _show_advice(context, framework, Path(model), of)
+            return
+        if of:
+            raise UserError(f"{of}: a second model goes with --for alone; leave it out")
         if model.endswith(".toml"):
             _show(_plan_of_training(context, Path(model), overrides or []), out, html, as_json)
             return
@@ -218,8 +247,41 @@ def _importing() -> Iterator[None]:
         gc.enable()
 
 
+_OF_OTHERS = ("hardware", "ranks", "ranks_per_node", "sequence", "microbatch", "memory", "optimizer")
+"""Options of `plan` that go with another framework's configuration, in the place of what it says."""
 _OF_TRAINING = ("model", "hardware", "ranks", "ranks_per_node", "overrides", "out", "html", "as_json")
 """Parameters of `plan` that go with a training configuration."""
+
+
+def _show_advice(context: typer.Context, framework: str, path: Path, model: str) -> None:
+    """Print forecasts of another framework's configuration, as it is and at best; write the best plan's files."""
+    from rich.console import Console
+
+    from trueshard.convert.planning import advise
+    from trueshard.planner.report import page
+
+    params = context.params
+    _refuse_others(context, (*_OF_OTHERS, "model", "of", "framework", "out", "html", "as_json"), f"--for {framework}")
+    given = {key: params[key] for key in _OF_OTHERS if _is_given(context, key)}
+    with Console(stderr=True).status(f"Building {path} on fake tensors") as status:
+        advice = advise(path, framework, model, progress=status.update, **{"ranks": None, **given})
+    if params["out"] is not None:
+        replace_text(params["out"], advice.best.plan.to_json() + "\n")
+    if params["html"] is not None:
+        replace_text(params["html"], page.page(advice.best))
+    print(json.dumps(advice.as_json(), indent=2) if params["as_json"] else advice)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _refuse_others(context: typer.Context, known: tuple[str, ...], what: str) -> None:
+    """Raise UserError for an option on the command line that is none of the parameters ``known``."""
+    for parameter in context.command.params:
+        if parameter.name not in known and _is_given(context, parameter.name or ""):
+            raise UserError(f"{parameter.opts[0]} does not go with {what}, which says it")
 
 
 def _plan_of_training(context: typer.Context, path: Path, overrides: list[str]) -> Any:
@@ -228,10 +290,10 @@ def _plan_of_training(context: typer.Context, path: Path, overrides: list[str]) 
     from trueshard.train.running.forecast import plan as planned
 
     given = context.params
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if parameter.name not in _OF_TRAINING and source is not None and source.name == "COMMANDLINE":
-            raise UserError(f"{parameter.opts[0]} does not go with a training configuration, which says it; use --set")
+    try:
+        _refuse_others(context, _OF_TRAINING, "a training configuration")
+    except UserError as error:
+        raise UserError(f"{error}; use --set") from None
     return planned(load_config(path, overrides), given["hardware"], given["ranks"], given["ranks_per_node"])
 
 

@@ -88,6 +88,22 @@ def convert(
     `source` (a framework's name) is guessed where it is None, `ranks` (processes of the run) taken from the file; `out`
     is the file that the command names. Raises `UserError`: no such file, an unknown key, or a value of the wrong kind.
     """
+    where = str(path) if path is not None else "the environment"
+    draft, kind, title = drafted(path, source, environment=environment, ranks=ranks)
+    command = _command(draft, str(out) if out is not None else f"{draft.name}.toml")
+    text = _toml(draft, f"From {where}, of {title}, by `trueshard convert`. Start it with: {command}")
+    _check(text, draft, where)
+    return Converted(kind.name, title, text, draft.in_order(), tuple(_in_order(draft.asked)), command)
+
+
+def drafted(
+    path: Path | None,
+    source: str | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    ranks: int | None = None,
+) -> tuple[Draft, Framework, str]:
+    """Return our configuration in the making with all rules applied, the framework, and its title; as `convert`."""
     tree, kind, title = _find(path, source, environment)
     where = str(path) if path is not None else "the environment"
     try:
@@ -100,10 +116,7 @@ def convert(
     name = kind.name if path is None else path.stem.lstrip(".") or kind.name
     draft = Draft(rules, given, kind.defaults(given), ranks, name)
     _apply(kind, draft, where)
-    command = _command(draft, str(out) if out is not None else f"{name}.toml")
-    text = _toml(draft, f"From {where}, of {title}, by `trueshard convert`. Start it with: {command}")
-    _check(text, draft, where)
-    return Converted(kind.name, title, text, draft.in_order(), tuple(_in_order(draft.asked)), command)
+    return draft, kind, title
 
 
 def _find(

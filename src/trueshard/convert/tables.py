@@ -12,6 +12,8 @@ Each framework is a table in `frameworks/`: what concerns it as a whole, then a 
 - `unset` (of `set`) and `off` (of `none`): values that mean "not asked for". `unless`: values without equivalent.
   `needs`, `yields`, `when`, `otherwise`, `beside`, `last`: as in `Rule`.
 - `extends` (of a framework) = another one, whose rules count for keys that have none here; `defaults` = other defaults.
+- `[[back]]`, with `ours` and perhaps `value`: what a choice of a plan is there, where no word of a rule says it: `keys`
+  and their values, or `say`, what to change elsewhere. "{}" is the value, "{total}" the samples of a step of all ranks.
 - `include` = rules of `shared.toml` or of this file, their keys with a prefix (the first one is shown as `shown`),
   under other `names`, or in capitals (`upper`).
 """
@@ -21,7 +23,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,6 +33,16 @@ from trueshard.train.parse import tomllib
 FOLDER = Path(__file__).with_name("frameworks")
 NOTHING = (None, "", "none")
 FIXED = {"always": "always so", "none": "no equivalent"}
+
+
+@dataclass(frozen=True)
+class Back:
+    """What a choice of ours is in a framework, where no rule's words say it."""
+
+    ours: str
+    value: Any = None  # None: any
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    say: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,7 @@ class Framework:
     arrange: Callable[[dict[str, Any], Set[str]], dict[str, Any]]  # (tree, known sections) → its full present form
     marks: tuple[str, ...]  # keys of the top level that only this kind has
     silent: tuple[str, ...]  # a file of these sections alone says nothing of other keys, which else have defaults
+    back: tuple[Back, ...] = ()
 
     @functools.cached_property
     def index(self) -> dict[str, Rule]:
@@ -78,6 +91,7 @@ def framework(file: str) -> Framework:
         arrange=_named(tree["prepare"]) if "prepare" in tree else lambda given, sections: given,
         marks=tuple(tree.get("marks", ())),
         silent=tuple(tree.get("silent", ())),
+        back=tuple(Back(**row) for row in tree.get("back", ())),
     )
 
 
@@ -154,6 +168,8 @@ def _listed(value: Any) -> list[Any]:
     return [value] if isinstance(value, str) else list(value)
 
 
-FILES = tuple(map(framework, ("accelerate", "torchtitan", "composer", "huggingface", "easyr1", "verl", "trl")))
+FILES = tuple(
+    map(framework, ("accelerate", "torchtitan", "deepspeed", "composer", "huggingface", "easyr1", "verl", "trl"))
+)
 ENVIRONMENT = framework("environment")
 FRAMEWORKS = (*FILES, ENVIRONMENT)

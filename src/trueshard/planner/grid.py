@@ -39,7 +39,7 @@ def grid(request: Request, found: Study, progress: Callable[[str], object] = lam
     every = list(itertools.product(*axes.values()))
     for number, values in enumerate(every):
         progress(f"Point {number + 1} of {len(every)} of the sliders")
-        changed = dict(zip(axes, values, strict=True))
+        changed: dict[str, Any] = dict(zip(axes, values, strict=True))
         if changed == {key: getattr(forecast, key) for key in axes}:
             points.append(_figures(found))
             continue

@@ -25,7 +25,7 @@ from trueshard.planner.inputs.fake_tensors import refuse_sharded
 from trueshard.planner.trace import Trace
 from trueshard.planner.workload import NothingFits
 from trueshard.plans import Plan
-from trueshard.text import timed
+from trueshard.text import logger, timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,9 @@ class Request:
     units: Any = "auto"
     reshard_after_forward: Any = "auto"
     activation_checkpointing: Any = "auto"
-    mixed_precision: MixedPrecisionPolicy | str | None = None
-    """As of ``shard``; ``"auto"``: ``"bf16"``, on a CPU None."""
+    mixed_precision: MixedPrecisionPolicy | str | None = "auto"
+    """As of ``shard``; ``"auto"``: ``"bf16"`` for a model given as words (a configuration, a name, a file), but not on
+    a CPU; for a module or a function None, as ``shard`` has it."""
     compile: bool = False
     offload: str | None = None
     """As of ``shard``; ``"auto"``: if nothing fits without; None: that where anything is free, else not."""
@@ -97,7 +98,8 @@ class Request:
         """Return the options of ``shard()``."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Choices)}
         if self.mixed_precision == "auto":
-            given["mixed_precision"] = "bf16" if self.device().streams and self.plan is None else None
+            is_words = isinstance(self.model, (str, os.PathLike))
+            given["mixed_precision"] = "bf16" if is_words and self.plan is None and self.device().streams else None
         return Choices(**given | {"offload": self.offload or "none"})
 
     def device(self) -> Hardware:
@@ -122,7 +124,10 @@ def plan(
 
     Args:
         model: an unsharded module, which stays as it is; a function that makes one; a folder with a transformers
-            ``config.json``, or that file; or ``"file.py:factory"``.
+            ``config.json``, or that file; ``"file.py:factory"``; or a name: of a known architecture
+            (``"llama-3-70b"``, see ``trueshard plan --help``), of the hub (``"Qwen/Qwen3-8B"``). What is given as
+            words computes in bfloat16, as by the command (not on a CPU); a module or a function as by ``shard``, in
+            the dtype of its parameters. ``mixed_precision`` changes either.
         hardware: a device of the catalogue (``"h100"``, ``"a100"``, …), or a TOML file of that form.
         ranks: processes, one a device.
         memory: what torch may reserve on each rank (``"70GiB"``, or bytes); None: all that the device has.
@@ -143,7 +148,21 @@ def plan(
     if isinstance(model, nn.Module):
         refuse_sharded(model)
     request = Request(model=model, hardware=hardware, ranks=ranks, memory=memory, batch=batch, **choices)
-    return process.call("trueshard.planner.solve:best_plan", request)
+    made: Plan = process.call("trueshard.planner.solve:best_plan", request)
+    logger.info("planned for %s", _said(made))
+    return made
+
+
+def _said(plan: Plan) -> str:
+    """Return what a plan was made for, in words: samples, precision, optimizer, hardware."""
+    forecast = plan.forecast
+    assert forecast is not None
+    compute = plan.mixed_precision and plan.mixed_precision.compute
+    return (
+        f"{forecast.microbatch} sample{'s' if forecast.microbatch > 1 else ''} of {forecast.sequence:,} tokens in a "
+        f"forward, computing in {compute or 'the dtype of the parameters'}, with {forecast.optimizer}, on "
+        f"{forecast.ranks:,} × {forecast.hardware}"
+    )
 
 
 def plan_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], axes: Axes, choices: Choices) -> Plan:
@@ -170,11 +189,10 @@ def plan_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], axes
         raise failure
     if isinstance(told, Exception):
         raise told
-    assert told.forecast is not None
     if is_first:
         warnings.warn(
-            f"planned for one sample of {told.forecast.sequence} tokens in a forward on {told.forecast.hardware}; for "
-            "another batch make the plan with trueshard.plan(model, batch=...) and give it to shard(plan=...)",
+            f"planned for {_said(told)}; for another batch make the plan with trueshard.plan(model, batch=...) and "
+            "give it to shard(plan=...); mixed_precision= changes the dtype",
             stacklevel=4,
         )
     return told

@@ -38,7 +38,7 @@ def solve(request: Request, progress: Callable[[str], object] = lambda line: Non
     """
     request.choices().replace(memory=None).check_alone(request.plan, defaults=FREE)
     space, is_open = space_of(request)
-    check = functools.partial(_preflight, space, request.plan)
+    check = functools.partial(_checked, request, space)
     workers = None if process.is_planners() else workers
     if is_open and request.plan is None:
         found = choose(space, progress, workers=workers, check=check)
@@ -47,17 +47,30 @@ def solve(request: Request, progress: Callable[[str], object] = lambda line: Non
     return dataclasses.replace(found, assumptions=(*_left_out(request, space), *found.assumptions))
 
 
+def _checked(request: Request, space: Space) -> list[str]:
+    """Return the warnings of ``_preflight``; an error that may come of what was assumed says so."""
+    try:
+        return _preflight(space, request.plan)
+    except ValueError as error:
+        of_dtypes = "dtype" in str(error) or "scalar type" in str(error)
+        if not of_dtypes or request.mixed_precision != "auto" or space.choices.mixed_precision is None:
+            raise
+        raise ValueError(f"{error}; to compute in bfloat16 was assumed: try --param-dtype fp32") from None
+
+
 def _left_out(request: Request, space: Space) -> list[str]:
     """Return what stands for options that were left out, each with the option that changes it."""
     said = []
     if request.mixed_precision == "auto" and request.plan is None:
-        dtypes = "bfloat16 (param_dtype), and gradients are reduced in float32 (reduce_dtype)"
-        stored = "the dtype that they are stored in (param_dtype)"
+        dtypes = "bfloat16 (--param-dtype), and gradients are reduced in float32 (--reduce-dtype)"
+        stored = "the dtype that they are stored in (--param-dtype)"
         said.append(f"Units compute in {stored if space.choices.mixed_precision is None else dtypes}.")
     if space.optimizer == "adamw" and request.optimizer is None:
-        said.append("The optimizer is AdamW (optimizer).")
+        said.append("The optimizer is AdamW (--optimizer).")
     if request.sequence is None and space.workload.sequence > 1:
-        said.append(f"A sample has {space.workload.sequence:,} tokens (sequence).")
+        said.append(f"A sample has {space.workload.sequence:,} tokens (--sequence).")
+    if space.microbatch is None and space.global_batch is None:
+        said.append("A rank takes one sample in a forward (--microbatch).")
     return said
 
 

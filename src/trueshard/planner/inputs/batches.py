@@ -26,6 +26,11 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 TARGETS = ("labels", "targets", "target", "label")
 """Names of targets among the arguments of ``forward``."""
 
+_SMALL = 256 << 10
+"""Bytes of the largest tensor of a batch whose values matter."""
+
+_LAYERS = (nn.Embedding, nn.EmbeddingBag, nn.Linear, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d)
+
 HOW = "give batch=, a batch of example tensors or a function (microbatch, sequence) → batch; in a file, define batch()"
 
 
@@ -56,6 +61,8 @@ def model_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 def example_feed(example: Any, loss: Loss) -> Feed:
     """Return batches like ``example``: tensors whose first size is its microbatch get the microbatch asked for.
 
+    Small tensors of whole numbers keep their values, by rows: shapes may follow from them (sizes of images, lengths).
+
     Raises ValueError if ``example`` holds no tensor with a dimension.
     """
     tensors = [each for each in _torch.tensors_in(example) if each.ndim]
@@ -70,7 +77,9 @@ def example_feed(example: Any, loss: Loss) -> Feed:
                 return value
             shape = tuple(value.shape)
             is_batched = bool(shape) and shape[0] == rows
-            return torch.zeros((microbatch, *shape[1:]) if is_batched else shape, dtype=value.dtype)
+            if value.is_floating_point() or value.is_meta or value.untyped_storage().nbytes() > _SMALL:
+                return torch.zeros((microbatch, *shape[1:]) if is_batched else shape, dtype=value.dtype)
+            return value[torch.arange(microbatch) % rows] if is_batched else value.clone()
 
         return mapped(alike, example)
 
@@ -84,9 +93,9 @@ def module_feed(model: nn.Module, sequence: int | None) -> Feed:
     """
     root = names.unwrap(model)
     wanted, targets = _wanted(root)
-    name, first = next(
-        ((name, module) for name, module in root.named_modules() if _torch.own_parameters(module)), ("", nn.Identity())
-    )
+    holding = [(name, each) for name, each in root.named_modules() if _torch.own_parameters(each)]
+    layers = [(name, each) for name, each in holding if not list(each.children()) or isinstance(each, _LAYERS)]
+    name, first = [*layers, *holding, ("", nn.Identity())][0]  # a parameter of a model itself tells nothing
     if isinstance(first, (nn.Embedding, nn.EmbeddingBag)):
         return _token_feed(root, wanted, targets, first.num_embeddings, sequence)
     dtype = next((each.dtype for each in first.parameters(recurse=False) if each.is_floating_point()), torch.float32)
@@ -220,99 +229,3 @@ def _loss_of(outputs: Any, target: Any) -> torch.Tensor:
         if not target.is_floating_point() and target.shape == output.shape[:-1]:
             return functional.cross_entropy(output.flatten(0, -2).float(), target.flatten())
     return output.float().square().mean()
-
-
-# Classes of transformers
-
-# Ends of the names of classes with labels of shape (microbatch, sequence).
-_BY_TOKEN = ("CausalLM", "MaskedLM", "LMHeadModel", "MTModel", "Generation", "ForPreTraining", "TokenClassification")
-
-
-def hub_feed(cls: type, settings: Any, sequence: int | None) -> Feed:
-    """Return a feed for a class of transformers: text, images or sounds, with labels if it takes them."""
-    takes = inspect.signature(cls.forward).parameters  # type: ignore[attr-defined]
-    text = settings.get_text_config()
-    has_text, has_pixels = "input_ids" in takes, "pixel_values" in takes
-    if not (has_text or has_pixels or "input_features" in takes):
-        raise ValueError(f"it is not known what {cls.__name__} is fed with ({', '.join(list(takes)[1:4])}, …); {HOW}")
-    limit = next((n for key in _LENGTHS if isinstance(n := getattr(text, key, None), int) and n > 0), 4096)
-    length = (sequence or min(limit, 4096)) if has_text or "input_features" in takes else 1
-    images = _image_tokens(settings) if has_text and has_pixels else 0
-    said = []
-    optional = has_pixels and takes["pixel_values"].default is not inspect.Parameter.empty
-    if has_text and optional and not images and "return_loss" not in takes:
-        has_pixels = False
-        said.append("The batch is text alone: the model's images are left out.")
-    said.append(f"The batch is {'text' if has_text else 'images' if has_pixels else 'sounds'}")
-    said[-1] += (f" with an image a sample ({images} tokens)" if images else "") + ", with labels where it takes them."
-
-    def batch(microbatch: int, sequence: int) -> dict[str, torch.Tensor]:
-        made: dict[str, torch.Tensor] = {}
-        if "input_features" in takes:
-            frames = 2 * int(getattr(settings, "max_source_positions", 1500))
-            made["input_features"] = torch.randn(microbatch, int(getattr(settings, "num_mel_bins", 80)), frames)
-        elif has_text:
-            made |= _text(cls, settings, takes, microbatch, sequence, images)
-        if has_pixels:
-            made["pixel_values"] = _pixels(settings, microbatch)
-        if "return_loss" in takes:
-            made["return_loss"] = True  # type: ignore[assignment]
-        return made | _labels(cls, settings, takes, microbatch, sequence)
-
-    return Feed(batch, model_loss, length, tuple(said))
-
-
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "max_sequence_length")
-
-
-def _text(cls: type, settings: Any, takes: Any, microbatch: int, sequence: int, images: int) -> dict[str, torch.Tensor]:
-    if images >= sequence:
-        raise ValueError(f"{cls.__name__}: an image takes {images} tokens; ask for a sequence longer than that")
-    vocabulary = int(settings.get_text_config().vocab_size)
-    mark = getattr(settings, "image_token_id", getattr(settings, "image_token_index", None)) if images else None
-    ids = torch.randint(min(vocabulary, mark) if mark else vocabulary, (microbatch, sequence))
-    if mark is not None:
-        ids[:, :images] = mark
-    made = {"input_ids": ids}
-    if takes.get("attention_mask") is not None and takes["attention_mask"].default is inspect.Parameter.empty:
-        made["attention_mask"] = torch.ones_like(ids)
-    if settings.is_encoder_decoder and "labels" not in takes:
-        made["decoder_input_ids"] = ids
-    return made
-
-
-def _pixels(settings: Any, microbatch: int) -> torch.Tensor:
-    vision = getattr(settings, "vision_config", settings)
-    side = getattr(vision, "image_size", 224)
-    height, width = side if isinstance(side, (tuple, list)) else (side, side)
-    return torch.randn(microbatch, int(getattr(vision, "num_channels", 3)), int(height), int(width))
-
-
-def _image_tokens(settings: Any) -> int:
-    """Return how many tokens of text an image stands for; 0 if the model's own preprocessing decides it."""
-    vision = getattr(settings, "vision_config", None)
-    if vision is None or settings.model_type not in ("llava", "vipllava"):
-        return 0
-    full = getattr(settings, "vision_feature_select_strategy", "default") == "full"
-    return (int(vision.image_size) // int(vision.patch_size)) ** 2 + full
-
-
-def _labels(cls: type, settings: Any, takes: Any, microbatch: int, sequence: int) -> dict[str, torch.Tensor]:
-    name = cls.__name__
-    if "start_positions" in takes:
-        where = torch.zeros(microbatch, dtype=torch.long)
-        return {"start_positions": where, "end_positions": where.clone()}
-    if "labels" not in takes:
-        return {}
-    classes = int(getattr(settings, "num_labels", 2) or 2)
-    if name.endswith(_BY_TOKEN):
-        high = classes if "Classification" in name else int(settings.get_text_config().vocab_size)
-        made = {"labels": torch.randint(high, (microbatch, sequence))}
-        if "next_sentence_label" in takes:
-            made["next_sentence_label"] = torch.zeros(microbatch, dtype=torch.long)
-        return made
-    if name.endswith("Classification"):
-        return {"labels": torch.randn(microbatch) if classes == 1 else torch.randint(classes, (microbatch,))}
-    if name.endswith("SemanticSegmentation"):
-        return {"labels": torch.randint(classes, (microbatch, *_pixels(settings, 1).shape[2:]))}
-    return {}

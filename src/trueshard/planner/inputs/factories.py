@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import importlib
 import importlib.util
@@ -22,6 +23,7 @@ from torch import nn
 from trueshard import _torch
 from trueshard.errors import one_line, with_kind
 from trueshard.model import names
+from trueshard.planner.inputs.architectures import architecture, cached
 from trueshard.planner.inputs.fake_tensors import READERS, Unavailable, fake_copy, make_fake, on_meta, without_gpu
 
 _RESULT = (
@@ -268,14 +270,18 @@ PAIRS = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_M
 class Configuration:
     """Models of a transformers ``config.json``: nothing is loaded from a hub, no weights, no foreign code.
 
-    Raises ValueError for a file that is not there or that transformers does not know.
+    Args:
+        name: the model's, in tables.
+        data: of the ``config.json``.
+        where: a file or a name, for errors.
+
+    Raises ValueError for what transformers does not know.
     """
 
-    def __init__(self, path: Path) -> None:
-        file = path / "config.json" if path.is_dir() else path
-        self.name = file.parent.resolve().name if file.name == "config.json" else file.stem
-        self.settings = _settings(file)
-        self.cls = _class(self.settings, file)
+    def __init__(self, name: str, data: Any, where: str) -> None:
+        self.name = name
+        self.settings = _settings(data, where)
+        self.cls = _class(self.settings, where)
         self.assumptions: list[str] = []
         if not self.settings.architectures:
             self.assumptions.append(f"The class is {self.cls.__name__}: the configuration names none.")
@@ -296,8 +302,9 @@ class Configuration:
         return Parts(model)
 
 
-def _settings(file: Path) -> Any:
-    """Read a configuration for training: no cache, attention as transformers chooses it."""
+def read_configuration(path: Path) -> Configuration:
+    """Return the configuration of a folder with a ``config.json``, or of that file; raises ValueError."""
+    file = path / "config.json" if path.is_dir() else path
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -306,23 +313,48 @@ def _settings(file: Path) -> Any:
         raise ValueError(f"{why}; give a folder with a config.json, that file, or file.py:factory") from None
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
+    name = file.parent.resolve().name if file.name == "config.json" else file.stem
+    return Configuration(name, data, str(file))
+
+
+def named_configuration(words: str) -> Configuration | None:
+    """Return the configuration of a name: of the hub's cache on this machine, or a known one; None if there is none."""
+    if (file := cached(words)) is not None:
+        found = Configuration(words.rpartition("/")[2], json.loads(file.read_text(encoding="utf-8")), str(file))
+        found.assumptions.insert(0, f"The configuration is that of {words} in the hub's cache on this machine.")
+        return found
+    if (known := architecture(words)) is None:
+        return None
+    found = Configuration(known.name, copy.deepcopy(dict(known.fields)), known.name)
+    if "architectures" not in known.fields:
+        found.assumptions.clear()
+    found.assumptions.insert(
+        0, f"The architecture is known by name: sizes as in config.json of {known.hub[0]} (MODEL)."
+    )
+    return found
+
+
+def _settings(data: Any, where: str) -> Any:
+    """Return a configuration for training: no cache, attention as transformers chooses it."""
     try:
         from transformers import CONFIG_MAPPING
     except ImportError:
-        raise ValueError(f"{file} needs transformers; pip install 'trueshard[train]', or use file.py:factory") from None
+        raise ValueError(
+            f"{where} needs transformers; pip install 'trueshard[train]', or use file.py:factory"
+        ) from None
     kind = data.get("model_type") if isinstance(data, dict) else None
     if not isinstance(kind, str):
-        raise ValueError(f'{file} is not a transformers configuration: it has no "model_type"')
+        raise ValueError(f'{where} is not a transformers configuration: it has no "model_type"')
     if kind not in CONFIG_MAPPING:
         own = " Its own code (auto_map) is not run; write file.py:factory." if "auto_map" in data else ""
         near = names.nearest(kind, list(CONFIG_MAPPING))
-        raise ValueError(f"{file}: the model_type {kind!r} is unknown to transformers.{near}{own}")
+        raise ValueError(f"{where}: the model_type {kind!r} is unknown to transformers.{near}{own}")
     for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
         data.pop(key, None)
     try:
         settings = CONFIG_MAPPING[kind].from_dict(data)
     except Exception as error:  # transformers validates in several ways
-        raise ValueError(f"{file} is refused by transformers ({with_kind(error)}); correct it") from None
+        raise ValueError(f"{where} is refused by transformers ({with_kind(error)}); correct it") from None
     for part in {id(each): each for each in (settings, settings.get_text_config())}.values():
         if hasattr(part, "use_cache"):
             part.use_cache = False
@@ -331,7 +363,7 @@ def _settings(file: Path) -> Any:
     return settings
 
 
-def _class(settings: Any, file: Path) -> Any:
+def _class(settings: Any, where: str) -> Any:
     import transformers
 
     given = (settings.architectures or [None])[0]
@@ -340,10 +372,10 @@ def _class(settings: Any, file: Path) -> Any:
         if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
             known = [each for each in dir(transformers) if "For" in each or each.endswith("Model")]
             near = names.nearest(given, known)
-            raise ValueError(f"{file}: the architecture {given!r} is unknown to transformers.{near}")
+            raise ValueError(f"{where}: the architecture {given!r} is unknown to transformers.{near}")
         return cls
     for mapping in (*PAIRS, *MAPPINGS) if settings.is_encoder_decoder else MAPPINGS:
         if type(settings) in (found := getattr(transformers, mapping, {})):
             cls = found[type(settings)]
             return cls[0] if isinstance(cls, tuple) else cls
-    raise ValueError(f'{file}: no class is known for {settings.model_type!r}; add "architectures": ["…"]')
+    raise ValueError(f'{where}: no class is known for {settings.model_type!r}; add "architectures": ["…"]')

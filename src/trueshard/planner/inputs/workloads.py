@@ -17,9 +17,20 @@ from torch import nn
 from trueshard import _torch
 from trueshard.checkpoint.catalogue import resolve_latest
 from trueshard.model import names
-from trueshard.planner.inputs.batches import Feed, Loss, example_feed, hub_feed, model_loss, module_feed
-from trueshard.planner.inputs.factories import Configuration, Factory, Original, Parts, from_callable, from_file
+from trueshard.planner.inputs.architectures import unknown
+from trueshard.planner.inputs.batches import Feed, Loss, example_feed, model_loss, module_feed
+from trueshard.planner.inputs.factories import (
+    Configuration,
+    Factory,
+    Original,
+    Parts,
+    from_callable,
+    from_file,
+    named_configuration,
+    read_configuration,
+)
 from trueshard.planner.inputs.fake_tensors import mapped
+from trueshard.planner.inputs.hub_batches import hub_feed
 from trueshard.planner.inputs.optimizers import checked, optimizers_of
 from trueshard.planner.workload import Workload
 from trueshard.plans import dtype_name
@@ -57,7 +68,7 @@ def workload_of(
     made = _Made(source, dtype)
     if isinstance(source, Configuration):
         assumptions, own = list(source.assumptions), False
-        assumptions += ["Parameters are stored in float32 (storage_dtype)."] if dtype is None else []
+        assumptions += ["Parameters are stored in float32 (--storage-dtype)."] if dtype is None else []
         feed = (
             hub_feed(source.cls, source.settings, sequence) if batch is None else _feed_of(batch, model_loss, sequence)
         )
@@ -86,13 +97,12 @@ def _source_of(model: str | os.PathLike[str] | Callable[[], Any] | nn.Module) ->
         words = os.fspath(model)
         path = Path(resolve_latest(Path(words).expanduser()))
         if path.is_dir() or path.suffix == ".json":
-            return Configuration(path)
+            return read_configuration(path)
         if ".py" in words:
             return from_file(words)
-        near = names.nearest(path.name, [each.name for each in path.absolute().parent.glob("*")])
-        raise ValueError(
-            f"there is no model {words!r}: give a folder with a config.json, that file, or file.py:factory.{near}"
-        )
+        if (found := named_configuration(words)) is not None:
+            return found
+        raise ValueError(unknown(words, path.absolute().parent))
     if callable(model):
         return from_callable(model)
     raise TypeError(f"a model is a path, a function or a torch.nn.Module, not a {type(model).__name__}")

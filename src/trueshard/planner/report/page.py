@@ -222,7 +222,7 @@ def time_parts(study: Study) -> list[dict[str, Any]]:
         for part in report.time_parts(study)
         if part["name"] in names
     ]
-    return [row for row in rows if row["seconds"] > 0.0]
+    return [row for row in rows if float(str(row["seconds"])) > 0.0]
 
 
 def gaps(timeline: Timeline) -> list[list[Any]]:

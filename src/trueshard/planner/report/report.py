@@ -12,7 +12,7 @@ from trueshard.planner import ledger
 from trueshard.planner.ledger import UnitUse
 from trueshard.planner.report.compare import collapse, times
 from trueshard.planner.workload import Alternative, Study
-from trueshard.plans import Forecast
+from trueshard.plans import SHORT_DTYPES, Forecast
 from trueshard.text import size, table
 
 WIDTH = 100
@@ -163,31 +163,52 @@ def unit_rows(study: Study) -> list[dict[str, Any]]:
 
 
 def _units(study: Study) -> list[str]:
-    head = ("unit", "", "parameters", "size", "dtype", "reshard", "recompute", "at peak", "received")
     units = unit_rows(study)
-    rows = [
-        (
-            unit["name"],
-            times(unit["count"]),
-            f"{unit['parameters']:,}",
-            size(unit["bytes"]),
-            unit["dtype"],
-            unit["reshard"],
-            unit["recompute"] + (" (frozen)" if unit["parameters"] and not unit["trainable"] else ""),
-            size(unit["at_peak"]),
-            size(unit["received"]),
-        )
+    cells = [
+        {
+            "unit": unit["name"],
+            "": times(unit["count"]),
+            "parameters": f"{unit['parameters']:,}",
+            "size": size(unit["bytes"]),
+            "dtype": _short_dtypes(unit["dtype"]),
+            "reshard": unit["reshard"],
+            "recompute": unit["recompute"] + (" (frozen)" if unit["parameters"] and not unit["trainable"] else ""),
+            "at peak": size(unit["at_peak"]),
+            "received": size(unit["received"]),
+        }
         for unit in units
     ]
-    rows += [
-        (each.name, "", f"{each.parameters:,}", "", "", "replicated", "", "", "") for each in study.plan.replicated
+    empty = dict.fromkeys(("", "size", "dtype", "recompute", "at peak", "received"), "")
+    cells += [
+        empty | {"unit": each.name, "parameters": f"{each.parameters:,}", "reshard": "replicated"}
+        for each in study.plan.replicated
     ]
-    right = (1, 2, 3, 7, 8)
-    room = WIDTH - max(map(len, table(head, [("", *row[1:]) for row in rows], right))) + len(head[0])
-    lines = table(head, [(_short(row[0], max(room, 12)), *row[1:]) for row in rows], right)
+    head = ["unit", "", "parameters", "size", "dtype", "reshard", "recompute", "at peak", "received"]
+    lines = _narrowed(head, cells)
     if any(unit["count"] > 1 for unit in units):
         lines.append("Parameters and size are those of one unit; memory at the peak and traffic those of the row.")
     return ["Units", *lines]
+
+
+def _narrowed(head: list[str], cells: Sequence[dict[str, str]]) -> list[str]:
+    """Return the lines of the table of units; too wide, it has shorter names, then no sizes, then no dtypes."""
+    numbers = ("", "parameters", "size", "at peak", "received")
+    lines: list[str] = []
+    for without in ((), ("size",), ("size", "dtype")):
+        shown = [name for name in head if name not in without]
+        right = [shown.index(name) for name in numbers if name in shown]
+        for longest in range(40, 15, -1):
+            rows = [(_short(each["unit"], longest), *(each[name] for name in shown[1:])) for each in cells]
+            lines = table(shown, rows, right)
+            if max(map(len, lines)) <= WIDTH:
+                return lines
+    return lines
+
+
+def _short_dtypes(dtype: str) -> str:
+    """Return several dtypes, joined by ``+``, by their short names; one as it is."""
+    names = {full: short for short, full in SHORT_DTYPES.items()}
+    return "+".join(names.get(each, each) for each in dtype.split("+")) if "+" in dtype else dtype
 
 
 def _memory(forecast: Forecast) -> list[str]:
@@ -336,7 +357,13 @@ def _listed(title: str, sentences: Sequence[str]) -> list[str]:
 
 
 def _indented(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
-    return [f"  {line}" for line in table(("",) * len(rows[0]), rows, right)[2:]]
+    """Return an indented table without a head; a last cell that is too long goes on below itself."""
+    room = WIDTH - 2 - sum(2 + max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1))
+    wrapped = []
+    for *first, last in rows:
+        parts = textwrap.wrap(last, max(room, 20)) or [""]
+        wrapped += [(*first, parts[0]), *(("",) * len(first) + (part,) for part in parts[1:])]
+    return [f"  {line}" for line in table(("",) * len(rows[0]), wrapped, right)[2:]]
 
 
 def _short(words: str, width: int) -> str:

@@ -8,15 +8,14 @@ one that ``forward`` makes without ``device=`` lies on the CPU.
 from __future__ import annotations
 
 import contextlib
-import traceback
 import warnings
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -27,10 +26,10 @@ from trueshard.model import names
 from trueshard.optim.norms import clip_grad_norm_
 from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.inputs.fake_tensors import plain_attributes
-from trueshard.planner.simulation.recorder import Recorder, watching_forwards
+from trueshard.planner.simulation.recorder import watching_forwards
 from trueshard.planner.simulation.repeats import find_runs, shorten
-from trueshard.planner.simulation.simulate import fake_tensors_look_real, own_part, simulated_mesh
-from trueshard.planner.simulation.values import KnownValues
+from trueshard.planner.simulation.simulate import fake_tensors_look_real, simulated_mesh
+from trueshard.planner.simulation.values import KnownValues, code_line, innermost_frame, is_of_library
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan
 from trueshard.runtime import engine
@@ -76,18 +75,27 @@ def preflight(job: Job) -> list[Problem]:
                 short_plan = _shorten(model, how, job.ranks) if shorter else None
                 if shorter and short_plan is None:
                     continue
-                optimizers: list[torch.optim.Optimizer] = []
-                with _collected("optimizer", problems):
-                    optimizers = list(workload.optimizers(model))
-                with _collected("shard", problems), KnownValues():  # a mesh looks its ranks up in a tensor
-                    engine.shard(model, optimizers, short_plan or how, mesh)
-                with _collected("batch", problems):
-                    with KnownValues():
-                        batch = own_part(model, workload.batch(job.microbatch, workload.sequence))
-                    _step(workload, model, [] if problems else optimizers, batch, problems)
+                with KnownValues() as values:
+                    _try(job, model, short_plan or how, mesh, problems, values)
             if not problems:
                 break
     return sorted(problems, key=lambda each: each.severity)
+
+
+def _try(
+    job: Job, model: nn.Module, how: Plan | Choices, mesh: DeviceMesh, problems: list[Problem], values: KnownValues
+) -> None:
+    """Shard the model and run a step of it; inside ``values``."""
+    workload = job.workload
+    optimizers: list[torch.optim.Optimizer] = []
+    with _collected("optimizer", problems):
+        optimizers = list(workload.optimizers(model))
+    with _collected("shard", problems):
+        engine.shard(model, optimizers, how, mesh)
+    with _collected("batch", problems):
+        with values.drawing():
+            batch = own_part(model, workload.batch(job.microbatch, workload.sequence))
+        _step(workload, model, [] if problems else optimizers, batch, problems, values)
 
 
 def _shorten(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> Plan | None:
@@ -107,14 +115,15 @@ def _step(
     optimizers: Sequence[torch.optim.Optimizer],
     batch: Any,
     problems: list[Problem],
+    values: KnownValues,
 ) -> None:
     """Run a step up to the first failure; clip and step only if there are ``optimizers``."""
-    loss = _forward(workload, model, batch, problems)
+    loss = _forward(workload, model, batch, problems, values)
     if loss is None:
         return
     phase = "backward"
     try:
-        with Recorder(), _torch.watching_resizes(lambda *_: None):
+        with _torch.watching_resizes(lambda *_: None):
             loss.backward()
             _unused(model, problems)
             if optimizers:
@@ -127,7 +136,9 @@ def _step(
         problems.append(_failure(error, "step", phase))
 
 
-def _forward(workload: Workload, model: nn.Module, batch: Any, problems: list[Problem]) -> torch.Tensor | None:
+def _forward(
+    workload: Workload, model: nn.Module, batch: Any, problems: list[Problem], values: KnownValues
+) -> torch.Tensor | None:
     """Return the loss of a watched forward; None if it fails or has no gradient."""
     name_of = {module: name for name, module in names.named_modules(names.unwrap(model))}
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -141,12 +152,14 @@ def _forward(workload: Workload, model: nn.Module, batch: Any, problems: list[Pr
         if id(tensor) not in registered
     }
     runtime = runtime_of(names.unwrap(model))
-    watch = _Watch(attributes, name_of, () if runtime is None else runtime.plan.modules_apart)
+    watch = _Watch(attributes, name_of, () if runtime is None else runtime.plan.modules_apart, values)
     try:
         with watching_forwards(watch.begin, watch.end, always_call=False), watch:
             loss = workload.loss(model, batch)
     except Exception as error:
-        phase = f"forward, after a value was guessed ({watch.first_guess})" if watch.first_guess else "forward"
+        phase = f"forward, after a value was guessed ({watch.first_guess})," if watch.first_guess else "forward"
+        if _is_data_dependent(error):
+            phase = f"forward, in {watch.operation}"
         problems.append(_failure(error, watch.where() or "loss", phase))
         return None
     finally:
@@ -183,6 +196,7 @@ def _collected(where: str, problems: list[Problem]) -> Iterator[None]:
 def _failure(error: Exception, where: str, phase: str) -> Problem:
     line, words = _line(error), one_line(error, 300)
     if _is_data_dependent(error):
+        words = "it reads memory" if _NO_MEMORY in words else words
         what = f"{phase}: a shape or a value depends on data{line}: {words}"
         remedy = "it may train, but the planner cannot follow it: make shapes depend on shapes alone (masks, padding)"
         return Problem(where, what, remedy, "error")
@@ -203,6 +217,7 @@ _PRODUCTS = frozenset(
     ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "bilinear", "conv1d")
 ) | {"conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention"}
 """Functions whose operands must have one floating-point dtype; on fake tensors they do not insist."""
+_NO_MEMORY = "its data is not allocated yet"
 _STAYS = "is a tensor attribute, which stays on the CPU when the model goes to a GPU"
 
 
@@ -214,13 +229,21 @@ class _Watch(TorchFunctionMode):
     """
 
     def __init__(
-        self, attributes: Mapping[int, Problem], name_of: Mapping[nn.Module, str], apart: Collection[str]
+        self,
+        attributes: Mapping[int, Problem],
+        name_of: Mapping[nn.Module, str],
+        apart: Collection[str],
+        values: KnownValues,
     ) -> None:
         super().__init__()
         self.found: dict[str, Problem] = {}
         """One for each line of code, whichever modules run it; one for each attribute and table."""
         self.first_guess = ""
         """``file:line`` that first read a value that depends on data; "" if none did."""
+        self.operation = ""
+        """The function of torch that failed last."""
+        self._failure: Exception | None = None
+        self._values = values
         self._attributes = attributes
         self._name_of = name_of
         self._apart = frozenset(apart)
@@ -294,15 +317,17 @@ class _Watch(TorchFunctionMode):
             self._on_cpu[each] = problem
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        before = self._values.guesses
         try:
-            return func(*args, **kwargs)
-        except RuntimeError as error:
-            if not _is_data_dependent(error):
-                raise
-        with Recorder():  # returns usual values, as in a simulation
             out = func(*args, **kwargs)
+        except Exception as error:
+            if error is not self._failure:  # of calls inside each other, the innermost one
+                self._failure, self.operation = error, getattr(func, "__name__", "")
+            raise
+        if self._values.guesses == before:
+            return out
         self.first_guess = self.first_guess or _line().strip(" ()")
-        if "site-packages" not in _innermost_frame().filename:  # users cannot change what a library reads
+        if not is_of_library(innermost_frame()):
             what = f".{getattr(func, '__name__', func)}() reads a value{_line()}: a GPU waits for it, and the planner "
             remedy = "keep what depends on data in tensors"
             self._add(Problem(self.where() or "loss", f"{what}goes on with a guess", remedy, "warning"))
@@ -313,21 +338,14 @@ class _Watch(TorchFunctionMode):
 
 
 def _is_data_dependent(error: BaseException) -> bool:
-    """True if a fake tensor was asked for a value, or for a shape that depends on values."""
-    return type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
+    """True if a fake tensor was asked for its memory, for a value, or for a shape that depends on values."""
+    known = ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException")
+    return type(error).__name__ in known or _NO_MEMORY in str(error)
 
 
 def _line(error: BaseException | None = None) -> str:
     """Return `` (file:line)`` of the innermost code that is neither torch's nor this library's; "" if there is none."""
-    frame = _innermost_frame(error)
-    return f" ({Path(frame.filename).name}:{frame.lineno})" if frame.filename else ""
-
-
-def _innermost_frame(error: BaseException | None = None) -> traceback.FrameSummary:
-    frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-    found = [frame for frame in frames if not frame.filename.startswith((*own, "<"))]
-    return found[-1] if found else traceback.FrameSummary("", 0, "")
+    return code_line(innermost_frame(error))
 
 
 def _moves(args: Any, kwargs: Any) -> bool:

@@ -30,6 +30,7 @@ from trueshard.planner.simulation.extension import KEPT, NotPeriodicError, exten
 from trueshard.planner.simulation.offloading import offloaded
 from trueshard.planner.simulation.recorder import Recorder, track_units
 from trueshard.planner.simulation.repeats import Run, find_runs, short_copy
+from trueshard.planner.simulation.values import tensor_of_values, value_as_text, values_as_array
 from trueshard.planner.trace import Kernel, Phase, Place, Trace
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan
@@ -300,7 +301,8 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, *, probe: boo
             resident = recorder.alive()
             with recorder, _torch.watching_resizes(recorder.resized):
                 count = job.accumulation if trains else 1
-                batches = [workload.batch(job.microbatch, workload.sequence) for _ in range(count)]
+                with recorder.values.drawing():
+                    batches = [workload.batch(job.microbatch, workload.sequence) for _ in range(count)]
                 recorder.mark(_torch.tensors_in(batches), "inputs")
                 if trains:
                     run_step(workload, model, optimizers, batches, enter)
@@ -422,16 +424,25 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
     return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
-def fake_tensors_look_real() -> AbstractContextManager[Any]:
-    """Let transformers take fake tensors for real ones.
+@contextlib.contextmanager
+def fake_tensors_look_real() -> Iterator[None]:
+    """Let transformers take fake tensors for real ones, and let numpy and strings have their values.
 
-    It materialises attention masks while it is traced; in training it reads their values, and leaves them out where
-    attention is causal and nothing is padded.
+    transformers materialises attention masks while it is traced; in training it reads their values, and leaves them out
+    where attention is causal and nothing is padded.
     """
     imported = sys.modules.get("transformers.utils.import_utils")
-    if not hasattr(imported, "is_fake_tensor"):
-        return contextlib.nullcontext()
-    return mock.patch.object(imported, "is_fake_tensor", lambda tensor: False)  # noqa: PT008 - a mock keeps tensors
+    patches: list[tuple[Any, str, Any]] = [
+        (torch.Tensor, "numpy", values_as_array),
+        (torch.Tensor, "__format__", value_as_text),
+        (torch, "tensor", tensor_of_values),
+    ]
+    if hasattr(imported, "is_fake_tensor"):
+        patches.append((imported, "is_fake_tensor", lambda tensor: False))
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(mock.patch.object(*patch))
+        yield
 
 
 @contextlib.contextmanager

@@ -13,11 +13,14 @@ times ``KnownValues.imbalance``: it has the experts to which that many more toke
 
 from __future__ import annotations
 
+import contextlib
 import math
+import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,21 +28,25 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
+from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.planner.simulation import operators
 from trueshard.planner.simulation.operators import run_operator, short_name, tensors_of, written_arguments
 
-LARGEST = 32 << 10
+LARGEST = 256 << 10
 """Bytes of the largest storage that has a real copy."""
 
 _ATEN = torch.ops.aten
 
 EQUAL_SHARES = "Which tokens go to which expert depends on data: all experts are taken to get equal shares."
 EVERYTHING = "How many elements are selected depends on data: where that is unknown, all are taken to be."
+READ = "Values that depend on data are read in forward{line}: true, 1 and 0.5 stand for what is unknown."
+"""``line``: `` (file:line)``, see ``code_line``."""
 
 _FACTORIES = {
     *("zeros", "ones", "full", "arange", "scalar_tensor", "eye", "linspace"),
     *("new_zeros", "new_ones", "new_full"),
 }
+_DRAWN = {"randint", "randperm"}
 _OVERWRITING = {"zero_", "fill_", "copy_"}
 _UNREAD = {"allreduce_", "broadcast_", "wait_tensor", "_amp_foreach_non_finite_check_and_unscale_"}
 """Operators that leave what they write as it was: ranks agree, and nothing is infinite."""
@@ -83,10 +90,16 @@ class _Facts:
 
 
 class KnownValues(_torch.SimulationMode):
-    """Real copies of small fake storages. As a dispatch mode it follows what runs before recording begins."""
+    """Real copies of small fake storages. As a dispatch mode it follows what runs before recording begins.
+
+    Attributes:
+        guesses: how often a value, or a shape that depends on values, was not known.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.guesses = 0
+        self._drawn: int | None = None  # random tensors so far, inside ``drawing``
         self._facts: weakref.WeakKeyDictionary[Any, _Facts] = weakref.WeakKeyDictionary()
         """By storage."""
         self.imbalance = 1.0
@@ -103,6 +116,15 @@ class KnownValues(_torch.SimulationMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return self.read(args[0])
         return self.run(func, args, kwargs, tensors_of((*args, *kwargs.values())))[0]
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Inside, draw small tensors of random whole numbers, the same ones every time; else they stay unknown."""
+        self._drawn = 0
+        try:
+            yield
+        finally:
+            self._drawn = None
 
     def _known(self, tensor: torch.Tensor) -> _Facts:
         return self._facts.setdefault(tensor.untyped_storage(), _Facts())
@@ -134,8 +156,12 @@ class KnownValues(_torch.SimulationMode):
         if real is not None:
             with _torch.real_tensors():
                 return real.item()
+        self.guesses += 1
+        is_check = tensor.dtype == torch.bool and self._known(tensor).rarely_true
+        if not is_check and is_of_library(frame := innermost_frame()):  # preflight tells of the user's own code
+            warnings.warn(READ.format(line=code_line(frame)), stacklevel=2)
         if tensor.dtype == torch.bool:
-            return not self._known(tensor).rarely_true
+            return not is_check
         return 0.5 if tensor.is_floating_point() else 1
 
     def _follow(
@@ -150,7 +176,10 @@ class KnownValues(_torch.SimulationMode):
             self._follow_counts(args[0], args[1], operators.group_of(args[2]))
             return
         written = written_arguments(func, args, kwargs)
-        if not self._is_computable(name, inputs, written) or torch.Tag.nondeterministic_seeded in func.tags:
+        drawn = name in _DRAWN and self._drawn is not None
+        if not drawn and (
+            torch.Tag.nondeterministic_seeded in func.tags or not self._is_computable(func, name, inputs, written)
+        ):
             for tensor in (*written, *outputs):
                 known = self._known(tensor)
                 known.real, known.rarely_true = None, False
@@ -164,7 +193,16 @@ class KnownValues(_torch.SimulationMode):
             )
             if real_kwargs.get("device") is not None:
                 real_kwargs = {**real_kwargs, "device": torch.device("cpu")}
-            self._remember(outputs, _torch.leaves_of(func(*real_args, **real_kwargs)))
+            run = func
+            if drawn and "generator" not in kwargs:
+                run, real_kwargs = _torch.packet_of(func), {**real_kwargs, "generator": self._next_generator()}
+            self._remember(outputs, _torch.leaves_of(run(*real_args, **real_kwargs)))
+
+    def _next_generator(self) -> torch.Generator:
+        """Return the generator of the next tensor that is drawn; that of the program goes on as if there were none."""
+        assert self._drawn is not None
+        self._drawn += 1
+        return torch.Generator().manual_seed(self._drawn)
 
     def _follow_counts(self, arriving: torch.Tensor, leaving: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Make up how many tokens arrive for each expert here from each rank, by how many leave for it."""
@@ -204,9 +242,10 @@ class KnownValues(_torch.SimulationMode):
         known = (self._known(each).real is not None or not _torch.is_fake(each) for each in inputs)
         return name in _OVERWRITING or any(known)
 
-    def _is_computable(self, name: str, inputs: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
-        if not inputs:
-            return name in _FACTORIES
+    def _is_computable(self, func: Any, name: str, inputs: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
+        if not inputs:  # numbers may stand where an operator takes tensors
+            first = next(iter(_torch.schema_of(func).arguments), None)
+            return name in _FACTORIES or (first is not None and str(first.type) == "Tensor")
         if any(each.untyped_storage().nbytes() > LARGEST for each in inputs):
             return False
         read = inputs
@@ -263,6 +302,7 @@ class KnownValues(_torch.SimulationMode):
             with _torch.real_tensors():
                 real = func(*_torch.map_only(torch.Tensor, lambda each: given[id(each)], args), **kwargs)
             return _torch.map_only(torch.Tensor, _empty_like, real), real
+        self.guesses += 1
         made = _RULES[func](self, *args, **kwargs)
         if func is _ATEN.nonzero.default and len(made) == args[0].numel() <= 4096:  # all are selected
             with _torch.real_tensors():
@@ -306,6 +346,20 @@ class KnownValues(_torch.SimulationMode):
         count = source.numel()
         return source.new_empty(count), *(source.new_empty(n, dtype=torch.int64) for n in (source.shape, (count,)))
 
+    def unique_along(self, source: torch.Tensor, dim: int, *options: Any, **named: Any) -> tuple[torch.Tensor, ...]:
+        """All slices along ``dim`` differ."""
+        warnings.warn(EVERYTHING, stacklevel=2)
+        count = source.shape[dim]
+        return torch.empty_like(source), *(source.new_empty(count, dtype=torch.int64) for _ in range(2))
+
+    def unique_neighbours(self, source: torch.Tensor, *options: Any, **named: Any) -> tuple[torch.Tensor, ...]:
+        """Neighbours differ; ``options``: return_inverse, return_counts, dim."""
+        dim = named.get("dim", options[2] if len(options) > 2 else None)
+        return self.unique(source) if dim is None else self.unique_along(source, dim)
+
+    def is_equal(self, one: torch.Tensor, other: torch.Tensor, *options: Any, **named: Any) -> bool:
+        return one.shape == other.shape
+
     def bincount(self, source: torch.Tensor, weights: Any = None, minlength: int = 0) -> torch.Tensor:
         bound = self._known(source).bound or 1
         return source.new_empty(max(minlength, bound), dtype=torch.int64 if weights is None else weights.dtype)
@@ -323,7 +377,10 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _ATEN.masked_select.default: KnownValues.masked_select,
     _ATEN.repeat_interleave.Tensor: KnownValues.repeat_interleave,
     _ATEN._unique2.default: KnownValues.unique,
-    _ATEN.unique_consecutive.default: KnownValues.unique,
+    _ATEN.unique_dim.default: KnownValues.unique_along,
+    _ATEN.unique_consecutive.default: KnownValues.unique_neighbours,
+    _ATEN.equal.default: KnownValues.is_equal,
+    _ATEN.allclose.default: KnownValues.is_equal,
     _ATEN.bincount.default: KnownValues.bincount,
     _ATEN._ctc_loss.Tensor: KnownValues.ctc_loss,
 }
@@ -369,3 +426,57 @@ def _size(tensor: torch.Tensor, dim: int) -> int:
 
 def _empty_like(real: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
+
+
+# What else reads values
+
+_ARRAY, _FORMAT, _TENSOR = torch.Tensor.numpy, torch.Tensor.__format__, torch.tensor
+_MANY = 4096
+"""Elements of the largest tensor that is read one by one."""
+
+
+def values_as_array(tensor: torch.Tensor, **options: Any) -> Any:
+    """Return ``tensor.numpy()``; of a fake tensor with its values as ``item`` gives them, zeros if it is large."""
+    if not _torch.is_fake(tensor):
+        return _ARRAY(tensor, **options)
+    with _torch.real_tensors():
+        shaped = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    if tensor.numel() > _MANY:
+        tensor.flatten()[0].item()  # to count as a guess
+        return _ARRAY(shaped)
+    listed = tensor.tolist()
+    with _torch.real_tensors():
+        return _ARRAY(torch.tensor(listed, dtype=tensor.dtype).reshape(shaped.shape))
+
+
+def tensor_of_values(data: Any, **options: Any) -> torch.Tensor:
+    """Return ``torch.tensor(data)``, where lists may hold fake tensors: their values are as ``item`` gives them."""
+    if isinstance(data, (list, tuple)) and any(map(_torch.is_fake, _torch.tensors_in(data))):
+        data = mapped(lambda each: each.tolist() if isinstance(each, torch.Tensor) else each, data)
+    return _TENSOR(data, **options)
+
+
+def value_as_text(tensor: torch.Tensor, spec: str) -> str:
+    """Return ``format(tensor, spec)``; of a fake number with its value as ``item`` gives it."""
+    return format(tensor.item(), spec) if _torch.is_fake(tensor) and not tensor.ndim else _FORMAT(tensor, spec)
+
+
+# Where the code is that reads a value
+
+
+def innermost_frame(error: BaseException | None = None) -> traceback.FrameSummary:
+    """Return the innermost frame, now or of ``error``, that is neither torch's nor this library's; or an empty one."""
+    frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+    found = [frame for frame in frames if not frame.filename.startswith((*own, "<"))]
+    return found[-1] if found else traceback.FrameSummary("", 0, "")
+
+
+def code_line(frame: traceback.FrameSummary) -> str:
+    """Return `` (file:line)`` of a frame; "" if it is empty."""
+    return f" ({Path(frame.filename).name}:{frame.lineno})" if frame.filename else ""
+
+
+def is_of_library(frame: traceback.FrameSummary) -> bool:
+    """True if the code is installed, so that users cannot change it."""
+    return "site-packages" in frame.filename

@@ -70,7 +70,7 @@ def _evaluation(config: Config, found: Study, stays: int, device: Hardware) -> S
 
 def _saving(config: Config, found: Study, stays: int, device: Hardware) -> StepPhase:
     copies = staged_bytes(found)
-    notes = (f"every {config.train.checkpoint_every:,} steps", "written while training goes on")
+    notes: tuple[str, ...] = (f"every {config.train.checkpoint_every:,} steps", "written while training goes on")
     if device.streams:
         seconds = copies / device.host_bandwidth
         notes = (f"{size(copies)} copied to the host", *notes)

@@ -1,0 +1,316 @@
+"""`trueshard plan --for`: forecast another framework's configuration as it is, and say which of its keys to change.
+
+The rules of `trueshard convert` are read both ways: forwards their keys become the options of `shard()`, backwards the
+best plan that their keys can say becomes keys again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trueshard.convert.converting import drafted
+from trueshard.convert.engine import FALSE, TRUE, Draft, Rule, our_default, shown
+from trueshard.convert.tables import Framework
+from trueshard.errors import UserError
+from trueshard.planner.inputs.architectures import architecture
+from trueshard.planner.planning import Request
+from trueshard.planner.report.report import WIDTH, as_json, duration, headline, verdict
+from trueshard.planner.search.evaluator import Evaluator
+from trueshard.planner.search.space import RECOMPUTE, Setting
+from trueshard.planner.solve import solve, space_of
+from trueshard.planner.workload import Study
+from trueshard.text import size, table
+
+FRAMEWORKS = ("torchtitan", "accelerate", "deepspeed")
+CHOICES = ("reshard_after_forward", "activation_checkpointing", "mixed_precision", "compile", "offload", "units")
+"""Options of `shard()` that `[shard]` has by the same names, besides the axes."""
+RESHARD = ("never", "default", "always")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What to change for the best plan: a key of their file, or words for what is elsewhere."""
+
+    key: str
+    value: Any
+    before: Any
+    """What the file says; None: nothing."""
+    say: str = ""
+
+    def __str__(self) -> str:
+        if self.say:
+            return self.say
+        was = "not given" if self.before is None else f"was {shown(self.before)}"
+        return f"{self.key} = {json.dumps(self.value)}  ({was})"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Forecasts of a configuration as it is and of the best plan that its framework can be told."""
+
+    title: str
+    theirs: Study
+    best: Study
+    changes: tuple[Change, ...]
+    differs: tuple[str, ...]
+    """How training there differs from what is forecast, one sentence each."""
+
+    def __str__(self) -> str:
+        rows = [_row("as it is", self.theirs)]
+        rows += [_row("best", self.best)] if self.changes else []
+        head = ("", "reserved", "", "tokens/s", "MFU", "step")
+        blocks = [
+            [f"{headline(self.theirs.forecast)}, from {self.title}"],
+            _listed("Taken for granted", [*self.theirs.assumptions, *self.differs]),
+            table(head, rows, right=(1, 3, 4, 5)),
+            ["Change", *(f"  {each}" for each in self.changes)] if self.changes else ["There is nothing to change."],
+        ]
+        return "\n\n".join("\n".join(block) for block in blocks if block)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it for `json.dumps`: `theirs` and `best` as `trueshard plan --json` has a study."""
+        changes = [dataclasses.asdict(each) for each in self.changes]
+        return {"theirs": as_json(self.theirs), "best": as_json(self.best), "changes": changes}
+
+
+def advise(
+    path: Path,
+    source: str,
+    model: str = "",
+    *,
+    ranks: int | None = None,
+    progress: Callable[[str], object] = lambda line: None,
+    **options: Any,
+) -> Advice:
+    """Return forecasts of a configuration and of the best plan, and the keys that differ.
+
+    Args:
+        path: their file.
+        source: its framework, of `FRAMEWORKS`.
+        model: as of `trueshard.plan`; "": what the file names.
+        ranks: processes; None: as the file says, else 8.
+        options: other fields of `Request`, in the place of what the file says.
+
+    Raises:
+        UserError: the file, a key or the model is not understood.
+        ValueError: the planner cannot simulate it.
+    """
+    if source not in FRAMEWORKS:
+        raise UserError(f"--for {source}: unknown; use one of {', '.join(FRAMEWORKS)}")
+    draft, kind, title = drafted(path, source, ranks=ranks)
+    said = ["The file names no number of ranks: 8 are taken (--ranks)."] if draft.ranks is None else []
+    if draft.ranks is None:
+        draft, kind, title = drafted(path, source, ranks=8)
+    request = _request(draft, model or model_of(draft, path), {k: v for k, v in options.items() if v is not None})
+    theirs = solve(request, progress)
+    best = _best(request, kind, draft, progress)
+    changes = tuple(_changes(kind, draft, theirs, best))
+    said += [
+        f"{each.key} = {shown(each.value)}: {each.note}." for each in draft.in_order() if _concerns(each.status, each)
+    ]
+    return Advice(f"{path.name} of {title}", theirs, best if changes else theirs, changes, tuple(said))
+
+
+def _concerns(status: str, entry: Any) -> bool:
+    """True if a key differs in what a forecast is made of."""
+    return status == "near" and entry.becomes.startswith(("shard.", "train.batch", "train.accumulate"))
+
+
+# Forwards
+
+
+def _request(draft: Draft, model: str, options: Mapping[str, Any]) -> Request:
+    """Return what the planner is asked for: their configuration, with nothing left free."""
+    tree = draft.tree
+    choices = {key: value for key in CHOICES if (value := tree.get(f"shard.{key}")) is not None}
+    tensor: Any = tree.get("shard.tensor", 1)
+    if "shard.tensor.ranks" in tree:
+        tensor = {"ranks": tree["shard.tensor.ranks"], "sequence": tree.get("shard.tensor.sequence", False)}
+    accumulation = tree.get("train.accumulate", 1)
+    microbatch = max(1, tree.get("train.batch_size", 1) // ((draft.readers or 1) * accumulation))
+    clip = tree.get("train.max_grad_norm", 1.0)
+    given = {
+        "model": model,
+        "ranks": draft.ranks,
+        "sequence": tree.get("train.sequence_length"),
+        "microbatch": microbatch,
+        "accumulation": accumulation,
+        "replicate": tree.get("shard.replicate", 1),
+        "storage_dtype": tree.get("model.dtype"),
+        "optimizer": _optimizer(tree.get("optimizer.class")),
+        "clip": clip if clip and math.isfinite(clip) else None,
+        "tensor": tensor,
+        "context": tree.get("shard.context", 1),
+        "experts": tree.get("shard.experts", 1),
+        "reshard_after_forward": "default",
+        "activation_checkpointing": "none",
+        "mixed_precision": None,
+        "offload": "none",
+        **choices,
+    }
+    return Request(**{**given, **options})
+
+
+def _optimizer(path: str | None) -> str | None:
+    """Return the planner's words for an import path."""
+    if path is None:
+        return None
+    module, _, name = path.rpartition(".")
+    return name.lower() if module == "torch.optim" else f"{module}:{name}"
+
+
+def model_of(draft: Draft, path: Path) -> str:
+    """Return the model that a file names: a path, or TorchTitan's name and flavor as a known architecture."""
+    for key in ("model.path", "model.config"):
+        if key in draft.tree:
+            return str(draft.tree[key])
+    name, flavor = str(draft.get("model.name") or ""), str(draft.get("model.flavor") or "")
+    family = name.lower().replace("_", "-")
+    spelled = re.sub(r"(?<=llama)(?=\d)", "-", family)
+    for words in (f"{spelled}-{flavor}", f"{family}-{flavor}", spelled):
+        found = architecture(words)
+        if found is not None and (words != spelled or not flavor or flavor.lower() == f"{found.parameters / 1e9:.0f}b"):
+            return found.name
+    what = f"{name} {flavor} is no known architecture" if name else "it names no model"
+    raise UserError(
+        f"{path}: {what}; give the model after it: a known architecture (llama-3-8b), a folder with a config.json, or "
+        "file.py:factory"
+    )
+
+
+# The best plan
+
+
+def _best(request: Request, kind: Framework, draft: Draft, progress: Callable[[str], object]) -> Study:
+    """Return the study of the fastest plan that fits, of those that say the same for all blocks and have keys there."""
+    assert request.microbatch is not None
+    assert request.accumulation is not None
+    each = request.microbatch * request.accumulation
+    space, _ = space_of(
+        dataclasses.replace(request, reshard_after_forward="auto", activation_checkpointing="auto", offload="none")
+    )
+    found = Evaluator(space, progress)
+    can_split = spoken(kind, draft, "microbatch", 1) and spoken(kind, draft, "train.accumulate", 1)
+    sizes = [request.microbatch]
+    if can_split:
+        sizes = [request.microbatch * 2, request.microbatch, request.microbatch // 2]
+    words = [each for each in RESHARD if spoken(kind, draft, "shard.reshard_after_forward", each)]
+    again = [each for each in RECOMPUTE if spoken(kind, draft, "shard.activation_checkpointing", each)]
+    offloads = ("none", "cpu") if spoken(kind, draft, "shard.offload", "cpu") else ("none",)
+    for offload in offloads:
+        for microbatch, reshard in itertools.product((n for n in sizes if n and each % n == 0), words):
+            setting = Setting(space.replicate or 1, microbatch, each // microbatch, offload)  # type: ignore[arg-type]
+            for recompute in again:
+                if found.evaluate(found.uniform(setting, reshard, recompute)).fits:
+                    break  # to recompute more is slower
+        if found.best is not None:
+            return found.studies[found.best]
+    assert found.smallest is not None
+    return found.studies[found.smallest]
+
+
+# Backwards
+
+
+def _changes(kind: Framework, draft: Draft, theirs: Study, best: Study) -> Iterator[Change]:
+    """Yield a change for each choice that differs."""
+    whole = theirs.forecast.microbatch * theirs.forecast.accumulation * (draft.readers or 1)
+    before, after = _chosen(theirs), _chosen(best)
+    for ours, value in after.items():
+        if before[ours] != value:
+            for change in spoken(kind, draft, ours, value, whole) or []:
+                if change.say or change.value != change.before:
+                    yield change
+
+
+def _chosen(study: Study) -> dict[str, Any]:
+    plan, forecast = study.plan, study.forecast
+    return {
+        "shard.reshard_after_forward": plan.reshard_after_forward,
+        "shard.activation_checkpointing": plan.activation_checkpointing,
+        "shard.offload": plan.offload,
+        "microbatch": forecast.microbatch,
+        "train.accumulate": forecast.accumulation,
+    }
+
+
+def spoken(kind: Framework, draft: Draft, ours: str, value: Any, whole: int = 0) -> list[Change] | None:
+    """Return how their framework says a choice; None if it has no words for it."""
+    for back in kind.back:
+        if back.ours == ours and back.value in (None, value):
+            filled = {"{}": value, "{total}": whole}
+            keys = {key: filled.get(said, said) if isinstance(said, str) else said for key, said in back.keys.items()}
+            say = back.say.format(value) if back.say else ""
+            return [Change("", None, None, say)] if say else [_change(draft, *each) for each in keys.items()]
+    found = []
+    for rule in kind.rules:
+        if rule.becomes == ours or any(ours in word.sets for word in rule.words.values()):
+            key = _key(rule, draft)
+            word = _word(rule, ours, value, draft.given.get(key, key)) if rule.words else value
+            if word is not None and (rule.words or rule.kind == "set"):
+                found.append(_change(draft, key, word))
+    present = [each for each in found if each.before is not None]
+    return present or found[:1] or None
+
+
+def _change(draft: Draft, key: str, value: Any) -> Change:
+    return Change(key, value, draft.given.get(key))
+
+
+def _key(rule: Rule, draft: Draft) -> str:
+    """Return the key of a rule that the file has, else the one that counts in FSDP's newer version, else the first."""
+    given = [key for key in rule.keys if key in draft.given]
+    if given:
+        return given[-1]
+    return rule.keys[-1] if rule.beside and str(draft.given.get(rule.beside[0], 1)) == "2" else rule.keys[0]
+
+
+def _word(rule: Rule, ours: str, value: Any, present: Any) -> Any:
+    """Return their word for a value of ours, spelled as the file has it; None if there is none.
+
+    A word that sets nothing says our default; one that makes whole copies says more than the value.
+    """
+    is_default = value == our_default(ours)
+    means = [
+        name
+        for name, word in rule.words.items()
+        if not (word.none or word.copies)
+        and (word.sets.get(ours) == value or (is_default and not word.sets and not word.ask))
+    ]
+    switches = [name for name in means if name in TRUE + FALSE and not name.isdigit()]
+    is_switch = isinstance(present, bool) or str(present).lower() in ("true", "false") or "reshard" in str(present)
+    if switches and (is_switch or len(switches) == len(means)):
+        return switches[0] in TRUE
+    if not means:
+        return None
+    kept = [name for name in means if str(present).lower() == name.lower()]
+    name = (kept or [each for each in means if not each.isdigit()] or means)[0]
+    return int(name) if name.isdigit() else name
+
+
+def _row(name: str, study: Study) -> tuple[str, ...]:
+    forecast = study.forecast
+    return (
+        name,
+        size(forecast.peak_reserved_bytes),
+        verdict(forecast),
+        f"{forecast.tokens_per_second_per_rank:,.0f}",
+        f"{forecast.mfu:.1%}",
+        duration(forecast.step_seconds),
+    )
+
+
+def _listed(title: str, sentences: Sequence[str]) -> list[str]:
+    lines = [
+        textwrap.fill(each, WIDTH, initial_indent="  - ", subsequent_indent="    ") for each in dict.fromkeys(sentences)
+    ]
+    return [title, *lines] if lines else []

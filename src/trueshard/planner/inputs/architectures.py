@@ -1,0 +1,143 @@
+"""Models known by name: short names such as ``llama-3-70b``, and names on the Hugging Face hub. Nothing is downloaded.
+
+A hub name is looked for in the hub's cache on this machine first, then among the known ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from trueshard.text import nearest
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_TUNED = re.compile(r"(-(instruct|chat|base|it|pt|hf|thinking|\d{4}))+$")
+"""Endings, in lower case, of names of models that were trained further and have the same architecture."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture of the table: enough of its ``config.json`` to build the model."""
+
+    name: str
+    hub: tuple[str, ...]
+    """Names on the hub; the first one's ``config.json`` is the source."""
+    also: tuple[str, ...]
+    """Other short names."""
+    parameters: int
+    fields: Mapping[str, Any]
+    """Of ``config.json``."""
+
+
+@functools.cache
+def known() -> dict[str, Architecture]:
+    """Return the table of architectures, by name."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    text = resources.files("trueshard.planner.inputs").joinpath("architectures.toml").read_text(encoding="utf-8")
+    table = tomllib.loads(text)
+    own = ("like", "hub", "also", "parameters")
+
+    def fields(name: str) -> dict[str, Any]:
+        entry = table[name]
+        inherited = fields(entry["like"]) if "like" in entry else {}
+        return inherited | {key: value for key, value in entry.items() if key not in own}
+
+    return {
+        name: Architecture(name, tuple(each["hub"]), tuple(each.get("also", ())), each["parameters"], fields(name))
+        for name, each in table.items()
+    }
+
+
+def architecture(words: str) -> Architecture | None:
+    """Return the architecture of a short name or of a name on the hub, in any case; None if it is not known."""
+    wanted = words.lower()
+    for each in known().values():
+        names = {name.lower() for name in (each.name, *each.also, *each.hub)}
+        if names & {wanted, _TUNED.sub("", wanted)} or _TUNED.sub("", wanted) in map(_untuned, each.hub):
+            return each
+    return None
+
+
+def _untuned(name: str) -> str:
+    return _TUNED.sub("", name.lower())
+
+
+def cached(words: str) -> Path | None:
+    """Return the ``config.json`` of a hub name in the hub's cache on this machine; None if it is not there."""
+    if not _HUB_NAME.fullmatch(words):
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(words, "config.json")
+    except (ImportError, ValueError):  # no such library, or no valid name
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def listed() -> str:
+    """Return all short names, sizes of a family together: ``gpt2, llama-2-7b/13b/70b, …``."""
+    families: dict[str, list[str]] = {}
+    for name in known():
+        family, _, size = name.rpartition("-")
+        families.setdefault(family if family and _billions(size) else name, []).append(size)
+    return ", ".join(
+        name if len(sizes) == 1 and name in known() else f"{name}-{'/'.join(sizes)}" for name, sizes in families.items()
+    )
+
+
+def unknown(words: str, folder: Path) -> str:
+    """Return what to do about a model that is neither on disk nor known, in one line; ``folder``: where it would be."""
+    own = words.rpartition("/")[2].lower()
+    known_ones = (
+        f"the nearest known architecture is {near} (--help lists all)"
+        if (near := _nearest(own))
+        else f"known are {listed()}"
+    )
+    if _HUB_NAME.fullmatch(words) and not folder.is_dir():
+        return (
+            f"{words!r} is not on this machine: the planner needs its config.json alone, no weights "
+            f"(hf download {words} config.json --local-dir {own}; then give {own}); {known_ones}"
+        )
+    beside = nearest(Path(words).name, [each.name for each in folder.glob("[!.]*")])
+    return (
+        f"there is no model {words!r}: give a folder with a config.json, that file, file.py:factory, or a known "
+        f"architecture; {known_ones}.{beside}"
+    )
+
+
+def _nearest(own: str) -> str:
+    """Return the short name nearest to the last part of a name: of its family if there is one, then in size.
+
+    "" if it tells neither, and is like no name.
+    """
+    plain = _TUNED.sub("", own).removeprefix("meta-")
+    family = re.match(r"[a-z]*", plain)[0]  # type: ignore[index]
+    candidates = [name for name in known() if family and name.startswith(family)] or list(known())
+    size = _billions(plain)
+    if size is None:
+        found = difflib.get_close_matches(plain, candidates, n=1, cutoff=0.5)
+        return found[0] if found else ""
+
+    def distance(name: str) -> tuple[float, float]:
+        factor = abs(math.log(known()[name].parameters / 1e9 / size))
+        return round(factor, 1), -difflib.SequenceMatcher(None, plain, name).ratio()
+
+    return min(candidates, key=distance)
+
+
+def _billions(name: str) -> float | None:
+    """Return the parameters in billions that a name tells: 70 of "llama-3-70b", 56 of "8x7b"; None if it tells none."""
+    found = re.search(r"(?<![a-z\d.])(?:(\d+)x)?(\d+(?:\.\d+)?)([bm])(?![a-z\d])", name)
+    return None if found is None else int(found[1] or 1) * float(found[2]) / (1 if found[3] == "b" else 1000)

@@ -1,0 +1,206 @@
+"""``trueshard plan --for``: another framework's configuration forecast as it is, and what to change in it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from messages import lacking, naming
+from trueshard.cli import main
+from trueshard.convert.converting import drafted
+from trueshard.convert.planning import FRAMEWORKS, advise, model_of, spoken
+from trueshard.convert.tables import framework
+from trueshard.errors import UserError
+from trueshard.planner.planning import Request
+from trueshard.planner.solve import solve
+from trueshard.train.parse import toml_value
+
+TINY = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
+THEIRS: dict[str, dict[str, Any]] = {
+    "torchtitan": {
+        "model": {"name": "llama3", "flavor": "8B"},
+        "training": {"local_batch_size": 2, "seq_len": 64, "steps": 10, "global_batch_size": 32},
+        "activation_checkpoint": {"mode": "full"},
+        "parallelism": {"fsdp_reshard_after_forward": "always"},
+    },
+    "accelerate": {
+        "distributed_type": "FSDP",
+        "num_processes": 8,
+        "mixed_precision": "bf16",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": True,
+            "fsdp_activation_checkpointing": True,
+            "fsdp_offload_params": True,
+        },
+    },
+    "deepspeed": {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": "auto",
+    },
+}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(TINY))
+    return str(tmp_path / "tiny")
+
+
+def written(folder: Path, source: str, tree: dict[str, Any]) -> Path:
+    """Their file of these keys."""
+    ending = {"torchtitan": "toml", "accelerate": "yaml", "deepspeed": "json"}[source]
+    path = folder / f"theirs.{ending}"
+    if ending == "toml":
+        sections = [
+            "\n".join([f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in section.items())])
+            for name, section in tree.items()
+        ]
+        path.write_text("\n".join(sections))
+    else:
+        path.write_text(yaml.safe_dump(tree) if ending == "yaml" else json.dumps(tree))
+    return path
+
+
+def put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[name] = value
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("source", FRAMEWORKS)
+def test_a_file_that_is_changed_as_told_is_the_best_plan(source: str, tiny: str, tmp_path: Path) -> None:
+    tree = copy.deepcopy(THEIRS[source])
+    advice = advise(written(tmp_path, source, tree), source, tiny, ranks=8)
+    assert advice.theirs.plan.reshard_after_forward == "always"
+    before, after = (each.forecast.tokens_per_second_per_rank for each in (advice.theirs, advice.best))
+    assert before < after
+    assert max(map(len, str(advice).splitlines())) <= 100
+    keys = [each for each in advice.changes if each.key]
+    assert keys
+    for each in keys:
+        put(tree, each.key, each.value)
+    again = advise(written(tmp_path, source, tree), source, tiny, ranks=8)
+    assert [each for each in again.changes if each.key] == []
+    if all(each.key for each in advice.changes):
+        assert again.theirs.forecast == advice.best.forecast
+        assert "nothing to change" in str(again)
+
+
+@pytest.mark.rest
+def test_it_is_forecast_as_it_is(tiny: str, tmp_path: Path) -> None:
+    advice = advise(written(tmp_path, "torchtitan", THEIRS["torchtitan"]), "torchtitan", tiny, ranks=8)
+    request = Request(
+        model=tiny,
+        ranks=8,
+        sequence=64,
+        microbatch=2,
+        accumulation=2,
+        replicate=1,
+        storage_dtype="float32",
+        reshard_after_forward="always",
+        activation_checkpointing="full",
+        mixed_precision="bf16",
+    )
+    assert advice.theirs.forecast == solve(request).forecast
+    said = {str(each).partition("  (")[0] for each in advice.changes}
+    assert {'activation_checkpoint.mode = "none"'} <= said
+
+
+VALUES = {
+    "shard.reshard_after_forward": ("never", "default", "always"),
+    "shard.activation_checkpointing": ("none", "selective", "full"),
+    "shard.offload": ("none", "cpu"),
+}
+
+
+@pytest.mark.parametrize("source", FRAMEWORKS)
+def test_what_is_said_backwards_means_the_same_forwards(source: str, tmp_path: Path) -> None:
+    kind, usual = framework(source), {"shard.offload": "none", "shard.activation_checkpointing": "none"}
+    count = 0
+    for ours, values in VALUES.items():
+        for value in values:
+            tree = copy.deepcopy(THEIRS[source])
+            draft, _, _ = drafted(written(tmp_path, source, tree), source, ranks=8)
+            changes = spoken(kind, draft, ours, value)
+            if changes is None or not all(each.key for each in changes):
+                continue
+            for each in changes:
+                put(tree, each.key, each.value)
+            draft, _, _ = drafted(written(tmp_path, source, tree), source, ranks=8)
+            assert draft.tree.get(ours, usual.get(ours, "default")) == value, (ours, value, changes)
+            count += 1
+    assert count >= 4
+
+
+def test_the_model_is_the_files_or_asked_for(tmp_path: Path, tiny: str) -> None:
+    titan = {**THEIRS["torchtitan"], "model": {"name": "llama3", "flavor": "9B"}}
+    with pytest.raises(UserError, match=naming("theirs.toml", "llama3 9B", "llama-3-8b")):
+        advise(written(tmp_path, "torchtitan", titan), "torchtitan", ranks=8)
+    with pytest.raises(UserError, match=naming("theirs.json", "names no model", "llama-3-8b")):
+        advise(written(tmp_path, "deepspeed", THEIRS["deepspeed"]), "deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "expected"),
+    [
+        ("llama3", "70B", "llama-3-70b"),
+        ("llama3", "405B", "llama-3.1-405b"),
+        ("qwen3", "30B-A3B", "qwen3-30b-a3b"),
+        ("deepseek_v3", "671B", "deepseek-v3"),
+        ("gpt_oss", "20b", "gpt-oss-20b"),
+    ],
+)
+def test_torchtitans_names_are_known_architectures(name: str, flavor: str, expected: str, tmp_path: Path) -> None:
+    tree = {**THEIRS["torchtitan"], "model": {"name": name, "flavor": flavor}}
+    path = written(tmp_path, "torchtitan", tree)
+    assert model_of(drafted(path, "torchtitan", ranks=8)[0], path) == expected
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(*arguments: str) -> str:
+        assert main(["plan", *arguments]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        return str(err)
+
+    return run
+
+
+def test_the_command(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(written(tmp_path, "accelerate", THEIRS["accelerate"]))
+    words = ["plan", "--for", "accelerate", path, tiny, "--sequence", "64", "--out", str(tmp_path / "best.json")]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert lacking(text, "tiny on 8 × h100", "as it is", "best", "fsdp_config.fsdp_offload_params = false") == []
+    assert (tmp_path / "best.json").exists()
+
+
+def test_wrong_words_are_one_line(refused: Callable[..., str], tiny: str, tmp_path: Path) -> None:
+    path = str(written(tmp_path, "accelerate", THEIRS["accelerate"]))
+    assert lacking(refused("--for", "megatron", path), "megatron", "torchtitan") == []
+    assert lacking(refused("--for", "accelerate", path, tiny, "--replicate", "2"), "--replicate", "--for") == []
+    assert lacking(refused(tiny, tiny), "--for") == []

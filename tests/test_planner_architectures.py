@@ -1,0 +1,356 @@
+"""Models that a newcomer types first: by name, from a configuration alone of any architecture, from a file."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from messages import lacking, naming
+from models import CASES
+from trueshard import _torch
+from trueshard.planner.inputs.architectures import architecture, known
+from trueshard.planner.inputs.factories import named_configuration
+from trueshard.planner.inputs.workloads import workload_of
+from trueshard.planner.planning import Request
+from trueshard.planner.solve import solve
+from trueshard.planner.workload import Study
+
+QUICK = ("llama-3-70b", "qwen2.5-7b", "gpt-oss-120b")
+
+
+def rest_but(few: Any, every: Any) -> list[Any]:
+    return [each if each in few else pytest.param(each, marks=pytest.mark.rest) for each in every]
+
+
+@pytest.mark.parametrize("name", rest_but(QUICK, known()))
+def test_a_known_architecture_has_the_published_number_of_parameters(name: str) -> None:
+    configuration = named_configuration(name)
+    assert configuration is not None
+    with torch.device("meta"):
+        model = configuration.cls(copy.deepcopy(configuration.settings))
+    assert sum(each.numel() for each in model.parameters()) == known()[name].parameters
+
+
+HUB = {
+    "meta-llama/Meta-Llama-3-70B": "llama-3-70b",
+    "meta-llama/Meta-Llama-3-8B-Instruct": "llama-3-8b",
+    "meta-llama/Llama-2-7b-chat-hf": "llama-2-7b",
+    "meta-llama/Llama-3.3-70B-Instruct": "llama-3.1-70b",
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3-30b-a3b",
+    "Qwen/Qwen2.5-72B": "qwen2.5-72b",
+    "google/gemma-3-27b-it": "gemma-3-27b",
+    "deepseek-ai/DeepSeek-R1": "deepseek-v3",
+    "mistralai/Mistral-7B-Instruct-v0.1": "mistral-7b-v0.1",
+    "llama-3-405b": "llama-3.1-405b",
+    "LLAMA-3-8B": "llama-3-8b",
+}
+
+
+def test_names_of_the_hub_are_known_architectures() -> None:
+    found = {words: architecture(words) for words in HUB}
+    assert {words: each and each.name for words, each in found.items()} == HUB
+    assert architecture("somebody/Llama-3.1-8B-pruned") is None
+    assert architecture("llama") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("unsloth/Llama-3.1-8B-bnb-4bit", ("config.json", "hf download unsloth/", "llama-3.1-8b (")),
+        ("Qwen/QwQ-32B", ("config.json", "qwen3-32b")),
+        ("somebody/something", ("config.json", "llama-3-8b/70b")),
+        ("lama-3-8b", ("'lama-3-8b'", "nearest", "llama-3-8b")),
+        ("somebody", ("gpt2", "llama-3-8b/70b")),
+    ],
+)
+def test_another_name_is_told_what_it_needs_and_what_is_nearest(words: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=naming(*parts)) as caught:
+        workload_of(words)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_in_the_hubs_cache_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--Qwen--Qwen3-8B"
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    fields = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 16}
+    (folder / "snapshots" / "abc" / "config.json").write_text(json.dumps(fields))
+    workload = workload_of("Qwen/Qwen3-8B")
+    assert workload.name == "Qwen3-8B"
+    assert lacking(workload.assumptions[0], "Qwen/Qwen3-8B", "cache") == []
+    with _torch.fake_tensors():
+        assert type(workload.model()).__name__ == "GPT2LMHeadModel"
+
+
+def test_words_compute_in_bfloat16_and_modules_as_by_shard() -> None:
+    assert Request(model="llama-3-8b").choices().mixed_precision == "bf16"
+    assert Request(model=Path("llama-3-8b")).choices().mixed_precision == "bf16"
+    assert Request(model="llama-3-8b", hardware="cpu").choices().mixed_precision is None
+    assert Request(model="llama-3-8b", mixed_precision=None).choices().mixed_precision is None
+    assert Request(model=nn.Linear(2, 2)).choices().mixed_precision is None
+    assert Request(model=lambda: nn.Linear(2, 2)).choices().mixed_precision is None
+
+
+# Any architecture of transformers, by its configuration alone
+
+NEW = ("qwen2_vl",)
+"""In the default tests: positions follow from values of tensors."""
+ARCHITECTURES = [name for name, case in CASES.items() if case.kind not in ("handmade", "peft")]
+
+
+def planned(model: Any, **options: Any) -> Study:
+    """The study of one plan on 2 ranks, worked out in this process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        words = {"reshard_after_forward": "default", "activation_checkpointing": "none"}
+        return solve(Request(model=model, hardware="h100", ranks=2, **{**words, **options}))
+
+
+def configuration_of(name: str, folder: Path) -> tuple[Path, int]:
+    """The folder with the configuration of a tiny model of the catalogue, and how many parameters the model has."""
+    with torch.device("meta"):
+        model: Any = CASES[name].build(0)
+    fields = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    (folder / "config.json").write_text(json.dumps(fields, default=str))
+    return folder, sum(each.numel() for each in model.parameters())
+
+
+@pytest.mark.parametrize("name", rest_but(NEW, ARCHITECTURES))
+def test_any_architecture_is_planned_from_its_configuration(name: str, tmp_path: Path) -> None:
+    folder, parameters = configuration_of(name, tmp_path)
+    study = planned(folder)
+    held = [*study.plan.units, *study.plan.replicated]
+    assert sum(each.parameters for each in held) == parameters
+    assert study.forecast.peak_live_bytes > 4 * parameters / 2  # half of what is stored in float32
+    assert study.forecast.flops_per_step > 0
+
+
+def test_at_least_thirty_architectures_are_held_to_it() -> None:
+    assert len(ARCHITECTURES) >= 30
+    assert {CASES[name].kind for name in ARCHITECTURES} >= {
+        *("decoder", "experts", "encoder", "encoder-decoder", "vision", "vision-language", "speech"),
+    }
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", ["wav2vec2", "hubert", "qwen2_vl"])
+def test_an_own_batch_has_its_values(name: str) -> None:
+    case = CASES[name]
+    batch = case.batch(2, 1)
+    study = planned(lambda: case.build(0), batch=batch, loss=case.loss, sequence=8)
+    assert study.forecast.microbatch == 2
+    assert not any("depend on data" in each for each in study.assumptions)
+
+
+# What reads values
+
+READS = {
+    "item": "x[:, : int(ids.max()) + 1]",
+    "tolist": "torch.cat(x.split([len(x) - 1, 1]), 0) * len(ids[0].tolist())",
+    "numpy": "x * float(ids.cpu().numpy().sum())",
+    "mask": "x[ids > 2]",
+    "unique": "x + ids.unique(dim=0).shape[0]",
+    "equal": "x if torch.equal(ids, ids) else -x",
+    "tensor": "x * torch.tensor([each for each in ids[0]], dtype=x.dtype).sum().to(x)",
+    "text": "x if f'{x.mean():.3f}' else -x",
+}
+
+
+@pytest.mark.parametrize("how", rest_but(["mask", "numpy"], READS))
+def test_a_forward_that_reads_values_is_planned(how: str, tmp_path: Path) -> None:
+    (tmp_path / "reading.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Reading(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.table, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)\n"
+        "    def forward(self, ids):\n"
+        "        x = self.table(ids)\n"
+        f"        return self.head({READS[how]})\n"
+        "def batch(microbatch, sequence):\n"
+        "    return torch.randint(5, (microbatch, sequence))\n"
+    )
+    study = planned(f"{tmp_path}/reading.py:Reading", sequence=8)
+    assert study.forecast.flops_per_step > 0
+
+
+def test_what_is_selected_by_a_batch_has_its_size() -> None:
+    class Selecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+            return self.head(x[chosen])
+
+    chosen = torch.tensor([True, False, False, False] * 4)
+    study = planned(Selecting, batch=(torch.randn(16, 8), chosen))
+    assert study.forecast.flops_per_step == 2 * 3 * 4 * 8 * 8 - 2 * 4 * 8 * 8  # of 4 rows; no gradient of the input
+
+
+def test_what_cannot_be_followed_is_refused_with_module_and_operation() -> None:
+    class Packing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 4)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            lengths = torch.full((len(ids),), ids.shape[1])
+            return nn.utils.rnn.pack_padded_sequence(self.table(ids), lengths, batch_first=True).data
+
+    with pytest.raises(ValueError, match=naming("model: ", "pack_padded_sequence", "(test_planner_arch")) as caught:
+        planned(lambda: Packing(), sequence=8)
+    assert "\n" not in str(caught.value)
+
+
+# A user's own file, with models as diffusers and timm write them
+
+UNET = """
+import math
+from types import SimpleNamespace
+import torch
+from torch import nn
+from torch.nn import functional
+
+class Resnet(nn.Module):
+    def __init__(self, before, after, time):
+        super().__init__()
+        self.norm1, self.conv1 = nn.GroupNorm(4, before), nn.Conv2d(before, after, 3, padding=1)
+        self.time_emb_proj = nn.Linear(time, after)
+        self.norm2, self.conv2 = nn.GroupNorm(4, after), nn.Conv2d(after, after, 3, padding=1)
+        self.conv_shortcut = nn.Conv2d(before, after, 1) if before != after else None
+
+    def forward(self, x, time):
+        hidden = self.conv1(functional.silu(self.norm1(x)))
+        hidden = hidden + self.time_emb_proj(functional.silu(time))[:, :, None, None]
+        hidden = self.conv2(functional.silu(self.norm2(hidden)))
+        return hidden + (x if self.conv_shortcut is None else self.conv_shortcut(x))
+
+class CrossAttention(nn.Module):
+    def __init__(self, channels, context):
+        super().__init__()
+        self.norm = nn.LayerNorm(channels)
+        self.to_q = nn.Linear(channels, channels, bias=False)
+        self.to_k, self.to_v = (nn.Linear(context, channels, bias=False) for _ in range(2))
+        self.to_out = nn.Linear(channels, channels)
+
+    def forward(self, x, context):
+        b, c, h, w = x.shape
+        flat = self.norm(x.flatten(2).transpose(1, 2))
+        of_heads = (self.to_q(flat), self.to_k(context), self.to_v(context))
+        q, k, v = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in of_heads)
+        out = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.to_out(out).transpose(1, 2).reshape(b, c, h, w)
+
+class UNet2DConditionModel(nn.Module):
+    def __init__(self, channels=(16, 32), time=64, context=24):
+        super().__init__()
+        first, last = channels
+        self.conv_in = nn.Conv2d(4, first, 3, padding=1)
+        self.time_embedding = nn.Sequential(nn.Linear(first, time), nn.SiLU(), nn.Linear(time, time))
+        self.down_blocks = nn.ModuleList([Resnet(first, first, time), Resnet(first, last, time)])
+        self.attentions = nn.ModuleList([CrossAttention(first, context), CrossAttention(last, context)])
+        self.downsample = nn.Conv2d(first, first, 3, stride=2, padding=1)
+        self.mid_block = Resnet(last, last, time)
+        self.up_blocks = nn.ModuleList([Resnet(last * 2, first, time), Resnet(first * 2, first, time)])
+        self.conv_norm_out, self.conv_out = nn.GroupNorm(4, first), nn.Conv2d(first, 4, 3, padding=1)
+        self.width = first
+
+    def forward(self, sample, timestep, encoder_hidden_states, return_dict=True):
+        if not torch.is_tensor(timestep):
+            timestep = torch.tensor([timestep], device=sample.device)
+        angles = torch.arange(self.width // 2, device=sample.device) * (-math.log(10000) / (self.width // 2))
+        angles = timestep.float()[:, None] * angles.exp()[None]
+        time = self.time_embedding(torch.cat([angles.sin(), angles.cos()], -1).to(sample.dtype))
+        x = self.conv_in(sample)
+        skips = []
+        for i, (block, attention) in enumerate(zip(self.down_blocks, self.attentions)):
+            x = attention(block(x, time), encoder_hidden_states)
+            skips.append(x)
+            x = self.downsample(x) if i == 0 else x
+        x = self.mid_block(x, time)
+        for i, block in enumerate(self.up_blocks):
+            x = block(torch.cat([x, skips.pop()], 1), time)
+            if i == 0:
+                x = functional.interpolate(x, scale_factor=2.0, mode="nearest")
+        x = self.conv_out(functional.silu(self.conv_norm_out(x)))
+        return SimpleNamespace(sample=x) if return_dict else (x,)
+
+def make():
+    return UNet2DConditionModel()
+
+def batch(microbatch, sequence):
+    return {
+        "sample": torch.randn(microbatch, 4, 16, 16),
+        "timestep": torch.randint(1000, (microbatch,)),
+        "encoder_hidden_states": torch.randn(microbatch, 7, 24),
+    }
+
+def loss(model, batch):
+    return functional.mse_loss(model(**batch).sample.float(), batch["sample"].float())
+"""
+VIT = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+class PatchEmbed(nn.Module):
+    def __init__(self, img_size, patch_size, embed_dim):
+        super().__init__()
+        self.img_size = (img_size, img_size)
+        self.proj = nn.Conv2d(3, embed_dim, kernel_size=patch_size, stride=patch_size)
+        self.norm = nn.Identity()
+
+    def forward(self, x):
+        assert x.shape[-2:] == self.img_size, f"Input size {tuple(x.shape[-2:])} does not match {self.img_size}"
+        return self.norm(self.proj(x).flatten(2).transpose(1, 2))
+
+class Block(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.qkv, self.proj = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.gamma = nn.Parameter(1e-5 * torch.ones(dim))
+        self.norm2, self.fc1, self.fc2 = nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x):
+        b, n, c = x.shape
+        q, k, v = self.qkv(self.norm1(x)).reshape(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, c)
+        x = x + self.gamma * self.proj(mixed)
+        return x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
+
+class VisionTransformer(nn.Module):
+    def __init__(self, img_size=64, patch_size=16, embed_dim=64, depth=3, heads=4, num_classes=10):
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        self.pos_embed = nn.Parameter(torch.randn(1, (img_size // patch_size) ** 2 + 1, embed_dim) * 0.02)
+        self.patch_embed = PatchEmbed(img_size, patch_size, embed_dim)
+        rates = [x.item() for x in torch.linspace(0, 0.1, depth)]
+        self.blocks = nn.Sequential(*(Block(embed_dim, heads) for _ in rates))
+        self.norm, self.head = nn.LayerNorm(embed_dim), nn.Linear(embed_dim, num_classes)
+
+    def forward(self, x):
+        x = self.patch_embed(x)
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + self.pos_embed
+        return self.head(self.norm(self.blocks(x))[:, 0])
+"""
+
+
+@pytest.mark.parametrize("words", ["unet.py:make", "vit.py:VisionTransformer"])
+def test_a_users_own_file_is_planned(words: str, tmp_path: Path) -> None:
+    (tmp_path / "unet.py").write_text(UNET)
+    (tmp_path / "vit.py").write_text(VIT)
+    study = planned(f"{tmp_path}/{words}")
+    assert study.forecast.flops_per_step > 0
+    blocks = [unit.name for unit in study.plan.units if unit.name]
+    assert any("block" in name for name in blocks), blocks
