@@ -25,6 +25,7 @@ NAMES = (
     "planner_error",
     "step",
     "optimizer",
+    "exact",
     "muon",
     "axes",
     "shard_time",

@@ -79,6 +79,7 @@ CALLED = {
     "collectives_begun",
     "unit_in",
     "is_placed_as",
+    "align_gradients",
     "join_shards",
     "addresses",
     "called_by_mode",
@@ -556,6 +557,21 @@ def test_operators_and_lists() -> None:
     _torch.foreach_mul_(tensors, 2.0)
     assert float(tensors[0].sum()) == 8
     assert _torch.storage_number(tensors[0].untyped_storage()) == _torch.storage_identity(tensors[0][1:])
+
+
+def aligned(rank: int, world_size: int) -> None:
+    """Gradients of a model on one rank do not lie in one buffer, but each where memory begins."""
+    model = Stack()
+    fully_shard(model)
+    _torch.align_gradients(model)
+    model(torch.randn(2, 8)).sum().backward()
+    grads = [_torch.local(p.grad) for p in model.parameters() if p.grad is not None]
+    assert len(grads) == len(list(model.parameters()))
+    assert all(grad.data_ptr() % 64 == 0 for grad in grads)
+
+
+def test_gradients_are_aligned(alone: Ranks) -> None:
+    alone.run(aligned)
 
 
 def neighbours(rank: int, world_size: int) -> None:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from trueshard.api import shard as shard
     from trueshard.checkpoint.catalogue import latest as latest
     from trueshard.checkpoint.exporting import export as export
+    from trueshard.checkpoint.hashing import ReplicasDiffer as ReplicasDiffer
+    from trueshard.checkpoint.hashing import StateHash as StateHash
+    from trueshard.checkpoint.hashing import check_replicas as check_replicas
+    from trueshard.checkpoint.hashing import state_hash as state_hash
     from trueshard.checkpoint.inspecting import Checked as Checked
     from trueshard.checkpoint.inspecting import Compared as Compared
     from trueshard.checkpoint.inspecting import DamagedCheckpoint as DamagedCheckpoint
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from trueshard.runtime.engine import accumulate as accumulate
     from trueshard.runtime.engine import set_reshard_after_forward as set_reshard_after_forward
     from trueshard.runtime.gathering import gathered as gathered
+    from trueshard.runtime.randomness import sample_rng as sample_rng
     from trueshard.runtime.splitting import split_sequence as split_sequence
     from trueshard.runtime.stages import tie_over as tie_over
     from trueshard.runtime.tokens import TokenMean as TokenMean
@@ -55,6 +60,7 @@ _MODULES = {
     "api": "shard",
     "checkpoint.catalogue": "latest",
     "checkpoint.exporting": "export",
+    "checkpoint.hashing": "ReplicasDiffer StateHash check_replicas state_hash",
     "checkpoint.inspecting": "Checked Compared DamagedCheckpoint Inspected check inspect",
     "checkpoint.loading": "Found load",
     "checkpoint.saving": "Checkpoints Saving save",
@@ -65,6 +71,7 @@ _MODULES = {
     "plans": "Forecast MixedPrecision Plan Unit",
     "runtime.engine": "accumulate set_reshard_after_forward",
     "runtime.gathering": "gathered",
+    "runtime.randomness": "sample_rng",
     "runtime.splitting": "split_sequence",
     "runtime.stages": "tie_over",
     "runtime.tokens": "TokenMean count_targets token_mean",

@@ -33,6 +33,7 @@ def shard(
     tensor: int | Mapping[str, str | int | bool] = 1,
     context: int = 1,
     experts: int = 1,
+    exact: bool = False,
 ) -> Plan:
     """Shard ``model`` and ``optimizers`` over ranks, in place. Nothing changes but where the tensors live.
 
@@ -66,6 +67,9 @@ def shard(
         context: ranks that share each sequence: give each its part of the tokens, see ``trueshard.split_sequence``.
         experts: ranks that share out the experts of each layer, to which tokens travel; neighbours among all that are
             not copies. For stacked experts, as transformers has them.
+        exact: the same microbatches give the same gradients, parameters and optimizer state, bit for bit, at any number
+            of ranks and replicas and any split into accumulation. Gradients are rounded to a grid of 2**-40 and added
+            in float64: twice the bytes of a float32 reduction.
 
     Returns:
         The plan that was applied; ``print`` shows it as a table.
@@ -85,6 +89,7 @@ def shard(
         tensor=tensor,
         context=context,
         experts=experts,
+        exact=exact,
     )
     choices.check_alone(plan)
     with timed("shard"):

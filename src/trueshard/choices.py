@@ -47,6 +47,7 @@ class Choices:
     tensor: int | Mapping[str, str | int | bool] = 1
     context: int = 1
     experts: int = 1
+    exact: bool = False
 
     def check(self) -> None:
         """Raise ValueError for a value that no model and no number of ranks could make valid."""
@@ -89,6 +90,7 @@ class Choices:
             sequence=cast(bool, self._tensor().get("sequence", False)),
             context=self.context,
             experts=self.experts,
+            exact=bool(self.exact),
         )
 
     def axes(self) -> dict[str, int]:

@@ -166,6 +166,8 @@ class Plan:
     """Ranks that share each sequence; their parameters are sharded over them, too."""
     experts: int = 1
     """Ranks that share the experts of each layer, out of those that share or shard anything."""
+    exact: bool = False
+    """Gradients are the same bits at any number of ranks."""
     ranks: tuple[int, ...] = ()
     """Ranks over which gradients are averaged: (shard,) or (replicate, shard), where those of a context shard, too;
     empty before the plan is resolved."""
@@ -180,6 +182,7 @@ class Plan:
         _a_bool("compile", self.compile)
         _a_bool("pipeline", self.pipeline)
         _a_bool("sequence", self.sequence)
+        _a_bool("exact", self.exact)
         for axis in ("tensor", "context", "experts"):
             if type(size := getattr(self, axis)) is not int or size < 1:
                 raise ValueError(f"{axis} must be a number of ranks, at least 1, not {size!r}")

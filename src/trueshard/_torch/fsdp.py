@@ -419,7 +419,16 @@ def join_shards(root: nn.Module, small: int) -> None:
             parameter.sharded_param._local_tensor = padded.narrow(0, 0, rows)
 
 
-def _separate_gradients(parameter: Any) -> None:
+def align_gradients(root: nn.Module) -> None:
+    """Give each gradient of a model that one rank holds whole memory of its own, where an owner's begins, too.
+
+    FSDP2 cuts them from one tensor, and products of small matrices round by where a matrix begins (MKL).
+    """
+    for parameter in _parameters_below(root):
+        _separate_gradients(parameter, torch.clone)
+
+
+def _separate_gradients(parameter: Any, apart: Callable[[torch.Tensor], torch.Tensor] = apart) -> None:
     made: Callable[[Any, torch.Tensor], torch.Tensor] = type(parameter).to_sharded_dtensor
 
     # Dynamo would compile it anew for each size, once the user compiled the function that calls backward.

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trueshard.checkpoint import hashing
 from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
 from trueshard.checkpoint.format import MANIFEST, TensorEntry, crc32, is_marked, join
 from trueshard.text import size, table
@@ -352,6 +353,7 @@ def check(path: str | os.PathLike[str]) -> Checked:
     for key, entry in catalogue.entries.items():
         if not catalogue.is_intact(key):
             problems.append(f"tensor {key!r} in {', '.join(entry.files)} does not have the bytes that were saved")
+    problems += [] if problems or manifest is None else _other_values(catalogue, manifest.about.get("hashes", {}))
     if manifest is not None:
         files |= {*manifest.files, MANIFEST}
     elif any(is_marked(directory.header(file)) for file in files):
@@ -361,6 +363,18 @@ def check(path: str | os.PathLike[str]) -> Checked:
     size = sum(directory.size(file) for file in files)
     unchecked = sum(entry.crc32 is None for entry in catalogue.entries.values())
     return Checked(catalogue.where, len(files), len(catalogue.entries), size, unchecked)
+
+
+def _other_values(catalogue: Catalogue, saved: Mapping[str, str]) -> list[str]:
+    """Return a problem for each tensor whose values are not those that were in memory when it was saved."""
+    problems = []
+    for key, expected in saved.items():
+        entry = catalogue.entries[key]
+        tensor = entry.empty()
+        catalogue.read_into(key, 0, tensor)
+        if hashing.written(f"{tuple(tensor.shape)} {tensor.dtype}", hashing.hash_here(tensor)) != expected:
+            problems.append(f"tensor {key!r} has other values than those in memory when it was saved")
+    return problems
 
 
 def _exchanged(catalogue: Catalogue) -> list[str]:

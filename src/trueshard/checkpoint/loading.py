@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.checkpoint import joining, ranks, saving, state
+from trueshard.checkpoint import hashing, joining, ranks, saving, state
 from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
 from trueshard.checkpoint.format import (
     Manifest,
@@ -133,7 +133,25 @@ class LoadJob:
         attempt(self._load_entries)
         attempt(self._materialise)
         attempt(self._apply)
+        if self._options["verify"] and (saved := self._manifest.about.get("hashes")):
+            self._compare(path, saved)
         return self._found
+
+    def _compare(self, path: str | os.PathLike[str], saved: Mapping[str, str]) -> None:
+        """Raise ``ValueError`` if what is in memory now is not what was in memory when it was saved. Collective."""
+        failed, entries = f"{path} was not compared", self._catalogue.entries
+        given = None if self._catalogue.dcp else self._names
+        tensors = state.collect(self._models, self._optimizers, {}, given)[0]
+        same = {
+            key: tensor
+            for key, tensor in tensors.items()
+            if key in entries and entries[key].dtype == dtype_name(tensor.dtype)
+        }
+        if wrong := hashing.differing(hashing.hash_together(same, self._group, failed), saved):
+            raise ValueError(
+                f"{self._catalogue.where}: {wrong[0]!r} has other bits in memory than when it was saved "
+                f"({len(wrong)} such); its checksums fit, so this machine's memory is at fault: load on another"
+            )
 
     def _open(
         self, path: str | os.PathLike[str], model: Any, optimizer: Any

@@ -32,7 +32,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.checkpoint import joining, layout, ranks, state
+from trueshard.checkpoint import hashing, joining, layout, ranks, state
 from trueshard.checkpoint.catalogue import is_url
 from trueshard.checkpoint.format import MANIFEST, FileRecord, Manifest, TensorEntry, crc32, crc32_joined, join
 from trueshard.checkpoint.joining import Told
@@ -198,6 +198,9 @@ def _prepare(
         "ranks": group.world,
     }
     writer = writer_for(path, everyone[0].token)
+    if hashing.are_exact(models):
+        own = {key: tensor for key, tensor in tensors.items() if not key.startswith("more/")}
+        manifest.about["hashes"] = hashing.hash_together(own, group, f"{path} was not saved")
     headers = {}
     if writer.positioned:
         headers = layout.lay_out(manifest.tensors, layout.file_keys(models, manifest.tensors), marked=True)

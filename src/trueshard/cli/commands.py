@@ -20,6 +20,7 @@ from trueshard.cli.options import (
     ActivationCheckpointing,
     Compile,
     Context,
+    Exact,
     Experts,
     Json,
     Nproc,
@@ -211,6 +212,7 @@ def verify(
     tensor: Tensor = 1,
     context: Context = 1,
     experts: Experts = 1,
+    exact: Exact = False,
     timeout: Annotated[float, typer.Option(help="For each of the three runs.", metavar="SECONDS", min=1)] = 600.0,
     html: Annotated[Path | None, typer.Option(help="Write the report as a page.", metavar="FILE")] = None,
     as_json: Json = False,
@@ -248,6 +250,7 @@ def verify(
             tensor=tensor,
             context=context,
             experts=experts,
+            exact=exact,
             timeout=timeout,
         )
         if html is not None:

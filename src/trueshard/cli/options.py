@@ -23,6 +23,7 @@ Offload = Annotated[str, typer.Option(help=f"{' or '.join(OFFLOAD_WORDS)}.", met
 Tensor = Annotated[int, typer.Option(help="Ranks that share each matrix.", metavar="N", min=1)]
 Context = Annotated[int, typer.Option(help="Ranks that share each sequence.", metavar="N", min=1)]
 Experts = Annotated[int, typer.Option(help="Ranks that share the experts of each layer.", metavar="N", min=1)]
+Exact = Annotated[bool, typer.Option("--exact", help="The same bits at any number of ranks.")]
 Optimizer = Annotated[str | None, typer.Option(help="adamw, sgd, muon, or a class.", metavar="NAME")]
 Tokens = Annotated[
     int | None, typer.Option("--sequence", help="Tokens of a sample.", metavar="N", min=1, show_default=False)

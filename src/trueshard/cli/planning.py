@@ -16,6 +16,7 @@ from trueshard.choices import Choices, reshard_word
 from trueshard.cli.options import (
     ActivationCheckpointing,
     Compile,
+    Exact,
     Experts,
     Json,
     Optimizer,
@@ -73,6 +74,7 @@ def plan(
     imbalance: Annotated[
         float, typer.Option(help="Tokens of the busiest rank's experts over their mean.", metavar="FACTOR", min=1.0)
     ] = 1.0,
+    exact: Exact = False,
     sequence: Tokens = None,
     microbatch: Annotated[int | None, _count("Samples of a rank in one forward.")] = None,
     accumulation: Annotated[int | None, _count("Microbatches a step.")] = None,
@@ -199,6 +201,7 @@ def plan(
             context=shared,
             experts=experts,
             imbalance=imbalance,
+            exact=exact,
             plan=None if given is None else read_plan(given),
         )
         with Console(stderr=True).status(f"Building {model} on fake tensors") as status:

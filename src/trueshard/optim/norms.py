@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trueshard import _torch
 from trueshard.distributed import device_of
 from trueshard.model import names
+from trueshard.optim import exact
 from trueshard.optim.shards import (
     Ranks,
     ShardGroup,
@@ -90,7 +91,9 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     groups, order = group_shards(grads), float(norm_type)
     # torch's norm is that of the vector of each gradient's norm, rounded to the gradients' dtype.
-    if over is None:
+    if over is None and 0 < order < math.inf and exact.are_exact(given):
+        total = exact.norm(groups, order, sum(grad.numel() for grad in grads)).to(_promoted(groups))
+    elif over is None:
         total = _total(groups, order, foreach).to(_promoted(groups))
     else:
         counted = [p.grad for p in given if p.grad is not None and not is_copy(p)]

@@ -83,6 +83,8 @@ class Request:
     """Ranks that share the experts of each layer."""
     imbalance: float = 1.0
     """Tokens that arrive for the experts of the slowest rank, over their mean over ranks, at least 1."""
+    exact: bool = False
+    """As of ``shard``: gradients are reduced in float64."""
 
     def __post_init__(self) -> None:
         for key in ("ranks", "ranks_per_node", "replicate", "sequence", "microbatch", "accumulation", "global_batch"):

@@ -134,7 +134,10 @@ def apply(
         _prepare_modules(unit, [modules[name] for name in unit.modules], plan)
     for unit in sorted(plan.units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules)):
         _shard_unit(unit, modules, plan, axes, whole)
-    _torch.join_shards(root, SMALL)
+    if plan.exact and mesh.size(-1) == 1:
+        _torch.align_gradients(root)
+    else:
+        _torch.join_shards(root, SMALL)
     if sources is not None:
         _fill(root, sources, torch.device("cpu") if plan.offload == "cpu" else device_of(mesh))
     assert isinstance(root, ShardedModule)
@@ -175,7 +178,7 @@ def _shard_unit(unit: Unit, modules: Mapping[str, nn.Module], plan: Plan, axes: 
     if unit.kind == "experts":
         # Inside its block, it is given what the block computed: routing weights stay in their own dtype.
         mixed, mesh = dataclasses.replace(mixed, output=None, cast_inputs=False), axes.alike or mesh
-    compute, reduce, output = mixed.compute, mixed.reduce, mixed.output
+    compute, reduce, output = mixed.compute, "float64" if plan.exact else mixed.reduce, mixed.output
     dtypes: dict[str | None, torch.dtype] = {n: getattr(torch, n) for n in (compute, reduce, output) if n}
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if plan.offload == "cpu" else OffloadPolicy()
     fully_shard(

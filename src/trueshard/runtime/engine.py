@@ -24,7 +24,7 @@ from trueshard.optim.classify import classify, manner, refusal
 from trueshard.optim.rebind import rebind
 from trueshard.optim.stepping import bind, unwatch, watch
 from trueshard.plans import Plan
-from trueshard.runtime import access, apply, context
+from trueshard.runtime import access, apply, context, exact
 from trueshard.runtime.experts import check as check_experts
 from trueshard.runtime.passes import Runtime, runtime_of
 from trueshard.runtime.tensor import resolve as resolve_tensor
@@ -56,7 +56,10 @@ def shard(
             check_experts(names.unwrap(model), resolved)
             resolved = resolve_tensor(names.unwrap(model), resolved, axes.sizes)
             context.refuse(names.unwrap(model), resolved)
+            exact.refuse(names.unwrap(model), resolved)
             verdicts = [classify(optimizer) for optimizer in optimizers]
+            if resolved.exact:
+                verdicts = [exact.same_updates(*each) for each in zip(optimizers, verdicts, strict=True)]
         facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key != "units"]
         facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
         facts += [(f"optimizer {i}'s way to step", manner(each)) for i, each in enumerate(verdicts)]

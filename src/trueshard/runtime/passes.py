@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Collection
 from typing import Any
@@ -42,6 +43,7 @@ from trueshard.optim import stepping
 from trueshard.optim.rebind import shard_like
 from trueshard.optim.ties import Tie
 from trueshard.plans import Plan
+from trueshard.runtime.exact import ExactSums, set_apart
 from trueshard.runtime.gradients import GradientHooks, Usage, call_after_gradient
 from trueshard.runtime.replicated import (
     WholeParameter,
@@ -74,6 +76,8 @@ class Runtime:
         self.replicated: list[WholeParameter] = []
         """Parameters that every rank holds whole, in the same order on every rank."""
         self.usage = Usage(mesh)
+        self.exact = ExactSums(mesh) if plan.exact else None
+        """Present if gradients are to be the same bits at any number of ranks."""
         self.meshes: dict[Any, DeviceMesh] = {}
         """Smaller meshes, for units that reshard to a number of ranks."""
         self.units: dict[ShardedModule, list[nn.Parameter]] = {}
@@ -138,6 +142,9 @@ class Runtime:
         _torch.keep_dynamo_out(self.units)
         self._trainable = self._trainability()
         self._adopt_hooks()
+        if self.exact is not None:
+            self.exact.install(self.units)
+            self.exact.name((name, tensor) for name, _, _, tensor in names.named_tensors(root, "parameters"))
         root.register_load_state_dict_pre_hook(self._shard_loaded)
         root.__dict__["set_requires_gradient_sync"] = self._set_gradient_sync
         begin, end = torch.compiler.disable(self.begin), torch.compiler.disable(self.end)
@@ -150,6 +157,11 @@ class Runtime:
 
     def _set_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set as torch's setter does, but let units with a gradient hook, which means the global one, always reduce."""
+        if self.exact is not None and self.hooked and not requires_gradient_sync:
+            raise RuntimeError(
+                "exact=True: parameters have gradient hooks, which are called with the reduced gradient of each "
+                "microbatch, and those do not add up exactly; remove the hooks, or take one microbatch a rank"
+            )
         type(self.root).set_requires_gradient_sync(self.root, requires_gradient_sync, recurse=recurse)
         self.accumulating = not requires_gradient_sync
         for module in self.hooked:
@@ -302,10 +314,20 @@ class Runtime:
             for tie in self.ties:
                 tie.set_aside()
             self.usage.begin()
+            if self.exact is not None:
+                self._begin_exact(self.exact)
             _torch.at_end_of_backward(self._end_backward)
+
+    def _begin_exact(self, exact: ExactSums) -> None:
+        parameters = [*itertools.chain(*self.units.values()), *(whole.parameter for whole in self.replicated)]
+        exact.refuse_earlier(parameters)
+        is_sum = self.mesh.size() > 1 or self.accumulating or self.has_unreduced()
+        exact.begin(self.in_graph(), is_sum=is_sum)
 
     def _end_backward(self) -> None:
         self._end_state_of_backward()
+        if self.accumulating and self.exact is not None:
+            set_apart(self.replicated)
         if self.accumulating:
             average_gradients(self.replicated, self.mesh, only_hooked=True)
             stepping.set_unreduced(self.root, self.drop_unreduced)
@@ -316,9 +338,11 @@ class Runtime:
 
     def _gradients_reduced(self) -> None:
         """Do after FSDP2 has reduced its gradients what it leaves out."""
-        average_gradients(self.replicated, self.mesh, only_hooked=False)
+        average_gradients(self.replicated, self.mesh, only_hooked=False, exact=self.exact)
         stepping.set_unreduced(self.root, None)
         self.usage.end()
+        if self.exact is not None:
+            self.exact.end()
 
     def _end_schedule(self) -> None:
         """A schedule has run all backwards of a step, and reduced; not so a backward by which it finds out shapes."""
@@ -331,7 +355,7 @@ class Runtime:
         _torch.drop_unreduced(self.root, of)
         for whole in self.replicated:
             if of is None or id(whole.parameter) in of:
-                whole.leaf.grad = None
+                whole.leaf.grad = whole.summed = None
         for tie in self.ties:
             if of is None:
                 tie.put_back()
@@ -339,6 +363,8 @@ class Runtime:
                 tie.forget()
         if of is None or not self.has_unreduced():
             self.usage.forget()
+            if self.exact is not None:
+                self.exact.forget()
             stepping.set_unreduced(self.root, None)
 
     def _end_state_of_backward(self) -> None:
@@ -371,7 +397,9 @@ class Runtime:
         return gathered + [(whole.parameter, whole.leaf) for whole in self.replicated]
 
     def has_unreduced(self) -> bool:
-        return _torch.has_unreduced(self.root) or any(whole.leaf.grad is not None for whole in self.replicated)
+        return _torch.has_unreduced(self.root) or any(
+            whole.leaf.grad is not None or whole.summed is not None for whole in self.replicated
+        )
 
     # Hooks and readers
 

@@ -43,9 +43,11 @@ from trueshard.model.intent import attributes_of
 from trueshard.model.names import Held
 from trueshard.optim.stepping import watch
 from trueshard.plans import Replicated
+from trueshard.runtime.exact import set_apart
 from trueshard.runtime.gradients import GradientHooks, add_gradient, call_after_gradient
 
 if TYPE_CHECKING:
+    from trueshard.runtime.exact import ExactSums
     from trueshard.runtime.passes import Runtime
 
     Home = tuple[weakref.ref[Runtime], weakref.ref[ShardedModule]]
@@ -72,6 +74,8 @@ class WholeParameter:
         for place in self.places:
             self._put(*place, parameter)
         self._memory: torch.Tensor | None = None
+        self.summed: torch.Tensor | None = None
+        """With exact sums: the gradients of earlier backwards that did not reduce, in float64."""
         self.refresh()
 
     @property
@@ -117,7 +121,7 @@ class WholeParameter:
 
     def deliver(self, grad: torch.Tensor) -> None:
         """Add the averaged ``grad`` of this backward to the parameter's, through the user's hooks."""
-        self.leaf.grad = None
+        self.leaf.grad = self.summed = None
         parameter = self.parameter
         assert isinstance(parameter, DTensor)
         # Those from before sharding, then those set on the parameter since: autograd calls neither.
@@ -147,8 +151,11 @@ def release_whole(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def average_gradients(parameters: Iterable[WholeParameter], mesh: DeviceMesh, *, only_hooked: bool) -> None:
-    """Average at the end of a backward; ``only_hooked``: those with a hook, which means the global gradient.
+def average_gradients(
+    parameters: Iterable[WholeParameter], mesh: DeviceMesh, *, only_hooked: bool, exact: ExactSums | None = None
+) -> None:
+    """Average at the end of a backward; ``only_hooked``: those with a hook, which means the global gradient; ``exact``:
+    what rounded the gradients, so that they add up exactly in float64.
 
     Collective; ``parameters`` are in the same order on every rank.
     """
@@ -161,9 +168,12 @@ def average_gradients(parameters: Iterable[WholeParameter], mesh: DeviceMesh, *,
     if not members:
         return
     # A flag per parameter says whether a rank has a gradient: one that no rank used keeps its gradient None.
-    grads = [whole.leaf.grad for whole in members]
+    if exact is not None:
+        set_apart(members)
+    grads = [whole.leaf.grad if exact is None else whole.summed for whole in members]
+    start = torch.float32 if exact is None else torch.float64
     # Wide enough for all; with one that is complex, all are sent as complex.
-    dtype = functools.reduce(torch.promote_types, (whole.leaf.dtype for whole in members), torch.float32)
+    dtype = functools.reduce(torch.promote_types, (whole.leaf.dtype for whole in members), start)
     device = device_of(mesh)
     used = torch.tensor([float(grad is not None) for grad in grads], dtype=dtype, device=device)
     parts = [
@@ -172,7 +182,12 @@ def average_gradients(parameters: Iterable[WholeParameter], mesh: DeviceMesh, *,
     ]
     flat = all_reduce(torch.cat([used, *parts]), mesh)
     flags = flat[: len(members)].tolist()
-    pieces = flat[len(members) :].div_(mesh.size()).split([part.numel() for part in parts])
+    summed = flat[len(members) :]
+    if exact is None:
+        summed.div_(mesh.size())
+    else:
+        exact.scale(summed)
+    pieces = summed.split([part.numel() for part in parts])
     for flag, piece, whole in zip(flags, pieces, members, strict=True):
         if flag:
             value = piece if whole.leaf.is_complex() else piece.real
@@ -350,6 +365,8 @@ def settle_added(runtime: Runtime) -> None:
         with torch.no_grad():
             for (_, whole), (_, value) in zip(kept, copies, strict=True):
                 _torch.local(whole.parameter).copy_(value)
+    if runtime.exact is not None:
+        runtime.exact.name((name, whole.parameter) for name, whole in kept)
     shown_ones = tuple(Replicated(name, whole.parameter.numel(), "added after shard()") for name, whole in kept)
     earlier = tuple(each for each in runtime.plan.replicated if each.name not in dict(kept))
     runtime.plan = dataclasses.replace(runtime.plan, replicated=(*earlier, *shown_ones))

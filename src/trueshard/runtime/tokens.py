@@ -31,15 +31,20 @@ class TokenMean:
     ranks: int
     """Ranks over which gradients are averaged."""
     _mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
+    _power: float | None = field(default=None, repr=False, compare=False)
+    """With ``shard(exact=True)``: a power of two by which the loss is divided here, and the gradient does the rest."""
 
     @property
     def divisor(self) -> float:
         """``total / ranks``: for models that divide a summed loss themselves, as transformers' do by
-        ``num_items_in_batch``."""
-        return self.total / self.ranks
+        ``num_items_in_batch``. With ``shard(exact=True)`` the power of two above ``total``."""
+        return self._power or self.total / self.ranks
 
     def __call__(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """``loss_sum * ranks / total``: call ``backward()`` on this.
+
+        With ``shard(exact=True)`` the loss is divided by a power of two, the same at any number of ranks, and the
+        reduced gradient by the rest; so a term that is added to the loss belongs into ``loss_sum``.
 
         Args:
             loss_sum: 0-dim, the loss *summed* over the target tokens of one microbatch (``reduction="sum"``), in
@@ -57,7 +62,7 @@ class TokenMean:
                 f"loss_sum has shape {tuple(loss_sum.shape)}, but must be one number: the sum over the microbatch's "
                 'target tokens, as cross_entropy(..., reduction="sum") gives'
             )
-        return loss_sum * (self.ranks / self.total)
+        return loss_sum * (self.ranks / self.total if self._power is None else 1 / self._power)
 
     def value(self, loss_sum: torch.Tensor | float) -> float:
         """Return the global mean loss, the same on every rank, for a log. Collective: one small all-reduce.
@@ -122,7 +127,11 @@ def token_mean(model: nn.Module, tokens: int | torch.Tensor) -> TokenMean:
         raise ValueError(f"tokens is not a number of tokens on {errors} other rank{'s' if errors > 1 else ''}")
     if total == 0:
         raise ValueError("no rank has a target token in this step, so there is no mean; skip the step, on every rank")
-    return TokenMean(total, 1 if mesh is None else mesh.size(), mesh)
+    ranks = 1 if mesh is None else mesh.size()
+    power = None
+    if runtime is not None and runtime.exact is not None:
+        power = runtime.exact.divide_by(total)
+    return TokenMean(total, ranks, mesh, power)
 
 
 def _count(tokens: int | torch.Tensor) -> int:

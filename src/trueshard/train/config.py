@@ -255,6 +255,14 @@ class TrainSection(Section):
     """Sequences in a step over all ranks; a multiple of ranks × `accumulate`."""
     accumulate: Annotated[int, Field(ge=1)] = 1
     """Microbatches a rank splits its part of the batch into; gradients are communicated once, after the last."""
+    microbatch: Annotated[int, Field(ge=1)] | None = None
+    """Instead of `accumulate`: sequences of one forward. `accumulate` follows, and `batch_size` is a multiple of
+    ranks × `microbatch`."""
+    exact: bool = False
+    """The same bits at any number of ranks: losses, gradients, parameters, optimizer state, and after a resume.
+    Needs `microbatch`, which is what one forward computes whatever the ranks are."""
+    watch_replicas: Annotated[int, Field(ge=1)] | None = None
+    """With `shard.replicate`: steps between comparisons of the copies; the run ends if one differs."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients with a greater norm are scaled down to this one."""
     whole_logits: bool = False
@@ -271,6 +279,27 @@ class TrainSection(Section):
     """Steps between printed lines when the output is not a terminal. `metrics.jsonl` has every step."""
 
     _one_end = _one_of("train.steps", "train.epochs")
+
+    @model_validator(mode="after")
+    def _microbatches(self) -> TrainSection:
+        if self.microbatch is not None and self.accumulate != 1:
+            raise ValueError(f"train.accumulate = {self.accumulate} follows from train.microbatch; remove one of them")
+        if self.exact and self.microbatch is None:
+            raise ValueError(
+                "train.exact needs train.microbatch, the sequences of one forward, which must not follow from the "
+                "number of ranks; set it (such as 1)"
+            )
+        if self.exact and self.on_oom == "tighten":
+            raise ValueError('train.on_oom = "tighten" may change the microbatch, which train.exact fixes; remove it')
+        return self
+
+    def portion(self, readers: int) -> int:
+        """Return the sequences of which `batch_size` is a multiple, for ranks that read different samples."""
+        return readers * (self.microbatch or self.accumulate)
+
+    def accumulation(self, readers: int) -> int:
+        """Return the microbatches of a rank in a step."""
+        return self.accumulate if self.microbatch is None else max(1, self.batch_size // (readers * self.microbatch))
 
 
 class PreferenceSection(Section):
@@ -371,6 +400,8 @@ class ShardSection(Section):
     """Ranks that share each sequence: each has a part of its tokens. They read the same samples."""
     experts: Annotated[int, Field(ge=1)] = 1
     """Ranks that share the experts of each layer."""
+    exact: bool = False
+    """Gradients are the same bits at any number of ranks; `train.exact` makes the whole run so."""
 
     def readers(self, ranks: int) -> int:
         """Return how many of `ranks` read different samples; raise ValueError if the axes do not divide them."""
@@ -393,6 +424,9 @@ class LogSection(Section):
     """Trackers; each is imported when it is used."""
     project: Text = "trueshard"
     """Name of the project, for "wandb" and "trackio"."""
+    hash_every: Annotated[int, Field(ge=1)] | None = None
+    """Steps between hashes of parameters and optimizer state, `state_hash` in `metrics.jsonl`: they do not depend on
+    the number of ranks."""
     samples_every: Annotated[int, Field(ge=1)] = 1
     """With `[rl]`: steps between those whose answers go to `samples.jsonl`, tokens and all."""
 
@@ -445,6 +479,10 @@ class Config(Section):
         if (self.schedule.class_path or "").endswith("ReduceLROnPlateau") and self.evaluation is None:
             raise ValueError("schedule.class goes by the evaluation's loss, and there is no [evaluation]; add one")
         self._reinforcement()
+        if self.train.exact:
+            self._exactly()
+        if self.train.watch_replicas is not None and self.shard.replicate == 1:
+            raise ValueError("train.watch_replicas compares copies, and shard.replicate is 1; remove it, or raise that")
         for key, formats in {"packing": ("chat",), "answers_only": ("chat", "vision"), "images": ("prompt",)}.items():
             if key in self.data.model_fields_set and self.data.format not in formats:
                 raise ValueError(f'data.{key} goes with data.format = "{formats[0]}" only; remove it, or set that')
@@ -453,6 +491,19 @@ class Config(Section):
         if self.data.streaming and self.evaluation is not None and self.evaluation.path is None:
             raise ValueError("evaluation.path is missing: nothing can be held out of data that is streamed; set it")
         return self
+
+    def _exactly(self) -> None:
+        """Set `shard.exact`; raise ValueError if a run of these settings cannot be exact."""
+        object.__setattr__(self, "shard", self.shard.model_copy(update={"exact": True}))
+        if self.rl is not None:
+            raise ValueError("train.exact does not go with [rl], which deals out answers by their lengths; remove it")
+        if self.shard.mixed_precision == "fp16":
+            raise ValueError('train.exact does not go with shard.mixed_precision = "fp16"; use "bf16"')
+        for axis in ("tensor", "context", "experts"):
+            if getattr(self.shard.choices(), axis) != 1:
+                raise ValueError(
+                    f"train.exact does not go with shard.{axis}: its ranks add up by themselves; remove it"
+                )
 
     def _reinforcement(self) -> None:
         """Raise ValueError if [rl] and the sections of reinforcement learning do not go together."""
@@ -468,6 +519,8 @@ class Config(Section):
             raise ValueError(
                 f"shard.{shared[0]} does not go with [rl], whose ranks answer different prompts; remove it"
             )
+        if train.microbatch is not None:
+            raise ValueError("train.microbatch does not go with [rl], whose answers differ in length; set accumulate")
         if self.data.format != "prompt":
             raise ValueError(f'[rl] needs prompts, and data.format is "{self.data.format}"; set it to "prompt"')
         if self.data.streaming:
@@ -509,4 +562,5 @@ class Config(Section):
         for name, left_out in {"rl": (), "rollout": _FREE_OF_ROLLOUT, "reward": ("processes", "seconds")}.items():
             section = plain[name] or {}
             keys |= {f"{name}.{key}": value for key, value in section.items() if self.rl and key not in left_out}
-        return keys | {f"train.{key}": plain["train"][key] for key in ("seed", "sequence_length")}
+        exact = ("exact", "microbatch", "batch_size") if self.train.exact else ()
+        return keys | {f"train.{key}": plain["train"][key] for key in ("seed", "sequence_length", *exact)}

@@ -4,7 +4,8 @@
   microbatches; gradients are communicated once, after the last microbatch.
 - One all-reduce before the optimizer's step carries the loss and the wish to stop, so that ranks agree on both, and a
   loss that is not finite never reaches the parameters.
-- What a step depends on is in the checkpoint: at the same number of ranks a resumed run gives the same bits.
+- What a step depends on is in the checkpoint: at the same number of ranks a resumed run gives the same bits; at any
+  number with ``shard(exact=True)``, ``seed``, and microbatches that are the same at any number.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from trueshard.checkpoint.loading import load
 from trueshard.checkpoint.saving import Checkpoints, Saving
 from trueshard.distributed import device_of
 from trueshard.model import names
+from trueshard.optim.exact import loss_on_grid
 from trueshard.optim.norms import clip_grad_norm_
 from trueshard.runtime.engine import accumulate
 from trueshard.runtime.passes import runtime_of
+from trueshard.runtime.randomness import sample_rng
 from trueshard.runtime.splitting import split_sequence
 from trueshard.runtime.tokens import token_mean
 from trueshard.train.data.loader import EndlessLoader
@@ -110,6 +113,8 @@ class Trainer:
         skip_nonfinite: steps of the run that may be skipped because their loss or gradient norm is not finite.
         callbacks: receive the events.
         wants_stop: called in each step; True on any rank stops all ranks after it.
+        seed: what is drawn in a microbatch (dropout) follows from it, the step and the number of the microbatch in
+            the global batch, at any number of ranks; None: generators go on from where they are.
         saved: more arguments of ``trueshard.save`` for each checkpoint (``tokenizer=...``).
 
     Raises:
@@ -137,6 +142,7 @@ class Trainer:
         skip_nonfinite: int = 0,
         callbacks: Sequence[Callback] = (),
         wants_stop: Callable[[], bool] = lambda: False,
+        seed: int | None = None,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
         for name, value in (("steps", steps), ("accumulate", accumulate)):
@@ -150,11 +156,12 @@ class Trainer:
         self.scheduler, self.scaler = scheduler, scaler
         self.evaluation, self.evaluate_every, self.patience = evaluation, evaluate_every, patience
         self.checkpoints, self.checkpoint_every = checkpoints, checkpoint_every
-        self.skip_nonfinite, self.wants_stop = skip_nonfinite, wants_stop
+        self.skip_nonfinite, self.wants_stop, self.seed = skip_nonfinite, wants_stop, seed
         self.callbacks, self.saved = list(callbacks), dict(saved or {})
         runtime = runtime_of(names.unwrap(model))
         self._sharded = runtime is not None
         self._axes = None if runtime is None else runtime.axes
+        self._exact = runtime is not None and runtime.exact is not None
         self._leads_context = not (self._axes and self._axes.context and self._axes.context.get_local_rank())
         self._leads_tensor = not (self._axes and self._axes.tensor and self._axes.tensor.get_local_rank())
         if self._axes and self._axes.context and isinstance(self.loss, Mean):
@@ -227,10 +234,11 @@ class Trainer:
         mean = token_mean(self.model, count)
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)
         for number, batch in enumerate(microbatches, start=1):
-            with accumulate(self.model, last=number == self.accumulate) if self._sharded else nullcontext():
+            last = number == self.accumulate
+            with accumulate(self.model, last=last) if self._sharded else nullcontext(), self._draws(number - 1):
                 part = self.loss(self.model, self._own(batch))
                 self._scaling.scale(mean(part)).backward()
-            loss_sum += part.detach() * self._leads_tensor
+            loss_sum += self._summed(part) * self._leads_tensor
         self._scaling.unscale_(self.optimizer)
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         norm = float(clip_grad_norm_(self.model.parameters(), limit))
@@ -256,6 +264,17 @@ class Trainer:
             "data_wait": waited,
             "checkpoint_stall": stalled,
         }
+
+    def _draws(self, number: int) -> AbstractContextManager[None]:
+        """Return the context in which random numbers follow from this rank's microbatch ``number``, if they are to."""
+        if self.seed is None:
+            return nullcontext()
+        reader = self._axes.reader[0] if self._axes else self.rank
+        return sample_rng(self.seed, self.step, reader * self.accumulate + number)
+
+    def _summed(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a microbatch's summed loss in float64, rounded so that losses add up exactly if gradients do."""
+        return loss_on_grid(loss) if self._exact else loss.detach().double()
 
     def _update(self, loss: float, norm: float) -> None:
         # A scaler skips a step whose gradients overflow, and halves.
@@ -317,7 +336,7 @@ class Trainer:
                 break
             if empty:
                 raise ValueError("a rank has no microbatch of the evaluation at all; use more data, or fewer ranks")
-            part = float(self.loss(self.model, self._own(batch)))
+            part = float(self._summed(self.loss(self.model, self._own(batch))))
             if fresh is not None and self._leads_tensor:
                 sums = [sums[0] + part, sums[1] + self._count([batch])]
         total, count = over_ranks(sums, self.device)

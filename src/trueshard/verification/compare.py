@@ -106,6 +106,25 @@ def distance(found: torch.Tensor, expected: torch.Tensor, start: torch.Tensor | 
     return largest, (left / size if size else math.inf)
 
 
+def first_bit(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """Return the first element and bit in which two tensors differ, in words; "" if all bits are equal."""
+    if found.shape != expected.shape:
+        return f"has shape {list(found.shape)}, and {list(expected.shape)} there"
+    one, two = (
+        each.contiguous().reshape(-1).view(torch.uint8).reshape(found.numel(), -1) for each in (found, expected)
+    )
+    different = (one != two).any(1).nonzero().flatten()
+    if not len(different):
+        return ""
+    place = int(different[0])
+    index = ", ".join(str(int(each)) for each in torch.unravel_index(torch.tensor(place), found.shape))
+    values = [int.from_bytes(bytes(each[place].tolist()), "little") for each in (one, two)]
+    changed = values[0] ^ values[1]
+    bit, width = (changed & -changed).bit_length() - 1, 2 * one.shape[1]
+    told = f"differs first at element [{index}], bit {bit}: {values[0]:0{width}x}, and {values[1]:0{width}x} there"
+    return f"{told} ({len(different):,} of {found.numel():,} elements)"
+
+
 def _size(tensor: torch.Tensor) -> float:
     sizes = tensor.abs()
     return float(sizes[sizes.isfinite()].norm())

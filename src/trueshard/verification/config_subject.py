@@ -35,9 +35,11 @@ def small_configuration(
     if config.rl is not None:
         raise UserError(f"{path}: verify compares losses of given data, and [rl] makes its own; name one without [rl]")
     train, parts = config.train, max(other_ranks(config.shard.readers(nproc)))
-    accumulate = min(train.accumulate, 2)
-    samples = min(2, max(1, train.batch_size // (parts * train.accumulate)))
-    small = train.model_copy(update={"batch_size": parts * accumulate * samples, "accumulate": accumulate})
+    accumulate = min(train.accumulation(parts), 2)
+    samples = min(2, max(1, train.batch_size // (parts * train.accumulation(parts))))
+    update = {"batch_size": parts * accumulate * samples}
+    update |= {"accumulate": accumulate} if train.microbatch is None else {"microbatch": samples}
+    small = train.model_copy(update=update)
     changes = {"train": small, "run": config.run.model_copy(update={"dir": str(folder / "run")})}
     notes = [
         f"A step takes {parts * accumulate * samples} sequences (the configuration: {train.batch_size}), "
@@ -96,4 +98,4 @@ class ConfigSubject:
         train = self._config.train
         loader = session.loader_of(self._config, self._data, rank=part, ranks=self.case.parts, prefetch=0)
         loader.load_state_dict({"samples": (step - 1) * train.batch_size})
-        return [next(loader) for _ in range(train.accumulate)]
+        return [next(loader) for _ in range(train.accumulation(self.case.parts))]

@@ -23,7 +23,8 @@ ASPECTS = {aspect: aspect for aspect in ("names", "dtypes", "trainability", "tie
 ASPECTS["membership"] = "optimizer membership"
 ROUND_TRIP, CONTINUED, NO_SIDE_EFFECT = "checkpoint round trip", "training from it", "save without side effect"
 COPIES = "what ranks hold in common"
-PLAIN = "mixed precision, compiling"
+BITS = "hash of each step"
+PLAIN, EXACT = "mixed precision, compiling", "exact sums beside plain ones"
 NEAR_LOSSES, NEAR_MOVED = 0.05, 0.8
 """Allowed distance of losses and updates from plain training. Single updates of Adam turn with the sign of a small
 gradient; one that is left out, or twice as large, is 1 away."""
@@ -139,7 +140,7 @@ def point_of(name: str, found: Sequence[Comparison], nothing: str, rounding_alon
     others = f"; {more} more are wrong in that step or later" if more else ""
     when = f"after step {step}" if step else "before training"
     if first.words:
-        detail = f"{first.name!r} {first.words}, {when}{others}"
+        detail = f"{first.name!r} {first.words}, {when}{others}".removeprefix("'' ")
     else:
         allowed = (
             f"{first.relative:.2g} of its size, allowed {first.tolerance:.1g}" if first.tolerance else "not a bit may"
@@ -179,7 +180,7 @@ def contract(
         losses, moved = known.plain
         detail = f"losses {losses:.1g} and updates {moved:.1g} of their size from training without it"
         is_near = losses <= NEAR_LOSSES and moved <= NEAR_MOVED
-        plain = [ContractPoint(PLAIN, "held" if is_near else "broken", detail)]
+        plain = [ContractPoint(EXACT if known.hashes else PLAIN, "held" if is_near else "broken", detail)]
     steps: Sequence[Comparison] = sharded["steps"]
     points = (
         ContractPoint("runs", "held", f"forward, backward and step on {ranks} rank{'s' if ranks > 1 else ''}"),
@@ -194,6 +195,7 @@ def contract(
         ),
         _point(COPIES, sharded["in common"][1], f"{sharded['in common'][0]} parameters, no bit differs at the end"),
         *plain,
+        *_bits(known, sharded, restored, setting),
         *_aspects(known, sharded),
         *_checkpoint(sharded, restored, setting),
         _point(NO_SIDE_EFFECT, sharded["disturbed"], "before the first step and between steps, no bit differs"),
@@ -204,6 +206,25 @@ def contract(
     closest = sorted(worst.values(), key=lambda each: each.excess, reverse=True)[:CLOSEST]
     trace = restored.trace if failed else ""
     return Verified(points, setting, tuple(notes), tuple(closest), str(sharded["plan"]), trace)
+
+
+def _bits(known: Reference, sharded: Any, restored: Any, setting: Mapping[str, Any]) -> list[ContractPoint]:
+    """Return the point that holds the hashes of each step against each other, for an exact run."""
+    if not known.hashes:
+        return []
+    runs = [(_ranks(1), known.hashes), (_ranks(setting["ranks"]), sharded["hashes"])]
+    if not isinstance(restored, Failure):
+        runs.append((f"{_ranks(setting['other_ranks'])} from the checkpoint", restored["hashes"]))
+    wrong, held = None, []
+    for step in known.hashes:
+        by_hash: dict[str, list[str]] = {}
+        for ranks, hashes in runs:
+            if step in hashes:
+                by_hash.setdefault(hashes[step], []).append(ranks)
+        if len(by_hash) > 1 and wrong is None:
+            wrong = step
+        held.append(f"step {step}: " + "; ".join(f"{value} on {', '.join(on)}" for value, on in by_hash.items()))
+    return [ContractPoint(BITS, "held" if wrong is None else "broken", ". ".join(held), step=wrong)]
 
 
 def _aspects(known: Reference, sharded: Mapping[str, Any]) -> list[ContractPoint]:

@@ -50,12 +50,15 @@ class Reference:
     """Distance from plain training: largest relative difference of a step's losses, and of how far all parameters
     together have moved over their movement there. None if the reference is plain training itself."""
     notes: Sequence[str]
+    hashes: Mapping[int, str]
+    """Of the state after each step, where the run is exact."""
 
 
 class StepRecorder(Watcher):
     """Record every tensor of every step on disk."""
 
     def __init__(self, store: TensorStore) -> None:
+        super().__init__()
         self._store = store
         self.short: dict[int, torch.dtype] = {}  # optimizer's number → 16-bit dtype in which it computes wider values
 
@@ -164,6 +167,7 @@ def reference(case: Case, progress: Progress) -> Reference:
         constant_buffers=constant,
         plain=_plain_distance(subject, losses, progress) if case.changes_arithmetic else None,
         notes=[*subject.notes, *_batch_norms(again.model)],
+        hashes=recorder.hashes,
     )
 
 
@@ -246,7 +250,7 @@ def sharded(case: Case, progress: Progress) -> dict[str, Any]:
         words = f"cannot be loaded: {type(error).__name__}: {one_line(error)}"
         found["loaded"] = [Comparison.fault("checkpoint", case.save_after, CHECKPOINT, words)]
         found["structure loaded"] = {}
-    return found | {"disturbed": comparer.disturbed, "disk": comparer.disk}
+    return found | {"disturbed": comparer.disturbed, "disk": comparer.disk, "hashes": comparer.hashes}
 
 
 def restored(case: Case, progress: Progress) -> dict[str, Any]:
@@ -257,14 +261,15 @@ def restored(case: Case, progress: Progress) -> dict[str, Any]:
     comparer = CheckpointComparer(case, known, progress)
     loaded, structure = comparer.load(setup)
     train(subject, setup, known.record, comparer, progress, first=case.save_after + 1)
-    return {"loaded": loaded, "structure": structure, "steps": comparer.found}
+    return {"loaded": loaded, "structure": structure, "steps": comparer.found, "hashes": comparer.hashes}
 
 
 class CheckpointComparer(Comparer):
     """Compare each step with the reference's, and checkpoints with what was saved."""
 
     def __init__(self, case: Case, known: Reference, progress: Progress) -> None:
-        super().__init__(case.tensors("reference"), known.tolerances, known.constant_buffers, case.steps)
+        exact = case.is_exact
+        super().__init__(case.tensors("reference"), known.tolerances, known.constant_buffers, case.steps, exact)
         self._case, self._known, self._progress = case, known, progress
         self.disturbed: list[str] = []  # side effects of a save, in words
         self.disk: list[str] = []  # differences of a checkpoint's own listing, in words

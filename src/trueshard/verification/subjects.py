@@ -96,7 +96,12 @@ class Case:
     def changes_arithmetic(self) -> bool:
         """True if mixed precision or compiling is asked for, which changes the result without any sharding too."""
         asked = self.plan or self.choices
-        return asked.mixed_precision is not None or bool(asked.compile)
+        return asked.mixed_precision is not None or bool(asked.compile) or self.is_exact
+
+    @property
+    def is_exact(self) -> bool:
+        """True if no bit may differ, at any number of ranks."""
+        return (self.plan or self.choices).exact
 
 
 def other_ranks(readers: int) -> tuple[int, int]:

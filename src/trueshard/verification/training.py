@@ -25,6 +25,7 @@ from trueshard.checkpoint.ranks import as_bytes
 from trueshard.checkpoint.state import seed_all
 from trueshard.errors import UserError
 from trueshard.model.names import named_modules, unwrap
+from trueshard.optim.exact import loss_on_grid
 from trueshard.planner.inputs.factories import Original
 from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.runtime.passes import runtime_of
@@ -60,6 +61,10 @@ class RunRecord:
 class Watcher:
     """Base class of what sees the values of a run; all its methods are collective."""
 
+    def __init__(self) -> None:
+        self.hashes: dict[int, str] = {}
+        """Step → hash of parameters and optimizer state, where the run is exact."""
+
     def see(self, kind: str, step: int, values: Named) -> None:
         """Take the values of a kind after a step; 0: before training."""
 
@@ -80,15 +85,29 @@ class Watcher:
         self.see("gradient norm", step, {"": norm})
         for kind in ("parameters", "buffers", "state"):
             self.see(kind, step, compare.values_of(kind, setup.model, setup.optimizers))
+        runtime = runtime_of(unwrap(setup.model))
+        if runtime is not None and runtime.exact is not None:
+            optimizers = {str(number): each for number, each in enumerate(setup.optimizers)}
+            self.hashes[step] = trueshard.state_hash(setup.model, optimizers).total
 
 
 class Comparer(Watcher):
     """Compare what a run shows with what another has left in ``store``; the comparisons are on the first rank.
 
-    Buffers are compared before training and, those that are ``constant``, after the last step: no bit may differ.
+    Buffers are compared before training and, those that are ``constant``, after the last step: no bit may differ. With
+    ``exact`` no bit of anything may.
     """
 
-    def __init__(self, store: TensorStore, tolerances: Tolerances, constant: Collection[str], last: int) -> None:
+    def __init__(
+        self,
+        store: TensorStore,
+        tolerances: Tolerances,
+        constant: Collection[str],
+        last: int,
+        exact: bool = False,
+    ) -> None:
+        super().__init__()
+        self._is_exact = exact
         self._store, self._tolerances, self._constant, self._last = store, tolerances, constant, last
         self._is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.found: list[Comparison] = []
@@ -125,8 +144,9 @@ class Comparer(Watcher):
                 self.found.append(Comparison.fault(kind, step, name, words))
                 continue
             start = self._store.read(kind, 0, name) if kind == "parameters" and step and not exactly else None
-            tolerance = 0.0 if exactly else self._tolerances.of(kind, step, name)
-            self.found.append(Comparison(kind, step, name, *compare.distance(tensor, known, start), tolerance))
+            tolerance = 0.0 if exactly or self._is_exact else self._tolerances.of(kind, step, name)
+            words = compare.first_bit(tensor, known) if self._is_exact else ""
+            self.found.append(Comparison(kind, step, name, *compare.distance(tensor, known, start), tolerance, words))
         self.found += [Comparison.fault(kind, step, name, "is missing") for name in sorted(expected)]
 
 
@@ -203,7 +223,7 @@ def _accumulate(setup: TrainingSetup, microbatches: list[tuple[int, int, Any]], 
                 raise ValueError(f"the loss is {shown}; it must be a tensor with one number")
             scaled = value / count if mean is None else mean(value)
             (scaled if setup.scaler is None else setup.scaler.scale(scaled)).backward()
-        total += value.detach().double().cpu()
+        total += loss_on_grid(value).cpu() if runtime is not None and runtime.exact else value.detach().double().cpu()
     return float(total) / count if mean is None else mean.value(total)
 
 

@@ -65,6 +65,7 @@ def verify(
     tensor: int | Mapping[str, str | int | bool] = 1,
     context: int = 1,
     experts: int = 1,
+    exact: bool = False,
 ) -> Verified:
     """Train a few steps sharded over processes of this machine, and compare everything with one process that is not.
 
@@ -92,9 +93,10 @@ def verify(
         replicate: copies of the model (HSDP): a mesh (replicate, shard).
         timeout: seconds for each of the three runs; then every process's stack is reported.
         plan: as for ``shard()``, and so are ``units``, ``reshard_after_forward``, ``mixed_precision``,
-            ``activation_checkpointing``, ``compile``, ``offload``, ``memory``, ``tensor``, ``context`` and
-            ``experts``. A configuration brings its own. With ``context`` a batch is a dict with ``input_ids`` and
-            ``labels``, and the loss the model's own.
+            ``activation_checkpointing``, ``compile``, ``offload``, ``memory``, ``tensor``, ``context``,
+            ``experts`` and ``exact``. A configuration brings its own. With ``exact`` no bit may differ: the one process
+            has the same plan, and each step's hash is in the report. With ``context`` a batch is a dict with
+            ``input_ids`` and ``labels``, and the loss the model's own.
 
     Returns:
         The report. ``report.held`` says whether all of the contract holds; ``print`` shows a line for each point.
@@ -114,17 +116,23 @@ def verify(
         tensor=tensor,
         context=context,
         experts=experts,
+        exact=exact,
     )
     choices.check_alone(plan)
     with tempfile.TemporaryDirectory(prefix="trueshard-verify-") as name:
         folder, notes = Path(name), list[str]()
         source: Any = factory
         if isinstance(factory, (str, Path)) and ".py" not in str(factory):
-            said = ["plan"] * (plan is not None) + choices.said() + ["optimizer"] * (optimizer is not None)
+            said = (
+                ["plan"] * (plan is not None)
+                + choices.replace(exact=False).said()
+                + ["optimizer"] * (optimizer is not None)
+            )
             from trueshard.verification.config_subject import small_configuration  # the trainer's libraries
 
             source, notes = small_configuration(Path(factory), overrides, folder, nproc, said)
-            choices, replicate = source.shard.choices(), source.shard.replicate
+            exact = exact or source.shard.exact
+            choices, replicate = source.shard.choices().replace(exact=exact), source.shard.replicate
             source = source.model_copy(update={"shard": type(source.shard)()})
         elif overrides:
             raise ValueError("overrides go with a training configuration; leave them out")
@@ -174,7 +182,8 @@ def _run(case: Case, limit: float, notes: list[str]) -> Verified:
         "seconds": time.monotonic() - began,
     }
     if case.changes_arithmetic:
-        notes = [*notes, "Mixed precision or compiling changes the arithmetic: the one process has the same plan."]
+        what = "Exact sums change" if case.is_exact else "Mixed precision or compiling changes"
+        notes = [*notes, f"{what} the arithmetic: the one process has the same plan."]
     return contract(known, sharded, restored, setting, (*notes, *known.notes))
 
 

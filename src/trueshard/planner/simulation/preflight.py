@@ -28,7 +28,7 @@ from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.inputs.fake_tensors import plain_attributes
 from trueshard.planner.simulation.recorder import watching_forwards
 from trueshard.planner.simulation.repeats import find_runs, shorten
-from trueshard.planner.simulation.simulate import fake_tensors_look_real, simulated_mesh
+from trueshard.planner.simulation.simulate import fake_tensors_look_real, own_part, simulated_mesh
 from trueshard.planner.simulation.values import KnownValues, code_line, innermost_frame, is_of_library
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan

@@ -183,6 +183,7 @@ class EvaluationLoader:
         rank: int = 0,
         ranks: int = 1,
         limit: int | None = None,
+        whole: bool = False,  # microbatches of the same samples whatever the ranks: a rank's part is whole ones
         device: torch.device | None = None,
     ) -> None:
         count = len(samples) if limit is None else min(limit, len(samples))
@@ -192,7 +193,14 @@ class EvaluationLoader:
                 "or use fewer ranks"
             )
         self._samples, self._collate, self._batch_size, self._device = samples, collate, batch_size, device
-        self._first, self._last = rank * count // ranks, (rank + 1) * count // ranks
+        unit = batch_size if whole else 1
+        units = -(-count // unit)
+        if units < ranks:
+            raise UserError(
+                f"[evaluation] has {units} microbatches of {unit} samples for {ranks} ranks; raise evaluation.fraction "
+                "or evaluation.samples, or lower train.microbatch"
+            )
+        self._first, self._last = (min(count, place * units // ranks * unit) for place in (rank, rank + 1))
 
     def __iter__(self) -> Iterator[Batch]:
         def fetch(first: int, count: int) -> tuple[Sequence[Sample], Places]:

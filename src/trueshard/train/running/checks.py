@@ -125,12 +125,13 @@ def check_settings(config: Config, ranks: int) -> Any:
         readers = config.shard.readers(ranks)
     except ValueError as error:
         raise UserError(str(error)) from None
-    if config.rl is None and train.batch_size % (portion := readers * train.accumulate):
+    if config.rl is None and train.batch_size % (portion := train.portion(readers)):
         once = "" if readers == ranks else ", those that read the same samples counted once"
+        key = "accumulate" if train.microbatch is None else "microbatch"
         enough = -(-train.batch_size // portion) * portion
         raise UserError(
-            f"train.batch_size: {train.batch_size} sequences do not divide over {readers} ranks × train.accumulate = "
-            f"{train.accumulate}{once}; use a multiple of {portion}, such as {enough}"
+            f"train.batch_size: {train.batch_size} sequences do not divide over {readers} ranks × train.{key} = "
+            f"{portion // readers}{once}; use a multiple of {portion}, such as {enough}"
         )
     check_optimizer(config.optimizer)
     check_schedule(config.schedule)

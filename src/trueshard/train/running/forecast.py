@@ -88,7 +88,7 @@ def study(
             replicate=config.shard.replicate,
             sequence=train.sequence_length,
             microbatch=phases.microbatch(config, ranks),
-            accumulation=train.accumulate,
+            accumulation=train.accumulation(ranks),
             optimizer=lambda model: build_optimizer(config.optimizer, model.named_parameters()),
             loss=None if feed is None and config.rl is None else loss,
             score=score,

@@ -204,6 +204,9 @@ class _RemedySearch:
 
     def _accumulations(self) -> list[dict[str, Any]]:
         train = self._config.train
+        if train.microbatch is not None:
+            sizes = range(train.microbatch - 1, 0, -1) if not train.exact else ()
+            return [{"train.microbatch": size} for size in sizes if train.microbatch % size == 0]
         rows = train.batch_size // (self._config.shard.readers(self._ranks) * train.accumulate)
         return [{"train.accumulate": train.accumulate * times} for times in range(2, rows + 1) if rows % times == 0]
 

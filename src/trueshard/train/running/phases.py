@@ -58,7 +58,7 @@ def needs_old(config: Config) -> bool:
 
 def microbatch(config: Config, ranks: int) -> int:
     """Return the answers of a rank's largest microbatch."""
-    return -(-config.train.batch_size // config.train.accumulate // ranks) or 1
+    return config.train.microbatch or -(-config.train.batch_size // config.train.accumulate // ranks) or 1
 
 
 def policy_batch(config: Config, rows: int, length: int) -> Batch:

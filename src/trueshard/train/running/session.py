@@ -25,6 +25,7 @@ from trueshard.train.models.build import build, fill, plain_settings, reference
 from trueshard.train.optimizer import build_optimizer, build_schedule
 from trueshard.train.running import resuming
 from trueshard.train.running.checks import Ready, checkpoints_of
+from trueshard.train.running.watching import ReplicaWatch, StateHashes
 from trueshard.train.showing import metrics, report
 from trueshard.train.showing.picture import draw_result
 from trueshard.train.trainer import Callback, NonFiniteLoss, Trainer, over_ranks
@@ -186,6 +187,7 @@ def build_trainer(
         parts = run.parts_of(config, settings, model, data)
         loader, evaluation, loss = parts.rollouts, parts.evaluation, parts.loss
         reporters = run.with_samples(parts, config, reporters)
+    reporters = _watches(config) + reporters
     profiles = [metrics.Profile(config.run.folder / "profile", *PROFILED)] if profile else []
     trainer = Trainer(
         model,
@@ -193,7 +195,8 @@ def build_trainer(
         loader,
         loss=loss,
         steps=steps,
-        accumulate=train.accumulate,
+        accumulate=train.accumulation(sharded(model).axes.reader[1]),
+        seed=train.seed if train.exact else None,
         scheduler=build_schedule(config.schedule, optimizer, steps),
         scaler=torch.amp.GradScaler(device.type) if config.shard.mixed_precision == "fp16" else None,
         max_grad_norm=train.max_grad_norm,
@@ -279,7 +282,8 @@ def _influences(model: nn.Module, device: torch.device) -> tuple[float, float]:
 def loader_of(config: Config, data: Prepared, **here: Any) -> Loader:
     """Return the loader of the training data; ``here``: rank, ranks, prefetch and device as ``Loader`` takes them."""
     train = config.train
-    here |= {"batch_size": train.batch_size, "accumulate": train.accumulate, "seed": train.seed}
+    accumulate = train.accumulation(here.get("ranks", 1))
+    here |= {"batch_size": train.batch_size, "accumulate": accumulate, "seed": train.seed}
     return Loader(data.train, data.collate, **here)
 
 
@@ -291,9 +295,21 @@ def _loaders(
     loader = loader_of(config, data, prefetch=config.data.prefetch, **here)
     if config.evaluation is None or data.evaluation is None:
         return loader, None
-    size = max(1, train.batch_size // (ranks * train.accumulate))
+    size = train.microbatch or max(1, train.batch_size // (ranks * train.accumulate))
     limit = config.evaluation.samples
-    return loader, EvaluationLoader(data.evaluation, data.collate, batch_size=size, limit=limit, **here)
+    return loader, EvaluationLoader(
+        data.evaluation, data.collate, batch_size=size, limit=limit, whole=train.exact, **here
+    )
+
+
+def _watches(config: Config) -> list[Callback]:
+    """Return the callbacks that compare replicas and hash the state."""
+    found: list[Callback] = []
+    if config.train.watch_replicas is not None:
+        found.append(ReplicaWatch(config.train.watch_replicas))
+    if config.log.hash_every is not None:
+        found.append(StateHashes(config.log.hash_every))
+    return found
 
 
 def _reporters(config: Config, model: nn.Module, device: torch.device, memory_planned: int | None) -> list[Callback]:

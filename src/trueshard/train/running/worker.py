@@ -231,6 +231,8 @@ def _run(worker: _Worker, locks: contextlib.ExitStack) -> _End:
     try:
         worker.world = world = join(os.environ, worker.config.run.timeout)
         worker.ready = ready = _check_together(worker, world, locks)
+        if worker.config.train.exact:
+            _compute_alike(world.device)
         stop = worker.stop.requested
         if worker.replayed is not None:
             from trueshard.train.running.replay import replay
@@ -258,6 +260,18 @@ def _run(worker: _Worker, locks: contextlib.ExitStack) -> _End:
                 hold_back=True,
             )
         return _End(FAILED, f"trueshard: rank {worker.rank} failed:\n{traceback.format_exc()}")
+
+
+def _compute_alike(device: torch.device) -> None:
+    """Make kernels give the same bits on any rank of any run: an operation that cannot raises, and says its name.
+
+    On a CPU a sum depends on the number of threads, which otherwise follows from the number of ranks.
+    """
+    if device.type == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def _check_together(worker: _Worker, world: World, locks: contextlib.ExitStack) -> Ready:

@@ -1,0 +1,210 @@
+"""Gradients of the same bits at any number of ranks: ``shard(exact=True)``.
+
+- A microbatch is computed alike on any rank. What differs is the order in which gradients are added: over microbatches,
+  over ranks, in the collective. So each microbatch's gradient is rounded to multiples of ``QUANTUM``, by a hook on the
+  gathered parameter, and FSDP2 itself adds and reduces in float64, where such sums are exact (``optim/exact.py``).
+  What it reduces is multiplied by one factor and rounded to the stored dtype, once.
+- The grid is that of the finished gradient: where ranks are averaged, what each adds is rounded to so much more.
+- One microbatch on one rank is no sum: nothing is rounded, and the gradient is plain PyTorch's.
+- ``token_mean`` divides by the number of targets here, after the sum: a division before it would round differently for
+  each number of ranks.
+- That all sums were exact is checked at the end of the backward that reduces. Nothing wraps: what is too large would
+  be an ordinary sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from trueshard import _torch
+from trueshard._torch import ShardedModule
+from trueshard.distributed import all_reduce, device_of, is_simulated
+from trueshard.optim.classify import Verdict
+from trueshard.optim.exact import DIGITS, Members, below, largest_of, to_grid
+from trueshard.plans import Plan
+
+if TYPE_CHECKING:
+    from trueshard.runtime.replicated import WholeParameter
+
+QUANTUM = 2.0**-40
+"""Grid of the finished gradient: 9.1e-13."""
+LARGEST = QUANTUM * 2.0**DIGITS
+"""What the largest elements of all microbatches of a step may add up to, for one parameter: 8192."""
+
+
+def refuse(root: nn.Module, plan: Plan) -> None:
+    """Raise ValueError if gradients of this model or plan cannot be exact sums; names what does not fit."""
+    if not plan.exact:
+        return
+    for axis in ("tensor", "context", "experts"):
+        if (size := getattr(plan, axis)) > 1:
+            raise ValueError(
+                f"exact=True does not go with {axis}={size}, whose ranks add up inside of forward and backward, in an "
+                f"order that follows from their number; leave out {axis}"
+            )
+    if plan.pipeline:
+        raise ValueError("exact=True does not go with a pipeline: its schedule adds up microbatches itself")
+    if plan.mixed_precision is not None and plan.mixed_precision.compute == "float16":
+        raise ValueError(
+            "exact=True does not go with float16: gradients of a scaled loss leave the range of exact sums; compute in "
+            "bfloat16"
+        )
+    for name, parameter in root.named_parameters():
+        if parameter.requires_grad and (parameter.is_complex() or parameter.dtype == torch.float16):
+            raise ValueError(f"exact=True: {name!r} is {parameter.dtype}, of which there are no exact sums; convert it")
+    for name, module in root.named_modules():
+        if isinstance(module, _torch.BatchNorm) and module.training and module.track_running_stats:
+            raise ValueError(
+                f"exact=True: {name!r} keeps statistics of what a rank has seen, which follow from the number of "
+                "ranks; replace it (GroupNorm), or freeze it with eval()"
+            )
+
+
+def same_updates(optimizer: torch.optim.Optimizer, verdicts: list[Verdict]) -> list[Verdict]:
+    """Return verdicts by which an update has the same bits however parameters are cut.
+
+    An owner that is given gradients alone adds its update to zeros first, which rounds once more than one rank does.
+
+    Raises:
+        ValueError: the optimizer's kernel rounds by the place of an element in memory.
+    """
+    for group in optimizer.param_groups:
+        if group.get("fused") and any(parameter.device.type in ("cpu", "meta") for parameter in group["params"]):
+            raise ValueError(
+                f"exact=True: {type(optimizer).__name__} has fused=True, and the fused kernels of the CPU round the "
+                "last elements of a tensor otherwise than the rest; give it foreach=True"
+            )
+    return [dataclasses.replace(verdict, decoupled=False) for verdict in verdicts]
+
+
+class ExactSums:
+    """What one sharded model needs to add up gradients exactly."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self._members = Members()
+        self._hooked: Any = WeakTensorKeyDictionary()
+        """Leaves that have the hook."""
+        self._largest: dict[str, torch.Tensor] = {}
+        """Name → sum over microbatches of the largest element of this rank's gradient, in units of the grid: 0-dim."""
+        self._rounds = True
+        self.factor = 1.0 / mesh.size()
+        """By which the next sum over microbatches and ranks is multiplied."""
+
+    def install(self, units: Iterable[ShardedModule]) -> None:
+        """Let FSDP2 add, and multiply the sum once."""
+        for module in units:
+            module.set_gradient_divide_factor(1.0)
+            module.set_all_reduce_hook(self.scale)
+
+    def name(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take the names of sharded and whole parameters, for messages and the order of what ranks exchange."""
+        for name, parameter in parameters:
+            self._members.names.setdefault(id(parameter), name)
+
+    @property
+    def quantum(self) -> float:
+        """The grid to which one microbatch's gradient is rounded."""
+        return QUANTUM / below(self.factor)
+
+    def refuse_earlier(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raise RuntimeError if an earlier backward has reduced gradients that this one would be added to. Collective
+        where some are there.
+        """
+        found = [_torch.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if not found:
+            return
+        kept = torch.stack([grad.any() for grad in found]).any().to(device_of(self.mesh), torch.uint8)
+        if all_reduce(kept, self.mesh, dist.ReduceOp.MAX):
+            raise RuntimeError(
+                "exact=True: gradients of an earlier backward are there already, and reduced ones do not add up "
+                "exactly; run all backwards of a step but the last one inside accumulate(model, last=False)"
+            )
+
+    def begin(self, leaves: Iterable[tuple[torch.Tensor, torch.Tensor]], *, is_sum: bool) -> None:
+        """Begin a backward; ``leaves``: (parameter, its leaf in the graph); ``is_sum``: of more than one."""
+        self._rounds = is_sum
+        weak = weakref.ref(self)
+        for parameter, leaf in leaves:
+            if leaf.requires_grad and leaf not in self._hooked:
+                self._hooked[leaf] = True
+                leaf.register_hook(_rounded(weak, self._members.names[id(parameter)]))
+
+    def round(self, name: str, grad: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient of one microbatch on the grid; None: as it is."""
+        if not self._rounds or grad.requires_grad or not grad.is_floating_point():
+            return None
+        quantum = self.quantum
+        with torch.no_grad():
+            peak = largest_of(_torch.local(grad)).double() / quantum
+            earlier = self._largest.get(name)
+            self._largest[name] = peak if earlier is None else earlier + peak
+            return to_grid(grad, quantum)
+
+    def divide_by(self, total: int) -> float:
+        """Make the next sum a mean over ``total`` terms; return the power of two by which losses are to be divided."""
+        power = 2.0 ** (total - 1).bit_length()
+        self.factor = power / total
+        return power
+
+    def scale(self, reduced: torch.Tensor) -> None:
+        """Multiply what FSDP2 has added up, in place."""
+        if self.factor != 1.0:
+            reduced.mul_(self.factor)
+
+    def end(self) -> None:
+        """End a backward that reduced: check the sums. Collective.
+
+        Raises OverflowError, on every rank, if a sum may not have been exact; names the parameter.
+        """
+        self.factor, found = 1.0 / self.mesh.size(), self._largest
+        self._largest = {}
+        if not self._rounds or is_simulated(self.mesh):
+            return
+        names = sorted(set(self._members.names.values()))
+        device = device_of(self.mesh)
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        sums = torch.stack([found.get(name, zero).to(zero) for name in names]) if names else zero.reshape(1)
+        sums = all_reduce(sums, self.mesh)
+        # What is not finite is the loss's or the gradient's own matter.
+        if (over := (sums > 2.0**DIGITS) & sums.isfinite()).any():
+            self._refuse(names, sums, over)
+
+    def _refuse(self, names: Sequence[str], sums: torch.Tensor, over: torch.Tensor) -> None:
+        worst = int(torch.where(over, sums, torch.zeros_like(sums)).argmax())
+        raise OverflowError(
+            f"exact=True: the largest gradients of {names[worst]!r} in the microbatches of this step add up to "
+            f"{float(sums[worst]) * QUANTUM:.3g}, and sums are exact up to {LARGEST:g}: use a mean for the loss "
+            "(token_mean), or divide it by a power of two; or train without exact"
+        )
+
+    def forget(self) -> None:
+        """Drop the record of a backward that was cut short."""
+        self._largest, self.factor = {}, 1.0 / self.mesh.size()
+
+
+def _rounded(weak: weakref.ref[ExactSums], name: str) -> Any:
+    def hook(grad: torch.Tensor) -> torch.Tensor | None:
+        sums = weak()
+        return None if sums is None else sums.round(name, grad)
+
+    return hook
+
+
+@torch.no_grad()
+def set_apart(parameters: Iterable[WholeParameter]) -> None:
+    """After a backward that did not reduce, add the gradients of whole parameters to sums in float64."""
+    for whole in parameters:
+        if whole.leaf.grad is not None:
+            added = whole.leaf.grad.double()
+            whole.summed = added if whole.summed is None else whole.summed.add_(added)
+            whole.leaf.grad = None

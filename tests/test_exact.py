@@ -1,0 +1,285 @@
+"""``shard(exact=True)``: the same bits on one process and on many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import exactness
+import trueshard
+from exactness import MODELS, summed_loss
+from messages import lacking, naming
+from models.handmade import Scalar, Stack
+from parity import Pool, Ranks, assert_same
+from trueshard.checkpoint.format import MANIFEST, Manifest
+from trueshard.runtime import exact
+
+STEPS = 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "whole_ones",
+        *(
+            pytest.param(name, marks=pytest.mark.rest)
+            for name in ("gpt2", "uneven", "tied", "mixtral", "vit", "lora", "tied_blocks")
+        ),
+    ],
+)
+def test_training_gives_the_same_bits_on_any_number_of_ranks(
+    name: str, alone: Ranks, ranks2: Ranks, ranks3: Ranks, ranks4: Ranks
+) -> None:
+    (expected,) = alone.run(exactness.train, name, STEPS, {})
+    for ranks in (ranks2, ranks3, ranks4):
+        for found in ranks.run(exactness.train, name, STEPS, {}):
+            assert_same(found, expected)
+    for found in ranks4.run(exactness.train, name, STEPS, {}, (2, 2)):
+        assert_same(found, expected)
+
+
+ARITHMETIC: dict[str, dict[str, Any]] = {"float32": {}, "bfloat16": {"mixed_precision": "bf16"}}
+LAYOUTS: list[tuple[int, tuple[int, int] | None, dict[str, Any]]] = [
+    (4, (2, 2), {"reshard_after_forward": "never", "activation_checkpointing": "full"}),
+    (1, None, {"reshard_after_forward": "always", "activation_checkpointing": "selective"}),
+    (2, None, {"reshard_after_forward": "last_layer", "offload": "cpu"}),
+    (4, None, {"reshard_after_forward": 2}),
+    (3, None, {"reshard_after_forward": "always", "activation_checkpointing": "full", "offload": "cpu"}),
+    (2, (2, 1), {"reshard_after_forward": "never", "activation_checkpointing": "selective"}),
+    (4, (4, 1), {"offload": "cpu"}),
+    (3, None, {"activation_checkpointing": "selective"}),
+]
+"""Ranks, the shape of their mesh, and options that change where tensors live and when they are there."""
+OF_THE_MATRIX = ("llama", "gpt2_with_dropout", "mixtral", "vit", "lora", "tied", "uneven")
+
+
+def cells() -> list[Any]:
+    every = [(name, dtype) for name in OF_THE_MATRIX for dtype in ARITHMETIC]
+    quick = pytest.param("gpt2_with_dropout", "bfloat16", LAYOUTS[:1], 3)
+    # Each model and dtype begins elsewhere in the list, so that all layouts meet all models.
+    rest = [
+        pytest.param(name, dtype, [*LAYOUTS[place % 8 :], *LAYOUTS[: place % 8]][:5], 10, marks=pytest.mark.rest)
+        for place, (name, dtype) in enumerate(every)
+    ]
+    return [quick, *rest]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "dtype", "layouts", "steps"), cells())
+def test_no_option_of_memory_changes_a_bit(name: str, dtype: str, layouts: Any, steps: int, pool: Pool) -> None:
+    (expected,) = Ranks(1, pool).run(exactness.train, name, steps, ARITHMETIC[dtype], timeout=120)
+    for count, shape, options in layouts:
+        options = ARITHMETIC[dtype] | options
+        for found in Ranks(count, pool).run(exactness.train, name, steps, options, shape, timeout=120):
+            assert_same(found, expected)
+
+
+def plain_against_one_rank(rank: int, world_size: int) -> None:
+    """One microbatch a step: the same bits as a model that this library has not touched."""
+    found = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = Scalar()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if sharded:
+            trueshard.shard(model, optimizer, exact=True)
+        for step in range(3):
+            summed_loss(model, step, 0)[0].backward()
+            optimizer.step()
+            grads = {name: p.grad for name, p in model.named_parameters()}
+            found.append(exactness.digest({**grads, **{f"new {name}": p for name, p in model.named_parameters()}}))
+            optimizer.zero_grad()
+    assert found[:3] == found[3:]
+
+
+def test_one_microbatch_on_one_rank_is_plain_pytorch(alone: Ranks) -> None:
+    alone.run(plain_against_one_rank)
+
+
+def by_powers_of_two(rank: int, world_size: int) -> dict[str, Any]:
+    """A loop of one's own that divides the loss by the number of its microbatches."""
+    torch.manual_seed(0)
+    model = Scalar()
+    trueshard.shard(model, exact=True)
+    own = range(rank * 8 // world_size, (rank + 1) * 8 // world_size)
+    for number in own:
+        with trueshard.accumulate(model, last=number == own[-1]):
+            (summed_loss(model, 0, number)[0] / len(own)).backward()
+    return exactness.digest({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+def test_a_loss_divided_by_powers_of_two_is_exact_without_token_mean(
+    alone: Ranks, ranks2: Ranks, ranks4: Ranks
+) -> None:
+    (expected,) = alone.run(by_powers_of_two)
+    for ranks in (ranks2, ranks4):
+        for found in ranks.run(by_powers_of_two):
+            assert_same(found, expected)
+
+
+def too_large(rank: int, world_size: int, factor: float) -> None:
+    torch.manual_seed(0)
+    model = Scalar()
+    trueshard.shard(model, exact=True)
+    (factor * summed_loss(model, 0, rank)[0]).backward()
+
+
+def test_a_gradient_beyond_the_range_is_an_error_that_names_the_parameter(ranks2: Ranks) -> None:
+    ranks2.run(too_large, 1.0)
+    for message in ranks2.raises(too_large, 1e6, match="OverflowError"):
+        assert "exact" in message
+        assert any(f"'{name}'" in message for name, _ in Scalar().named_parameters())
+
+
+def not_finite(rank: int, world_size: int) -> dict[str, bool]:
+    torch.manual_seed(0)
+    model = Stack()
+    trueshard.shard(model, exact=True)
+    loss = summed_loss(model, 0, rank)[0]
+    (loss * (float("inf") if rank else 1.0)).backward()
+    return {name: bool(p.grad.full_tensor().isfinite().all()) for name, p in model.named_parameters()}
+
+
+def test_a_gradient_that_is_not_finite_stays_so(ranks2: Ranks) -> None:
+    for found in ranks2.run(not_finite):
+        assert not any(found.values())
+
+
+def reduced_twice(rank: int, world_size: int, zero: bool) -> None:
+    torch.manual_seed(0)
+    model = Scalar()
+    trueshard.shard(model, exact=True)
+    for number in range(2):
+        if zero:
+            model.zero_grad(set_to_none=False)
+        summed_loss(model, 0, number)[0].backward()
+
+
+def test_a_second_reduction_onto_the_first_is_refused(ranks2: Ranks) -> None:
+    ranks2.run(reduced_twice, True)
+    ranks2.raises(reduced_twice, False, match="accumulate")
+
+
+def hooked(rank: int, world_size: int) -> None:
+    model = Scalar()
+    model.first.weight.register_hook(lambda grad: None)
+    trueshard.shard(model, exact=True)
+    with trueshard.accumulate(model, last=False):
+        summed_loss(model, 0, 0)[0].backward()
+
+
+class Normalised(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(8)
+
+
+def test_what_cannot_be_exact_is_refused_by_name(alone: Ranks, ranks2: Ranks) -> None:
+    ranks2.raises(hooked, match="hooks")
+    refused: list[tuple[nn.Module, dict[str, Any], str]] = [
+        (Stack(), {"tensor": 2}, "tensor=2"),
+        (Stack(), {"pipeline": True}, "pipeline"),
+        (Stack(), {"mixed_precision": trueshard.MixedPrecision(compute="float16")}, "float16"),
+        (Stack().half(), {}, "'first.weight'"),
+        (Normalised(), {}, "'batch'"),
+    ]
+    for model, options, named in refused:
+        with pytest.raises(ValueError, match=naming(named)):
+            exact.refuse(model, trueshard.Plan(exact=True, **options))
+
+
+def hashes(rank: int, world_size: int, shape: tuple[int, int] | None, flip: bool) -> dict[str, str]:
+    torch.manual_seed(0)
+    model = MODELS["whole_ones"]()
+    optimizer = torch.optim.AdamW(model.parameters())
+    mesh = shape and torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    trueshard.shard(model, optimizer, mesh=mesh)
+    if flip and rank == 0:
+        model.first.weight.to_local().detach().view(torch.int32)[0, 0] ^= 1
+    return dict(trueshard.state_hash(model, optimizer))
+
+
+def test_a_hash_does_not_depend_on_the_layout_and_one_bit_changes_it(
+    alone: Ranks, ranks3: Ranks, ranks4: Ranks
+) -> None:
+    (expected,) = alone.run(hashes, None, False)
+    assert ranks3.run(hashes, None, False) == [expected] * 3
+    assert ranks4.run(hashes, (2, 2), False) == [expected] * 4
+    for found in ranks3.run(hashes, None, True):
+        assert [key for key in expected if found[key] != expected[key]] == ["model/first.weight"]
+
+
+def flipped(rank: int, world_size: int, shape: tuple[int, int], wrong: int | None, whole: bool) -> None:
+    torch.manual_seed(0)
+    model = MODELS["whole_ones"]()
+    optimizer = torch.optim.AdamW(model.parameters())
+    mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    trueshard.shard(model, optimizer, mesh=mesh)
+    summed_loss(model, 0, rank)[0].backward()
+    optimizer.step()
+    if rank == wrong:
+        parameter = model.scale if whole else model.last.weight
+        local = optimizer.state[parameter]["exp_avg"].to_local()
+        local.view(torch.int32).view(-1)[0] ^= 1 << 20
+    trueshard.check_replicas(model, optimizer)
+
+
+def test_one_flipped_bit_names_the_tensor_and_the_rank(ranks3: Ranks, ranks4: Ranks) -> None:
+    ranks4.run(flipped, (2, 2), None, False)
+    for message in ranks4.raises(flipped, (4, 1), 2, False, match="ReplicasDiffer"):
+        assert lacking(message, "rank 2 holds", "'optimizer/last.weight/exp_avg'", "ranks 0, 1, 3") == []
+    for message in ranks4.raises(flipped, (2, 2), 3, False, match="ReplicasDiffer"):
+        assert lacking(message, "ranks 1 and 3", "'optimizer/last.weight/exp_avg'") == []
+    for message in ranks3.raises(flipped, (1, 3), 1, True, match="ReplicasDiffer"):
+        assert lacking(message, "rank 1 holds", "'optimizer/scale/exp_avg'") == []
+
+
+def saved_or_loaded(rank: int, world_size: int, folder: str, load: bool) -> dict[str, str]:
+    torch.manual_seed(int(load))
+    model = MODELS["whole_ones"]()
+    optimizer = torch.optim.AdamW(model.parameters())
+    trueshard.shard(model, optimizer, exact=True)
+    if load:
+        trueshard.load(folder, model=model, optimizer=optimizer)
+    else:
+        trueshard.token_mean(model, 1)
+        summed_loss(model, 0, rank)[0].backward()
+        optimizer.step()
+        trueshard.save(folder, model=model, optimizer=optimizer)
+    return dict(trueshard.state_hash(model, optimizer))
+
+
+def test_a_checkpoint_holds_the_hashes_of_what_was_in_memory(ranks2: Ranks, ranks3: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    (expected, _) = ranks3.run(saved_or_loaded, str(folder), False)[:2]
+    assert ranks2.run(saved_or_loaded, str(folder), True) == [expected] * 2
+    assert trueshard.check(folder).tensors
+    file = folder / MANIFEST
+    manifest = Manifest.parse(file.read_bytes(), "")
+    assert manifest.about["hashes"] == expected
+    manifest.about["hashes"]["model/scale"] = "0" * 16
+    file.write_bytes(manifest.to_bytes())
+    with pytest.raises(trueshard.DamagedCheckpoint, match=naming("'model/scale'")):
+        trueshard.check(folder)
+    ranks2.raises(saved_or_loaded, str(folder), True, match=naming("'model/scale'"))
+
+
+@pytest.mark.rest
+def test_the_planner_counts_the_bytes_of_exact_sums() -> None:
+    plans = [trueshard.plan(Stack, ranks=2, batch=torch.randn(2, 8), exact=exact) for exact in (False, True)]
+    received = [plan.forecast.received_by_collective["reduce_scatter"] for plan in plans if plan.forecast]
+    assert received[1] == 2 * received[0] > 0
+    assert plans[1].exact
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(400)
+def test_compiled_blocks_have_the_same_bits(pool: Pool) -> None:
+    (expected,) = Ranks(1, pool).run(exactness.train, "llama", 2, {"compile": True}, timeout=300)
+    for found in Ranks(3, pool).run(exactness.train, "llama", 2, {"compile": True}, timeout=300):
+        assert_same(found, expected)
