@@ -83,6 +83,7 @@ CALLED = {
     "join_shards",
     "addresses",
     "called_by_mode",
+    "device_asked",
     "engine_calls",
     "fake_tensors",
     "group_named",
@@ -742,6 +743,41 @@ def test_one_process_stands_for_a_rank_of_many() -> None:
     assert {"wait_for_unshard", "post_backward"} <= set(seen)
     assert seen.count("left") * 2 == len(seen)
     assert torch.distributed.is_initialized() == before
+
+
+def test_a_mode_for_many_operators_sees_them_and_knows_devices_of_fake_tensors() -> None:
+    class Seen(_torch.SimulationMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if (known := _torch.device_asked(func, args)) is not None:
+                devices.append(known)
+                return known
+            operators.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    devices: list[torch.device] = []
+    operators: list[str] = []
+    with _torch.fake_tensors():
+        tensor = torch.ones(3)
+        with Seen():
+            assert torch.ops.prim.device.default(tensor) == torch.device("cpu")
+            assert tensor.exp().shape == (3,)
+    assert devices == [torch.device("cpu")]
+    assert operators == ["aten::exp"]
+
+
+def test_what_a_fake_operator_returns_depends_on_all_that_its_arguments_are() -> None:
+    with _torch.fake_tensors():
+        x = torch.ones(4, 6)
+        trained = torch.ones(4, 6, requires_grad=True)
+        again = [torch.relu(each) for each in (x, x.t(), x[1:], x.half(), trained, trained.detach(), trained.t())]
+        assert [each.stride() for each in again] == [(6, 1), (1, 6), (6, 1), (6, 1), (6, 1), (6, 1), (1, 6)]
+        assert [each.dtype for each in again].count(torch.float16) == 1
+        assert [each.requires_grad for each in again] == [False, False, False, False, True, False, True]
+        assert (x * 2).dtype == (x * 2.0).dtype == torch.float32
+        whole = torch.ones(4, dtype=torch.int64)
+        assert [(whole * by).dtype for by in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
+        assert whole.sum(0).shape == ()
+        assert whole.sum(0, keepdim=True).shape == (1,)
 
 
 def test_what_dtensor_makes_to_find_out_shapes_is_not_seen() -> None:

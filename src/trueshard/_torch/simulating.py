@@ -115,7 +115,7 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return _FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def answer(func: Any, args: Any) -> Any:
+def device_asked(func: Any, args: Any) -> Any:
     """Return a fake tensor's device if ``func`` asks for that, as the engine of autograd does all the time; else None.
 
     Half of all that dispatch modes see is this question, which torch would hand from mode to mode.

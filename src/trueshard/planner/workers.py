@@ -144,8 +144,10 @@ def _work(connection: Connection, functions: Mapping[str, Callable[..., Any]]) -
         while True:
             name, arguments = connection.recv()
             connection.send_bytes(_done(functions[name], arguments))
-    finally:
+    except EOFError:  # the one that asks has gone
         os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def _done(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:

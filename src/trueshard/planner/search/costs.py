@@ -57,6 +57,13 @@ class UnitCost:
     """Bytes of the whole unit in the dtype that it is gathered in, and in the one that it is reduced in."""
     reduced: float = 0.0
 
+    def with_tokens(self, factor: float) -> UnitCost:
+        """Return the bytes, roughly, with ``factor`` times the tokens: what is gathered and reduced stays."""
+        stays = 2 * (self.gathered + self.reduced)
+        peaks = (min(each, stays) + max(0.0, each - stays) * factor for each in (self.forward_peak, self.backward_peak))
+        forward, backward = peaks
+        return dataclasses.replace(self, kept=self.kept * factor, forward_peak=forward, backward_peak=backward)
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -65,7 +72,7 @@ class Costs:
     units: Mapping[str, UnitCost]
     step: UnitCost
     """Clipping and optimizers of the probe: ``forward`` seconds, ``forward_peak`` and ``rests`` bytes."""
-    shards: int
+    shards: float
     """Ranks of a shard group in the probe."""
     took: float = 0.0
     """Seconds in which a block was simulated once."""

@@ -312,8 +312,20 @@ class Evaluator:
 
     def _predicted(self, candidate: Candidate) -> tuple[float, float]:
         """Return (seconds, live bytes) of a step."""
+        layout = self._layout(candidate.setting)
+        laid, costs = self._laid(candidate, layout)
+        return layout.seconds(laid, costs), layout.live_bytes(laid, costs)
+
+    def live_bytes(self, candidate: Candidate, *, tokens: float = 1.0, ranks: float = 1.0) -> float:
+        """Return the live bytes of a step, roughly, with so many times the tokens of a microbatch, and the ranks."""
+        layout = self._layout(candidate.setting)
+        laid, costs = self._laid(candidate, layout)
+        laid = [Laid(each.cost.with_tokens(tokens), each.again) for each in laid]
+        return layout.live_bytes(laid, dataclasses.replace(costs, shards=costs.shards / ranks))
+
+    def _laid(self, candidate: Candidate, layout: Layout) -> tuple[list[Laid], Costs]:
+        """Return the units of a candidate with their costs, in the order of their forwards, and all costs."""
         setting = candidate.setting
-        layout = self._layout(setting)
         of = {word: self.costs(setting.microbatch, word) for word in {again for _, again in candidate.values}}
         some = max(of.values(), key=lambda each: len(each.units))
         grouping = self._grouping(setting.replicate, candidate.split, tuple(some.units))
@@ -324,7 +336,7 @@ class Evaluator:
             if not grouping.names[i]:
                 cost = summed([cost, *(of[again].units[name] for name in grouping.of_root)])
             laid.append(Laid(cost, 0 if freed is False else layout.cluster.mesh[-1] if freed is True else freed))
-        return layout.seconds(laid, some), layout.live_bytes(laid, some)
+        return laid, some
 
     def _laid_out(self, setting: Setting) -> Layout:
         cluster = self.space.cluster(setting.replicate)

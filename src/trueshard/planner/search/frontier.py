@@ -128,7 +128,7 @@ def _groups(evaluator: Evaluator, candidate: Candidate, options: list[list[Value
     for i, (unit, mine) in enumerate(zip(evaluator.units(candidate), options, strict=True)):
         if len(mine) > 1:
             alone = unit.name if unit.kind != "block" else ""
-            found.setdefault((alone, unit.kind, unit.parameters, unit.bytes, tuple(mine)), []).append(i)
+            found.setdefault((alone, unit.kind, unit.parameters, unit.bytes, frozenset(mine)), []).append(i)
     yield from map(tuple, found.values())
 
 

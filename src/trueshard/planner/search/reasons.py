@@ -14,7 +14,7 @@ import torch
 from trueshard.choices import is_free
 from trueshard.planner.hardware import hardware, known
 from trueshard.planner.report.compare import collapse
-from trueshard.planner.search.evaluator import Evaluator, Expected
+from trueshard.planner.search.evaluator import MARGIN, Evaluator, Expected
 from trueshard.planner.search.frontier import proposal
 from trueshard.planner.search.space import RECOMPUTE, Candidate, Setting, Space, batches
 from trueshard.planner.workload import NothingFits
@@ -23,6 +23,9 @@ from trueshard.text import size
 
 SHORTEST = 128
 """Tokens below which no shorter sequence is proposed."""
+
+ROUGHLY = 1.1
+"""Memory over the budget up to which a change that is expected not to fit is studied."""
 
 DOUBLINGS = 4
 """How often the ranks are doubled, and the sequence halved, to find what fits."""
@@ -131,8 +134,17 @@ def nothing_fits(evaluator: Evaluator) -> NothingFits:
     forecast = study.forecast
     least, replicate = forecast.peak_reserved_bytes, evaluator.replicas[0]
     is_in_device = space.budget is not None and least <= space.cluster(replicate).available_bytes
-    changes = itertools.chain(_other_jobs(space), () if is_in_device else [_other_devices(space, replicate, least)])
-    change = next((words for family in changes if (words := _first_that_fits(family, evaluator.workers.count))), "")
+    families = itertools.chain(_other_jobs(space), () if is_in_device else [_other_devices(space, replicate, least)])
+    above = least - evaluator.predicted(smallest)[1]
+
+    def may_fit(change: Change) -> bool:
+        """True if it is expected to fit with the most frugal plan, where that can be told at all."""
+        if change.tokens == change.ranks == 1.0:
+            return True
+        live = evaluator.live_bytes(smallest, tokens=change.tokens, ranks=change.ranks)
+        return live + above <= forecast.budget_bytes * ROUGHLY + MARGIN
+
+    change = next((words for family in families if (words := _first_that_fits(family, may_fit, evaluator))), "")
     advice = f"{change} would fit" if change else "no single change of batch, sequence, ranks or device would do"
     if is_in_device:
         enough = math.ceil(least / (1 << 30) * 100) / 100
@@ -147,11 +159,15 @@ def nothing_fits(evaluator: Evaluator) -> NothingFits:
 
 @dataclass(frozen=True)
 class Change:
-    """A change in words, what it makes of the space, and what would be better if it fits, too."""
+    """A change in words, and what it makes of the space."""
 
     words: str
     space: Space
+    tokens: float = 1.0
+    """Times the tokens of a microbatch, and the ranks."""
+    ranks: float = 1.0
     rather: Change | None = None
+    """What would be better, if it fits, too."""
 
 
 def _other_jobs(space: Space) -> Iterator[list[Change]]:
@@ -160,8 +176,8 @@ def _other_jobs(space: Space) -> Iterator[list[Change]]:
     First those that cost nothing, then speed, then others of the job.
     """
 
-    def changed(words: str, **instead: Any) -> Change:
-        return Change(words, dataclasses.replace(space, **instead))
+    def changed(words: str, tokens: float = 1.0, **instead: Any) -> Change:
+        return Change(words, dataclasses.replace(space, **instead), tokens)
 
     fixed: dict[str, Any] = {}
     for key, word in (("activation_checkpointing", "full"), ("reshard_after_forward", "always")):
@@ -175,17 +191,22 @@ def _other_jobs(space: Space) -> Iterator[list[Change]]:
     smaller = []
     for samples in (each for each in range(microbatch // 2, 0, -1) if microbatch % each == 0):
         times = accumulation * microbatch // samples
-        same = changed(f"microbatch={samples} with accumulation={times}", microbatch=samples, accumulation=times)
-        fewer = changed(f"microbatch={samples}", microbatch=samples)
+        words, part = f"microbatch={samples}", samples / microbatch
+        same = changed(f"{words} with accumulation={times}", part, microbatch=samples, accumulation=times)
+        fewer = changed(words, part, microbatch=samples)
         smaller.append(same if space.global_batch is not None else dataclasses.replace(fewer, rather=same))
     yield smaller
     if "cpu" not in space.offloads:
         yield [changed('offload="cpu"', choices=space.choices.replace(offload="cpu"))]
-    lengths = [space.workload.sequence >> halving for halving in range(1, DOUBLINGS + 1)]
-    workloads = [dataclasses.replace(space.workload, sequence=each) for each in lengths if each >= SHORTEST]
-    yield [changed(f"sequence={each.sequence}", workload=each) for each in workloads]
-    ranks = [space.ranks << doubling for doubling in range(1, DOUBLINGS + 1)]
-    yield [changed(f"ranks={each}", ranks=each) for each in ranks if (space.global_batch or 0) % each == 0]
+    whole = space.workload.sequence
+    lengths = [whole >> halving for halving in range(1, DOUBLINGS + 1) if whole >> halving >= SHORTEST]
+    workloads = [dataclasses.replace(space.workload, sequence=each) for each in lengths]
+    yield [changed(f"sequence={each.sequence}", each.sequence / whole, workload=each) for each in workloads]
+    yield [
+        Change(f"ranks={ranks}", dataclasses.replace(space, ranks=ranks), ranks=ranks / space.ranks)
+        for ranks in (space.ranks << doubling for doubling in range(1, DOUBLINGS + 1))
+        if (space.global_batch or 0) % ranks == 0
+    ]
 
 
 def _other_devices(space: Space, replicate: int, least: int) -> list[Change]:
@@ -198,19 +219,16 @@ def _other_devices(space: Space, replicate: int, least: int) -> list[Change]:
     return found
 
 
-def _first_that_fits(family: list[Change], workers: int) -> str:
-    """Return the words of the least of changes with which the most frugal plan fits; "" if it does with none."""
-    if not family or not _fits(family[-1].space, workers):
-        return ""
-    low, high = -1, len(family) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _fits(family[middle].space, workers):
-            high = middle
-        else:
-            low = middle
-    found = family[high]
-    return found.rather.words if found.rather is not None and _fits(found.rather.space, workers) else found.words
+def _first_that_fits(family: list[Change], may_fit: Callable[[Change], bool], evaluator: Evaluator) -> str:
+    """Return the words of the least of changes with which the most frugal plan fits; "" if it does with none.
+
+    Those that are not expected to fit are left out, but the last.
+    """
+    workers = evaluator.workers.count
+    for change in [each for each in family[:-1] if may_fit(each)] + family[-1:]:
+        if _fits(change.space, workers):
+            return change.rather.words if change.rather and _fits(change.rather.space, workers) else change.words
+    return ""
 
 
 def _fits(space: Space, workers: int) -> bool:

@@ -156,7 +156,7 @@ class Recorder(_torch.SimulationMode):
     # Operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (known := _torch.answer(func, args)) is not None:
+        if (known := _torch.device_asked(func, args)) is not None:
             return known
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # its operators on local tensors are dispatched here afterwards

@@ -251,7 +251,9 @@ class Simulator:
         """Yield a mesh, a model of few blocks, its plan, and a set to which warnings are added at the end."""
         told: set[str] = set()
         whole = self.model if short.runs else None
-        with warnings.catch_warnings(record=True) as caught, simulated_mesh(short.job, "cpu") as mesh:
+        # Modules that torch.compile returned run eagerly: it would compile what follows the operators, too.
+        eagerly = torch.compiler.set_stance("force_eager")
+        with warnings.catch_warnings(record=True) as caught, simulated_mesh(short.job, "cpu") as mesh, eagerly:
             warnings.simplefilter("always")
             with self._mode, _torch.one_chunk(), _torch.unseen_propagation():
                 if whole is None:

@@ -106,7 +106,7 @@ class KnownValues(_torch.SimulationMode):
         """Tokens that arrive for this rank's experts, over their mean over ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (known := _torch.answer(func, args)) is not None:
+        if (known := _torch.device_asked(func, args)) is not None:
             return known
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
