@@ -287,6 +287,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any, int]] = {
     "bert": _hub("BertForMaskedLM", "BertConfig", **_BERT),
     "llama, text": (lambda: MODELS["llama"][0](), text, own_loss, 48),
     "llama uneven, text": (lambda: MODELS["llama uneven"][0](), text, own_loss, 47),
+    "llama deep, text": (lambda: MODELS["llama deep"][0](), text, own_loss, 48),
     "qwen3 moe": (_experts, text, own_loss, 48),
     "qwen3 moe, routed": (lambda: _experts(routed=True), text, own_loss, 48),
     "lora": (_lora, _ids, _language_loss, 48),

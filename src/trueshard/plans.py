@@ -60,6 +60,16 @@ class Forecast:
     """As ``received_by_collective``, by axis of the mesh: shard, replicate, tensor, context, experts, pipeline."""
     exposed_by_axis: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Seconds of ``exposed_communication_seconds`` by axis."""
+    pipeline: int = 1
+    """Stages of the pipeline; memory, bytes and operations are those of the stage that takes most memory."""
+    schedule: str = ""
+    """``"1f1b"``, ``"gpipe"``, ``"interleaved"``; "" without a pipeline."""
+    virtual: int = 1
+    """Chunks of blocks a rank."""
+    in_flight: float = 0.0
+    """Microbatches whose activations that stage holds at most; 0 without a pipeline."""
+    bubble_seconds: float = 0.0
+    """Time in which a rank has nothing to compute while the pipeline fills and drains."""
 
 
 Recompute = Literal["none", "full", "selective"]

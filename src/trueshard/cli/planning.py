@@ -71,6 +71,13 @@ def plan(
     tensor: Tensor = 1,
     shared: Annotated[int, typer.Option("--context", help="Ranks that share each sequence.", metavar="N", min=1)] = 1,
     experts: Experts = 1,
+    pipeline: Annotated[
+        int, typer.Option(help="Stages of a pipeline, of --accumulation microbatches.", metavar="N", min=1)
+    ] = 1,
+    schedule: Annotated[
+        str | None, typer.Option(help="1f1b, gpipe or interleaved.", metavar="WORD", show_default=False)
+    ] = None,
+    virtual: Annotated[int, typer.Option(help="Chunks of blocks a rank (interleaved).", metavar="N", min=1)] = 1,
     imbalance: Annotated[
         float, typer.Option(help="Tokens of the busiest rank's experts over their mean.", metavar="FACTOR", min=1.0)
     ] = 1.0,
@@ -200,6 +207,9 @@ def plan(
             tensor=tensor,
             context=shared,
             experts=experts,
+            pipeline=pipeline,
+            schedule=schedule,
+            virtual=virtual,
             imbalance=imbalance,
             exact=exact,
             plan=None if given is None else read_plan(given),

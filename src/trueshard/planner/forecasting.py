@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,33 +37,44 @@ class Cluster:
     """Ranks that share each sequence."""
     experts: int = 1
     """Ranks that share the experts of each layer."""
+    pipeline: int = 1
+    """Stages, each on ranks of its own: the outermost axis."""
 
     def __post_init__(self) -> None:
         if self.ranks > self.ranks_per_node and self.ranks % self.ranks_per_node:
             raise ValueError(f"ranks={self.ranks} is not a whole number of nodes of {self.ranks_per_node} ranks")
         if self.ranks % self.replicate:
             raise ValueError(f"ranks={self.ranks} cannot be divided into {self.replicate} replicas")
-        each = self.ranks // self.replicate
+        if self.ranks % (self.pipeline * self.replicate):
+            raise ValueError(f"ranks={self.ranks} cannot be divided into {self.pipeline} stages (pipeline)")
+        each = self.ranks // self.pipeline // self.replicate
         for words, size in (
             (f"tensor={self.tensor} × context={self.context}", self.tensor * self.context),
             (f"experts={self.experts}", self.experts),
         ):
             if each % size:
-                copy = f"{each} ranks of a replica" if self.replicate > 1 else f"{each} ranks"
+                copy = f"{each} ranks" + (" of a replica" if self.replicate > 1 else "")
+                copy += " of a stage" if self.pipeline > 1 else ""
                 raise ValueError(f"{words} does not divide the {copy}")
 
     @property
     def mesh(self) -> tuple[int, ...]:
-        """Ranks over which gradients are averaged, as ``Plan.ranks``: (shard,) or (replicate, shard)."""
-        shard = self.ranks // self.replicate // self.tensor
+        """Ranks over which gradients are averaged, as ``Plan.ranks``: (shard,) or (replicate, shard), of a stage."""
+        shard = self.ranks // self.pipeline // self.replicate // self.tensor
         return (shard,) if self.replicate == 1 else (self.replicate, shard)
+
+    @property
+    def readers_share(self) -> int:
+        """Ranks that have the same samples, and so share their tokens."""
+        return self.tensor * self.context * self.pipeline
 
     @property
     def overhead_bytes(self) -> int:
         """Bytes of a device outside of torch's allocator: the context, and a communicator for each mesh dimension."""
-        dimensions = [*self.mesh, self.tensor, self.context]
+        dimensions = [*self.mesh, self.tensor, self.context, self.pipeline]
         if self.experts > 1:  # and those that have the same experts
-            dimensions += [self.experts, self.ranks // self.replicate // self.experts, self.replicate]
+            each = self.ranks // self.pipeline // self.replicate
+            dimensions += [self.experts, each // self.experts, self.replicate]
         communicators = sum(size > 1 for size in dimensions)
         return self.hardware.context_bytes + communicators * self.hardware.communicator_bytes
 
@@ -83,36 +95,56 @@ def study(job: Job, cluster: Cluster, budget: int | None = None, simulator: Simu
     Raises:
         ValueError: the budget is more than the device has, or ``shard()`` refuses the job.
     """
+    budget = budget_on(cluster, budget)
+    job = dataclasses.replace(job, on_cpu=not cluster.hardware.streams)
+    short = dataclasses.replace(job, accumulation=min(job.accumulation, MICROBATCHES))
+    made, line = simulated(short, cluster, simulator)
+    sums = sums_of(made.steady, line)
+    if (more := job.accumulation - MICROBATCHES) > 0:
+        less = _without_second_microbatch(made.steady)
+        shorter = schedule(less, cluster.hardware, cluster.ranks_per_node, _mode(made.plan))
+        sums = extended(sums, sums_of(less, shorter), more)
+    forecast = forecast_of(job, cluster, budget, made, sums)
+    plan = dataclasses.replace(made.plan, forecast=forecast)
+    return Study(plan, forecast, made.steady, line, assumptions=assumptions_of(job, made), score=made.score)
+
+
+def budget_on(cluster: Cluster, budget: int | None) -> int:
+    """Return the bytes that torch's allocator may reserve on each rank; None: all that the device has.
+
+    Raises ValueError if it has less.
+    """
     if budget is not None and budget > cluster.available_bytes:
         raise ValueError(
             f"memory={budget:,} bytes is more than the {cluster.available_bytes:,} that torch can have on "
             f"{cluster.hardware.name}: {cluster.hardware.memory_bytes:,} less context and communicators"
         )
-    budget = cluster.available_bytes if budget is None else budget
-    job = dataclasses.replace(job, on_cpu=not cluster.hardware.streams)
-    simulator = simulator or Simulator(job.workload)
-    made = simulator.simulate(dataclasses.replace(job, accumulation=min(job.accumulation, MICROBATCHES)))
+    return cluster.available_bytes if budget is None else budget
+
+
+def simulated(job: Job, cluster: Cluster, simulator: Simulator | None = None) -> tuple[Simulation, Timeline]:
+    """Return a job's simulation, with what lies beside the model, and the time line of its steady step."""
+    made = (simulator or Simulator(job.workload)).simulate(job)
     for trace in (made.first, made.steady, made.score):
         if trace is not None:
             trace.resident += _beside(job, trace)
     made = in_precision(made, job.matmul, cluster.hardware)
-    mode: Mode = "compile" if made.plan.compile else "eager"
-    line = schedule(made.steady, cluster.hardware, cluster.ranks_per_node, mode)
-    amounts = _amounts(made.steady, line)
-    traffic: dict[str, Any] = _traffic(made.steady, line)
-    if (more := job.accumulation - MICROBATCHES) > 0:
-        less = _without_second_microbatch(made.steady)
-        shorter = schedule(less, cluster.hardware, cluster.ranks_per_node, mode)
-        amounts = _extended(amounts, _amounts(less, shorter), more)
-        before = _traffic(less, shorter)
-        traffic = {key: _extended(each, before[key], more) for key, each in traffic.items()}
+    return made, schedule(made.steady, cluster.hardware, cluster.ranks_per_node, _mode(made.plan))
+
+
+def _mode(plan: Plan) -> Mode:
+    return "compile" if plan.compile else "eager"
+
+
+def forecast_of(job: Job, cluster: Cluster, budget: int, made: Simulation, sums: Mapping[str, Any]) -> Forecast:
+    """Return the forecast of a job; ``sums``: what adds up over its step, see ``sums_of``."""
     reserved = replay(made.first, made.steady, workspace_bytes=cluster.hardware.workspace_bytes).reserved
-    peak = max((ledger.peak(made.first), ledger.peak(made.steady)), key=lambda each: each.bytes)
-    seconds = amounts["step_seconds"]
-    # Ranks of one context, and of one tensor axis, have the same samples.
-    tokens = job.microbatch * job.accumulation * job.workload.sequence / (cluster.tensor * cluster.context)
+    peak = peak_of(made)
+    seconds = sums["step_seconds"]
+    # Ranks of one context, one tensor axis and one pipeline have the same samples.
+    tokens = job.microbatch * job.accumulation * job.workload.sequence / cluster.readers_share
     rate = cluster.hardware.peak(compute_dtype(made.plan))
-    forecast = Forecast(
+    return Forecast(
         model=job.workload.name,
         hardware=cluster.hardware.name,
         ranks=cluster.ranks,
@@ -129,14 +161,16 @@ def study(job: Job, cluster: Cluster, budget: int | None = None, simulator: Simu
         peak_phase=peak.phase,
         peak_unit=peak.unit,
         peak_by_kind={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
-        bytes_received_per_step=sum(traffic["received_by_collective"].values()),
-        **traffic,
+        bytes_received_per_step=sum(sums["received_by_collective"].values()),
         tokens_per_second_per_rank=tokens / seconds if seconds else 0.0,
-        mfu=amounts["model_flops_per_step"] / seconds / rate if seconds else 0.0,
-        **amounts,
+        mfu=sums["model_flops_per_step"] / seconds / rate if seconds else 0.0,
+        **sums,
     )
-    plan = dataclasses.replace(made.plan, forecast=forecast)
-    return Study(plan, forecast, made.steady, line, assumptions=_assumptions(job, made), score=made.score)
+
+
+def peak_of(made: Simulation) -> ledger.Peak:
+    """Return the larger peak of the first and of a later step."""
+    return max((ledger.peak(made.first), ledger.peak(made.steady)), key=lambda each: each.bytes)
 
 
 def in_precision(made: Simulation, matmul: str | None, hardware: Hardware) -> Simulation:
@@ -176,7 +210,7 @@ def _without_second_microbatch(trace: Trace) -> Trace:
     return Trace(events)
 
 
-def _amounts(trace: Trace, line: Timeline) -> dict[str, Any]:
+def sums_of(trace: Trace, line: Timeline) -> dict[str, Any]:
     """Return what adds up over a step, by field of ``Forecast``."""
     return {
         "flops_per_step": ledger.flops(trace),
@@ -184,21 +218,29 @@ def _amounts(trace: Trace, line: Timeline) -> dict[str, Any]:
         "step_seconds": line.seconds,
         "compute_seconds": line.compute_seconds,
         "exposed_communication_seconds": line.exposed_seconds,
-    }
-
-
-def _traffic(trace: Trace, line: Timeline) -> dict[str, dict[str, Any]]:
-    """Return what adds up over a step by collective or axis, by field of ``Forecast``."""
-    return {
         "received_by_collective": ledger.received(trace),
         "received_by_axis": ledger.received_by_axis(trace),
         "exposed_by_axis": line.exposed_by_axis,
     }
 
 
-def _extended(amounts: dict[str, Any], less: dict[str, Any], times: int) -> dict[str, Any]:
-    """Return the amounts with ``times`` microbatches more, each as much as ``amounts`` has more than ``less``."""
-    return {key: value + times * (value - less.get(key, 0)) for key, value in amounts.items()}
+def extended(sums: Mapping[str, Any], less: Mapping[str, Any], times: int) -> dict[str, Any]:
+    """Return the sums with ``times`` microbatches more, each as much as ``sums`` have more than ``less``."""
+    return _combined(sums, less, lambda value, before: value + times * (value - before))
+
+
+def added(sums: Mapping[str, Any], one: Mapping[str, Any], times: int) -> dict[str, Any]:
+    """Return the sums with ``times`` microbatches more, of which each is ``one``."""
+    return _combined(sums, one, lambda value, more: value + times * more)
+
+
+def _combined(sums: Mapping[str, Any], less: Mapping[str, Any], function: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    def of(key: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return _combined(value, less.get(key, {}), function)
+        return function(value, less.get(key, 0))
+
+    return {key: of(key, value) for key, value in sums.items()}
 
 
 def compute_dtype(plan: Plan) -> str:
@@ -209,7 +251,7 @@ def compute_dtype(plan: Plan) -> str:
     return max(plan.units, key=lambda unit: unit.parameters).dtype.partition("+")[0]
 
 
-def _assumptions(job: Job, made: Simulation) -> tuple[str, ...]:
+def assumptions_of(job: Job, made: Simulation) -> tuple[str, ...]:
     told = list(job.workload.assumptions)
     if made.plan.experts > 1:
         more = "as many tokens as to any other" if job.imbalance == 1 else f"{job.imbalance:g} times the mean of tokens"

@@ -22,6 +22,7 @@ from trueshard.model.names import nearest
 from trueshard.planner import process
 from trueshard.planner.hardware import Hardware, hardware, hardware_here
 from trueshard.planner.inputs.fake_tensors import refuse_sharded
+from trueshard.planner.schedules import Pipeline
 from trueshard.planner.trace import Trace
 from trueshard.planner.workload import NothingFits
 from trueshard.plans import Plan
@@ -81,6 +82,12 @@ class Request:
     """Ranks that share each sequence."""
     experts: int = 1
     """Ranks that share the experts of each layer."""
+    pipeline: int = 1
+    """Stages of a pipeline, each of some of the blocks on ranks of its own; of ``accumulation`` microbatches."""
+    schedule: str | None = None
+    """``"1f1b"``, ``"gpipe"`` or ``"interleaved"``; None: by ``virtual``."""
+    virtual: int = 1
+    """Chunks of blocks a rank, of an interleaved schedule."""
     imbalance: float = 1.0
     """Tokens that arrive for the experts of the slowest rank, over their mean over ranks, at least 1."""
     exact: bool = False
@@ -91,6 +98,7 @@ class Request:
             count = getattr(self, key)
             if count is not None and (type(count) is not int or count < 1):
                 raise ValueError(f"{key}={count!r} must be a whole number, 1 or more")
+        self.pipe()
         if not 1 <= self.imbalance < math.inf:
             raise ValueError(
                 f"imbalance={self.imbalance!r} must be 1 or more: it is the slowest rank's share of tokens"
@@ -103,6 +111,13 @@ class Request:
             is_words = isinstance(self.model, (str, os.PathLike))
             given["mixed_precision"] = "bf16" if is_words and self.plan is None and self.device().streams else None
         return Choices(**given | {"offload": self.offload or "none"})
+
+    def pipe(self) -> Pipeline:
+        """Return the pipeline; raise ValueError for what no model could be run by."""
+        schedule = self.schedule or ("interleaved" if self.virtual > 1 else "1f1b")
+        if self.pipeline == 1 and (self.schedule or self.virtual > 1):
+            raise ValueError("schedule and virtual are of a pipeline: give its stages, pipeline, or leave them out")
+        return Pipeline(self.pipeline, schedule, self.virtual)
 
     def device(self) -> Hardware:
         """Return the hardware; raises ValueError if it is not known."""

@@ -15,17 +15,18 @@ from torch import nn
 from trueshard import _torch
 from trueshard.choices import DEFAULTS, Choices, is_free
 from trueshard.model import names
-from trueshard.planner import process
+from trueshard.planner import pipelining, process
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.inputs.workloads import is_size, workload_of
 from trueshard.planner.low_precision import recipe_of
 from trueshard.planner.planning import Request
 from trueshard.planner.search.evaluator import Simulations
 from trueshard.planner.search.search import choose, objects_frozen
-from trueshard.planner.search.space import Setting, Space, batches
+from trueshard.planner.search.space import RECOMPUTE, Setting, Space, batches
 from trueshard.planner.simulation.preflight import preflight
-from trueshard.planner.workload import Job, Study
+from trueshard.planner.workload import Job, NothingFits, Study
 from trueshard.plans import Plan
+from trueshard.text import size
 
 FREE = Choices(reshard_after_forward="auto", activation_checkpointing="auto")
 """Defaults of ``trueshard.plan``."""
@@ -40,7 +41,11 @@ def solve(request: Request, progress: Callable[[str], object] = lambda line: Non
     space, is_open = space_of(request)
     check = functools.partial(_checked, request, space)
     workers = None if process.is_planners() else workers
-    if is_open and request.plan is None:
+    if space.pipe.stages > 1:
+        told = check()
+        found = _of_pipeline(space, request.plan)
+        found = dataclasses.replace(found, assumptions=(*found.assumptions, *told))
+    elif is_open and request.plan is None:
         found = choose(space, progress, workers=workers, check=check)
     else:
         found = _of_one_plan(space, request.plan, workers, check)
@@ -155,6 +160,7 @@ def space_of(request: Request) -> tuple[Space, bool]:
         optimizer="adamw" if own is None else own if isinstance(own, str) else "own",
         imbalance=request.imbalance,
         matmul=request.matmul,
+        pipe=request.pipe(),
     )
     return space, is_open
 
@@ -177,6 +183,31 @@ def _preflight(space: Space, plan: Plan | None) -> list[str]:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise ValueError(f"{str(errors[0]).removeprefix('error: ')}{more}")
     return [str(problem).removeprefix("warning: ") for problem in problems]
+
+
+def _of_pipeline(space: Space, plan: Plan | None) -> Study:
+    """Return the study of a pipeline: with the least recomputation that fits, if that is free.
+
+    Raises NothingFits if it is, and nothing does.
+    """
+    many = space.accumulation or (None if space.global_batch else 2 * space.pipe.stages)
+    space = dataclasses.replace(space, microbatch=space.microbatch or 1, accumulation=many)
+    (batch,) = batches(space)
+    setting = Setting(space.replicate or 1, *batch, "cpu" if space.choices.offload == "cpu" else "none")
+    free = plan is None and is_free(space.choices.activation_checkpointing)
+    for word in RECOMPUTE if free else RECOMPUTE[:1]:
+        settled = space.given(reshard_after_forward="default", activation_checkpointing=word)
+        chosen = dataclasses.replace(space, choices=settled.replace(offload=setting.offload))
+        cluster = space.cluster(setting.replicate)
+        found = pipelining.study(chosen.job(plan, setting), cluster, space.pipe, space.budget)
+        if found.forecast.fits or not free:
+            return found
+    forecast = found.forecast
+    raise NothingFits(
+        f"nothing fits: a stage of {space.pipe.stages} reserves {size(forecast.peak_reserved_bytes)} even if all is "
+        f"recomputed, of {size(forecast.budget_bytes)}: give more ranks, or a smaller microbatch",
+        found,
+    )
 
 
 def _of_one_plan(space: Space, plan: Plan | None, workers: int | None, check: Callable[[], list[str]]) -> Study:

@@ -64,6 +64,8 @@ class Job:
     """Options of ``shard()``."""
     imbalance: float = 1.0
     """Tokens that arrive for the experts of the rank, where ranks share experts, over their mean over ranks."""
+    in_flight: int = 0
+    """Of a stage of a pipeline: microbatches that run forward before the first runs backward; 0: no pipeline."""
     on_cpu: bool = False
     """Train on CPUs: attention by the CPU's kernels, and offloaded shards in the one memory there is."""
     matmul: str | None = None

@@ -152,10 +152,12 @@ def _scattered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _around(module: nn.Module, enter: Callable[..., Any] | None, leave: Callable[..., Any] | None) -> None:
     """Change the hidden states that a module is given, and those that it returns."""
-    inner = module.forward
+    own: Callable[..., Any] | None = module.__dict__.get("forward")
 
-    @functools.wraps(inner)
+    @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        # FSDP2 changes the class later, and transformers recomputes in the forward of the class that a layer has then.
+        inner = own if own is not None else functools.partial(type(module).forward, module)
         if not is_split():
             return inner(*args, **kwargs)
         if enter is not None and args:

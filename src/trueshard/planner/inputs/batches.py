@@ -211,7 +211,8 @@ def _scalar(output: Any) -> torch.Tensor | None:
     return None
 
 
-def _first(output: Any) -> torch.Tensor:
+def output_of(output: Any) -> torch.Tensor:
+    """Return the tensor with a gradient that a model returns: its logits, or the first of all."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     for each in _torch.tensors_in([logits, output]):
         if each.is_floating_point() and each.requires_grad:
@@ -222,7 +223,7 @@ def _first(output: Any) -> torch.Tensor:
 def _loss_of(outputs: Any, target: Any) -> torch.Tensor:
     if (scalar := _scalar(outputs)) is not None:
         return scalar
-    output = _first(outputs)
+    output = output_of(outputs)
     if isinstance(target, torch.Tensor):
         if target.shape == output.shape and target.is_floating_point():
             return functional.mse_loss(output.float(), target.float())

@@ -99,6 +99,9 @@ def settings(study: Study) -> str:
     if len(plan.ranks) > 1:
         words.append(f"{plan.ranks[0]} replicas of {plan.ranks[1]} shards")
     words += [f"{axis} {ranks}" for axis in ("tensor", "context", "experts") if (ranks := getattr(plan, axis)) > 1]
+    if forecast.pipeline > 1:
+        chunks = f" of {forecast.virtual} chunks" if forecast.virtual > 1 else ""
+        words.append(f"pipeline of {forecast.pipeline} stages{chunks}, {forecast.schedule}")
     if (mixed := plan.mixed_precision) is not None:
         compute = mixed.compute or "storage dtype"
         words.append(f"computes in {compute}, reduces in {mixed.reduce or compute}")
@@ -289,6 +292,9 @@ def _time(study: Study) -> list[str]:
     rows = [("step", duration(forecast.step_seconds), "")]
     rows += [(part["name"], duration(part["seconds"]), part["words"]) for part in time_parts(study)]
     rows[1] = (*rows[1][:2], work)
+    if bubble := forecast.bubble_seconds:
+        words = _of_step("of the waiting, while the pipeline fills and drains", bubble, forecast.step_seconds)
+        rows.append(("bubble", duration(bubble), words))
     rows += [
         ("tokens/s", f"{forecast.tokens_per_second_per_rank:,.0f}", "a rank"),
         ("MFU", f"{forecast.mfu:.1%}", "recomputation not counted"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import glob
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from trueshard import choices
 from trueshard.choices import Choices
 from trueshard.planner.forecasting import Cluster, study
 from trueshard.planner.hardware import Hardware
+from trueshard.planner.schedules import Pipeline
 from trueshard.planner.simulation.simulate import Simulator
 from trueshard.planner.workload import Job, Study, Workload
 from trueshard.plans import Offload, Plan, Recompute
@@ -45,6 +46,7 @@ class Space:
     """As ``Job.imbalance``."""
     matmul: str | None = None
     """Recipe of ``low_precision``."""
+    pipe: Pipeline = field(default_factory=Pipeline)
 
     def cluster(self, replicate: int) -> Cluster:
         """Return the ranks as a cluster of ``replicate`` replicas."""
@@ -57,6 +59,7 @@ class Space:
             shared["tensor"],
             shared["context"],
             self.choices.experts,
+            self.pipe.stages,
         )
 
     @property
@@ -75,9 +78,13 @@ class Space:
     ) -> Study:
         """Return the study of a plan; None: of the one that the choices mean."""
         cluster = self.cluster(setting.replicate)
-        job = Job(
+        return study(self.job(plan, setting), cluster, budget, simulator)
+
+    def job(self, plan: Plan | None, setting: Setting) -> Job:
+        """Return a plan, or what the choices mean, as a job."""
+        return Job(
             self.workload,
-            cluster.mesh,
+            self.cluster(setting.replicate).mesh,
             microbatch=setting.microbatch,
             accumulation=setting.accumulation,
             plan=plan,
@@ -86,7 +93,6 @@ class Space:
             imbalance=self.imbalance,
             matmul=self.matmul,
         )
-        return study(job, cluster, budget, simulator)
 
 
 @dataclass(frozen=True, order=True)
@@ -163,7 +169,7 @@ def batches(space: Space) -> list[tuple[int, int]]:
     """
     if space.global_batch is None:
         return [(space.microbatch or 1, space.accumulation or 1)]
-    readers = space.ranks // math.prod(space.choices.axes().values())
+    readers = space.ranks // math.prod(space.choices.axes().values()) // space.pipe.stages
     each, rest = divmod(space.global_batch, readers)
     sizes = range(each, 0, -1) if space.microbatch is None else [space.microbatch]
     found = [(size, each // size) for size in sizes if each % size == 0 and space.accumulation in (None, each // size)]

@@ -9,6 +9,7 @@ import gc
 import math
 import sys
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -61,6 +62,40 @@ def run_step(
             enter("backward")
             loss.backward()
             del loss
+    _update(workload, model, optimizers, enter)
+
+
+def run_stage(
+    workload: Workload,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    batches: Sequence[Any],
+    in_flight: int,
+    enter: Callable[[Phase], None] = lambda phase: None,
+) -> None:
+    """As ``run_step``, in the order of a stage of a pipeline: ``in_flight`` forwards before the first backward."""
+    root = engine.sharded(model).root
+    waiting: deque[torch.Tensor] = deque()
+    for i in range(len(batches) + in_flight - 1):
+        if i < len(batches):
+            enter("forward")
+            waiting.append(workload.loss(model, own_part(model, batches[i])))
+        if i >= in_flight - 1:
+            last = i == len(batches) + in_flight - 2
+            root.set_is_last_backward(last)  # as torch.distributed.pipelining's stages do
+            root.set_reshard_after_backward(last)
+            root.set_requires_gradient_sync(last)
+            enter("backward")
+            waiting.popleft().backward()
+    _update(workload, model, optimizers, enter)
+
+
+def _update(
+    workload: Workload,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    enter: Callable[[Phase], None],
+) -> None:
     enter("clip")
     if workload.clip is not None:
         clip_grad_norm_(model.parameters(), workload.clip)
@@ -160,7 +195,7 @@ class Short:
             self.plan, units=(), reshard_after_forward="", activation_checkpointing="", resolved_for=""
         )
         batch = job.microbatch, job.accumulation, job.workload.sequence, job.workload.score is None
-        where = job.ranks, job.rank, job.on_cpu, job.recorder, job.imbalance
+        where = job.ranks, job.rank, job.on_cpu, job.recorder, job.imbalance, job.in_flight
         return repr((where, batch, units, fixed, [(run.container, run.period) for run in self.runs], self.kept))
 
 
@@ -299,14 +334,17 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, *, probe: boo
     traces = []
     attention = contextlib.nullcontext() if job.on_cpu else attention_as_on_a_device()
     with attention, track_units(recorder, model, resolved), fake_tensors_look_real(), without_garbage_collection():
-        for trains in (True,) if probe else (True, True, False)[: 3 if workload.score else 2]:
+        for number, trains in enumerate((True,) if probe else (True, True, False)[: 3 if workload.score else 2]):
             resident = recorder.alive()
             with recorder, _torch.watching_resizes(recorder.resized):
-                count = job.accumulation if trains else 1
+                # Of a stage's first step, only what it makes for all further ones matters.
+                count = job.accumulation if trains and not (job.in_flight == 1 and number == 0) else 1
                 with recorder.values.drawing():
                     batches = [workload.batch(job.microbatch, workload.sequence) for _ in range(count)]
                 recorder.mark(_torch.tensors_in(batches), "inputs")
-                if trains:
+                if trains and job.in_flight:
+                    run_stage(workload, model, optimizers, batches, job.in_flight, enter)
+                elif trains:
                     run_step(workload, model, optimizers, batches, enter)
                 else:
                     run_score(workload, model, batches[0], enter)

@@ -1,0 +1,312 @@
+"""Pipelines: what a rank of P stages takes and how long a step is, from simulations of the first and the last stage.
+
+A stage is a slice of the model's blocks; the first has the embeddings, too, the last the head and the loss. Each of
+the two is simulated as a job of its own on ranks / P ranks, with three microbatches one after another. Gradients are
+reduced at the last one, and parameters stay gathered where the policy is ``default``, as in a stage of
+``torch.distributed.pipelining``. Each further microbatch takes the time and bytes of the second; each that is in flight
+beside it, the memory that its forward leaves. What is modelled, not run:
+
+- **In flight** on stage s, of M microbatches: all M (GPipe: Huang et al. 2018, arXiv 1811.06965); P - s (1F1B:
+  PipeDream-Flush, Narayanan et al. 2020, arXiv 2006.09503); with V chunks of blocks a rank (interleaved 1F1B:
+  Narayanan et al. 2021, arXiv 2104.04473, section 2.2) (2 (P - s - 1) + (V - 1) P + 1) / V, and never more than M.
+- **Time** of a step: the slowest stage's M microbatches, and (P - 1) / V of another stage's while the pipeline fills
+  and drains; so of a step with equal stages the part (P - 1) / (M V + P - 1) is a bubble (the same, sections 2.2.1 and
+  2.2.2).
+- **Bytes**: each stage but the first receives the activations of each microbatch, each but the last their gradients,
+  once a chunk: microbatch × sequence × width in the compute dtype. Nothing hides a transfer. Buffers for all of them
+  are there from the beginning, as in torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from trueshard import _torch
+from trueshard.model import names
+from trueshard.planner import ledger
+from trueshard.planner.forecasting import (
+    MICROBATCHES,
+    Cluster,
+    added,
+    assumptions_of,
+    budget_on,
+    compute_dtype,
+    forecast_of,
+    simulated,
+    sums_of,
+)
+from trueshard.planner.inputs.batches import TARGETS, output_of, quietly
+from trueshard.planner.schedules import Pipeline
+from trueshard.planner.simulation.simulate import Simulation
+from trueshard.planner.timeline import BASE_LATENCY, Timeline
+from trueshard.planner.trace import Communication, Phase, Trace
+from trueshard.planner.workload import Job, Study, Workload
+from trueshard.plans import Forecast, Plan
+from trueshard.runtime import engine
+
+# A stage as a job
+
+
+class _Received(nn.Module):
+    """In the place of the embeddings, on all stages but the first: activations of the stage before."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.width, self.dtype = width, dtype
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.empty((*ids.shape, self.width), dtype=self.dtype, requires_grad=True)
+
+
+def stage_workload(workload: Workload, plan: Plan, pipe: Pipeline, *, last: bool, dtype: torch.dtype) -> Workload:
+    """Return the last stage of a workload, or the first; ``plan``: of the whole model; ``dtype``: of activations.
+
+    Its ``loss`` is the workload's, or the sum of what the stage sends on.
+    """
+    blocks = [unit.name for unit in plan.units if unit.kind == "block"]
+    count = -(-len(blocks) // pipe.stages)
+    kept = blocks[-count:] if last else blocks[:count]
+
+    def model() -> nn.Module:
+        made = workload.model()
+        root: Any = names.unwrap(made)
+        above = _keep(root, kept)
+        if last:
+            embedding = root.get_input_embeddings()
+            _forget_style(root, embedding)
+            root.set_input_embeddings(_Received(embedding.weight.shape[1], dtype))
+            return made
+        for name, module in above.named_children():  # norms of what the last stage has
+            sizes = [each.ndim for each in module.parameters()]
+            if sizes and max(sizes) == 1:
+                _forget_style(root, module)
+                setattr(above, name, nn.Identity())
+        if (head := root.get_output_embeddings()) is not None:
+            _forget_style(root, head)
+            root.set_output_embeddings(nn.Identity())
+        return made
+
+    return dataclasses.replace(workload, model=model, loss=workload.loss if last else _sent_on, score=None)
+
+
+def blocks_of(model: nn.Module, plan: Plan) -> int:
+    """Return the number of a model's blocks; raise ValueError for one that the planner cannot cut into stages."""
+    root: Any = names.unwrap(model)
+    blocks = [unit.name for unit in plan.units if unit.kind == "block"]
+    lists = {name.rpartition(".")[0] for name in blocks}
+    if len(lists) != 1 or not all(hasattr(root, f"get_{end}_embeddings") for end in ("input", "output")):
+        raise ValueError(
+            f"pipeline: {type(root).__name__} is not a model of transformers whose blocks are one list, and only such "
+            "models does the planner cut into stages; give it a stage, as a model of its own, or leave out pipeline"
+        )
+    return len(blocks)
+
+
+def _keep(root: nn.Module, blocks: list[str]) -> nn.Module:
+    """Remove all other blocks of the list that holds ``blocks``, in place; return the module that has the list.
+
+    The blocks that are left are counted anew.
+    """
+    modules = dict(names.named_modules(root))
+    listed = blocks[0].rpartition(".")[0]
+    container = modules[listed]
+    left = [modules[name] for name in blocks]
+    held = _torch.own_modules(container)
+    held.clear()
+    held.update({str(number): each for number, each in enumerate(left)})
+    return modules[listed.rpartition(".")[0]]
+
+
+def _forget_style(root: nn.Module, module: nn.Module) -> None:
+    """Take a module that will be replaced out of the model's own plan for sharing matrices."""
+    name = next((name for name, each in names.named_modules(root) if each is module), "")
+    for above, holder in names.named_modules(root):
+        own: Mapping[str, str] | None = vars(holder).get("_tp_plan")
+        if own:
+            start = f"{above}." if above else ""
+            left = {glob: word for glob, word in own.items() if not fnmatch.fnmatchcase(name, start + glob)}
+            holder.__dict__["_tp_plan"] = left
+
+
+def _sent_on(model: nn.Module, batch: Any) -> torch.Tensor:
+    if not isinstance(batch, Mapping):
+        raise ValueError("pipeline: the batch must be a dict with input_ids, as the models of transformers take it")
+    inputs = {key: value for key, value in batch.items() if key not in (*TARGETS, "shift_labels")}
+    return output_of(model(**inputs)).sum()
+
+
+# The study of a pipeline
+
+
+@quietly()
+def study(job: Job, cluster: Cluster, pipe: Pipeline, budget: int | None = None) -> Study:
+    """Return what a pipeline costs: memory of the stage that takes most, and the time of a step of all.
+
+    ``job``: of the whole model, on the ranks of one stage, with the microbatches of a step as ``accumulation``.
+
+    Raises:
+        ValueError: the model cannot be cut into stages, or as ``forecasting.study``.
+    """
+    budget = budget_on(cluster, budget)
+    if job.choices.units != "auto":
+        raise ValueError("units: a stage of a pipeline has the units that shard() chooses; leave out units")
+    with _torch.fake_tensors():
+        model = job.workload.model()
+        plan = engine.resolve(model, job.plan or job.choices, job.ranks)
+        pipe.check(job.accumulation, blocks_of(model, plan))
+        width = int(cast(Any, names.unwrap(model)).get_input_embeddings().weight.shape[1])
+    dtype = getattr(torch, compute_dtype(plan))
+    job = dataclasses.replace(job, on_cpu=not cluster.hardware.streams)
+    length = job.workload.sequence // cluster.context
+    transfer = job.microbatch * length * width * dtype.itemsize
+    every = [Stage.simulated(job, plan, pipe, cluster, number, dtype) for number in (0, pipe.stages - 1)]
+    forecasts = [each.forecast(pipe, cluster, budget, transfer, every) for each in every]
+    heaviest = max((0, 1), key=lambda number: forecasts[number].peak_reserved_bytes)
+    stage, forecast = every[heaviest], forecasts[heaviest]
+    said = (
+        f"Memory, bytes and units are those of stage {stage.number + 1} of {pipe.stages}, whose ranks take the most; "
+        "the stage is simulated, the schedule modelled (planner/pipelining.py).",
+        f"The memory curve and the time line show {MICROBATCHES} microbatches of {job.accumulation} on that stage, one "
+        f"in flight of {forecast.in_flight:g}; the figures are for all.",
+    )
+    told = (*assumptions_of(dataclasses.replace(job, accumulation=1), stage.made), *said)
+    made = dataclasses.replace(stage.made.plan, forecast=forecast)
+    return Study(made, forecast, stage.made.steady, stage.line, assumptions=told)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage, simulated with ``MICROBATCHES`` microbatches, one after another."""
+
+    number: int
+    job: Job
+    """With the microbatches of a step as ``accumulation``."""
+    made: Simulation
+    line: Timeline
+    sums: dict[str, Any]
+    """What adds up over a step of all microbatches, by field of ``Forecast``."""
+    seconds: float
+    """Of one microbatch between the first and the last."""
+    activations: int
+    """Bytes that a microbatch's forward leaves for its backward."""
+    of_blocks: int
+    """Those that belong to blocks: not embeddings, logits and losses."""
+
+    @classmethod
+    def simulated(cls, whole: Job, plan: Plan, pipe: Pipeline, cluster: Cluster, number: int, dtype: Any) -> Stage:
+        """Simulate the first stage (``number`` 0) or the last of the job of a whole model."""
+        own = dataclasses.replace(whole.choices.plan() if whole.plan is None else whole.plan, pipeline=True)
+        own = dataclasses.replace(own, units=(), replicated=(), resolved_for="")
+        workload = stage_workload(whole.workload, plan, pipe, last=number > 0, dtype=dtype)
+        job = dataclasses.replace(whole, workload=workload, plan=own, in_flight=1)
+        made, line = simulated(dataclasses.replace(job, accumulation=MICROBATCHES), cluster)
+        begin, turn = span(made.steady, "forward", 2)
+        end = span(made.steady, "backward", 2)[1]
+        one = sums_of(Trace(made.steady.events[begin:end]), part(made.steady, line, begin, end))
+        sums, times = sums_of(made.steady, line), whole.accumulation - MICROBATCHES
+        live, outer = ledger.curve(made.steady), {unit.name for unit in made.plan.units if unit.kind == "root"}
+        left = {unit: np.diff(series.at(np.array([begin - 1, turn - 1]))) for unit, series in live.by_unit.items()}
+        kept = sum(int(more[0]) for more in left.values())
+        blocks = sum(int(more[0]) for unit, more in left.items() if unit not in outer)
+        return cls(number, job, made, line, added(sums, one, times), one["step_seconds"], max(0, kept), max(0, blocks))
+
+    def forecast(
+        self, pipe: Pipeline, cluster: Cluster, budget: int, transfer: int, every: Sequence[Stage]
+    ) -> Forecast:
+        """Return the forecast of the pipeline with this stage's memory; ``transfer``: bytes of one activation."""
+        microbatches = self.job.accumulation
+        held = pipe.in_flight(self.number, microbatches)
+        sums = self._step(pipe, cluster, transfer, every)
+        found = forecast_of(self.job, cluster, budget, self.made, sums)
+        # A rank of several chunks has many of them in flight, but one of them has the head.
+        each = self.of_blocks if self.number and pipe.virtual > 1 else self.activations
+        more = int((held - 1) * each)
+        buffers = pipe.received(self.number, microbatches) * transfer
+        # Of the activations that a stage is given, those in flight were counted as what its first block reads.
+        buffers -= int(held * transfer) if self.number else 0
+        kinds = dict(found.peak_by_kind)
+        kinds["activations"] += more
+        kinds["communication"] += buffers
+        reserved = found.peak_reserved_bytes + more + buffers
+        flops = sum(each.sums["model_flops_per_step"] for each in every)
+        flops = (flops + (pipe.stages - 2) * every[0].sums["model_flops_per_step"]) / pipe.stages
+        return dataclasses.replace(
+            found,
+            peak_live_bytes=found.peak_live_bytes + more + buffers,
+            peak_by_kind=kinds,
+            peak_reserved_bytes=reserved,
+            fits=reserved <= budget,
+            mfu=found.mfu * flops / max(1, found.model_flops_per_step),
+            pipeline=pipe.stages,
+            schedule=pipe.schedule,
+            virtual=pipe.virtual,
+            in_flight=held,
+            bubble_seconds=_bubble(pipe, every),
+        )
+
+    def _step(self, pipe: Pipeline, cluster: Cluster, transfer: int, every: Sequence[Stage]) -> dict[str, Any]:
+        """Return what adds up over a step: this stage's work and bytes, and the time of the slowest stage."""
+        sums = dict(self.sums)
+        count = pipe.received(self.number, self.job.accumulation)
+        one = transfer_seconds(transfer, cluster)
+        sent = 2 * (self.job.accumulation * pipe.virtual + pipe.stages - 1) * one
+        waiting = _bubble(pipe, every) + sent
+        slowest = max(each.sums["step_seconds"] for each in every)
+        sums["step_seconds"] = slowest + waiting
+        idle = slowest - self.sums["step_seconds"]
+        for key, name, more in (
+            ("received_by_collective", "send_receive", count * transfer),
+            ("received_by_axis", "pipeline", count * transfer),
+            ("exposed_by_axis", "pipeline", waiting + idle),
+        ):
+            sums[key] = {**sums[key], name: more}
+        sums["exposed_communication_seconds"] += waiting + idle
+        return sums
+
+
+def _bubble(pipe: Pipeline, every: Sequence[Stage]) -> float:
+    """Return the seconds in which other stages fill and drain the pipeline, (P - 1) / V of a stage's microbatch."""
+    return (pipe.stages - 1) / pipe.virtual * min(each.seconds for each in every)
+
+
+def span(trace: Trace, phase: Phase, number: int) -> tuple[int, int]:
+    """Return (start, end) of the events of the ``number``-th forward or backward of a step, counted from 1."""
+    runs = [list(run) for _, run in itertools.groupby(range(len(trace.events)), lambda i: trace.events[i].place.phase)]
+    found = [run for run in runs if trace.events[run[0]].place.phase == phase]
+    return found[number - 1][0], found[number - 1][-1] + 1
+
+
+def part(trace: Trace, line: Timeline, begin: int, end: int) -> Timeline:
+    """Return the part of a time line in which the compute stream is at events from ``begin`` to ``end``."""
+    compute = [each for each in line.spans if each.stream == "compute"]
+    own = [each for each in compute if begin <= each.event < end]
+    before = max((each.end for each in compute if each.event < begin), default=0.0)
+    last = max((each.end for each in own), default=before)
+    slower = line.seconds / max(each.end for each in line.spans)  # ranks wait for the slowest
+    waited: dict[str, float] = defaultdict(float)
+    for each in own:
+        event = trace.events[each.event]
+        if isinstance(event, Communication):
+            waited[event.axis] += each.end - each.start
+    computed = sum(each.end - each.start for each in own) - sum(waited.values())
+    return Timeline([], (last - before) * slower, computed, sum(waited.values()), dict(waited))
+
+
+def transfer_seconds(size: int, cluster: Cluster) -> float:
+    """Return the seconds in which activations reach the next stage, whose ranks are ranks / P behind."""
+    hardware = cluster.hardware
+    if cluster.ranks // cluster.pipeline < cluster.ranks_per_node:
+        rate, latency = hardware.link_bandwidth * hardware.link_efficiency, hardware.link_latency
+    else:
+        rate, latency = hardware.network_bandwidth * hardware.network_efficiency, hardware.network_latency
+    return BASE_LATENCY + latency + size / rate

@@ -1,0 +1,67 @@
+"""Schedules of pipelines as numbers: microbatches in flight, bubbles, and what a stage receives. See ``pipelining``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+ScheduleWord = Literal["1f1b", "gpipe", "interleaved"]
+SCHEDULES = get_args(ScheduleWord)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How a model is cut into stages, and in which order microbatches run through them."""
+
+    stages: int = 1
+    schedule: str = "1f1b"
+    virtual: int = 1
+    """Chunks of blocks a rank, one after another in the model; more than one for ``"interleaved"`` alone."""
+
+    def __post_init__(self) -> None:
+        for key, value in (("pipeline", self.stages), ("virtual", self.virtual)):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{key}={value!r} must be a whole number, 1 or more")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={self.schedule!r} is not known; use one of {', '.join(SCHEDULES)}")
+        if (self.virtual > 1) != (self.schedule == "interleaved"):
+            raise ValueError(
+                f"schedule={self.schedule!r} with virtual={self.virtual}: chunks of a rank, 2 or more, go with "
+                'schedule="interleaved", and it with them'
+            )
+
+    def check(self, microbatches: int, blocks: int) -> None:
+        """Raise ValueError if a model of so many blocks cannot be cut, or the schedule wants other microbatches."""
+        if self.stages * self.virtual > blocks:
+            raise ValueError(
+                f"pipeline={self.stages} × virtual={self.virtual}: the model has {blocks} blocks, fewer than chunks"
+            )
+        if self.schedule == "1f1b" and microbatches < self.stages:
+            raise ValueError(
+                f"accumulation={microbatches}: with schedule='1f1b' there are at least as many microbatches as the "
+                f"{self.stages} stages"
+            )
+        if self.schedule == "interleaved" and microbatches % self.stages:
+            raise ValueError(
+                f"accumulation={microbatches}: with schedule='interleaved' the microbatches are a multiple of the "
+                f"{self.stages} stages"
+            )
+
+    def in_flight(self, stage: int, microbatches: int) -> float:
+        """Return how many microbatches of a stage's activations its ranks hold at most."""
+        behind = self.stages - stage - 1
+        if self.schedule == "gpipe":
+            return microbatches
+        if self.schedule == "1f1b":
+            return min(behind + 1, microbatches)
+        chunks = 2 * behind + (self.virtual - 1) * self.stages + 1
+        return min(chunks, microbatches * self.virtual) / self.virtual
+
+    def bubble(self, microbatches: int) -> float:
+        """Return the part of a step in which a rank has nothing to compute, if all stages take equally long."""
+        return (self.stages - 1) / (microbatches * self.virtual + self.stages - 1)
+
+    def received(self, stage: int, microbatches: int) -> int:
+        """Return how many activations and gradients of a microbatch a rank of a stage receives in a step."""
+        edges = int(stage == 0) + int(stage == self.stages - 1)
+        return microbatches * (2 * self.virtual - edges)

@@ -1,0 +1,168 @@
+"""Stages of a pipeline in a forecast: schedules as numbers against real ones, and a stage's memory against both."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+import trueshard
+from parity import Ranks
+from planning import Setting
+from resting import all_but
+from test_planner_axes import llama
+from traffic import Traffic
+from trueshard import _torch
+from trueshard.choices import Choices
+from trueshard.planner.forecasting import Cluster, peak_of
+from trueshard.planner.hardware import hardware
+from trueshard.planner.pipelining import Stage, stage_workload
+from trueshard.planner.schedules import Pipeline
+from trueshard.planner.simulation.simulate import simulate
+from trueshard.planner.workload import Job
+from trueshard.runtime import engine
+
+STAGES, WIDTH, ROWS = 2, 6, 3
+REAL = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+CASES = {
+    "gpipe": (Pipeline(STAGES, "gpipe"), 4),
+    "1f1b": (Pipeline(STAGES, "1f1b"), 4),
+    "1f1b, few": (Pipeline(STAGES, "1f1b"), 2),
+    "interleaved": (Pipeline(STAGES, "interleaved", 2), 4),
+}
+
+
+class Counted(PipelineStage):
+    """Tells ``held`` how many chunks of this rank are forward and not yet backward, and its maximum."""
+
+    held: list[int]
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self.held[0] += 1
+        self.held[1] = max(self.held)
+        return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self.held[0] -= 1
+        return super().backward_one_chunk(*args, **kwargs)
+
+
+def real(rank: int, world_size: int, name: str) -> tuple[int, int, float]:
+    """This rank's stage, the largest number of chunks in flight, and the bytes it received from other stages."""
+    pipe, microbatches = CASES[name]
+    mesh = torch.distributed.init_device_mesh("cpu", (STAGES, world_size // STAGES), mesh_dim_names=("stage", "shard"))
+    number, stages = mesh["stage"].get_local_rank(), []
+    held = [0, 0]
+    for chunk in range(pipe.virtual):
+        block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        trueshard.shard(block, plan=trueshard.Plan(pipeline=True), mesh=mesh["shard"])
+        at = chunk * STAGES + number
+        stage = Counted(block, at, STAGES * pipe.virtual, torch.device("cpu"), group=mesh["stage"].get_group())
+        stage.held = held
+        stages.append(stage)
+    given: Any = stages if pipe.virtual > 1 else stages[0]
+    schedule = REAL[pipe.schedule](given, microbatches, loss_fn=nn.functional.mse_loss)
+    x = torch.randn(ROWS * microbatches, WIDTH)
+    for _ in range(2):  # in the first step, stages tell each other shapes
+        held[:] = [0, 0]
+        with Traffic() as counted:
+            schedule.step(*((x,) if number == 0 else ()), target=x if number == STAGES - 1 else None)
+    return number, held[1], counted.received["receive"]
+
+
+@pytest.mark.parametrize("name", all_but(["1f1b", "interleaved"], CASES))
+def test_schedules_run_as_they_are_counted(name: str, ranks4: Ranks) -> None:
+    pipe, microbatches = CASES[name]
+    for number, held, received in ranks4.run(real, name):
+        assert held / pipe.virtual == pipe.in_flight(number, microbatches)
+        assert received == pipe.received(number, microbatches) * ROWS * WIDTH * 4
+
+
+def test_published_formulas() -> None:
+    """Megatron-LM's of bubbles (2104.04473, sections 2.2.1 and 2.2.2) and of warm-up microbatches."""
+    assert Pipeline(8, "1f1b").bubble(32) == pytest.approx(7 / 39)
+    assert Pipeline(8, "interleaved", 2).bubble(32) == pytest.approx(7 / 71)
+    assert [Pipeline(4, "1f1b").in_flight(stage, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert Pipeline(4, "gpipe").in_flight(0, 8) == 8
+    assert Pipeline(4, "interleaved", 2).in_flight(0, 8) == (2 * 3 + 4 + 1) / 2
+
+
+def jobs(last: bool) -> Job:
+    workload = Setting("llama deep, text").workload()
+    job = Job(workload, (2,), microbatch=2, choices=Choices())
+    with _torch.fake_tensors():
+        plan = engine.resolve(workload.model(), job.choices, job.ranks)
+    own = dataclasses.replace(job.choices.plan(), pipeline=True)
+    cut = stage_workload(workload, plan, Pipeline(2), last=last, dtype=torch.float32)
+    return dataclasses.replace(job, workload=cut, plan=own, accumulation=3, in_flight=1)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_microbatch_in_flight_adds_what_its_forward_leaves(last: bool) -> None:
+    """Held against the real order of a schedule, in which two microbatches run forward before the first backward."""
+    job = jobs(last)
+    one, two = simulate(job), simulate(dataclasses.replace(job, in_flight=2))
+    cluster = Cluster(hardware("h100"), 4, 4, pipeline=2)
+    plan = trueshard.Plan(units=one.plan.units)
+    workload = Setting("llama deep, text").workload()
+    whole = dataclasses.replace(job, workload=workload, plan=None, in_flight=0)
+    with _torch.fake_tensors():
+        plan = engine.resolve(workload.model(), job.choices, job.ranks)
+    stage = Stage.simulated(whole, plan, Pipeline(2), cluster, int(last), torch.float32)
+    assert peak_of(two).bytes - peak_of(one).bytes == pytest.approx(stage.activations, rel=0.03)
+    kept = {unit.name for unit in one.plan.units if unit.kind == "block"}
+    assert len(kept) == 4
+    with _torch.fake_tensors():
+        names = dict(job.workload.model().named_parameters())
+    assert ("model.embed_tokens.weight" in names) is not last
+    assert ("lm_head.weight" in names) is last
+
+
+def forecast(**words: Any) -> trueshard.plans.Forecast:
+    given = {"ranks": 8, "batch": (1, 64), "pipeline": 2, "accumulation": 8, "activation_checkpointing": "none"}
+    found = trueshard.plan(lambda: llama(4), **given | words).forecast
+    assert found is not None
+    return found
+
+
+def test_a_pipeline_is_forecast_and_its_tokens_count_once() -> None:
+    found = forecast(tensor=2)
+    assert (found.pipeline, found.schedule, found.virtual) == (2, "1f1b", 1)
+    assert found.tokens_per_second_per_rank * found.step_seconds == pytest.approx(8 * 64 / 4)
+    assert found.received_by_axis["pipeline"] == found.received_by_collective["send_receive"] == 8 * 64 * 32 * 4
+    assert found.exposed_by_axis["pipeline"] >= found.bubble_seconds > 0
+    assert sum(found.exposed_by_axis.values()) == pytest.approx(found.exposed_communication_seconds)
+
+
+def test_more_chunks_wait_less_and_gpipe_holds_more() -> None:
+    plain, chunks, gpipe = forecast(), forecast(virtual=2), forecast(schedule="gpipe")
+    assert chunks.bubble_seconds == pytest.approx(plain.bubble_seconds / 2)
+    assert gpipe.in_flight == 8
+    assert gpipe.peak_live_bytes > plain.peak_live_bytes
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"schedule": "interleaved"}, "virtual=1"),
+        ({"pipeline": 1, "schedule": "gpipe"}, "of a pipeline"),
+        ({"schedule": "zero"}, "'zero' is not known"),
+        ({"pipeline": 8}, "4 blocks"),
+        ({"pipeline": 3}, "3 stages"),
+        ({"virtual": 2, "accumulation": 3}, "accumulation=3"),
+        ({"accumulation": 1}, "accumulation=1"),
+        ({"units": "Linear"}, "units"),
+    ],
+)
+def test_what_no_pipeline_could_run_is_refused_by_name(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        forecast(**words)
+
+
+def test_other_models_are_not_cut() -> None:
+    with pytest.raises(ValueError, match="pipeline: Sequential is not a model of transformers"):
+        trueshard.plan(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), pipeline=2)
