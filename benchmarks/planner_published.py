@@ -33,6 +33,7 @@ from trueshard.planner.simulation.simulate import Simulation, simulate
 from trueshard.planner.timeline import Timeline, schedule
 from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Trace
 from trueshard.planner.workload import Job, Workload
+from trueshard.train.models.quantized import quantise_layers
 
 BLOCKS = {"llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer", "qwen3": "Qwen3DecoderLayer"}
 
@@ -44,28 +45,26 @@ class _CompiledLoss(torch.autograd.Function):
     """Cross-entropy as a compiler fuses it: the logits are read, and only their gradient is written."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        rows = torch.logsumexp(logits, -1)
-        ctx.save_for_backward(logits, targets)
-        return rows.float().mean()
+    def forward(ctx: Any, logits: torch.Tensor, chunks: int) -> torch.Tensor:
+        ctx.save_for_backward(logits)
+        ctx.chunks = chunks
+        return torch.logsumexp(logits, -1).float().mean()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        logits, _ = ctx.saved_tensors
-        return torch.softmax(logits, -1), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        if ctx.chunks == 1:
+            return torch.softmax(logits, -1), None
+        for chunk in logits.chunk(ctx.chunks, 1):  # a chunk's logits are free once its gradient is there
+            chunk.copy_(torch.softmax(chunk, -1))
+        return logits, None
 
 
-def _compiled_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+def _compiled_loss(model: nn.Module, batch: torch.Tensor, chunks: int = 1) -> torch.Tensor:
     out = model(batch)
     logits = out if isinstance(out, torch.Tensor) else out.logits
-    chunks = logits if isinstance(logits, tuple) else (logits,)
-    losses: list[torch.Tensor] = [_CompiledLoss.apply(each, batch) for each in chunks]  # type: ignore[no-untyped-call]
-    return sum(losses[1:], losses[0])
-
-
-def _chunk_head(head: nn.Linear) -> None:
-    """Let a head compute its logits in eight parts."""
-    head.forward = lambda hidden: tuple(F.linear(each, head.weight) for each in hidden.chunk(8, 1))  # type: ignore[method-assign,assignment]
+    loss: torch.Tensor = _CompiledLoss.apply(logits, chunks)
+    return loss
 
 
 def _eager_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -73,6 +72,13 @@ def _eager_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     logits = out if isinstance(out, torch.Tensor) else out.logits
     del out
     return F.cross_entropy(logits.flatten(0, 1).float(), batch.flatten())
+
+
+LOSSES: dict[str, Callable[[nn.Module, Any], torch.Tensor]] = {
+    "eager": _eager_loss,
+    "compiled": _compiled_loss,
+    "chunked": functools.partial(_compiled_loss, chunks=8),
+}
 
 
 class _Block(nn.Module):
@@ -84,8 +90,10 @@ class _Block(nn.Module):
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(self.norm_1(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        parts = self.qkv(self.norm_1(x)).chunk(3, -1)
+        query, key, value = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in parts)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
@@ -135,8 +143,8 @@ def _with_adapters(setting: Setting) -> Callable[[], nn.Module]:
         given = _settings(setting.model, setting.sequence)
         config = AutoConfig.for_model(given.pop("model_type"), **given)
         model = AutoModelForCausalLM.from_config(config)
-        if setting.loss == "chunked":
-            _chunk_head(model.lm_head)
+        if setting.quantize:
+            quantise_layers(model, "nf4", lambda name: ".layers." in name)
         adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=list(names)))
         return adapted
 
@@ -151,7 +159,7 @@ def workload(setting: Setting) -> Workload:
         "optimizer": setting.optimizer,
         "clip": setting.clip,
         "storage_dtype": setting.storage,
-        "loss": _eager_loss if setting.loss == "eager" else _compiled_loss,
+        "loss": LOSSES[setting.loss],
         "batch": lambda microbatch, length: torch.zeros(microbatch, length, dtype=torch.int64),
     }
     if not model.intermediate:
@@ -272,7 +280,7 @@ GOALS = {"reserved": 0.05, "live": 0.03, "speed": 0.15}
 
 def _label(found: dict[str, Any]) -> str:
     setting = found["setting"]
-    lora = ", LoRA" if setting["lora"] else ""
+    lora = ", QLoRA" if setting.get("quantize") else ", LoRA" if setting["lora"] else ""
     return f"{setting['model']['name']}{lora}, {setting['ranks']} × {found['device']}"
 
 
@@ -295,14 +303,15 @@ def _ranked(numbers: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]
 def _summary(numbers: Sequence[dict[str, Any]]) -> list[str]:
     """Return a table of groups: rows, median and worst error."""
     lines = ["| | rows | median | worst | goal |", "|---|---:|---:|---:|---:|"]
-    parts = [("reserved memory", "memory_error", lambda each: each["memory_kind"] == "reserved", GOALS["reserved"])]
-    parts += [("live memory", "memory_error", lambda each: each["memory_kind"] == "live", GOALS["live"])]
+    parts: list[tuple[str, str, list[dict[str, Any]], float]] = [
+        (f"{kind} memory", "memory_error", [n for n in numbers if n["memory_kind"] == kind], GOALS[kind])
+        for kind in ("reserved", "live")
+    ]
     for group in ("out of sample", "in sample", "FSDP1, 2023 and 2024"):
         goal = GOALS["speed"] if group == "out of sample" else 0.0
-        parts.append((f"speed, {group}", "error", lambda each, group=group: _group(each) == group, goal))
+        parts.append((f"speed, {group}", "error", [n for n in numbers if _group(n) == group], goal))
     for title, key, chosen, goal in parts:
-        rows = _ranked([each for each in numbers if chosen(each)], key)
-        if rows:
+        if rows := _ranked(chosen, key):
             median = statistics.median(abs(each[key]) for each in rows)
             target = f"{goal:.0%}" if goal else ""
             lines.append(f"| {title} | {len(rows)} | {median:.1%} | {rows[0][key]:+.1%} | {target} |")

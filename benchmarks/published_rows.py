@@ -67,6 +67,8 @@ class Setting:
     storage: str = "float32"
     lora: tuple[int, tuple[str, ...]] | None = None
     """Rank, and names of the layers that have adapters."""
+    quantize: bool = False
+    """The blocks' linear layers are frozen in 4 bits (nf4)."""
     optimizer: str = "adamw"
     clip: float | None = 1.0
 
@@ -246,15 +248,18 @@ def _adapters() -> list[Row]:
         lora = (16, _ALL_LINEAR)
         return Setting(model, 1, 2, 4096, accumulation=16, mode="compile", storage="bfloat16", lora=lora, clip=None)
 
-    def tune(model: Model, ranks: int, lora: tuple[int, tuple[str, ...]], recompute: str) -> Setting:
+    def tune(
+        model: Model, ranks: int, lora: tuple[int, tuple[str, ...]], recompute: str, quantize: bool = False
+    ) -> Setting:
         return Setting(
             model, ranks, 2, 2048, recompute, mode="compile", split=True, loss="chunked", storage="bfloat16",
-            reduce="bfloat16", lora=lora, clip=None,
+            reduce="bfloat16", lora=lora, clip=None, quantize=quantize,
         )  # fmt: skip
 
     small, large = (8, ("q_proj", "v_proj")), (16, ("q_proj", "k_proj", "v_proj"))
     fused = "Transformer Engine's fused layers are taken as compiled ones"
     unsaid = "recomputation (the recipe's own: full), kind of memory (taken as allocated)"
+    quantized = f"scales of 32 bits here, of 8 in torchao (0.3 GiB); {unsaid}"
     ada = (
         "said to be an A6000, whose peak is below what this speed takes: an RTX 6000 Ada; recomputation (by its "
         "memory: none), kind of memory (taken as allocated)"
@@ -263,6 +268,7 @@ def _adapters() -> list[Row]:
         Row("automodel", "h100", automodel(LLAMA3_8B), 12472.87, open=fused),
         Row("automodel", "h100", automodel(QWEN25_7B), 14110.05, open=fused),
         Row("tune", "rtx4090", tune(LLAMA3_8B, 1, small, "full"), 3083, 16.2, "live", open=unsaid),
+        Row("tune", "rtx4090", tune(LLAMA3_8B, 1, (8, _ALL_LINEAR), "full", True), 2413, 7.4, "live", open=quantized),
         Row("tune", "rtx6000-ada", tune(LLAMA3_8B, 1, small, "none"), 4699, 30.3, "live", open=ada),
         Row(
             "tune",
@@ -373,7 +379,7 @@ ROWS: tuple[Row, ...] = (*_titan(), *_low_precision(), *_kempner(), *_fms(), *_a
 _AXES = "ranks that share matrices, sequences, experts or layers"
 _NVFP4 = "no published count of what its casts move; its products are none that selective recomputation keeps"
 _PAGED = "optimizer in backward, paged, in 8 bits"
-_NF4 = "a base of 4 bits"
+_QLORA_405B = "a base of 4 bits on several ranks: torchao's is cut otherwise"
 _405B = "b32, full, float8, async TP"
 
 
@@ -426,8 +432,7 @@ def _pending() -> list[Pending]:
         Pending("titan-nvfp4", "Llama 3 8B", "4 × b200", "FSDP 4", "b32, 2,048, nvfp4", "30,040", "110.95", _NVFP4),
         Pending("titan-nvfp4", "Qwen3 8B", "4 × b200", "FSDP 4", "b16, 2,048, nvfp4", "26,732", "78.63", _NVFP4),
         Pending("tune", "Llama 3 8B", "1 × rtx4090; a6000", "", "b2, 2,048", "1,650; 2,579", "18.9; 37.4", _PAGED),
-        Pending("tune", "Llama 3 8B, QLoRA", "1 × rtx4090", "", "b2, 2,048", "2,413", "7.4", _NF4),
-        Pending("tune", "Llama 3 405B, QLoRA", "8 × a100", "FSDP 8", "2,048", "653 of 8", "44.8", _NF4),
+        Pending("tune", "Llama 3 405B, QLoRA", "8 × a100", "FSDP 8", "2,048", "653 of 8", "44.8", _QLORA_405B),
         Pending(
             "tune",
             "Llama 3 70B",

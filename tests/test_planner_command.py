@@ -227,3 +227,43 @@ def test_an_unknown_architecture_has_near_matches(refused: Said, folder: Path) -
 def test_a_plan_holds_every_choice(refused: Said, folder: Path) -> None:
     (folder / "a.json").write_text(trueshard.Plan().to_json())
     assert "reshard_after_forward" in refused("tiny", "--plan", "a.json", "--reshard-after-forward", "never")
+
+
+@pytest.mark.rest
+def test_sliders_have_a_forecast_for_each_position(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trueshard.planner import grid
+
+    monkeypatch.setattr(grid, "FACTORS", (1, 2))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    words = ["plan", str(tmp_path), *FEW, "--sequence", "32", "--microbatch", "1"]
+    assert main([*words, "--html", str(tmp_path / "plan.html"), "--sliders"]) == 0
+    found = re.search(r'id="data">(.*?)</script>', (tmp_path / "plan.html").read_text(), re.DOTALL)
+    assert found
+    told = json.loads(found[1])["grid"]
+    assert {axis["name"]: axis["values"] for axis in told["axes"]} == {
+        "ranks": [2, 4],
+        "sequence": [32, 64],
+        "microbatch": [1, 2],
+    }
+    assert told["start"] == [0, 0, 0]
+    capsys.readouterr()
+    for number, (ranks, sequence, microbatch) in enumerate([(2, 32, 1), (2, 64, 2), (4, 32, 1)]):
+        place = (0, 3, 4)[number]
+        one = ["plan", str(tmp_path), "--hardware", "cpu", "--ranks", str(ranks), "--sequence", str(sequence)]
+        one += ["--microbatch", str(microbatch), *FEW[4:], "--json"]
+        assert main(one) == 0
+        assert json.loads(capsys.readouterr().out)["peak_live_bytes"] == told["points"][place]["live"]
+
+
+def test_sliders_are_part_of_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert main(["plan", str(tmp_path), *FEW, "--sliders"]) == 2
+    assert "--html" in capsys.readouterr().err
+
+
+def test_a_recipe_without_products_on_the_device_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert main(["plan", str(tmp_path), *FEW, "--matmul", "float8"]) == 2
+    assert "has no products in float8" in capsys.readouterr().err

@@ -212,17 +212,13 @@ def time_parts(study: Study) -> list[dict[str, Any]]:
         if span.stream == "compute" and type(study.trace.events[span.event]) is Kernel:
             computing[_group(study.trace, span)] += span.end - span.start
     whole = sum(computing.values()) or 1.0
-    rows = [
-        {"name": name, "seconds": seconds / whole * study.forecast.compute_seconds, "gap": False}
-        for name, seconds in computing.items()
-    ]
     names = {"waiting": "waiting", "host": "host", "other ranks": "ranks"}
-    rows += [
-        {"name": names[part["name"]], "seconds": part["seconds"], "gap": True}
-        for part in report.time_parts(study)
-        if part["name"] in names
+    rows: list[tuple[str, float, bool]] = [
+        (name, seconds / whole * study.forecast.compute_seconds, False) for name, seconds in computing.items()
     ]
-    return [row for row in rows if float(str(row["seconds"])) > 0.0]
+    told = report.time_parts(study)
+    rows += [(names[part["name"]], part["seconds"], True) for part in told if part["name"] in names]
+    return [{"name": name, "seconds": seconds, "gap": gap} for name, seconds, gap in rows if seconds > 0.0]
 
 
 def gaps(timeline: Timeline) -> list[list[Any]]:

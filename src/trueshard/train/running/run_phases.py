@@ -72,9 +72,8 @@ def _saving(config: Config, found: Study, stays: int, device: Hardware) -> StepP
     copies = staged_bytes(found)
     notes: tuple[str, ...] = (f"every {config.train.checkpoint_every:,} steps", "written while training goes on")
     if device.streams:
-        seconds = copies / device.host_bandwidth
-        notes = (f"{size(copies)} copied to the host", *notes)
-        return StepPhase("saving", stays, seconds, {}, notes, every=config.train.checkpoint_every)
+        told = (f"{size(copies)} copied to the host", *notes)
+        return StepPhase("saving", stays, copies / device.host_bandwidth, {}, told, every=config.train.checkpoint_every)
     step = found.forecast.peak_live_bytes - stays
     seconds = 2 * copies / device.host_memory_bandwidth
     needs = {"copies": copies, "step": step}
