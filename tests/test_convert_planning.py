@@ -110,6 +110,15 @@ def test_a_file_that_is_changed_as_told_is_the_best_plan(source: str, tiny: str,
 
 
 @pytest.mark.rest
+def test_whole_copies_are_sharded_where_they_do_not_fit(tiny: str, tmp_path: Path) -> None:
+    tree = {**THEIRS["deepspeed"], "zero_optimization": {"stage": 0}}
+    advice = advise(written(tmp_path, "deepspeed", tree), "deepspeed", tiny, ranks=8, sequence=64, memory="8MiB")
+    assert not advice.theirs.forecast.fits
+    stages = [each.value for each in advice.changes if each.key == "zero_optimization.stage"]
+    assert stages in ([2], [3])
+
+
+@pytest.mark.rest
 def test_it_is_forecast_as_it_is(tiny: str, tmp_path: Path) -> None:
     advice = advise(written(tmp_path, "torchtitan", THEIRS["torchtitan"]), "torchtitan", tiny, ranks=8)
     request = Request(
@@ -190,6 +199,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     return run
 
 
+@pytest.mark.rest
 def test_the_command(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(written(tmp_path, "accelerate", THEIRS["accelerate"]))
     words = ["plan", "--for", "accelerate", path, tiny, "--sequence", "64", "--out", str(tmp_path / "best.json")]

@@ -346,7 +346,7 @@ class VisionTransformer(nn.Module):
 """
 
 
-@pytest.mark.parametrize("words", ["unet.py:make", "vit.py:VisionTransformer"])
+@pytest.mark.parametrize("words", rest_but(["vit.py:VisionTransformer"], ["unet.py:make", "vit.py:VisionTransformer"]))
 def test_a_users_own_file_is_planned(words: str, tmp_path: Path) -> None:
     (tmp_path / "unet.py").write_text(UNET)
     (tmp_path / "vit.py").write_text(VIT)

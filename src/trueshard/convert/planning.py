@@ -24,7 +24,7 @@ from trueshard.errors import UserError
 from trueshard.planner.inputs.architectures import architecture
 from trueshard.planner.planning import Request
 from trueshard.planner.report.report import WIDTH, as_json, duration, headline, verdict
-from trueshard.planner.search.evaluator import Evaluator
+from trueshard.planner.search.evaluator import Evaluator, cost
 from trueshard.planner.search.space import RECOMPUTE, Setting
 from trueshard.planner.solve import solve, space_of
 from trueshard.planner.workload import Study
@@ -79,7 +79,12 @@ class Advice:
     def as_json(self) -> dict[str, Any]:
         """Return all of it for `json.dumps`: `theirs` and `best` as `trueshard plan --json` has a study."""
         changes = [dataclasses.asdict(each) for each in self.changes]
-        return {"theirs": as_json(self.theirs), "best": as_json(self.best), "changes": changes}
+        return {
+            "theirs": as_json(self.theirs),
+            "best": as_json(self.best),
+            "changes": changes,
+            "differs": [*self.differs],
+        }
 
 
 def advise(
@@ -113,6 +118,8 @@ def advise(
     request = _request(draft, model or model_of(draft, path), {k: v for k, v in options.items() if v is not None})
     theirs = solve(request, progress)
     best = _best(request, kind, draft, progress)
+    if theirs.forecast.fits and cost(theirs.forecast) <= cost(best.forecast):
+        best = theirs
     changes = tuple(_changes(kind, draft, theirs, best))
     said += [
         f"{each.key} = {shown(each.value)}: {each.note}." for each in draft.in_order() if _concerns(each.status, each)
@@ -195,9 +202,9 @@ def _best(request: Request, kind: Framework, draft: Draft, progress: Callable[[s
     assert request.microbatch is not None
     assert request.accumulation is not None
     each = request.microbatch * request.accumulation
-    space, _ = space_of(
-        dataclasses.replace(request, reshard_after_forward="auto", activation_checkpointing="auto", offload="none")
-    )
+    replicate = 1 if request.replicate == request.ranks else request.replicate  # whole copies everywhere shard nothing
+    free: dict[str, Any] = {"reshard_after_forward": "auto", "activation_checkpointing": "auto", "offload": "none"}
+    space, _ = space_of(dataclasses.replace(request, replicate=replicate, **free))
     found = Evaluator(space, progress)
     can_split = spoken(kind, draft, "microbatch", 1) and spoken(kind, draft, "train.accumulate", 1)
     sizes = [request.microbatch]
@@ -225,8 +232,9 @@ def _changes(kind: Framework, draft: Draft, theirs: Study, best: Study) -> Itera
     """Yield a change for each choice that differs."""
     whole = theirs.forecast.microbatch * theirs.forecast.accumulation * (draft.readers or 1)
     before, after = _chosen(theirs), _chosen(best)
+    is_sharded_now = before["shard.replicate"] == theirs.forecast.ranks > after["shard.replicate"]
     for ours, value in after.items():
-        if before[ours] != value:
+        if before[ours] != value or (is_sharded_now and ours == "shard.reshard_after_forward"):
             for change in spoken(kind, draft, ours, value, whole) or []:
                 if change.say or change.value != change.before:
                     yield change
@@ -235,6 +243,7 @@ def _changes(kind: Framework, draft: Draft, theirs: Study, best: Study) -> Itera
 def _chosen(study: Study) -> dict[str, Any]:
     plan, forecast = study.plan, study.forecast
     return {
+        "shard.replicate": plan.ranks[0] if len(plan.ranks) == 2 else 1,
         "shard.reshard_after_forward": plan.reshard_after_forward,
         "shard.activation_checkpointing": plan.activation_checkpointing,
         "shard.offload": plan.offload,
@@ -311,6 +320,7 @@ def _row(name: str, study: Study) -> tuple[str, ...]:
 
 def _listed(title: str, sentences: Sequence[str]) -> list[str]:
     lines = [
-        textwrap.fill(each, WIDTH, initial_indent="  - ", subsequent_indent="    ") for each in dict.fromkeys(sentences)
+        textwrap.fill(each, WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
+        for each in dict.fromkeys(sentences)
     ]
     return [title, *lines] if lines else []

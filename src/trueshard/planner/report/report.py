@@ -356,7 +356,7 @@ def _alternatives(study: Study) -> list[str]:
 
 def _listed(title: str, sentences: Sequence[str]) -> list[str]:
     lines = [
-        textwrap.fill(sentence, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        textwrap.fill(sentence, WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
         for sentence in dict.fromkeys(sentences)
     ]
     return [title, *lines] if lines else []
