@@ -10,16 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 import trueshard
 from gathering import whole
@@ -29,6 +19,8 @@ MICROBATCHES, ROWS, LENGTH, VOCABULARY = 12, 2, 6, 61
 
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": LENGTH, "vocab_size": VOCABULARY}
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout))
 
@@ -47,15 +39,19 @@ DECODER = {
 }
 
 
-def llama() -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**DECODER, tie_word_embeddings=False))
+def llama(tie: bool = False) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**DECODER, tie_word_embeddings=tie))
 
 
 def tied() -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**DECODER, tie_word_embeddings=True))
+    return llama(tie=True)
 
 
 def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
     model = MixtralForCausalLM(MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2))
     model.set_experts_implementation("eager")  # grouped products want sizes that are multiples of 4
     return model
@@ -68,6 +64,8 @@ def lora() -> nn.Module:
 
 
 def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
     sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
     return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=5))
 
@@ -95,7 +93,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def summed_loss(model: nn.Module, step: int, number: int) -> tuple[torch.Tensor, int]:
     """The loss of one microbatch, summed, and the number of its terms."""
     generator = torch.Generator().manual_seed(1000 * step + number)
-    if isinstance(model, ViTForImageClassification):
+    if hasattr(model, "vit"):
         images = torch.randn(ROWS, 3, 8, 8, generator=generator)
         labels = torch.randint(0, 5, (ROWS,), generator=generator)
         return F.cross_entropy(model(images).logits.float(), labels, reduction="sum"), ROWS

@@ -62,6 +62,7 @@ def shard(
                 verdicts = [exact.same_updates(*each) for each in zip(optimizers, verdicts, strict=True)]
         facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key != "units"]
         facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
+        facts += exact.kernels(axes.data) if resolved.exact else []
         facts += [(f"optimizer {i}'s way to step", manner(each)) for i, each in enumerate(verdicts)]
         agreement.agree_on_structure(before, facts, mesh)
         hooked = [p.name for p in parameters if _torch.gradient_hooks(p.tensor)[0]]

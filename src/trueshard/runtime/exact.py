@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,20 @@ def refuse(root: nn.Module, plan: Plan) -> None:
             )
 
 
+def kernels(mesh: DeviceMesh) -> list[tuple[str, Any]]:
+    """Return what kernels' bits follow from besides their inputs, by what it is called: the same on all ranks."""
+    if mesh.device_type == "cpu":
+        return [("number of threads (torch.set_num_threads)", torch.get_num_threads())]
+    if not torch.are_deterministic_algorithms_enabled() and not is_simulated(mesh):
+        warnings.warn(
+            "exact=True: operations whose bits change from call to call are allowed; call "
+            "torch.use_deterministic_algorithms(True), so that they raise instead",
+            stacklevel=5,
+        )
+    device = torch.get_device_module(mesh.device_type)
+    return [("device", device.get_device_name() if hasattr(device, "get_device_name") else mesh.device_type)]
+
+
 def same_updates(optimizer: torch.optim.Optimizer, verdicts: list[Verdict]) -> list[Verdict]:
     """Return verdicts by which an update has the same bits however parameters are cut.
 
@@ -109,7 +124,11 @@ class ExactSums:
     def name(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take the names of sharded and whole parameters, for messages and the order of what ranks exchange."""
         for name, parameter in parameters:
-            self._members.names.setdefault(id(parameter), name)
+            self._members.names[id(parameter)] = name
+
+    def knows(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """True if all ``parameters`` were named; an assigned state dict brings new ones."""
+        return all(id(parameter) in self._members.names for parameter in parameters)
 
     @property
     def quantum(self) -> float:
@@ -151,7 +170,10 @@ class ExactSums:
             return to_grid(grad, quantum)
 
     def divide_by(self, total: int) -> float:
-        """Make the next sum a mean over ``total`` terms; return the power of two by which losses are to be divided."""
+        """Make the sum that is reduced next a mean over ``total`` terms.
+
+        Returns the power of two by which its losses are to be divided before.
+        """
         power = 2.0 ** (total - 1).bit_length()
         self.factor = power / total
         return power
@@ -188,8 +210,8 @@ class ExactSums:
         )
 
     def forget(self) -> None:
-        """Drop the record of a backward that was cut short."""
-        self._largest, self.factor = {}, 1.0 / self.mesh.size()
+        """Drop the record of a backward that was cut short; losses may have been divided already for what follows."""
+        self._largest = {}
 
 
 def _rounded(weak: weakref.ref[ExactSums], name: str) -> Any:

@@ -23,7 +23,6 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Collection
 from typing import Any
@@ -144,7 +143,8 @@ class Runtime:
         self._adopt_hooks()
         if self.exact is not None:
             self.exact.install(self.units)
-            self.exact.name((name, tensor) for name, _, _, tensor in names.named_tensors(root, "parameters"))
+            every = list(names.named_tensors(root, "parameters"))
+            self.exact.name((name, tensor) for name, _, _, tensor in reversed(every))  # a tie by its first name
         root.register_load_state_dict_pre_hook(self._shard_loaded)
         root.__dict__["set_requires_gradient_sync"] = self._set_gradient_sync
         begin, end = torch.compiler.disable(self.begin), torch.compiler.disable(self.end)
@@ -319,10 +319,13 @@ class Runtime:
             _torch.at_end_of_backward(self._end_backward)
 
     def _begin_exact(self, exact: ExactSums) -> None:
-        parameters = [*itertools.chain(*self.units.values()), *(whole.parameter for whole in self.replicated)]
+        leaves = self.in_graph()
+        parameters = [parameter for parameter, _ in leaves]
+        if not exact.knows(parameters):  # units are gathered now, so modules do not show their shards
+            exact.name((name, sharded) for name, sharded, _, _ in _torch.sharded_places(self.root))
         exact.refuse_earlier(parameters)
         is_sum = self.mesh.size() > 1 or self.accumulating or self.has_unreduced()
-        exact.begin(self.in_graph(), is_sum=is_sum)
+        exact.begin(leaves, is_sum=is_sum)
 
     def _end_backward(self) -> None:
         self._end_state_of_backward()

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from trueshard.distributed import all_reduce, device_of
 from trueshard.model import names
 from trueshard.optim.shards import widest_float
+from trueshard.runtime.exact import ExactSums
 from trueshard.runtime.passes import runtime_of
 
 
@@ -31,14 +32,14 @@ class TokenMean:
     ranks: int
     """Ranks over which gradients are averaged."""
     _mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
-    _power: float | None = field(default=None, repr=False, compare=False)
-    """With ``shard(exact=True)``: a power of two by which the loss is divided here, and the gradient does the rest."""
+    _exact: ExactSums | None = field(default=None, repr=False, compare=False)
+    """With ``shard(exact=True)``: divides the reduced gradient by what is no power of two."""
 
     @property
     def divisor(self) -> float:
         """``total / ranks``: for models that divide a summed loss themselves, as transformers' do by
         ``num_items_in_batch``. With ``shard(exact=True)`` the power of two above ``total``."""
-        return self._power or self.total / self.ranks
+        return self.total / self.ranks if self._exact is None else self._exact.divide_by(self.total)
 
     def __call__(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """``loss_sum * ranks / total``: call ``backward()`` on this.
@@ -62,7 +63,9 @@ class TokenMean:
                 f"loss_sum has shape {tuple(loss_sum.shape)}, but must be one number: the sum over the microbatch's "
                 'target tokens, as cross_entropy(..., reduction="sum") gives'
             )
-        return loss_sum * (self.ranks / self.total if self._power is None else 1 / self._power)
+        if self._exact is not None:
+            return loss_sum * (1 / self._exact.divide_by(self.total))
+        return loss_sum * (self.ranks / self.total)
 
     def value(self, loss_sum: torch.Tensor | float) -> float:
         """Return the global mean loss, the same on every rank, for a log. Collective: one small all-reduce.
@@ -127,11 +130,7 @@ def token_mean(model: nn.Module, tokens: int | torch.Tensor) -> TokenMean:
         raise ValueError(f"tokens is not a number of tokens on {errors} other rank{'s' if errors > 1 else ''}")
     if total == 0:
         raise ValueError("no rank has a target token in this step, so there is no mean; skip the step, on every rank")
-    ranks = 1 if mesh is None else mesh.size()
-    power = None
-    if runtime is not None and runtime.exact is not None:
-        power = runtime.exact.divide_by(total)
-    return TokenMean(total, ranks, mesh, power)
+    return TokenMean(total, 1 if mesh is None else mesh.size(), mesh, None if runtime is None else runtime.exact)
 
 
 def _count(tokens: int | torch.Tensor) -> int:
