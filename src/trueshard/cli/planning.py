@@ -78,6 +78,9 @@ def plan(
         str | None, typer.Option(help="1f1b, gpipe or interleaved.", metavar="WORD", show_default=False)
     ] = None,
     virtual: Annotated[int, typer.Option(help="Chunks of blocks a rank (interleaved).", metavar="N", min=1)] = 1,
+    axes: Annotated[
+        bool, typer.Option("--axes", help="Choose tensor, context, experts and pipeline, too.", show_default=False)
+    ] = False,
     imbalance: Annotated[
         float, typer.Option(help="Tokens of the busiest rank's experts over their mean.", metavar="FACTOR", min=1.0)
     ] = 1.0,
@@ -210,6 +213,7 @@ def plan(
             pipeline=pipeline,
             schedule=schedule,
             virtual=virtual,
+            axes=axes,
             imbalance=imbalance,
             exact=exact,
             plan=None if given is None else read_plan(given),

@@ -88,6 +88,8 @@ class Request:
     """``"1f1b"``, ``"gpipe"`` or ``"interleaved"``; None: by ``virtual``."""
     virtual: int = 1
     """Chunks of blocks a rank, of an interleaved schedule."""
+    axes: bool = False
+    """Choose ``tensor``, ``context``, ``experts`` and ``pipeline``, too, from what they are upwards."""
     imbalance: float = 1.0
     """Tokens that arrive for the experts of the slowest rank, over their mean over ranks, at least 1."""
     exact: bool = False

@@ -20,6 +20,7 @@ from trueshard.planner.hardware import Hardware
 from trueshard.planner.inputs.workloads import is_size, workload_of
 from trueshard.planner.low_precision import recipe_of
 from trueshard.planner.planning import Request
+from trueshard.planner.search import axes
 from trueshard.planner.search.evaluator import Simulations
 from trueshard.planner.search.search import choose, objects_frozen
 from trueshard.planner.search.space import RECOMPUTE, Setting, Space, batches
@@ -37,6 +38,10 @@ def solve(request: Request, progress: Callable[[str], object] = lambda line: Non
 
     ``progress`` gets a line for each plan; ``workers``: as of ``choose``, 0 except in the planner's process.
     """
+    if request.axes:
+        if request.plan is not None:
+            raise ValueError("axes: a given plan has its axes; leave out axes, or the plan")
+        return axes.choose(request, functools.partial(solve, progress=progress, workers=workers), progress)
     request.choices().replace(memory=None).check_alone(request.plan, defaults=FREE)
     space, is_open = space_of(request)
     check = functools.partial(_checked, request, space)
