@@ -53,7 +53,11 @@ def choose(
         ValueError: the space contradicts itself, or what ``shard()`` refuses.
     """
     with objects_frozen():
-        evaluator = Evaluator(space, progress, workers, check)
+        try:
+            evaluator = Evaluator(space, progress, workers, check)
+        except Exception:
+            check()
+            raise
         with evaluator.workers:
             checking = evaluator.workers.start("check")
             try:
