@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from cpu_scripts import COUNTING, Result, Rule, Script, every, within
 from trueshard import _torch
 from trueshard.planner.simulation.operators import short_name
 from trueshard.planner.simulation.recorder import Recorder
@@ -94,31 +94,8 @@ class _Token:
     """Lives as long as what holds it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The operator allocates its result number ``index``."""
-
-    index: int
-
-
-Script: TypeAlias = list[int | Result]
-"""An operator's steps: allocate bytes (> 0), free a block of that size (< 0), allocate a result."""
-Rule: TypeAlias = Callable[[Any, Any, Sequence[torch.Tensor]], Script]
-"""(arguments, named arguments, results) → script."""
-
 SMALL = (torch.bfloat16, torch.float16)
 """Floats that are added up in float32."""
-
-
-def every(results: Sequence[torch.Tensor]) -> Script:
-    """Allocate all results, and nothing else."""
-    return [Result(i) for i in range(len(results))]
-
-
-def within(taken: Iterable[int], inner: Script) -> Script:
-    """Allocate, run the inner script, free in reverse order."""
-    taken = [size for size in taken if size]
-    return [*taken, *inner, *(-size for size in reversed(taken))]
 
 
 def size_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
@@ -291,33 +268,6 @@ def _sum(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
     if tensor.dtype != results[0].dtype or tensor.dtype not in SMALL or not dims:
         return _cast_first(args, kwargs, results)
     return [*every(results), *summed_apart(tensor, dims, results[0])]
-
-
-def _shift(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
-    """A number of bits is a tensor. Source: ``__lshift__`` of BinaryOps.cpp."""
-    return within([] if isinstance(args[1], torch.Tensor) else [args[0].itemsize], every(results))
-
-
-def _sort(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
-    """Indices are counted up, and copied to the result. Source: ``sort_stable_kernel`` of cpu/SortingKernel.cpp."""
-    return [*every(results), *within([results[1].shape[-1] * 8 if results[1].ndim else 0], [])]
-
-
-def _bincount(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
-    """The smallest and the largest value are looked at. Source: SummaryOps.cpp."""
-    one = args[0].itemsize
-    return [one, -one, one, -one, *every(results)]
-
-
-def _repeat_interleave(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
-    """Repetitions are added up. Source: ``repeat_interleave_common`` of Repeat.h."""
-    return within([args[0].nbytes], every(results))
-
-
-def _histc(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
-    """Edges of the bins, and a count for each thread. Source: ``histogramdd_linear_kernel`` of Histogram.cpp."""
-    edges = results[0].nbytes + results[0].itemsize
-    return [edges, *every(results), *within([results[0].nbytes], []), -edges]
 
 
 def _power(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
@@ -517,16 +467,15 @@ _KERNELS: dict[str, Rule] = {
 }
 """By the operator's name, without the underscore of what works in place."""
 
-_RULES: dict[str, Rule] = _KERNELS | {
-    "mean": _mean,
-    "sum": _sum,
-    "pow": _power,
-    "fill": _fill,
-    "__lshift_": _shift,
-    "sort": _sort,
-    "bincount": _bincount,
-    "repeat_interleave": _repeat_interleave,
-    "histc": _histc,
-    "mse_loss": _mse_loss,
-    "smooth_l1_loss": _mse_loss,
-}
+_RULES: dict[str, Rule] = (
+    _KERNELS
+    | COUNTING
+    | {
+        "mean": _mean,
+        "sum": _sum,
+        "pow": _power,
+        "fill": _fill,
+        "mse_loss": _mse_loss,
+        "smooth_l1_loss": _mse_loss,
+    }
+)

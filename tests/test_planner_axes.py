@@ -31,7 +31,7 @@ FULL, SELECTIVE = ({"activation_checkpointing": word} for word in ("full", "sele
 TWO: dict[str, Setting] = {
     "tensor": Setting("llama tied", words={"tensor": 2} | FULL, ranks=(1,)),
     "tensor, uneven, muon": Setting("llama uneven", "muon", {"tensor": 2}, ranks=(1,), rank=1),
-    "tensor, sequence, bf16": Setting("llama", words=SEQUENCE | {"mixed_precision": "bf16"}, ranks=(1,)),
+    "tensor, sequence, bf16": Setting("llama", words=SEQUENCE | FULL | {"mixed_precision": "bf16"}, ranks=(1,)),
     "context": Setting("llama, text", words={"context": 2}, accumulation=2),
     "context, uneven, recomputed, last rank": Setting("llama uneven, text", words={"context": 2} | FULL, rank=1),
     "experts": Setting("qwen3 moe", words={"experts": 2}, accumulation=2),
@@ -86,6 +86,13 @@ def test_blocks_on_axes_are_extended_as_the_whole_model(name: str) -> None:
     extended = simulate(few)
     assert extended.models > 1, extended.whole_because
     assert_equal(extended, simulate(few, whole=True))
+
+
+def test_all_blocks_are_recomputed_with_sequence_parallelism_the_first_and_the_last_too() -> None:
+    found = simulate(job(lambda: llama(4), ranks=(2,), words=SEQUENCE | FULL)).steady
+    turn = next(at for at, event in enumerate(found.events) if event.place.phase == "backward")
+    kept = [each.unit for each in ledger.alive(found, turn) if each.kind == "activations"]
+    assert all(1 <= kept.count(f"model.layers.{number}") <= 3 for number in range(4)), kept
 
 
 def test_collectives_know_their_axis_and_the_distance_of_neighbours() -> None:
