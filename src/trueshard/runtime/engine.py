@@ -59,7 +59,9 @@ def shard(
             exact.refuse(names.unwrap(model), resolved)
             verdicts = [classify(optimizer) for optimizer in optimizers]
             if resolved.exact:
-                verdicts = [exact.same_updates(*each) for each in zip(optimizers, verdicts, strict=True)]
+                verdicts = exact.same_updates(
+                    optimizers, verdicts, on_cpu="cpu" in (mesh.device_type, resolved.offload)
+                )
         facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key != "units"]
         facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
         facts += exact.kernels(axes.data) if resolved.exact else []

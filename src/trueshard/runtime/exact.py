@@ -84,21 +84,23 @@ def kernels(mesh: DeviceMesh) -> list[tuple[str, Any]]:
     return [("device", device.get_device_name() if hasattr(device, "get_device_name") else mesh.device_type)]
 
 
-def same_updates(optimizer: torch.optim.Optimizer, verdicts: list[Verdict]) -> list[Verdict]:
-    """Return verdicts by which an update has the same bits however parameters are cut.
+def same_updates(
+    optimizers: Sequence[torch.optim.Optimizer], verdicts: Sequence[Sequence[Verdict]], *, on_cpu: bool
+) -> list[list[Verdict]]:
+    """Return verdicts by which updates have the same bits however parameters are cut; ``on_cpu``: where they step.
 
     An owner that is given gradients alone adds its update to zeros first, which rounds once more than one rank does.
 
     Raises:
         ValueError: the optimizer's kernel rounds by the place of an element in memory.
     """
-    for group in optimizer.param_groups:
-        if group.get("fused") and any(parameter.device.type in ("cpu", "meta") for parameter in group["params"]):
+    for optimizer in optimizers:
+        if on_cpu and any(group.get("fused") for group in optimizer.param_groups):
             raise ValueError(
                 f"exact=True: {type(optimizer).__name__} has fused=True, and the fused kernels of the CPU round the "
                 "last elements of a tensor otherwise than the rest; give it foreach=True"
             )
-    return [dataclasses.replace(verdict, decoupled=False) for verdict in verdicts]
+    return [[dataclasses.replace(verdict, decoupled=False) for verdict in each] for each in verdicts]
 
 
 class ExactSums:
