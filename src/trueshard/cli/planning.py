@@ -69,6 +69,10 @@ def plan(
     ranks_per_node: Annotated[int | None, _count("Devices of a node.")] = None,
     replicate: Annotated[int | None, _count("Whole copies of the model, each over a part of the ranks.")] = None,
     tensor: Tensor = 1,
+    sequence_parallel: Annotated[
+        bool,
+        typer.Option("--sequence-parallel", help="With --tensor: cut what lies between matrices by tokens."),
+    ] = False,
     shared: Annotated[int, typer.Option("--context", help="Ranks that share each sequence.", metavar="N", min=1)] = 1,
     experts: Experts = 1,
     pipeline: Annotated[
@@ -207,7 +211,7 @@ def plan(
             mixed_precision=_precision(param_dtype, reduce_dtype) or "auto",
             compile=compiled,
             offload=offload,
-            tensor=tensor,
+            tensor={"ranks": tensor, "sequence": True} if sequence_parallel else tensor,
             context=shared,
             experts=experts,
             pipeline=pipeline,
