@@ -47,6 +47,7 @@ from trueshard.planner.forecasting import (
 )
 from trueshard.planner.inputs.batches import TARGETS, output_of, quietly
 from trueshard.planner.schedules import Pipeline
+from trueshard.planner.search.evaluator import Simulations
 from trueshard.planner.simulation.simulate import Simulation
 from trueshard.planner.timeline import BASE_LATENCY, Timeline
 from trueshard.planner.trace import Communication, Phase, Trace
@@ -149,10 +150,24 @@ def _sent_on(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 @quietly()
-def study(job: Job, cluster: Cluster, pipe: Pipeline, budget: int | None = None) -> Study:
+def study(
+    job: Job,
+    cluster: Cluster,
+    pipe: Pipeline,
+    budget: int | None = None,
+    *,
+    workers: int | None = 0,
+    must_fit: bool = False,
+) -> Study | None:
     """Return what a pipeline costs: memory of the stage that takes most, and the time of a step of all.
 
-    ``job``: of the whole model, on the ranks of one stage, with the microbatches of a step as ``accumulation``.
+    Args:
+        job: of the whole model, on the ranks of one stage, with the microbatches of a step as ``accumulation``.
+        cluster: of all stages.
+        pipe: stages and schedule.
+        budget: as of ``forecasting.study``.
+        workers: as of ``search.choose``.
+        must_fit: return None, perhaps after the first stage alone, if it does not fit.
 
     Raises:
         ValueError: the model cannot be cut into stages, or as ``forecasting.study``.
@@ -169,8 +184,12 @@ def study(job: Job, cluster: Cluster, pipe: Pipeline, budget: int | None = None)
     job = dataclasses.replace(job, on_cpu=not cluster.hardware.streams)
     length = job.workload.sequence // cluster.context
     transfer = job.microbatch * length * width * dtype.itemsize
-    every = [Stage.simulated(job, plan, pipe, cluster, number, dtype) for number in (0, pipe.stages - 1)]
-    forecasts = [each.forecast(pipe, cluster, budget, transfer, every) for each in every]
+    every: list[Stage] = []
+    for number in (0, pipe.stages - 1):
+        every.append(Stage.simulated(job, plan, pipe, cluster, number, dtype, workers))
+        forecasts = [each.forecast(pipe, cluster, budget, transfer, every) for each in every]
+        if must_fit and not all(each.fits for each in forecasts):
+            return None
     heaviest = max((0, 1), key=lambda number: forecasts[number].peak_reserved_bytes)
     stage, forecast = every[heaviest], forecasts[heaviest]
     said = (
@@ -203,13 +222,19 @@ class Stage:
     """Those that belong to blocks: not embeddings, logits and losses."""
 
     @classmethod
-    def simulated(cls, whole: Job, plan: Plan, pipe: Pipeline, cluster: Cluster, number: int, dtype: Any) -> Stage:
+    def simulated(
+        cls, whole: Job, plan: Plan, pipe: Pipeline, cluster: Cluster, number: int, dtype: Any, workers: int | None = 0
+    ) -> Stage:
         """Simulate the first stage (``number`` 0) or the last of the job of a whole model."""
         own = dataclasses.replace(whole.choices.plan() if whole.plan is None else whole.plan, pipeline=True)
         own = dataclasses.replace(own, units=(), replicated=(), resolved_for="")
         workload = stage_workload(whole.workload, plan, pipe, last=number > 0, dtype=dtype)
         job = dataclasses.replace(whole, workload=workload, plan=own, in_flight=1)
-        made, line = simulated(dataclasses.replace(job, accumulation=MICROBATCHES), cluster)
+        simulations = Simulations(workload, workers)
+        simulations.prepare()
+        with simulations.workers:
+            short = dataclasses.replace(job, accumulation=MICROBATCHES)
+            made, line = simulated(short, cluster, simulations.simulator)
         begin, turn = span(made.steady, "forward", 2)
         end = span(made.steady, "backward", 2)[1]
         one = sums_of(Trace(made.steady.events[begin:end]), part(made.steady, line, begin, end))

@@ -25,6 +25,7 @@ from trueshard.planner.search.evaluator import Simulations
 from trueshard.planner.search.search import choose, objects_frozen
 from trueshard.planner.search.space import RECOMPUTE, Setting, Space, batches
 from trueshard.planner.simulation.preflight import preflight
+from trueshard.planner.workers import Workers
 from trueshard.planner.workload import Job, NothingFits, Study
 from trueshard.plans import Plan
 from trueshard.text import size
@@ -47,9 +48,14 @@ def solve(request: Request, progress: Callable[[str], object] = lambda line: Non
     check = functools.partial(_checked, request, space)
     workers = None if process.is_planners() else workers
     if space.pipe.stages > 1:
-        told = check()
-        found = _of_pipeline(space, request.plan)
-        found = dataclasses.replace(found, assumptions=(*found.assumptions, *told))
+        with Workers({"check": check}, workers) as side:
+            checking = side.start("check")
+            try:
+                found = _of_pipeline(space, request.plan, workers)
+            except Exception:
+                side.result(checking)  # says it better
+                raise
+            found = dataclasses.replace(found, assumptions=(*found.assumptions, *side.result(checking)))
     elif is_open and request.plan is None:
         found = choose(space, progress, workers=workers, check=check)
     else:
@@ -190,7 +196,7 @@ def _preflight(space: Space, plan: Plan | None) -> list[str]:
     return [str(problem).removeprefix("warning: ") for problem in problems]
 
 
-def _of_pipeline(space: Space, plan: Plan | None) -> Study:
+def _of_pipeline(space: Space, plan: Plan | None, workers: int | None) -> Study:
     """Return the study of a pipeline: with the least recomputation that fits, if that is free.
 
     Raises NothingFits if it is, and nothing does.
@@ -204,9 +210,17 @@ def _of_pipeline(space: Space, plan: Plan | None) -> Study:
         settled = space.given(reshard_after_forward="default", activation_checkpointing=word)
         chosen = dataclasses.replace(space, choices=settled.replace(offload=setting.offload))
         cluster = space.cluster(setting.replicate)
-        found = pipelining.study(chosen.job(plan, setting), cluster, space.pipe, space.budget)
-        if found.forecast.fits or not free:
+        found = pipelining.study(
+            chosen.job(plan, setting),
+            cluster,
+            space.pipe,
+            space.budget,
+            workers=workers,
+            must_fit=free and word != RECOMPUTE[-1],
+        )
+        if found is not None and (found.forecast.fits or not free):
             return found
+    assert found is not None
     forecast = found.forecast
     raise NothingFits(
         f"nothing fits: a stage of {space.pipe.stages} reserves {size(forecast.peak_reserved_bytes)} even if all is "
