@@ -23,7 +23,7 @@ from trueshard.planner.simulation.repeats import FEWEST
 from trueshard.planner.simulation.simulate import simulate
 from trueshard.planner.simulation.values import EQUAL_SHARES
 from trueshard.planner.trace import Communication
-from trueshard.planner.workload import Job
+from trueshard.planner.workload import Job, NothingFits
 
 SEQUENCE = {"tensor": {"ranks": 2, "sequence": True}}
 FULL, SELECTIVE = ({"activation_checkpointing": word} for word in ("full", "selective"))
@@ -166,3 +166,43 @@ def test_a_plan_of_axes_is_applied_and_forecast_again() -> None:
     again = trueshard.plan(lambda: llama(2), plan=trueshard.Plan.from_json(plan.to_json()), ranks=8, batch=(2, 64))
     assert again.forecast == plan.forecast
     assert dataclasses.replace(again, forecast=None) == dataclasses.replace(plan, forecast=None)
+
+
+# Choosing axes
+
+
+def planned(memory: str | None, **more: Any) -> Any:
+    """The plan of a wide llama on four ranks, of which only matrices are worth sharing where memory is short."""
+    return trueshard.plan(wide, "h100", 4, memory, (1, 2048), microbatch=1, **more)
+
+
+def wide() -> nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=512,
+            hidden_size=512,
+            intermediate_size=8192,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+        )
+    )
+
+
+@pytest.mark.rest
+def test_axes_are_chosen_where_nothing_else_fits_and_not_where_they_cost_more() -> None:
+    free = planned(None, axes=True)
+    assert free.tensor == free.context == free.experts == 1
+    assert free.forecast == planned(None).forecast
+    least = planned(None, activation_checkpointing="full", reshard_after_forward="always").forecast
+    short = f"{int(least.peak_reserved_bytes * 0.8)}"
+    with pytest.raises(NothingFits):
+        planned(short, offload="none")
+    found = planned(short, offload="none", axes=True)
+    assert found.tensor * found.context > 1
+    assert found.forecast.fits
+
+
+def test_a_plan_that_is_given_has_its_axes() -> None:
+    with pytest.raises(ValueError, match="axes"):
+        trueshard.plan(wide, plan=trueshard.Plan(), axes=True)
