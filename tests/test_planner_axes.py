@@ -79,7 +79,8 @@ EXTENDED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", all_but(["tensor, sequence, recomputed"], EXTENDED))
+@pytest.mark.rest
+@pytest.mark.parametrize("name", EXTENDED)
 def test_blocks_on_axes_are_extended_as_the_whole_model(name: str) -> None:
     few = job(lambda: llama(FEWEST + 1), ranks=(2,), **EXTENDED[name])
     few = dataclasses.replace(few, workload=dataclasses.replace(few.workload, batch=text, loss=own_loss))
@@ -108,6 +109,7 @@ def forecast(**words: Any) -> trueshard.plans.Forecast:
     return found
 
 
+@pytest.mark.rest
 def test_a_token_counts_once_however_many_ranks_share_it() -> None:
     alone, shared = forecast(), forecast(tensor=2)
     assert shared.tokens_per_second_per_rank * shared.step_seconds == pytest.approx(2 * 64 / 2)
@@ -118,6 +120,7 @@ def test_a_token_counts_once_however_many_ranks_share_it() -> None:
     assert shared.model_flops_per_step < alone.model_flops_per_step
 
 
+@pytest.mark.rest
 def test_between_nodes_an_axis_takes_longer() -> None:
     inside, across = (forecast(tensor=2, ranks_per_node=node) for node in (8, 1))
     assert across.exposed_by_axis["tensor"] > inside.exposed_by_axis["tensor"]
@@ -153,6 +156,7 @@ def auto(rank: int, world_size: int) -> str:
     return plan.to_json()
 
 
+@pytest.mark.rest
 def test_shard_plans_on_its_mesh(ranks4: Ranks) -> None:
     plans = ranks4.run(auto)
     assert len(set(plans)) == 1

@@ -101,7 +101,7 @@ def jobs(last: bool) -> Job:
     return dataclasses.replace(job, workload=cut, plan=own, accumulation=3, in_flight=1)
 
 
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("last", [False, pytest.param(True, marks=pytest.mark.rest)])
 def test_a_microbatch_in_flight_adds_what_its_forward_leaves(last: bool) -> None:
     """Held against the real order of a schedule, in which two microbatches run forward before the first backward."""
     job = jobs(last)
@@ -138,6 +138,7 @@ def test_a_pipeline_is_forecast_and_its_tokens_count_once() -> None:
     assert sum(found.exposed_by_axis.values()) == pytest.approx(found.exposed_communication_seconds)
 
 
+@pytest.mark.rest
 def test_more_chunks_wait_less_and_gpipe_holds_more() -> None:
     plain, chunks, gpipe = forecast(), forecast(virtual=2), forecast(schedule="gpipe")
     assert chunks.bubble_seconds == pytest.approx(plain.bubble_seconds / 2)

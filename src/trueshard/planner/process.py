@@ -299,20 +299,29 @@ def serve(descriptor: int) -> NoReturn:
         if any(_modified(file) != then for file, then in modified.items()):
             os._exit(0)  # the caller starts another, which imports anew
         answer = _worked_out(request)
+        sys.stdout.flush()
+        sys.stderr.flush()
         files = [str(getattr(module, "__file__", None)) for module in list(sys.modules.values())]
         modified = {file: _modified(file) for file in files}
         send(answer)
 
 
 class _Stream(io.TextIOBase):
-    """Stands for stdout or stderr and sends what is written to the caller."""
+    """Stands for stdout or stderr and sends what is written to the caller, by whole lines: forked workers write, too."""
 
     def __init__(self, send: Callable[[bytes], None], name: str) -> None:
-        self._send, self._name = send, name
+        self._send, self._name, self._begun = send, name, ""
 
     def write(self, text: str) -> int:
-        self._send(pickle.dumps((self._name, text)))
+        lines, end, self._begun = (self._begun + text).rpartition("\n")
+        if end:
+            self._send(pickle.dumps((self._name, lines + end)))
         return len(text)
+
+    def flush(self) -> None:
+        if self._begun:
+            begun, self._begun = self._begun, ""
+            self._send(pickle.dumps((self._name, begun)))
 
 
 def _receive(connection: Connection, requests: queue.SimpleQueue[bytes]) -> NoReturn:

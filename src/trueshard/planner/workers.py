@@ -143,7 +143,10 @@ def _work(connection: Connection, functions: Mapping[str, Callable[..., Any]]) -
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the process that asks
         while True:
             name, arguments = connection.recv()
-            connection.send_bytes(_done(functions[name], arguments))
+            answer = _done(functions[name], arguments)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            connection.send_bytes(answer)
     except EOFError:  # the one that asks has gone
         os._exit(0)
     finally:
