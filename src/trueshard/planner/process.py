@@ -307,7 +307,7 @@ def serve(descriptor: int) -> NoReturn:
 
 
 class _Stream(io.TextIOBase):
-    """Stands for stdout or stderr and sends what is written to the caller, by whole lines: forked workers write, too."""
+    """Stands for stdout or stderr and sends what is written to the caller by whole lines: forked workers write, too."""
 
     def __init__(self, send: Callable[[bytes], None], name: str) -> None:
         self._send, self._name, self._begun = send, name, ""

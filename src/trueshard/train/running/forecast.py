@@ -61,8 +61,6 @@ def study(
     know it or cannot simulate the step, or nothing fits where a choice was left to it.
     """
 
-    if shared := [axis for axis in ("tensor", "context", "experts") if getattr(config.shard, axis) != 1]:
-        return Unplanned(f"the planner does not simulate shard.{shared[0]} yet")
 
     def model() -> nn.Module:
         return empty(config, settings)
