@@ -61,7 +61,6 @@ def study(
     know it or cannot simulate the step, or nothing fits where a choice was left to it.
     """
 
-
     def model() -> nn.Module:
         return empty(config, settings)
 
