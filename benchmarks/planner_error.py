@@ -10,9 +10,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,7 +167,8 @@ def measured(case: str, by_hand: bool) -> int:
 
 def simulated(case: str) -> int:
     """The planner's word on it."""
-    from tests.cpu_recorder import CpuRecorder
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    from cpu_recorder import CpuRecorder
     from trueshard.planner import ledger
     from trueshard.planner.simulation.simulate import simulate
     from trueshard.planner.workload import Job

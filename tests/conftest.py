@@ -39,6 +39,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def pytest_configure(config: pytest.Config) -> None:
     launching.Popen = forks.Popen  # type: ignore[misc]
+    # What the processor can is not tried out by compiling: on a busy machine the trial ends too late, and kernels that
+    # another process had compiled with vectors are refused.
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
     if config.getoption("numprocesses", None):
         forks.start_server()  # here, so that all workers of pytest-xdist share it
 

@@ -55,9 +55,14 @@ def repeat_interleave(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -
 
 
 def histc(args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Script:
-    """Edges of the bins, and a count for each thread. Source: ``histogramdd_linear_kernel`` of Histogram.cpp."""
+    """Edges of the bins, and a count for each thread. Source: ``histogramdd_linear_kernel`` of Histogram.cpp.
+
+    Where both ends are equal (one bin), those of the values are looked for: ``select_outer_bin_edges``, same file.
+    """
+    low, high = (args[place] if place < len(args) else kwargs.get(name, 0) for place, name in ((2, "min"), (3, "max")))
     edges = results[0].nbytes + results[0].itemsize
-    return [edges, *every(results), *within([results[0].nbytes], []), -edges]
+    found = within([args[0].itemsize] * 2, []) if low == high else []
+    return [edges, *every(results), *found, *within([results[0].nbytes], []), -edges]
 
 
 COUNTING: dict[str, Rule] = {

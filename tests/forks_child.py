@@ -269,7 +269,7 @@ def become(
         if nested:
             _drop_what_parents_print()
         started()
-        _arrange(pairs)
+        _arrange(pairs, nested)
         gc.freeze()  # no end of an object of the parent's
         os.chdir(folder)
         os.environ.clear()
@@ -319,19 +319,29 @@ def _drop_what_parents_print() -> None:
         os.dup2(source, number)
 
 
-def _arrange(pairs: Mapping[int, int]) -> None:
-    """Give the file descriptors their numbers, and close all others."""
+def _arrange(pairs: Mapping[int, int], nested: bool) -> None:
+    """Give the file descriptors their numbers, and close all others.
+
+    Those of a program that ran here before lead nowhere instead: its objects that end later close their numbers, which
+    must not be those of files that were opened since.
+    """
     import fcntl
 
     above = max(*pairs, 2) + 1
     high = {target: fcntl.fcntl(source, fcntl.F_DUPFD, above) for target, source in pairs.items()}
     for target, source in high.items():
         os.dup2(source, target, inheritable=True)
-    last = 3
-    for kept in sorted(number for number in pairs if number > 2):
-        os.closerange(last, kept)
-        last = kept + 1
-    os.closerange(last, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number in sorted(map(int, os.listdir("/proc/self/fd"))):
+        if number <= 2 or number in pairs or number == nowhere:
+            continue
+        with contextlib.suppress(OSError):  # that of the listing itself is closed already
+            if nested and number not in high.values():
+                fcntl.fcntl(number, fcntl.F_GETFD)
+                os.dup2(nowhere, number, inheritable=False)
+            else:
+                os.close(number)
+    os.close(nowhere)
 
 
 def _run(program: Program, origin: Origin) -> int:

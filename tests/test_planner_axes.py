@@ -45,7 +45,7 @@ FOUR: dict[str, Setting] = {
     "context × tensor": Setting("llama, text", words={"context": 2, "tensor": 2}),
     "shard × context": Setting("llama, text", words={"context": 2} | SELECTIVE, ranks=(4,)),
     "shard × experts": Setting("qwen3 moe", words={"experts": 2}, ranks=(4,)),
-    "every axis": Setting("qwen3 moe", words={"experts": 4, "tensor": 2, "context": 2} | SELECTIVE, rank=3),
+    "every axis": Setting("qwen3 moe", words={"experts": 4, "tensor": 2, "context": 2} | FULL, rank=3),
 }
 
 

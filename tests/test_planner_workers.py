@@ -79,6 +79,15 @@ def test_a_worker_that_dies_is_an_error() -> None:
         workers.result(workers.start("die"))
 
 
+def test_the_task_of_a_worker_that_died_is_an_error_to_whoever_asks_and_others_go_on() -> None:
+    with Workers(FUNCTIONS, 2) as workers:
+        first, fine, last, never = (workers.start(*each) for each in (("die",), ("double", 9), ("die",), ("double", 1)))
+        assert workers.result(fine) == 18
+        for task in (last, first, never, workers.start("process")):  # no worker is left for the last two
+            with pytest.raises(RuntimeError, match="was ended by SIGKILL before it was done"):
+                workers.result(task)
+
+
 def test_a_ctrl_c_does_not_end_them() -> None:
     with Workers(FUNCTIONS, 2) as workers:
         workers.result(workers.start("raise_signal", signal.SIGINT))

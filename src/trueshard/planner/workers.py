@@ -63,6 +63,8 @@ class Workers:
         self._idle: list[_Worker] = []
         self._busy: dict[Connection, tuple[_Worker, Task]] = {}
         self._waiting: deque[Task] = deque()
+        self._dead: RuntimeError | None = None
+        """What ended the last worker that died."""
 
     def __enter__(self) -> Workers:
         for _ in range(self.count):
@@ -100,19 +102,25 @@ class Workers:
         while self._waiting and self._idle:
             worker, task = self._idle.pop(), self._waiting.popleft()
             self._busy[worker.connection] = worker, task
-            worker.connection.send((task.name, task.arguments))
+            with contextlib.suppress(BrokenPipeError):  # it has died: there is no answer to read either
+                worker.connection.send((task.name, task.arguments))
+        if self.count and not self._idle and not self._busy:
+            for each in self._waiting:
+                each.error, each.is_done = self._dead, True
+            self._waiting.clear()
 
     def _gather(self, ready: list[Any]) -> None:
         for connection in ready:
             worker, task = self._busy.pop(connection)
             try:
                 task.value, task.error, task.where = connection.recv()
+                self._idle.append(worker)
             except (EOFError, OSError):
-                code = worker.end()
+                code = worker.code()
                 memory = "; the machine may have run out of memory" if code == -signal.SIGKILL else ""
-                raise RuntimeError(f"a process of the planner {how(code)} before it was done{memory}") from None
+                task.error = RuntimeError(f"a process of the planner {how(code)} before it was done{memory}")
+                self._dead = task.error
             task.is_done = True
-            self._idle.append(worker)
         self._hand_out()
 
 
@@ -129,11 +137,15 @@ class _Worker:
             _work(theirs, functions)
         theirs.close()
 
-    def end(self) -> int:
-        """End the process and return its exit code."""
-        self.connection.close()
+    def end(self) -> None:
+        """End the process."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process, signal.SIGKILL)
+        self.code()
+
+    def code(self) -> int:
+        """Return the exit code of a process that is ending."""
+        self.connection.close()
         return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
 
 

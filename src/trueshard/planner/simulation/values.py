@@ -158,7 +158,9 @@ class KnownValues(_torch.SimulationMode):
                 return real.item()
         self.guesses += 1
         is_check = tensor.dtype == torch.bool and self._known(tensor).rarely_true
-        if not is_check and is_of_library(frame := innermost_frame()):  # preflight tells of the user's own code
+        frame = innermost_frame(with_own=True)
+        is_own = frame.filename.startswith(_OWN)  # clipping, which does the same either way
+        if not is_check and not is_own and is_of_library(frame):  # preflight tells of the user's own code
             warnings.warn(READ.format(line=code_line(frame)), stacklevel=2)
         if tensor.dtype == torch.bool:
             return not is_check
@@ -464,11 +466,17 @@ def value_as_text(tensor: torch.Tensor, spec: str) -> str:
 # Where the code is that reads a value
 
 
-def innermost_frame(error: BaseException | None = None) -> traceback.FrameSummary:
-    """Return the innermost frame, now or of ``error``, that is neither torch's nor this library's; or an empty one."""
+_OWN = str(Path(__file__).parents[2])
+
+
+def innermost_frame(error: BaseException | None = None, *, with_own: bool = False) -> traceback.FrameSummary:
+    """Return the innermost frame, now or of ``error``, that is neither torch's nor this library's; or an empty one.
+
+    ``with_own``: it may be this library's, except of the simulation.
+    """
     frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-    found = [frame for frame in frames if not frame.filename.startswith((*own, "<"))]
+    passed = (str(Path(torch.__file__).parent), str(Path(__file__).parent) if with_own else _OWN, "<")
+    found = [frame for frame in frames if not frame.filename.startswith(passed)]
     return found[-1] if found else traceback.FrameSummary("", 0, "")
 
 
