@@ -33,7 +33,7 @@ def shard(
     tensor: int | Mapping[str, str | int | bool] = 1,
     context: int = 1,
     experts: int = 1,
-    exact: bool = False,
+    exact: bool | Mapping[str, int] = False,
 ) -> Plan:
     """Shard ``model`` and ``optimizers`` over ranks, in place. Nothing changes but where the tensors live.
 
@@ -69,7 +69,8 @@ def shard(
             not copies. For stacked experts, as transformers has them.
         exact: the same microbatches give the same gradients, parameters and optimizer state, bit for bit, at any number
             of ranks and replicas and any split into accumulation. Gradients are rounded to a grid of 2**-40 and added
-            in float64: twice the bytes of a float32 reduction.
+            in float64: twice the bytes of a float32 reduction. Or a dict from globs over parameters' names to another
+            exponent, from -126 to 74: the first that matches counts, the rest has -40. The range is 2**53 steps.
 
     Returns:
         The plan that was applied; ``print`` shows it as a table.

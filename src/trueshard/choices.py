@@ -47,7 +47,7 @@ class Choices:
     tensor: int | Mapping[str, str | int | bool] = 1
     context: int = 1
     experts: int = 1
-    exact: bool = False
+    exact: bool | Mapping[str, int] = False
 
     def check(self) -> None:
         """Raise ValueError for a value that no model and no number of ranks could make valid."""
@@ -90,7 +90,7 @@ class Choices:
             sequence=cast(bool, self._tensor().get("sequence", False)),
             context=self.context,
             experts=self.experts,
-            exact=bool(self.exact),
+            exact=dict(self.exact) if isinstance(self.exact, Mapping) else self.exact,
         )
 
     def axes(self) -> dict[str, int]:

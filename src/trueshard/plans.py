@@ -14,6 +14,9 @@ from typing import Any, Literal, get_args
 
 from trueshard.text import nearest, size, table
 
+EXPONENTS = range(-126, 75)
+"""Of the steps that a grid of ``exact`` may have: steps and ranges are numbers that float32 holds."""
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -176,8 +179,8 @@ class Plan:
     """Ranks that share each sequence; their parameters are sharded over them, too."""
     experts: int = 1
     """Ranks that share the experts of each layer, out of those that share or shard anything."""
-    exact: bool = False
-    """Gradients are the same bits at any number of ranks."""
+    exact: bool | Mapping[str, int] = False
+    """Gradients are the same bits at any number of ranks; or globs of parameters → exponent of their grid's step."""
     ranks: tuple[int, ...] = ()
     """Ranks over which gradients are averaged: (shard,) or (replicate, shard), where those of a context shard, too;
     empty before the plan is resolved."""
@@ -192,7 +195,7 @@ class Plan:
         _a_bool("compile", self.compile)
         _a_bool("pipeline", self.pipeline)
         _a_bool("sequence", self.sequence)
-        _a_bool("exact", self.exact)
+        _check_exact(self.exact)
         for axis in ("tensor", "context", "experts"):
             if type(size := getattr(self, axis)) is not int or size < 1:
                 raise ValueError(f"{axis} must be a number of ranks, at least 1, not {size!r}")
@@ -278,6 +281,19 @@ def _one_of(what: str, word: Any, known: Sequence[str]) -> None:
 def _a_bool(what: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{what} must be true or false, not {value!r}")
+
+
+def _check_exact(value: Any) -> None:
+    if isinstance(value, bool):
+        return
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError(f"exact must be true, false or a mapping of globs to exponents, not {value!r}")
+    for glob, exponent in value.items():
+        if not isinstance(glob, str) or type(exponent) is not int or exponent not in EXPONENTS:
+            raise ValueError(
+                f"exact: {glob!r}: {exponent!r}; wanted a glob of parameters' names and the exponent of their grid's "
+                f"step, a whole number from {EXPONENTS[0]} to {EXPONENTS[-1]}"
+            )
 
 
 def _list(data: Mapping[str, Any], key: str) -> list[Any]:

@@ -92,7 +92,7 @@ class Request:
     """Choose ``tensor``, ``context``, ``experts`` and ``pipeline``, too, from what they are upwards."""
     imbalance: float = 1.0
     """Tokens that arrive for the experts of the slowest rank, over their mean over ranks, at least 1."""
-    exact: bool = False
+    exact: bool | Mapping[str, int] = False
     """As of ``shard``: gradients are reduced in float64."""
 
     def __post_init__(self) -> None:

@@ -138,6 +138,7 @@ def resolve(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> Pl
     """Return the plan with its units, for an unsharded model and ``Plan.ranks``; nothing is touched."""
     root = names.unwrap(model)
     plan, units = (how.plan(), how.units) if isinstance(how, Choices) else (how, "auto")
+    exact.check_globs(root, plan)
     if plan.units:
         found = Grouping.of_plan(root, plan).units()
         for unit in found:

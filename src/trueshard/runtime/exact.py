@@ -1,9 +1,10 @@
 """Gradients of the same bits at any number of ranks: ``shard(exact=True)``.
 
 - A microbatch is computed alike on any rank. What differs is the order in which gradients are added: over microbatches,
-  over ranks, in the collective. So each microbatch's gradient is rounded to multiples of ``QUANTUM``, by a hook on the
-  gathered parameter, and FSDP2 itself adds and reduces in float64, where such sums are exact (``optim/exact.py``).
-  What it reduces is multiplied by one factor and rounded to the stored dtype, once.
+  over ranks, in the collective. So each microbatch's gradient is rounded to a grid, of steps of 2**-40 or of another
+  power that the user chose for a parameter, by a hook on the gathered parameter, and FSDP2 itself adds and reduces in
+  float64, where such sums are exact (``optim/exact.py``). What it reduces is multiplied by one factor and rounded to
+  the stored dtype, once.
 - The grid is that of the finished gradient: where ranks are averaged, what each adds is rounded to so much more.
 - One microbatch on one rank is no sum: nothing is rounded, and the gradient is plain PyTorch's.
 - ``token_mean`` divides by the number of targets here, after the sum: a division before it would round differently for
@@ -15,9 +16,11 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import math
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,17 +32,35 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.distributed import all_reduce, device_of, is_simulated
+from trueshard.model import names
 from trueshard.optim.classify import Verdict
 from trueshard.optim.exact import DIGITS, Members, below, largest_of, to_grid
-from trueshard.plans import Plan
+from trueshard.plans import EXPONENTS, Plan
+from trueshard.text import logger, nearest
 
 if TYPE_CHECKING:
     from trueshard.runtime.replicated import WholeParameter
 
-QUANTUM = 2.0**-40
-"""Grid of the finished gradient: 9.1e-13."""
-LARGEST = QUANTUM * 2.0**DIGITS
-"""What the largest elements of all microbatches of a step may add up to, for one parameter: 8192."""
+EXPONENT = -40
+"""Of the grid's step, for the finished gradient, where no other is asked for: 9.1e-13. What the largest elements of all
+microbatches of a step may add up to is 2**53 steps, here 8192."""
+MANTISSA = 24
+"""Bits of float32."""
+KEPT = 16
+"""Bits of a gradient's largest element that the grid is to keep; fewer are told of."""
+SHOWN = 3
+"""Parameters that a message names."""
+
+
+def check_globs(root: nn.Module, plan: Plan) -> None:
+    """Raise ValueError for a glob of ``exact`` that matches no parameter."""
+    if not isinstance(plan.exact, Mapping) or plan.pipeline:  # a stage has some of the parameters, and is refused
+        return
+    known = [name for name, *_ in names.named_tensors(root, "parameters")]
+    for glob in plan.exact:
+        if not any(fnmatch.fnmatchcase(name, glob) for name in known):
+            shown = ", ".join(map(repr, known[:8]))
+            raise ValueError(f"exact: {glob!r} matches no parameter.{nearest(glob, known)} Parameters: {shown}")
 
 
 def refuse(root: nn.Module, plan: Plan) -> None:
@@ -106,13 +127,20 @@ def same_updates(
 class ExactSums:
     """What one sharded model needs to add up gradients exactly."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, asked: bool | Mapping[str, int] = True) -> None:
         self.mesh = mesh
+        self.coarse: list[str] = []
+        """What lost digits in the first step that was rounded, in sentences."""
+        self._globs = asked if isinstance(asked, Mapping) else {}
+        self._exponents: dict[str, int] = {}
+        """Name → exponent of the grid's step; a tie for each of its names."""
         self._members = Members()
         self._hooked: Any = WeakTensorKeyDictionary()
         """Leaves that have the hook."""
         self._largest: dict[str, torch.Tensor] = {}
         """Name → sum over microbatches of the largest element of this rank's gradient, in units of the grid: 0-dim."""
+        self._peaks: dict[str, torch.Tensor] | None = {}
+        """Name → the largest element itself, in the first step that is rounded; None afterwards."""
         self._rounds = True
         self.factor = 1.0 / mesh.size()
         """By which the next sum over microbatches and ranks is multiplied."""
@@ -124,18 +152,27 @@ class ExactSums:
             module.set_all_reduce_hook(self.scale)
 
     def name(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take the names of sharded and whole parameters, for messages and the order of what ranks exchange."""
+        """Take the names of sharded and whole parameters: for grids, messages and the order of what ranks exchange.
+
+        A tie goes by the first of its names, and has the grid of the first glob that matches any of them.
+        """
+        names_of: dict[int, list[str]] = {}
         for name, parameter in parameters:
-            self._members.names[id(parameter)] = name
+            names_of.setdefault(id(parameter), []).append(name)
+        for key, called in names_of.items():
+            self._members.names[key] = called[0]
+            hits = (e for glob, e in self._globs.items() if any(fnmatch.fnmatchcase(name, glob) for name in called))
+            exponent = next(hits, EXPONENT)
+            for name in called:  # FSDP2 tells one name of a tie later
+                self._exponents.setdefault(name, exponent)
 
     def knows(self, parameters: Iterable[torch.Tensor]) -> bool:
         """True if all ``parameters`` were named; an assigned state dict brings new ones."""
         return all(id(parameter) in self._members.names for parameter in parameters)
 
-    @property
-    def quantum(self) -> float:
-        """The grid to which one microbatch's gradient is rounded."""
-        return QUANTUM / below(self.factor)
+    def quantum(self, name: str) -> float:
+        """Return the step of the grid to which one microbatch's gradient of a parameter is rounded."""
+        return math.ldexp(1.0, self._exponents[name]) / below(self.factor)
 
     def refuse_earlier(self, parameters: Iterable[torch.Tensor]) -> None:
         """Raise RuntimeError if an earlier backward has reduced gradients that this one would be added to. Collective
@@ -164,11 +201,13 @@ class ExactSums:
         """Return the gradient of one microbatch on the grid; None: as it is."""
         if not self._rounds or grad.requires_grad or not grad.is_floating_point():
             return None
-        quantum = self.quantum
+        quantum = self.quantum(name)
         with torch.no_grad():
             peak = largest_of(_torch.local(grad)).double() / quantum
             earlier = self._largest.get(name)
             self._largest[name] = peak if earlier is None else earlier + peak
+            if self._peaks is not None:
+                self._peaks[name] = torch.maximum(self._peaks.get(name, peak), peak)
             return to_grid(grad, quantum)
 
     def divide_by(self, total: int) -> float:
@@ -192,28 +231,64 @@ class ExactSums:
         """
         self.factor, found = 1.0 / self.mesh.size(), self._largest
         self._largest = {}
-        if not self._rounds or is_simulated(self.mesh):
+        if not self._rounds:
             return
-        names = sorted(set(self._members.names.values()))
-        device = device_of(self.mesh)
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        sums = torch.stack([found.get(name, zero).to(zero) for name in names]) if names else zero.reshape(1)
-        sums = all_reduce(sums, self.mesh)
+        peaks, self._peaks = self._peaks, None
+        if is_simulated(self.mesh):
+            return
+        called = sorted(set(self._members.names.values()))
+        sums = all_reduce(self._in_order(called, found), self.mesh)
         # What is not finite is the loss's or the gradient's own matter.
         if (over := (sums > 2.0**DIGITS) & sums.isfinite()).any():
-            self._refuse(names, sums, over)
+            self._refuse(called, sums, over)
+        if peaks is not None:
+            most = all_reduce(self._in_order(called, peaks), self.mesh, dist.ReduceOp.MAX).tolist()
+            self._tell_of_coarse(dict(zip(called, most, strict=True)))
 
-    def _refuse(self, names: Sequence[str], sums: torch.Tensor, over: torch.Tensor) -> None:
+    def _in_order(self, called: Sequence[str], found: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        zero = torch.zeros((), dtype=torch.float64, device=device_of(self.mesh))
+        return torch.stack([found.get(name, zero).to(zero) for name in called])
+
+    def _refuse(self, called: Sequence[str], sums: torch.Tensor, over: torch.Tensor) -> None:
         worst = int(torch.where(over, sums, torch.zeros_like(sums)).argmax())
-        raise OverflowError(
-            f"exact=True: the largest gradients of {names[worst]!r} in the microbatches of this step add up to "
-            f"{float(sums[worst]) * QUANTUM:.3g}, and sums are exact up to {LARGEST:g}: use a mean for the loss "
-            "(token_mean), or divide it by a power of two; or train without exact"
+        name, steps = called[worst], float(sums[worst])
+        exponent = self._exponents[name]
+        wider = exponent + math.frexp(steps)[1] - DIGITS
+        remedy = (
+            f"give it a grid of {wider} or more, such as exact={{{name!r}: {wider}}}, " if wider in EXPONENTS else ""
         )
+        raise OverflowError(
+            f"exact: the largest gradients of {name!r} in the microbatches of this step add up to "
+            f"{math.ldexp(steps, exponent):.3g}, and sums on its grid of 2**{exponent} are exact up to "
+            f"{math.ldexp(1.0, exponent + DIGITS):g}: {remedy}use a mean for the loss (token_mean), or divide it by a "
+            "power of two; or train without exact"
+        )
+
+    def _tell_of_coarse(self, peaks: Mapping[str, float]) -> None:
+        """Log on rank 0 which gradients the grid takes digits from; ``peaks``: largest elements in steps of the grid.
+
+        Of float32's 24 bits, those of the largest element that are worth less than a step are lost. That element is of
+        one microbatch, so it is the same at any number of ranks.
+        """
+        found = {}
+        for name, peak in peaks.items():
+            if 0 < peak < 2.0**KEPT:
+                found[name] = max(self._exponents[name] + math.frexp(peak)[1] - MANTISSA, EXPONENTS[0])
+        if not found:
+            return
+        shown = ", ".join(f"{name!r}: {exponent}" for name, exponent in list(found.items())[:SHOWN])
+        more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
+        self.coarse.append(
+            f"Gradients are so small that exact sums keep fewer than {KEPT} of the {MANTISSA} bits of their largest "
+            f"elements; exponents that keep all: exact={{{shown}}}{more}."
+        )
+        if self.mesh.get_rank() == 0:
+            logger.warning("%s", self.coarse[-1])
 
     def forget(self) -> None:
         """Drop the record of a backward that was cut short; losses may have been divided already for what follows."""
         self._largest = {}
+        self._peaks = None if self._peaks is None else {}
 
 
 def _rounded(weak: weakref.ref[ExactSums], name: str) -> Any:

@@ -75,7 +75,7 @@ class Runtime:
         self.replicated: list[WholeParameter] = []
         """Parameters that every rank holds whole, in the same order on every rank."""
         self.usage = Usage(mesh)
-        self.exact = ExactSums(mesh) if plan.exact else None
+        self.exact = ExactSums(mesh, plan.exact) if plan.exact else None
         """Present if gradients are to be the same bits at any number of ranks."""
         self.meshes: dict[Any, DeviceMesh] = {}
         """Smaller meshes, for units that reshard to a number of ranks."""
@@ -143,8 +143,7 @@ class Runtime:
         self._adopt_hooks()
         if self.exact is not None:
             self.exact.install(self.units)
-            every = list(names.named_tensors(root, "parameters"))
-            self.exact.name((name, tensor) for name, _, _, tensor in reversed(every))  # a tie by its first name
+            self.exact.name((name, tensor) for name, _, _, tensor in names.named_tensors(root, "parameters"))
         root.register_load_state_dict_pre_hook(self._shard_loaded)
         root.__dict__["set_requires_gradient_sync"] = self._set_gradient_sync
         begin, end = torch.compiler.disable(self.begin), torch.compiler.disable(self.end)

@@ -18,13 +18,14 @@ from pydantic import AfterValidator, Field, StrictBool, model_validator
 
 from trueshard.choices import Choices, PrecisionWord, RecomputeWord, ReshardWord
 from trueshard.errors import explained
-from trueshard.plans import Offload
+from trueshard.plans import EXPONENTS, Offload
 from trueshard.text import parse_size
 from trueshard.train.rl.config import RewardSection, RLSection, RolloutSection
 from trueshard.train.section import Section, Text
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 GroupSize = Annotated[int, Field(ge=2)]
+Exponents = Annotated[dict[Text, Annotated[int, Field(ge=EXPONENTS[0], le=EXPONENTS[-1])]], Field(min_length=1)]
 
 TEXT_FILES = [
     *("*.txt", "*.text", "*.md", "*.rst", "*.tex", "*.org", "*.html", "*.xml"),
@@ -258,9 +259,10 @@ class TrainSection(Section):
     microbatch: Annotated[int, Field(ge=1)] | None = None
     """Instead of `accumulate`: sequences of one forward. `accumulate` follows, and `batch_size` is a multiple of
     ranks × `microbatch`."""
-    exact: bool = False
+    exact: bool | Exponents = False
     """The same bits at any number of ranks: losses, gradients, parameters, optimizer state, and after a resume.
-    Needs `microbatch`, which is what one forward computes whatever the ranks are."""
+    Needs `microbatch`, which is what one forward computes whatever the ranks are. Or a table from glob over names of
+    parameters to the exponent of their grid's step, for gradients far from 1; what no glob matches has -40."""
     watch_replicas: Annotated[int, Field(ge=1)] | None = None
     """With `shard.replicate`: steps between comparisons of the copies; the run ends if one differs."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
@@ -400,8 +402,8 @@ class ShardSection(Section):
     """Ranks that share each sequence: each has a part of its tokens. They read the same samples."""
     experts: Annotated[int, Field(ge=1)] = 1
     """Ranks that share the experts of each layer."""
-    exact: bool = False
-    """Gradients are the same bits at any number of ranks; `train.exact` makes the whole run so."""
+    exact: bool | Exponents = False
+    """Gradients are the same bits at any number of ranks, or such a table; `train.exact` makes the whole run so."""
 
     def readers(self, ranks: int) -> int:
         """Return how many of `ranks` read different samples; raise ValueError if the axes do not divide them."""
@@ -494,7 +496,9 @@ class Config(Section):
 
     def _exactly(self) -> None:
         """Set `shard.exact`; raise ValueError if a run of these settings cannot be exact."""
-        object.__setattr__(self, "shard", self.shard.model_copy(update={"exact": True}))
+        if self.shard.exact not in (False, True, self.train.exact):
+            raise ValueError("shard.exact has a table, which belongs into train.exact here; move it")
+        object.__setattr__(self, "shard", self.shard.model_copy(update={"exact": self.train.exact}))
         if self.rl is not None:
             raise ValueError("train.exact does not go with [rl], which deals out answers by their lengths; remove it")
         if self.shard.mixed_precision == "fp16":

@@ -166,7 +166,7 @@ def reference(case: Case, progress: Progress) -> Reference:
         record=record,
         constant_buffers=constant,
         plain=_plain_distance(subject, losses, progress) if case.changes_arithmetic else None,
-        notes=[*subject.notes, *_batch_norms(again.model)],
+        notes=[*subject.notes, *recorder.coarse, *_batch_norms(again.model)],
         hashes=recorder.hashes,
     )
 

@@ -101,7 +101,7 @@ class Case:
     @property
     def is_exact(self) -> bool:
         """True if no bit may differ, at any number of ranks."""
-        return (self.plan or self.choices).exact
+        return bool((self.plan or self.choices).exact)
 
 
 def other_ranks(readers: int) -> tuple[int, int]:

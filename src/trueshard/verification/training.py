@@ -64,6 +64,8 @@ class Watcher:
     def __init__(self) -> None:
         self.hashes: dict[int, str] = {}
         """Step → hash of parameters and optimizer state, where the run is exact."""
+        self.coarse: list[str] = []
+        """What lost digits by exact sums, in sentences."""
 
     def see(self, kind: str, step: int, values: Named) -> None:
         """Take the values of a kind after a step; 0: before training."""
@@ -88,6 +90,7 @@ class Watcher:
         runtime = runtime_of(unwrap(setup.model))
         if runtime is not None and runtime.exact is not None:
             optimizers = {str(number): each for number, each in enumerate(setup.optimizers)}
+            self.coarse = runtime.exact.coarse
             self.hashes[step] = trueshard.state_hash(setup.model, optimizers).total
 
 

@@ -65,7 +65,7 @@ def verify(
     tensor: int | Mapping[str, str | int | bool] = 1,
     context: int = 1,
     experts: int = 1,
-    exact: bool = False,
+    exact: bool | Mapping[str, int] = False,
 ) -> Verified:
     """Train a few steps sharded over processes of this machine, and compare everything with one process that is not.
 
@@ -131,7 +131,7 @@ def verify(
             from trueshard.verification.config_subject import small_configuration  # the trainer's libraries
 
             source, notes = small_configuration(Path(factory), overrides, folder, nproc, said)
-            exact = exact or source.shard.exact
+            exact = exact if isinstance(exact, Mapping) else source.shard.exact or exact
             choices, replicate = source.shard.choices().replace(exact=exact), source.shard.replicate
             source = source.model_copy(update={"shard": type(source.shard)()})
         elif overrides:

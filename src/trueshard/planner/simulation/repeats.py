@@ -190,7 +190,8 @@ def shorten(model: nn.Module, plan: Plan, runs: Sequence[Run], count: int) -> Pl
 
     units = tuple(unit for unit in plan.units if all(map(is_left, unit.modules)))
     replicated = tuple(each for each in plan.replicated if is_left(each.name))
-    return dataclasses.replace(plan, units=units, replicated=replicated)
+    # Globs of ``exact`` may name parameters that are gone; what they choose costs nothing.
+    return dataclasses.replace(plan, units=units, replicated=replicated, exact=bool(plan.exact))
 
 
 def short_copy(model: nn.Module, plan: Plan, runs: Sequence[Run], counts: Sequence[int]) -> tuple[nn.Module, Plan]:

@@ -298,7 +298,7 @@ def _loaders(
     size = train.microbatch or max(1, train.batch_size // (ranks * train.accumulate))
     limit = config.evaluation.samples
     return loader, EvaluationLoader(
-        data.evaluation, data.collate, batch_size=size, limit=limit, whole=train.exact, **here
+        data.evaluation, data.collate, batch_size=size, limit=limit, whole=bool(train.exact), **here
     )
 
 
