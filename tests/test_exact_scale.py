@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import exactness
 import trueshard
 from messages import lacking, naming
 from parity import Ranks, assert_same
 from trueshard.choices import Choices
+from trueshard.errors import UserError
 from trueshard.runtime import engine
 from trueshard.runtime.passes import runtime_of
+from trueshard.train.parse import load_config
 
 SMALL = 2.0**-30
 """Factor of a loss whose gradients have few digits on the grid of 2**-40."""
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
 
 
 def gradients(rank: int, world_size: int, name: str, exact: Any, power: float) -> tuple[dict[str, Any], list[str]]:
@@ -84,7 +99,7 @@ def test_a_gradient_beyond_the_range_is_told_the_exponent_that_holds_it(ranks2: 
     told = set()
     for message in ranks2.raises(too_large, -50, match="OverflowError"):
         found = re.search(
-            r"gradients of 'first.weight' .* 2\*\*-50 are exact up to 8: give it a grid of (-\d+) ", message
+            r"gradients of 'first.weight' .* 2\*\*-50 are exact up to 8: give it the exponent (-\d+) ", message
         )
         assert found, message
         told.add(int(found[1]))
@@ -116,3 +131,57 @@ def test_a_plan_as_json_keeps_the_exponents_in_their_order() -> None:
     assert again == plan
     assert isinstance(again.exact, dict)
     assert list(again.exact) == ["first.*", "*"]
+
+
+def configured(*overrides: str) -> Any:
+    example = Path(__file__).parents[1] / "examples/pretrain.toml"
+    return load_config(example, ["train.accumulate=1", "train.microbatch=1", *overrides])
+
+
+def test_a_configuration_takes_a_table_of_exponents_which_no_resume_may_change() -> None:
+    config = configured("train.exact={'*.embed_tokens.weight' = -60, '*' = -40}")
+    exponents = {"*.embed_tokens.weight": -60, "*": -40}
+    assert config.shard.choices().exact == exponents
+    assert config.identity()["train.exact"] == exponents
+    assert configured("shard.exact={'*' = -60}").shard.choices().exact == {"*": -60}
+    for refused in ("train.exact={}", "train.exact={'*' = -127}", "train.exact=1"):
+        with pytest.raises(UserError, match=naming("train.exact")):
+            configured(refused)
+    with pytest.raises(UserError, match=naming("shard.exact")):
+        configured("train.exact=true", "shard.exact={'*' = -60}")
+
+
+@pytest.mark.rest
+def test_the_planner_takes_exponents_of_blocks_that_it_does_not_run() -> None:
+    def planned(exact: Any) -> trueshard.Plan:
+        return trueshard.plan(Deep, ranks=2, batch=torch.randn(2, 8), exact=exact)
+
+    plain, chosen = planned(True), planned({"blocks.11.*": -60})
+    assert chosen.exact == {"blocks.11.*": -60}
+    assert chosen.forecast is not None
+    assert plain.forecast is not None
+    assert chosen.forecast.received_by_collective == plain.forecast.received_by_collective
+    assert chosen.forecast.peak_live_bytes == plain.forecast.peak_live_bytes
+    with pytest.raises(ValueError, match=naming("'blocks.12.*'")):
+        planned({"blocks.12.*": -60})
+
+
+SMALL_GRADIENTS = """
+import torch
+from torch import nn
+
+def make():
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5))
+    loss = lambda model, x: 1 + model(x).square().mean() * 1e-9
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), torch.randn(8, 6), loss
+"""
+
+
+@pytest.mark.rest
+def test_verify_says_which_exponents_keep_the_digits(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(SMALL_GRADIENTS)
+    report = trueshard.verify(f"{file}:make", nproc=2, exact={"2.*": -62})
+    assert report.held, str(report)
+    (note,) = [each for each in report.notes if "bits" in each]
+    assert "exact={'0.bias': -58, '0.weight': -58}" in note

@@ -255,7 +255,7 @@ class ExactSums:
         exponent = self._exponents[name]
         wider = exponent + math.frexp(steps)[1] - DIGITS
         remedy = (
-            f"give it a grid of {wider} or more, such as exact={{{name!r}: {wider}}}, " if wider in EXPONENTS else ""
+            f"give it the exponent {wider} or more, such as exact={{{name!r}: {wider}}}, " if wider in EXPONENTS else ""
         )
         raise OverflowError(
             f"exact: the largest gradients of {name!r} in the microbatches of this step add up to "
