@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import math
 import warnings
 import weakref
@@ -142,14 +143,16 @@ class ExactSums:
         self._peaks: dict[str, torch.Tensor] | None = {}
         """Name → the largest element itself, in the first step that is rounded; None afterwards."""
         self._rounds = True
+        self._reductions: dict[str, int] = {}
+        """Unit → how often FSDP2 has reduced its gradients in this backward."""
         self.factor = 1.0 / mesh.size()
         """By which the next sum over microbatches and ranks is multiplied."""
 
-    def install(self, units: Iterable[ShardedModule]) -> None:
-        """Let FSDP2 add, and multiply the sum once."""
-        for module in units:
+    def install(self, units: Iterable[tuple[str, ShardedModule]]) -> None:
+        """Let FSDP2 add, and multiply the sum of each named unit once."""
+        for name, module in units:
             module.set_gradient_divide_factor(1.0)
-            module.set_all_reduce_hook(self.scale)
+            module.set_all_reduce_hook(functools.partial(self._unit_reduced, name))
 
     def name(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take the names of sharded and whole parameters: for grids, messages and the order of what ranks exchange.
@@ -190,7 +193,7 @@ class ExactSums:
 
     def begin(self, leaves: Iterable[tuple[torch.Tensor, torch.Tensor]], *, is_sum: bool) -> None:
         """Begin a backward; ``leaves``: (parameter, its leaf in the graph); ``is_sum``: of more than one."""
-        self._rounds = is_sum
+        self._rounds, self._reductions = is_sum, {}
         weak = weakref.ref(self)
         for parameter, leaf in leaves:
             if leaf.requires_grad and leaf not in self._hooked:
@@ -219,6 +222,10 @@ class ExactSums:
         self.factor = power / total
         return power
 
+    def _unit_reduced(self, name: str, reduced: torch.Tensor) -> None:
+        self._reductions[name] = self._reductions.get(name, 0) + 1
+        self.scale(reduced)
+
     def scale(self, reduced: torch.Tensor) -> None:
         """Multiply what FSDP2 has added up, in place."""
         if self.factor != 1.0:
@@ -227,8 +234,15 @@ class ExactSums:
     def end(self) -> None:
         """End a backward that reduced: check the sums. Collective.
 
-        Raises OverflowError, on every rank, if a sum may not have been exact; names the parameter.
+        Raises OverflowError, on every rank, if a sum may not have been exact; names the parameter. RuntimeError if a
+        unit was reduced in parts, which FSDP2 rounds before it adds them.
         """
+        if twice := [name for name, count in self._reductions.items() if count > 1]:
+            raise RuntimeError(
+                f"exact=True: unit {twice[0] or '(root)'!r} ran several times before this backward, so what had been "
+                "accumulated was reduced apart from what came last, and those do not add up exactly: call backward() "
+                "after each forward; for a module that the model itself calls again, choose larger units"
+            )
         self.factor, found = 1.0 / self.mesh.size(), self._largest
         self._largest = {}
         if not self._rounds:

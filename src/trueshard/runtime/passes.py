@@ -142,7 +142,7 @@ class Runtime:
         self._trainable = self._trainability()
         self._adopt_hooks()
         if self.exact is not None:
-            self.exact.install(self.units)
+            self.exact.install((unit.name, module) for unit, module in zip(self.plan.units, self.units, strict=True))
             self.exact.name((name, tensor) for name, _, _, tensor in names.named_tensors(root, "parameters"))
         root.register_load_state_dict_pre_hook(self._shard_loaded)
         root.__dict__["set_requires_gradient_sync"] = self._set_gradient_sync
