@@ -62,7 +62,9 @@ def run(tell: Tell, quick: bool = False) -> Table:
             "Llama models, float32, AdamW, two microbatches a step, sharded by `shard()` with and without "
             "`exact=True`; two sequences of 16 or of 256 tokens a microbatch. Steps alternate in one run, and four "
             "steps make a sample. Medians of the samples' ratios, with their 95% interval by bootstrap; the spread is "
-            "the 10th to the 90th percentile. Bytes are what a rank receives: of gradients, and of the whole step."
+            "the 10th to the 90th percentile. Processor time is that of one process, which other programs on the "
+            "machine disturb less, and so does having more ranks than cores. Bytes are what a rank receives: of "
+            "gradients, and of the whole step."
         ),
         columns=(
             "parameters",
