@@ -18,6 +18,7 @@ from trueshard.train.parse import load_config
 
 ROOT = Path(__file__).parents[1]
 GRPO = str(ROOT / "examples" / "grpo.toml")
+EXACT = ["train.exact=true", "train.microbatch=2"]
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,10 @@ GRPO = str(ROOT / "examples" / "grpo.toml")
         (["rollout.bounds=[5.0, 0.5]"], ("rollout.bounds", "below")),
         (["data.streaming=true"], ("data.streaming", "[rl]")),
         (["reward.weights=[1.0, 2.0]"], ("reward.weights", "1 functions")),
+        (["train.exact=true"], ("train.exact", "train.microbatch", "such as 1")),
+        ([*EXACT, "rollout.engine=vllm", "rollout.url=http://h:1"], ("train.exact", "rollout.engine", "transformers")),
+        ([*EXACT, "rollout.continuous=true"], ("train.exact", "rollout.continuous", "remove")),
+        ([*EXACT, "train.accumulate=2"], ("train.accumulate", "train.microbatch")),
         (["evaluation.answers=0"], ("evaluation.answers", 0)),
     ],
 )
@@ -113,6 +118,11 @@ LONG = json.dumps({"prompt": f"sort {'1 ' * 30}->", "answer": "1"}) + "\n"
         (GOOD, ["model.path={here}/nowhere"], ("model.path", "nowhere")),
         (GOOD, ["train.sequence_length=300"], ("train.sequence_length", 300, "max_position_embeddings")),
         (GOOD, ["data.images=true"], ("model.path", "processor of images")),
+        (
+            GOOD,
+            ["train.exact=true", "train.microbatch=5"],
+            ("train.batch_size", 128, "answers", "train.microbatch = 5", "multiple of 40", "such as 160"),
+        ),
     ],
     ids=lambda value: "; ".join(value).partition("/")[2] or str(value) if isinstance(value, list) else None,
 )

@@ -216,6 +216,16 @@ def test_what_is_measured_is_the_true_entropy_and_the_mismatch_of_the_engine() -
     assert loss.measures() == {}
 
 
+def test_what_is_measured_has_the_same_bits_in_any_order_of_microbatches() -> None:
+    model, batch = tiny("gpt2").double(), batch_of()
+    loss, found = PolicyLoss(), []
+    for order in itertools.permutations(range(3)):
+        for row in order:
+            loss(model, {key: value[row : row + 1].clone() for key, value in batch.items()})
+        found.append(loss.measures())
+    assert all(each == found[0] for each in found)
+
+
 @pytest.mark.parametrize("kind", ["gemma2", "granite", "gpt2"])
 def test_models_that_change_their_logits_are_taken_whole(kind: str) -> None:
     model, batch = tiny(kind).double().eval(), batch_of()

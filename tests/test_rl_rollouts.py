@@ -139,11 +139,7 @@ def test_each_form_of_the_engine_gives_the_same_tokens_and_weights(copy: str, ra
     for found in ranks2.run(run, {"copy": copy}):
         assert found["samples"] == wanted["samples"]
         assert_same(found["weights"], wanted["weights"])
-        for mine, theirs in zip(found["measures"], wanted["measures"], strict=True):
-            rounding = {key for key in mine if key.startswith("mismatch")}  # of the engine: kernels differ by alignment
-            assert {k: v for k, v in mine.items() if k not in rounding} == {
-                k: v for k, v in theirs.items() if k not in rounding
-            }
+        assert found["measures"] == wanted["measures"]
 
 
 def test_the_mismatch_of_the_embedded_engine_is_rounding(whole: dict[str, Any], ranks2: Ranks) -> None:

@@ -257,12 +257,13 @@ class TrainSection(Section):
     accumulate: Annotated[int, Field(ge=1)] = 1
     """Microbatches a rank splits its part of the batch into; gradients are communicated once, after the last."""
     microbatch: Annotated[int, Field(ge=1)] | None = None
-    """Instead of `accumulate`: sequences of one forward. `accumulate` follows, and `batch_size` is a multiple of
-    ranks × `microbatch`."""
+    """Instead of `accumulate`: sequences, or answers, of one forward. `accumulate` follows, and `batch_size` is a
+    multiple of ranks × `microbatch`."""
     exact: bool | Exponents = False
-    """The same bits at any number of ranks: losses, gradients, parameters, optimizer state, and after a resume.
-    Needs `microbatch`, which is what one forward computes whatever the ranks are. Or a table from glob over names of
-    parameters to the exponent of their grid's step, for gradients far from 1; what no glob matches has -40."""
+    """The same bits at any number of ranks: losses, gradients, parameters, optimizer state, and after a resume; with
+    `[rl]` answers and rewards. Needs `microbatch`, which is what one forward computes whatever the ranks are. Or a
+    table from glob over names of parameters to the exponent of their grid's step, for gradients far from 1; what no
+    glob matches has -40."""
     watch_replicas: Annotated[int, Field(ge=1)] | None = None
     """With `shard.replicate`: steps between comparisons of the copies; the run ends if one differs."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
@@ -499,8 +500,15 @@ class Config(Section):
         if self.shard.exact not in (False, True, self.train.exact):
             raise ValueError("shard.exact has a table, which belongs into train.exact here; move it")
         object.__setattr__(self, "shard", self.shard.model_copy(update={"exact": self.train.exact}))
-        if self.rl is not None:
-            raise ValueError("train.exact does not go with [rl], which deals out answers by their lengths; remove it")
+        if self.rollout.engine == "vllm":
+            raise ValueError(
+                'train.exact does not go with rollout.engine = "vllm", whose server rounds by what else it computes; '
+                'use "transformers"'
+            )
+        if self.rollout.continuous:
+            raise ValueError(
+                "train.exact does not go with rollout.continuous, which rounds by what a rank has to answer; remove it"
+            )
         if self.shard.mixed_precision == "fp16":
             raise ValueError('train.exact does not go with shard.mixed_precision = "fp16"; use "bf16"')
         for axis in ("tensor", "context", "experts"):
@@ -523,8 +531,6 @@ class Config(Section):
             raise ValueError(
                 f"shard.{shared[0]} does not go with [rl], whose ranks answer different prompts; remove it"
             )
-        if train.microbatch is not None:
-            raise ValueError("train.microbatch does not go with [rl], whose answers differ in length; set accumulate")
         if self.data.format != "prompt":
             raise ValueError(f'[rl] needs prompts, and data.format is "{self.data.format}"; set it to "prompt"')
         if self.data.streaming:

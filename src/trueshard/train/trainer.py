@@ -96,7 +96,8 @@ class Trainer:
         model: on its device, sharded.
         optimizer: the one given to ``shard()``.
         loader: microbatches of this rank; begun again when it ends. If it has ``state_dict`` and ``load_state_dict``,
-            a resume uses them; else the loader is read again up to the place.
+            a resume uses them; else the loader is read again up to the place. If its ``deals_in_turn`` is true,
+            microbatch n of a step, over all ranks, is that of rank n modulo ranks; else each rank has neighbours.
         loss: a ``Loss``, or a function (model, microbatch) → mean loss, 0-dim.
         steps: optimizer steps in the whole run.
         accumulate: microbatches of this rank in a step.
@@ -269,8 +270,10 @@ class Trainer:
         """Return the context in which random numbers follow from this rank's microbatch ``number``, if they are to."""
         if self.seed is None:
             return nullcontext()
-        reader = self._axes.reader[0] if self._axes else self.rank
-        return sample_rng(self.seed, self.step, reader * self.accumulate + number)
+        reader, readers = self._axes.reader if self._axes else (self.rank, self.ranks)
+        in_turn = getattr(self.loader, "deals_in_turn", False)
+        place = number * readers + reader if in_turn else reader * self.accumulate + number
+        return sample_rng(self.seed, self.step, place)
 
     def _summed(self, loss: torch.Tensor) -> torch.Tensor:
         """Return a microbatch's summed loss in float64, rounded so that losses add up exactly if gradients do."""

@@ -1,7 +1,8 @@
 """Prompts as tokens, and samples as microbatches of the trainer.
 
 - Which samples share an optimizer step follows from their names alone. Within a step they are dealt to microbatches by
-  length, so that the microbatches of all ranks at one time are of about one length.
+  length, so that the microbatches of all ranks at one time are of about one length. With a fixed number of samples in a
+  microbatch its content, and so its shape, follows from the samples alone, and not from the ranks.
 - Rows are padded at their ends: prompt, then answer. The target at a position is the next token, if the model gave it.
 - A microbatch without a sample gets one of another, without targets, so that all ranks take part in each pass.
 """
@@ -123,9 +124,20 @@ class PromptEncoder:
         )
 
 
-def dealt(samples: Sequence[Sample], ranks: int, accumulate: int) -> list[list[list[int]]]:
-    """Return the positions of samples by [rank][microbatch]: by length, and then dealt in turn. Some may be empty."""
+def dealt(
+    samples: Sequence[Sample],
+    ranks: int,
+    accumulate: int,  # microbatches of a rank
+    size: int | None = None,  # samples of a microbatch; None: as many as there are for ``accumulate``
+) -> list[list[list[int]]]:
+    """Return the positions of samples by [rank][microbatch]: by length, and then dealt in turn. Some may be empty.
+
+    With ``size`` whole microbatches are dealt, number n of all to rank n modulo ``ranks``; else samples.
+    """
     order = sorted(range(len(samples)), key=lambda i: (-len(samples[i].asked) - len(samples[i].tokens), i))
+    if size is not None:
+        whole = [order[number * size : (number + 1) * size] for number in range(ranks * accumulate)]
+        return [whole[rank::ranks] for rank in range(ranks)]
     size = -(-len(order) // accumulate)
     parts = [order[number * size : (number + 1) * size] for number in range(accumulate)]
     return [[part[rank::ranks] for part in parts] for rank in range(ranks)]

@@ -69,8 +69,12 @@ class TransformersEngine:
 
     def update(self, version: int) -> None:
         """Take over the weights of the model. Collective."""
-        if self._copy is not None:
-            self._copy.update()
+        if self._copy is None:
+            return
+        self._copy.update()
+        # Also without gradients, torch multiplies otherwise by a matrix that requires one: the last digit may differ.
+        for twin, parameter in zip(self._copy.module.parameters(), self._model.parameters(), strict=True):
+            twin.requires_grad_(parameter.requires_grad)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
         """Continue each request; the same requests and answers on every rank. Collective."""

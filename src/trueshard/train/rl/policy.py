@@ -16,16 +16,17 @@ of a token is
   model changes them after its head. Positions without a target are left out before the head.
 - Everything that is divided is summed here, and divided by the trainer over all ranks and microbatches: how answers are
   cut into microbatches does not change the loss.
+- What is measured is summed over microbatches without rounding, so their order and the number of ranks do not matter.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,8 +34,8 @@ from trueshard.errors import UserError
 from trueshard.train.data.samples import IGNORED, Batch
 from trueshard.train.losses import Forward, HeadRows, logits_of
 from trueshard.train.rl.config import RLSection, RolloutSection
+from trueshard.train.rl.ranks import on_every_rank
 from trueshard.train.rl.reward_functions import Wrong, find
-from trueshard.train.trainer import over_ranks
 
 Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(log-probabilities, old ones, both [rows, length], advantages [rows, 1], mask [rows, length] of the targets) → loss
@@ -48,8 +49,8 @@ FEW = 2**20
 """Logits of a microbatch that are computed at once, and kept for backward: 4 MiB in float32."""
 OWN = ("targets", "advantages", "old_logprobs", "engine_logprobs", "reference_logprobs")
 """Entries of a batch that are not the model's inputs."""
-SUMS = ("tokens", "entropy", "clipped_low", "clipped_high", "kl_reference", "mismatch", "mismatch_k3")
 MAXIMA = ("ratio_max", "mismatch_max")
+"""Of what is measured, that of which the largest counts, and not the mean."""
 
 
 class PolicyLoss:
@@ -92,7 +93,8 @@ class PolicyLoss:
         self.never: list[int] = []
         """Tokens that are never sampled, such as the place of an image: their probability is 0."""
         self._rows_of = HeadRows(whole_logits)
-        self._sums: dict[str, torch.Tensor] = {}
+        self._parts: dict[str, list[torch.Tensor]] = {}
+        """What is measured → of each microbatch since ``measures``, its sum or maximum: 0-dim, float64."""
         self.kept: list[torch.Tensor] = []
         """Log-probabilities of the microbatches since ``measures``, [rows, length] each."""
 
@@ -230,8 +232,7 @@ class PolicyLoss:
 
     def _add(self, key: str, each: torch.Tensor, mask: torch.Tensor) -> None:
         values = torch.where(mask, each.detach().double(), 0.0)
-        before = self._sums.get(key, torch.zeros((), dtype=torch.float64, device=values.device))
-        self._sums[key] = torch.maximum(before, values.max()) if key in MAXIMA else before + values.sum()
+        self._parts.setdefault(key, []).append(values.max() if key in MAXIMA else values.sum())
 
     def measures(self) -> dict[str, float]:
         """Return means over the target tokens since the last call, and maxima; begin anew. Collective.
@@ -239,14 +240,28 @@ class PolicyLoss:
         ``entropy`` and ``kl_reference`` in nats, ``clipped_low`` and ``clipped_high`` as fractions, ``ratio_max``;
         ``mismatch_mean`` and ``mismatch_max`` of |log π_old - log of the engine's probability|, ``mismatch_k3``.
         """
-        device = next((each.device for each in self._sums.values()), torch.device("cpu"))
-        found = over_ranks([self._sums.get(key, 0.0) for key in SUMS], device)
-        greatest = over_ranks([self._sums.get(key, 0.0) for key in MAXIMA], device, dist.ReduceOp.MAX)
-        known, self._sums, self.kept = set(self._sums), {}, []
-        tokens, *sums = found
-        values = [each / max(1.0, tokens) for each in sums] + greatest
-        named = {key: value for key, value in zip((*SUMS[1:], *MAXIMA), values, strict=True) if key in known}
-        return {"mismatch_mean" if key == "mismatch" else key: value for key, value in named.items()}
+        own: dict[str, list[float]] = {key: torch.stack(parts).tolist() for key, parts in self._parts.items()}
+        self.forget()
+        every = on_every_rank(lambda: own)
+        found = {key: [value for part in every for value in part.get(key, ())] for key in own}
+        tokens = max(1.0, _sum(found.pop("tokens", [])))
+        return {
+            "mismatch_mean" if key == "mismatch" else key: _largest(values) if key in MAXIMA else _sum(values) / tokens
+            for key, values in found.items()
+        }
+
+    def forget(self) -> None:
+        """Drop what was measured and kept."""
+        self._parts, self.kept = {}, []
+
+
+def _sum(values: Sequence[float]) -> float:
+    """Return the sum, rounded once, so that it does not depend on the order."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+
+
+def _largest(values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def estimates(

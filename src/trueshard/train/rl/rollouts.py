@@ -64,6 +64,8 @@ class Rollouts:
         rl: the table [rl], or a dict of its keys.
         rollout: the table [rollout], or a dict of its keys.
         accumulate: microbatches of this rank in a step.
+        microbatch: answers of a microbatch, which do not follow from the ranks then, for ``shard(exact=True)``;
+            ``batch_size`` is ranks × ``accumulate`` × ``microbatch``. None: as many as there are for ``accumulate``.
         seed: of the order of prompts and of the samples.
         reference: with ``rl.kl``, the model before training, sharded; None: the adapter is turned off instead.
         processor: of images and text, for such a model.
@@ -85,6 +87,7 @@ class Rollouts:
         rl: RLSection | Mapping[str, Any] | None = None,
         rollout: RolloutSection | Mapping[str, Any] | None = None,
         accumulate: int = 1,
+        microbatch: int | None = None,
         seed: int = 0,
         reference: nn.Module | None = None,
         processor: Any = None,
@@ -94,6 +97,12 @@ class Rollouts:
         self.rollout = rollout if isinstance(rollout, RolloutSection) else RolloutSection(**rollout or {})
         if batch_size < 1 or batch_size % self.rl.samples:
             raise ValueError(f"batch_size is {batch_size}; it is a multiple of {self.rl.samples} samples a prompt")
+        ranks = rank_and_ranks()[1]
+        if microbatch is not None and batch_size != ranks * accumulate * microbatch:
+            raise ValueError(
+                f"batch_size is {batch_size}; with microbatch it is {ranks} ranks × accumulate {accumulate} × "
+                f"microbatch {microbatch} = {ranks * accumulate * microbatch}"
+            )
         self.model, self.reference = model, reference
         self.loss = policy_loss(self.rl, self.rollout) if loss is None else loss
         encoder = PromptEncoder(tokenizer, processor)
@@ -103,7 +112,9 @@ class Rollouts:
         engine = choose_engine(self.rollout, model, encoder, folder)
         self.sampler = Sampler(engine, _rewards(reward), encoder, tokens=self.rollout.tokens)
         self.loss.off_policy = self.rollout.ahead > 0 and self.sampler.in_background
-        self._prompts, self._accumulate = prompts, accumulate
+        self._prompts, self._accumulate, self._microbatch = prompts, accumulate, microbatch
+        self.deals_in_turn = microbatch is not None
+        """True if microbatch number n of a step, over all ranks, is that of rank n modulo ranks."""
         self._order = prompts.order(seed) if isinstance(prompts, Mixture) else Order(seed, [len(prompts)], [1])
         self._groups = batch_size * self.rl.updates // self.rl.samples
         self.sampling = Sampling(self.rollout.temperature, stop=tuple(self.rollout.stop), seed=seed)
@@ -143,8 +154,7 @@ class Rollouts:
             self._left = self.current.minibatches(self.rl.updates, self.rl.samples)
             self.measures |= self._measured(self.current)
         self.minibatch = self._left.pop(0)
-        rank, ranks = rank_and_ranks()
-        places = dealt([each.sample for each in self.minibatch], ranks, self._accumulate)[rank]
+        places = self._dealt(self.minibatch)[rank_and_ranks()[0]]
         self._batches = [self._batch(self.minibatch, each) for each in places]
 
     # One rollout
@@ -226,9 +236,8 @@ class Rollouts:
         in_reward = self.rl.kl > 0 and self.rl.kl_place == "reward"
         is_late = rollout.step > self.step and not self.sampler.in_background
         needs_old = self.rl.updates > 1 or is_late or in_reward
-        ranks = rank_and_ranks()[1]
         for minibatch in rollout.minibatches(self.rl.updates, self.rl.samples):
-            parts = dealt([each.sample for each in minibatch], ranks, self._accumulate)
+            parts = self._dealt(minibatch)
             if needs_old:
                 for each, logs in zip(minibatch, self._logs(self.model, minibatch, parts), strict=True):
                     each.old = logs
@@ -292,6 +301,11 @@ class Rollouts:
         """The device on which the model computes."""
         return device_of(sharded(self.model).mesh)
 
+    def _dealt(self, minibatch: list[Scored]) -> list[list[list[int]]]:
+        """Return the positions of a step's samples by [rank][microbatch]."""
+        ranks = rank_and_ranks()[1]
+        return dealt([each.sample for each in minibatch], ranks, self._accumulate, self._microbatch)
+
     def _batch(self, minibatch: list[Scored], places: list[int]) -> Batch:
         chosen = [minibatch[place] for place in places] or minibatch[:1]
         samples = [each.sample for each in chosen]
@@ -338,8 +352,7 @@ class Rollouts:
 
         ``kept``: of each microbatch of this rank, [rows, length].
         """
-        rank, ranks = rank_and_ranks()
-        places = dealt([each.sample for each in self.minibatch], ranks, self._accumulate)[rank]
+        places = self._dealt(self.minibatch)[rank_and_ranks()[0]]
         found: dict[int, Logs] = {}
         for own, values in zip(places, kept, strict=False):
             found |= dict(zip(own, of_samples(values, [self.minibatch[i].sample for i in own]), strict=False))

@@ -19,6 +19,7 @@ from trueshard.train.data.tokenizer import load_processor, set_chat_template
 from trueshard.train.models.build import reference
 from trueshard.train.rl.engine import import_continuous
 from trueshard.train.rl.policy import PolicyLoss, policy_loss
+from trueshard.train.rl.ranks import rank_and_ranks
 from trueshard.train.rl.reward import CHECKED, Rewards
 from trueshard.train.rl.rollouts import Rollouts
 from trueshard.train.showing.metrics import Tracking
@@ -57,7 +58,8 @@ def parts_of(config: Config, settings: Any, model: nn.Module, data: Prepared) ->
         batch_size=train.batch_size,
         rl=rl,
         rollout=rollout,
-        accumulate=train.accumulate,
+        accumulate=train.accumulation(rank_and_ranks()[1]),
+        microbatch=train.microbatch,
         seed=train.seed,
         reference=other,
         processor=processor,

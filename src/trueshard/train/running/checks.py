@@ -125,13 +125,17 @@ def check_settings(config: Config, ranks: int) -> Any:
         readers = config.shard.readers(ranks)
     except ValueError as error:
         raise UserError(str(error)) from None
-    if config.rl is None and train.batch_size % (portion := train.portion(readers)):
+    # Without train.microbatch, answers are dealt to microbatches of different sizes.
+    is_even = config.rl is None or train.microbatch is not None
+    if is_even and train.batch_size % (portion := train.portion(readers)):
         once = "" if readers == ranks else ", those that read the same samples counted once"
         key = "accumulate" if train.microbatch is None else "microbatch"
-        enough = -(-train.batch_size // portion) * portion
+        what = "sequences" if config.rl is None else "answers"
+        multiple = math.lcm(portion, 1 if config.rl is None else config.rl.samples)
+        enough = -(-train.batch_size // multiple) * multiple
         raise UserError(
-            f"train.batch_size: {train.batch_size} sequences do not divide over {readers} ranks × train.{key} = "
-            f"{portion // readers}{once}; use a multiple of {portion}, such as {enough}"
+            f"train.batch_size: {train.batch_size} {what} do not divide over {readers} ranks × train.{key} = "
+            f"{portion // readers}{once}; use a multiple of {multiple}, such as {enough}"
         )
     check_optimizer(config.optimizer)
     check_schedule(config.schedule)

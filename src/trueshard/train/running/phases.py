@@ -89,7 +89,7 @@ def policy_functions(
         if not made:
             assert config.rl is not None
             made.append(policy_loss(config.rl, config.rollout, config.train.whole_logits))
-        made[0].kept.clear()  # on the CPU, which is not the rank's memory
+        made[0].forget()  # on the CPU, which is not the rank's memory
         return made[0]
 
     def of_text(batch: Batch) -> Batch:
@@ -286,7 +286,7 @@ def phases(
         StepPhase(
             "score",
             stays + score,
-            passes * config.train.accumulate * updates * line.seconds,
+            passes * config.train.accumulation(forecast.ranks) * updates * line.seconds,
             {"pass": score} if passes else {},
             () if passes else ("nothing to compare with",),
         ),
