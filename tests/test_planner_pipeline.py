@@ -22,7 +22,7 @@ from trueshard.planner.forecasting import Cluster, peak_of
 from trueshard.planner.hardware import hardware
 from trueshard.planner.pipelining import Stage, stage_workload
 from trueshard.planner.schedules import Pipeline
-from trueshard.planner.simulation.simulate import simulate
+from trueshard.planner.simulation.simulate import Simulator, simulate
 from trueshard.planner.workload import Job
 from trueshard.runtime import engine
 
@@ -112,7 +112,8 @@ def test_a_microbatch_in_flight_adds_what_its_forward_leaves(last: bool) -> None
     whole = dataclasses.replace(job, workload=workload, plan=None, in_flight=0)
     with _torch.fake_tensors():
         plan = engine.resolve(workload.model(), job.choices, job.ranks)
-    stage = Stage.simulated(whole, plan, Pipeline(2), cluster, int(last), torch.float32)
+    workload = stage_workload(whole.workload, plan, Pipeline(2), last=last, dtype=torch.float32)
+    stage = Stage.simulated(whole, cluster, int(last), Simulator(workload))
     assert peak_of(two).bytes - peak_of(one).bytes == pytest.approx(stage.activations, rel=0.03)
     kept = {unit.name for unit in one.plan.units if unit.kind == "block"}
     assert len(kept) == 4

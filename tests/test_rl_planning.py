@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from parity import Ranks
 from planning import Setting, sizes, train
 from resting import all_but
 from trueshard.cli import main
-from trueshard.planner.workload import Workload
+from trueshard.planner.workload import Study, Workload
 from trueshard.runtime.gathering import GatheredCopy
 from trueshard.train.config import Config
 from trueshard.train.parse import load_config
@@ -190,3 +191,14 @@ def test_out_of_memory_smaller_microbatches_go_on(tmp_path: Path) -> None:
     found = remedy(tmp_path, "train.on_oom=tighten", *tight, used=40 << 20)
     assert found.settings == {"train.accumulate": 2}
     assert "going on with train.accumulate = 2" in found.message
+
+
+@pytest.mark.rest
+def test_blocks_are_extended_though_the_loss_adds_up_what_it_measures(tmp_path: Path) -> None:
+    shutil.copytree("examples/models/sort", tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 12}))
+    config = configured(f"model.path={tmp_path}")
+    found = forecast.study(config, check_settings(config, 2), 2, torch.device("cpu"), 2, in_place=True)
+    assert isinstance(found, Study)
+    assert not [each for each in found.assumptions if "could not be extended" in each]

@@ -780,6 +780,21 @@ def test_what_a_fake_operator_returns_depends_on_all_that_its_arguments_are() ->
         assert whole.sum(0, keepdim=True).shape == (1,)
 
 
+def test_a_fake_result_that_is_remembered_is_like_the_first() -> None:
+    functions = (torch.relu, torch.t, lambda each: each[1:], lambda each: each.split(2)[1], torch.Tensor.detach)
+    with _torch.fake_tensors():
+        torch.ones(1, device="cuda").exp().exp()  # of another device
+        x = torch.ones(5, 11, requires_grad=True)
+        for function in functions:
+            first, again = function(x), function(x)
+            assert vars(again) == vars(first)
+            for what in ("shape", "dtype", "device", "requires_grad", "is_leaf"):
+                assert getattr(again, what) == getattr(first, what)
+            assert (again.stride(), again.storage_offset()) == (first.stride(), first.storage_offset())
+            shares = [_torch.storage_identity(each) == _torch.storage_identity(x) for each in (first, again)]
+            assert shares == [function is not torch.relu] * 2
+
+
 def test_what_dtensor_makes_to_find_out_shapes_is_not_seen() -> None:
     class Seen(_torch.DispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

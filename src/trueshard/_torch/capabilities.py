@@ -83,13 +83,13 @@ def _missing(wanted: dict[str, str]) -> list[str]:
     for path, attributes in wanted.items():
         known: set[str] = set()
         with contextlib.suppress(ImportError, AttributeError):
-            known = _names(pkgutil.resolve_name(path))
+            known = _names(pkgutil.resolve_name(path), set(attributes.split()))
         found += [f"{path.rpartition('.')[2]}.{name}" for name in attributes.split() if name not in known]
     return found
 
 
-def _names(owner: Any) -> set[str]:
-    """Return the attributes of a class or module; of a class also those that its methods set on instances."""
+def _names(owner: Any, wanted: set[str]) -> set[str]:
+    """Return the attributes of a class or module; of a class also the ``wanted`` that its methods set on instances."""
     found = set(dir(owner))
     for cls in inspect.getmro(owner) if inspect.isclass(owner) else ():
         found |= set(vars(cls).get("__annotations__", ()))  # once dynamo ran, it has replaced methods of nn.Module
@@ -98,6 +98,7 @@ def _names(owner: Any) -> set[str]:
             stack = [code] if isinstance(code := getattr(function, "__code__", None), types.CodeType) else []
             while stack:
                 code = stack.pop()
-                found.update(each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")
+                if not wanted.isdisjoint(code.co_names):  # else it does not name any: reading instructions is slow
+                    found.update(each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")
                 stack += [each for each in code.co_consts if isinstance(each, types.CodeType)]
     return found

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    _DISPATCH_HANDLE_DIRECTLY,
+    _DISPATCH_META_HANDLERS,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
@@ -68,14 +74,49 @@ class SimulationMode(TorchDispatchMode):
 
 
 class _FakeTensorMode(SimulationMode, FakeTensorMode):
-    """``FakeTensorMode`` without what it does around each operator for ``torch.compile``: wrappers, counters.
+    """``FakeTensorMode`` without what it does around each operator for ``torch.compile``: wrappers, logs, counters.
 
-    It remembers results of operators by their arguments. To tell arguments apart takes it more than half of an
-    operator's time; of plain ones with whole numbers for sizes fewer questions tell as much.
+    It remembers results of operators by their arguments. To tell arguments apart, and to make the tensors of a result,
+    takes it most of an operator's time; of plain ones with whole numbers for sizes, less does the same.
     """
 
+    _attributes: Mapping[str, Any] = {}
+    """What every fake tensor has when it is made, besides mode and device."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.dispatch(func, types, args, kwargs or {})
+        if func in _ANSWERED or not self.cache_enabled:
+            return self.dispatch(func, types, args, kwargs or {})
+        return self._cached_dispatch_impl(func, types, args, kwargs or {})
+
+    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
+        known = entry.metadata
+        if known is None or entry.inplace_idx is not None or known.is_conj or known.is_neg or self._is_special(known):
+            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+        with torch._C._DisableTorchDispatch():
+            made = torch.empty_strided(
+                known.shape, known.stride, dtype=known.dtype, device="meta", requires_grad=known.requires_grad
+            )
+            if func.is_view:
+                memory = args[entry.view_idx].untyped_storage()
+                made.set_(memory, known.storage_offset, known.shape, known.stride)
+        return self._faked(made, known.device)
+
+    def _is_special(self, known: Any) -> bool:
+        return known.layout is not torch.strided or self.shape_env is not None or self.cache_crosscheck_enabled
+
+    def _faked(self, tensor: torch.Tensor, device: torch.device) -> FakeTensor:
+        """Return ``FakeTensor(self, tensor, device)`` of a meta tensor, with the attributes of the first one."""
+        if not self._attributes:
+            first = FakeTensor(self, tensor, device)
+            self._attributes = {key: value for key, value in vars(first).items() if key != "fake_mode"}
+            return first
+        made: Any = torch.Tensor._make_subclass(
+            FakeTensor, tensor, tensor.requires_grad, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+        vars(made).update(self._attributes, fake_mode=self)
+        made.fake_device = device
+        return cast(FakeTensor, made)
 
     def _prep_args_for_hash(self, result: list[Any], args: Any, *more: Any) -> None:
         before = len(result)
@@ -104,6 +145,8 @@ class _FakeTensorMode(SimulationMode, FakeTensorMode):
         return True
 
 
+_ANSWERED = {*_DISPATCH_META_HANDLERS, *_DISPATCH_HANDLE_DIRECTLY}
+"""Questions about a tensor, which are no operators."""
 _PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 

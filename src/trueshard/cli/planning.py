@@ -150,15 +150,15 @@ def plan(
 
     A training configuration has its own batch, optimizer and sharding: change them by --set.
     """
-    from rich.console import Console
-
-    with refused(), Console(stderr=True).status("Starting the planner"), _importing():
+    with refused(), _status("Starting the planner"), _importing():
         from trueshard.planner.planning import Request, check_writable, read_plan
         from trueshard.planner.report import compare
 
         if diff is None and model and not model.endswith(".toml"):
-            from trueshard.planner.simulation import rehearse as rehearsing
             from trueshard.planner.solve import solve, space_of
+
+            if rehearse:
+                from trueshard.planner.simulation import rehearse as rehearsing
     with refused():
         if diff is not None:
             plans = [read_plan(path) for path in diff]
@@ -222,7 +222,9 @@ def plan(
             exact=exact,
             plan=None if given is None else read_plan(given),
         )
-        with Console(stderr=True).status(f"Building {model} on fake tensors") as status:
+        if axes or sliders:
+            gc.unfreeze()  # several searches: what each leaves behind is collected
+        with _status(f"Building {model} on fake tensors") as status:
             if rehearse:
                 rehearsing.require_gpu()
             found = solve(request, status.update, workers=None)
@@ -241,7 +243,6 @@ def plan(
 def _calibrate(file: Path, base: str | None) -> None:
     """Measure this machine's device, and write the file; ``base``: the device of the catalogue that it resembles."""
     import torch
-    from rich.console import Console
 
     from trueshard.planner.calibrate import calibrate
     from trueshard.planner.hardware import hardware, hardware_here
@@ -252,19 +253,27 @@ def _calibrate(file: Path, base: str | None) -> None:
     check_writable(file)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     known = hardware_here(device) if base is None else hardware(base)
-    with Console(stderr=True).status("measuring") as status:
+    with _status("measuring") as status:
         found = calibrate(device, known, status.update)
     replace_text(file, found.toml())
     print(found)
 
 
+def _status(line: str) -> Any:
+    """Show a line on stderr, if that is a terminal, while a context is open; drawn seldom: it takes processor time."""
+    from rich.console import Console
+
+    return Console(stderr=True).status(line, refresh_per_second=4)
+
+
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-    """Collect no garbage while modules are imported, which takes a tenth less time so: they leave hardly any."""
+    """Collect no garbage while modules are imported, and none of them later: they leave hardly any, and are many."""
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         gc.enable()
 
 
@@ -276,15 +285,13 @@ _OF_TRAINING = ("model", "hardware", "ranks", "ranks_per_node", "overrides", "ou
 
 def _show_advice(context: typer.Context, framework: str, path: Path, model: str) -> None:
     """Print forecasts of another framework's configuration, as it is and at best; write the best plan's files."""
-    from rich.console import Console
-
     from trueshard.convert.planning import advise
     from trueshard.planner.report import page
 
     params = context.params
     _refuse_others(context, (*_OF_OTHERS, "model", "of", "framework", "out", "html", "as_json"), f"--for {framework}")
     given = {key: params[key] for key in _OF_OTHERS if _is_given(context, key)}
-    with Console(stderr=True).status(f"Building {path} on fake tensors") as status:
+    with _status(f"Building {path} on fake tensors") as status:
         advice = advise(path, framework, model, progress=status.update, **{"ranks": None, **given})
     if params["out"] is not None:
         replace_text(params["out"], advice.best.plan.to_json() + "\n")

@@ -19,11 +19,12 @@ beside it, the memory that its forward leaves. What is modelled, not run:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -48,7 +49,7 @@ from trueshard.planner.forecasting import (
 from trueshard.planner.inputs.batches import TARGETS, output_of, quietly
 from trueshard.planner.schedules import Pipeline
 from trueshard.planner.search.evaluator import Simulations
-from trueshard.planner.simulation.simulate import Simulation
+from trueshard.planner.simulation.simulate import Simulation, Simulator
 from trueshard.planner.timeline import BASE_LATENCY, Timeline
 from trueshard.planner.trace import Communication, Phase, Trace
 from trueshard.planner.workload import Job, Study, Workload
@@ -149,15 +150,49 @@ def _sent_on(model: nn.Module, batch: Any) -> torch.Tensor:
 # The study of a pipeline
 
 
+@dataclass(frozen=True)
+class Ends:
+    """The first and the last stage of a model, and processes that simulate them, for several studies."""
+
+    plan: Plan
+    """Of the whole model."""
+    width: int
+    """Elements of an activation for each token."""
+    dtype: torch.dtype
+    """Of activations."""
+    stages: tuple[Simulations, Simulations]
+
+
+@contextlib.contextmanager
+def ends_of(job: Job, pipe: Pipeline, workers: int | None = 0) -> Iterator[Ends]:
+    """Cut a whole model's job into stages; ``workers``: as of ``search.choose``.
+
+    Raises ValueError if the model cannot be cut.
+    """
+    if job.choices.units != "auto":
+        raise ValueError("units: a stage of a pipeline has the units that shard() chooses; leave out units")
+    with quietly(), _torch.fake_tensors():
+        model = job.workload.model()
+        plan = engine.resolve(model, job.plan or job.choices, job.ranks)
+        pipe.check(job.accumulation, blocks_of(model, plan))
+        width = int(cast(Any, names.unwrap(model)).get_input_embeddings().weight.shape[1])
+    dtype = getattr(torch, compute_dtype(plan))
+    with contextlib.ExitStack() as running:
+        first, last = (
+            Simulations(stage_workload(job.workload, plan, pipe, last=last, dtype=dtype), workers)
+            for last in (False, True)
+        )
+        with quietly():
+            first.prepare()
+            last.prepare()
+        for each in (first, last):
+            running.enter_context(each.workers)
+        yield Ends(plan, width, dtype, (first, last))
+
+
 @quietly()
 def study(
-    job: Job,
-    cluster: Cluster,
-    pipe: Pipeline,
-    budget: int | None = None,
-    *,
-    workers: int | None = 0,
-    must_fit: bool = False,
+    job: Job, cluster: Cluster, pipe: Pipeline, ends: Ends, budget: int | None = None, *, must_fit: bool = False
 ) -> Study | None:
     """Return what a pipeline costs: memory of the stage that takes most, and the time of a step of all.
 
@@ -165,28 +200,20 @@ def study(
         job: of the whole model, on the ranks of one stage, with the microbatches of a step as ``accumulation``.
         cluster: of all stages.
         pipe: stages and schedule.
+        ends: of a job that differs in the choices for units alone.
         budget: as of ``forecasting.study``.
-        workers: as of ``search.choose``.
         must_fit: return None, perhaps after the first stage alone, if it does not fit.
 
     Raises:
-        ValueError: the model cannot be cut into stages, or as ``forecasting.study``.
+        ValueError: as ``forecasting.study``.
     """
     budget = budget_on(cluster, budget)
-    if job.choices.units != "auto":
-        raise ValueError("units: a stage of a pipeline has the units that shard() chooses; leave out units")
-    with _torch.fake_tensors():
-        model = job.workload.model()
-        plan = engine.resolve(model, job.plan or job.choices, job.ranks)
-        pipe.check(job.accumulation, blocks_of(model, plan))
-        width = int(cast(Any, names.unwrap(model)).get_input_embeddings().weight.shape[1])
-    dtype = getattr(torch, compute_dtype(plan))
     job = dataclasses.replace(job, on_cpu=not cluster.hardware.streams)
     length = job.workload.sequence // cluster.context
-    transfer = job.microbatch * length * width * dtype.itemsize
+    transfer = job.microbatch * length * ends.width * ends.dtype.itemsize
     every: list[Stage] = []
-    for number in (0, pipe.stages - 1):
-        every.append(Stage.simulated(job, plan, pipe, cluster, number, dtype, workers))
+    for number, simulations in zip((0, pipe.stages - 1), ends.stages, strict=True):
+        every.append(Stage.simulated(job, cluster, number, simulations.simulator))
         forecasts = [each.forecast(pipe, cluster, budget, transfer, every) for each in every]
         if must_fit and not all(each.fits for each in forecasts):
             return None
@@ -222,19 +249,12 @@ class Stage:
     """Those that belong to blocks: not embeddings, logits and losses."""
 
     @classmethod
-    def simulated(
-        cls, whole: Job, plan: Plan, pipe: Pipeline, cluster: Cluster, number: int, dtype: Any, workers: int | None = 0
-    ) -> Stage:
+    def simulated(cls, whole: Job, cluster: Cluster, number: int, simulator: Simulator) -> Stage:
         """Simulate the first stage (``number`` 0) or the last of the job of a whole model."""
         own = dataclasses.replace(whole.choices.plan() if whole.plan is None else whole.plan, pipeline=True)
         own = dataclasses.replace(own, units=(), replicated=(), resolved_for="")
-        workload = stage_workload(whole.workload, plan, pipe, last=number > 0, dtype=dtype)
-        job = dataclasses.replace(whole, workload=workload, plan=own, in_flight=1)
-        simulations = Simulations(workload, workers)
-        simulations.prepare()
-        with simulations.workers:
-            short = dataclasses.replace(job, accumulation=MICROBATCHES)
-            made, line = simulated(short, cluster, simulations.simulator)
+        job = dataclasses.replace(whole, workload=simulator.workload, plan=own, in_flight=1)
+        made, line = simulated(dataclasses.replace(job, accumulation=MICROBATCHES), cluster, simulator)
         begin, turn = span(made.steady, "forward", 2)
         end = span(made.steady, "backward", 2)[1]
         one = sums_of(Trace(made.steady.events[begin:end]), part(made.steady, line, begin, end))

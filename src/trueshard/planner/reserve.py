@@ -136,9 +136,9 @@ _ADDRESSES = 1 << 50
 """Distance between expandable segments."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, by which making one would take three times as long
 class Block:
-    """A part of a segment, in use or free."""
+    """A part of a segment, in use or free; it is not changed."""
 
     pool: Pool
     segment: int

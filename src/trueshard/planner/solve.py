@@ -206,20 +206,18 @@ def _of_pipeline(space: Space, plan: Plan | None, workers: int | None) -> Study:
     (batch,) = batches(space)
     setting = Setting(space.replicate or 1, *batch, "cpu" if space.choices.offload == "cpu" else "none")
     free = plan is None and is_free(space.choices.activation_checkpointing)
+    cluster = space.cluster(setting.replicate)
+    jobs = []
     for word in RECOMPUTE if free else RECOMPUTE[:1]:
         settled = space.given(reshard_after_forward="default", activation_checkpointing=word)
         chosen = dataclasses.replace(space, choices=settled.replace(offload=setting.offload))
-        cluster = space.cluster(setting.replicate)
-        found = pipelining.study(
-            chosen.job(plan, setting),
-            cluster,
-            space.pipe,
-            space.budget,
-            workers=workers,
-            must_fit=free and word != RECOMPUTE[-1],
-        )
-        if found is not None and (found.forecast.fits or not free):
-            return found
+        jobs.append(chosen.job(plan, setting))
+    with pipelining.ends_of(jobs[0], space.pipe, workers) as ends:
+        for job in jobs:
+            must_fit = free and job is not jobs[-1]
+            found = pipelining.study(job, cluster, space.pipe, ends, space.budget, must_fit=must_fit)
+            if found is not None and (found.forecast.fits or not free):
+                return found
     assert found is not None
     forecast = found.forecast
     raise NothingFits(

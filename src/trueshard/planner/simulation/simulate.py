@@ -26,7 +26,6 @@ from trueshard.choices import Choices
 from trueshard.model import names
 from trueshard.optim.norms import clip_grad_norm_
 from trueshard.planner import ledger
-from trueshard.planner.simulation.compiling import compiled
 from trueshard.planner.simulation.extension import KEPT, NotPeriodicError, extend
 from trueshard.planner.simulation.offloading import offloaded
 from trueshard.planner.simulation.recorder import Recorder, track_units
@@ -290,7 +289,7 @@ class Simulator:
         eagerly = torch.compiler.set_stance("force_eager")
         with warnings.catch_warnings(record=True) as caught, simulated_mesh(short.job, "cpu") as mesh, eagerly:
             warnings.simplefilter("always")
-            with self._mode, _torch.one_chunk(), _torch.unseen_propagation():
+            with self._mode, _torch.unseen_propagation():
                 if whole is None:
                     yield mesh, self.workload.model(), short.plan, told
                 else:
@@ -307,7 +306,7 @@ def _told(caught: list[warnings.WarningMessage]) -> set[str]:
 def simulated_mesh(job: Job, device_type: str) -> Iterator[DeviceMesh]:
     """Simulate the job's world as its rank, and yield its mesh."""
     sizes = job.axes
-    with _torch.simulated_world(job.rank, math.prod(sizes.values())):
+    with _torch.simulated_world(job.rank, math.prod(sizes.values())), _torch.one_chunk():
         yield distributed.simulated_mesh(device_type, sizes, (job.plan or job.choices).experts)
 
 
@@ -405,6 +404,8 @@ def _as_planned(trace: Trace, job: Job, plan: Plan, members: Mapping[str, Sequen
     if plan.offload == "cpu" and not job.on_cpu:
         trace = offloaded(trace, {name for names in members.values() for name in names})
     if plan.compile:
+        from trueshard.planner.simulation.compiling import compiled  # with networkx, a tenth of a second
+
         trace = compiled(trace, plan)
     for event in trace.events:
         if isinstance(event, Kernel):
@@ -469,13 +470,15 @@ def fake_tensors_look_real() -> Iterator[None]:
     """Let transformers take fake tensors for real ones, and let numpy and strings have their values.
 
     transformers materialises attention masks while it is traced; in training it reads their values, and leaves them out
-    where attention is causal and nothing is padded.
+    where attention is causal and nothing is padded. Labels for a profiler, several at each unit, are left out.
     """
     imported = sys.modules.get("transformers.utils.import_utils")
     patches: list[tuple[Any, str, Any]] = [
         (torch.Tensor, "numpy", values_as_array),
         (torch.Tensor, "__format__", value_as_text),
         (torch, "tensor", tensor_of_values),
+        (torch.profiler.record_function, "__enter__", lambda label: label),
+        (torch.profiler.record_function, "__exit__", lambda label, *error: None),
     ]
     if hasattr(imported, "is_fake_tensor"):
         patches.append((imported, "is_fake_tensor", lambda tensor: False))

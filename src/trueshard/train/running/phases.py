@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -83,14 +84,14 @@ def policy_functions(
     config: Config,
 ) -> tuple[Callable[[nn.Module, Batch], torch.Tensor], Callable[[nn.Module, Batch], Any]]:
     """Return the loss of a microbatch, a mean, and its score, for `Workload`. They can be pickled."""
-    made: list[PolicyLoss] = []  # one for all calls: it finds out how the model's head is reached
+    made: list[tuple[Any, PolicyLoss]] = []  # of the last model: it finds out how its head is reached, and adds up
 
-    def policy() -> PolicyLoss:
-        if not made:
+    def policy(model: nn.Module) -> PolicyLoss:
+        if not made or made[0][0]() is not model:
             assert config.rl is not None
-            made.append(policy_loss(config.rl, config.rollout, config.train.whole_logits))
-        made[0].forget()  # on the CPU, which is not the rank's memory
-        return made[0]
+            made[:] = [(weakref.ref(model), policy_loss(config.rl, config.rollout, config.train.whole_logits))]
+        made[0][1].forget()  # on the CPU, which is not the rank's memory
+        return made[0][1]
 
     def of_text(batch: Batch) -> Batch:
         """Complete a batch with images, which the planner makes from the model."""
@@ -101,10 +102,10 @@ def policy_functions(
         return {**policy_batch(config, rows, length), **plain}
 
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        return policy()(model, of_text(batch)) / batch["input_ids"].numel()
+        return policy(model)(model, of_text(batch)) / batch["input_ids"].numel()
 
     def score(model: nn.Module, batch: Batch) -> Any:
-        return policy().logprobs(model, of_text(batch))
+        return policy(model).logprobs(model, of_text(batch))
 
     return loss, score
 
