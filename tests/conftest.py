@@ -15,7 +15,7 @@ import pytest
 import forks
 from chromium import Page
 from parity import Pool, Ranks
-from trueshard import launching
+from trueshard.planner import process
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,7 +38,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    launching.Popen = forks.Popen  # type: ignore[misc]
+    forks.adopt(process)
     # What the processor can is not tried out by compiling: on a busy machine the trial ends too late, and kernels that
     # another process had compiled with vectors are refused.
     os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"

@@ -124,10 +124,11 @@ def train(
     steps: int,
     options: dict[str, Any],
     shape: tuple[int, int] | None = None,
+    microbatches: int = MICROBATCHES,
 ) -> dict[str, Any]:
     """Digests of gradients after each backward, and of parameters and state at the end.
 
-    ``options``: of ``shard()``; ``shape``: of a mesh (replicate, shard).
+    ``options``: of ``shard()``; ``shape``: of a mesh (replicate, shard). ``microbatches``: of a step of all ranks.
     """
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -135,7 +136,7 @@ def train(
     mesh = shape and init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     trueshard.shard(model, made, mesh=mesh, **{"exact": True, **options})
     model.train()
-    own = range(rank * MICROBATCHES // world_size, (rank + 1) * MICROBATCHES // world_size)
+    own = range(rank * microbatches // world_size, (rank + 1) * microbatches // world_size)
     report: dict[str, Any] = {}
     for step in range(steps):
         counts = sum(ROWS * (LENGTH - 1) - number % 3 for number in own)

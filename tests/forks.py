@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,11 @@ class Popen(subprocess.Popen):
         # A server that is gone has killed its children.
         _, self.returncode = HEAD.unpack(answer) if answer else (b"e", -9)
         self._line.close()
+
+
+def adopt(module: Any) -> None:
+    """Let the programs that a module of the library starts with `subprocess.Popen` be forks, too."""
+    module.subprocess = types.SimpleNamespace(**vars(subprocess) | {"Popen": Popen})
 
 
 def run(

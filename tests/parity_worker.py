@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d
 import forks
 from forks_child import clear_caches
 from gathering import dumps, whole
-from trueshard import launching
+from trueshard.planner import process
 
 GROUP_LIMIT = 60.0
 """seconds within which the ranks of a job must have met, however busy the machine: the job's own limit starts then"""
@@ -138,7 +138,7 @@ def serve(descriptor: int, stack_file: str) -> None:
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(1)
-    launching.Popen = forks.Popen  # type: ignore[misc]  # a process with a process group cannot be forked itself
+    forks.adopt(process)  # a process with a process group cannot be forked itself
     environment, folder = dict(os.environ), os.getcwd()
     messages: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=_listen, args=(connection, messages.put), daemon=True).start()

@@ -159,7 +159,7 @@ def peak(rank: int, world_size: int, length: int) -> int:
 
 @pytest.mark.rest
 def test_four_ranks_have_a_quarter_of_a_long_sequence_each(alone: Ranks, ranks4: Ranks) -> None:
-    length = 1 << 15
+    length = 1 << 14
     (one,) = alone.run(peak, length, timeout=300.0)
     found = ranks4.run(peak, length, timeout=300.0)
     assert 0.25 * one < max(found) < 0.28 * one

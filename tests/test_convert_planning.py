@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -60,11 +61,20 @@ THEIRS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def tiny(tmp_path: Path) -> str:
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").write_text(json.dumps(TINY))
-    return str(tmp_path / "tiny")
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def advised(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """The advice for a framework's file of `THEIRS`, searched for once."""
+    return functools.cache(
+        lambda source: advise(written(tmp_path_factory.mktemp(source), source, THEIRS[source]), source, tiny, ranks=8)
+    )
 
 
 def written(folder: Path, source: str, tree: dict[str, Any]) -> Path:
@@ -91,9 +101,11 @@ def put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("source", FRAMEWORKS)
-def test_a_file_that_is_changed_as_told_is_the_best_plan(source: str, tiny: str, tmp_path: Path) -> None:
+def test_a_file_that_is_changed_as_told_is_the_best_plan(
+    source: str, tiny: str, advised: Callable[[str], Any], tmp_path: Path
+) -> None:
     tree = copy.deepcopy(THEIRS[source])
-    advice = advise(written(tmp_path, source, tree), source, tiny, ranks=8)
+    advice = advised(source)
     assert advice.theirs.plan.reshard_after_forward == "always"
     before, after = (each.forecast.tokens_per_second_per_rank for each in (advice.theirs, advice.best))
     assert before < after
@@ -119,8 +131,8 @@ def test_whole_copies_are_sharded_where_they_do_not_fit(tiny: str, tmp_path: Pat
 
 
 @pytest.mark.rest
-def test_it_is_forecast_as_it_is(tiny: str, tmp_path: Path) -> None:
-    advice = advise(written(tmp_path, "torchtitan", THEIRS["torchtitan"]), "torchtitan", tiny, ranks=8)
+def test_it_is_forecast_as_it_is(tiny: str, advised: Callable[[str], Any]) -> None:
+    advice = advised("torchtitan")
     request = Request(
         model=tiny,
         ranks=8,

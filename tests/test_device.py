@@ -277,6 +277,7 @@ def test_ranks_that_share_matrices_or_sequences(pool: Pool) -> None:
     Ranks(2, pool).run(shares)
 
 
+@pytest.mark.rest
 def test_a_run_trains_stops_and_goes_on(tmp_path: Path) -> None:
     folder = project(tmp_path / "project")
     run(folder, "--set", "train.steps=6", "--set", "train.checkpoint_every=3", "--set", "shard.mixed_precision=bf16")

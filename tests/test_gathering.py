@@ -61,15 +61,16 @@ def outputs(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
     return _torch.tensors_in(model(batch["x"]) if "x" in batch else model(**batch))
 
 
-def compare(rank: int, world_size: int, name: str, words: dict[str, Any], steps: int = 2) -> None:
-    """Train with a copy beside the model, and without one; the copy computes the same bits, and changes none."""
+def compare(rank: int, world_size: int, name: str, words: dict[str, Any], steps: int = 2, without: bool = True) -> None:
+    """Train with a copy beside the model, which computes the same bits; and `without` one, of which it changes none."""
     model, optimizer = sharded(name, words)
-    alike, other = sharded(name, words)
+    alike, other = sharded(name, words) if without else (None, None)
     batch = CASES.get(name, CASES["llama"]).batch(4, 7)
     held: GatheredCopy | None = None
     for seed in range(steps):
         step(name, model, optimizer, seed, rank, world_size)
-        step(name, alike, other, seed, rank, world_size)
+        if alike is not None and other is not None:
+            step(name, alike, other, seed, rank, world_size)
         if held is None:
             held = GatheredCopy(model)
         else:
@@ -95,13 +96,16 @@ def compare(rank: int, world_size: int, name: str, words: dict[str, Any], steps:
     assert [*dict(held.module.state_dict())] == [*dict(model.state_dict())]
     held.close()
     assert not sum(each.numel() for each in held.module.parameters())
-    for mine, theirs in zip(model.parameters(), alike.parameters(), strict=True):
-        assert torch.equal(mine.to_local(), theirs.to_local()), name  # type: ignore[attr-defined]
+    if alike is not None:
+        for mine, theirs in zip(model.parameters(), alike.parameters(), strict=True):
+            assert torch.equal(mine.to_local(), theirs.to_local()), name  # type: ignore[attr-defined]
 
 
-def compare_all(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]], steps: int = 2) -> None:
+def compare_all(
+    rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]], steps: int = 2, without: bool = True
+) -> None:
     for name, words in cases:
-        compare(rank, world_size, name, words, steps)
+        compare(rank, world_size, name, words, steps, without)
 
 
 BF16 = {"mixed_precision": "bf16"}
@@ -118,7 +122,9 @@ def test_a_copy_computes_the_same_bits_and_changes_none(ranks2: Ranks) -> None:
 def test_every_model_is_copied(kind: str, ranks3: Ranks) -> None:
     names = [name for name, case in CASES.items() if case.kind == kind and name not in UNEQUAL]
     # Each in one of both: what is cast does not follow from the architecture.
-    ranks3.run(compare_all, [(name, ({}, BF16)[number % 2]) for number, name in enumerate(names)], timeout=300)
+    ranks3.run(
+        compare_all, [(name, ({}, BF16)[number % 2]) for number, name in enumerate(names)], 2, False, timeout=300
+    )
 
 
 UNEQUAL = {"mamba", "falcon_mamba", "jamba", "buffers", "recurrent_gemma"}
@@ -143,7 +149,9 @@ buffers in float32, which mixed precision refuses; its state cannot be copied.""
 )
 def test_every_way_to_shard_is_undone_in_the_copy(words: dict[str, Any], ranks4: Ranks) -> None:
     names = ["tied_language_model"] if {"compile", "wrapped"} & words.keys() else ["tied_blocks", "lora", "quantised"]
-    ranks4.run(compare_all, [(name, each) for name in names for each in (words, words | BF16)], timeout=250)
+    # Every model meets both dtypes, and every way does.
+    dtypes = [{}, BF16] if len(words) % 2 else [BF16, {}]
+    ranks4.run(compare_all, [(name, words | dtypes[number % 2]) for number, name in enumerate(names)], timeout=250)
 
 
 def followed(rank: int, world_size: int) -> None:

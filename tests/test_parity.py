@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import forks
+import parity
 from parity import Pool, RankFailure, Ranks, assert_same
 
 
@@ -26,6 +27,12 @@ def own() -> Any:
     workers = Pool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every failure here waits for ranks that will not answer any more."""
+    monkeypatch.setattr(parity, "GRACE", 1.5)
 
 
 def total(rank: int, world_size: int, start: float) -> dict[str, Any]:
@@ -120,7 +127,7 @@ def test_each_run_starts_from_a_clean_state(own: Pool) -> None:
         (rank_one_raises, "ValueError: no luck on rank 1", 6.0),
         (rank_one_leaves, "rank 1 died with exit code 1", 6.0),
         (rank_one_is_killed, "rank 1 died with signal SIGKILL", 6.0),
-        (rank_one_hangs, "rank 1 did not end", 3.0),
+        (rank_one_hangs, "rank 1 did not end", 2.0),
     ],
 )
 def test_a_failure_shows_every_rank_and_the_pool_goes_on(own: Pool, function: Any, says: str, limit: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import sys
 import warnings
@@ -86,8 +87,15 @@ class Odd(Stack):
         super().__init__(width=7)
 
 
-@pytest.mark.parametrize("build", all_but([Scalar, Odd], [Stack, Scalar, Odd]))
-@pytest.mark.parametrize("words", [{"mesh": (2, 2)}, {"reshard_after_forward": 2}, {"mesh": (4, 1)}])
+MESHES: list[dict[str, Any]] = [{"mesh": (2, 2)}, {"reshard_after_forward": 2}, {"mesh": (4, 1)}]
+
+
+@pytest.mark.parametrize(
+    ("words", "build"),
+    all_but(
+        [*zip(MESHES, [Odd, Scalar, Odd], strict=True)], itertools.product(MESHES, [Stack, Scalar, Odd]), unpack=True
+    ),
+)
 def test_meshes_and_node_sizes_train_alike(
     words: dict[str, Any], build: Callable[[], nn.Module], alone: Ranks, ranks4: Ranks
 ) -> None:

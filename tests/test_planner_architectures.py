@@ -104,6 +104,8 @@ def test_words_compute_in_bfloat16_and_modules_as_by_shard() -> None:
 
 NEW = ("qwen2_vl",)
 """In the default tests: positions follow from values of tensors."""
+LOOPS = ("falcon_mamba", "jamba", "mamba", "recurrent_gemma")
+"""Their layers loop over positions."""
 ARCHITECTURES = [name for name, case in CASES.items() if case.kind not in ("handmade", "peft")]
 
 
@@ -127,7 +129,7 @@ def configuration_of(name: str, folder: Path) -> tuple[Path, int]:
 @pytest.mark.parametrize("name", rest_but(NEW, ARCHITECTURES))
 def test_any_architecture_is_planned_from_its_configuration(name: str, tmp_path: Path) -> None:
     folder, parameters = configuration_of(name, tmp_path)
-    study = planned(folder)
+    study = planned(folder, **({"sequence": 16} if name in LOOPS else {}))
     held = [*study.plan.units, *study.plan.replicated]
     assert sum(each.parameters for each in held) == parameters
     assert study.forecast.peak_live_bytes > 4 * parameters / 2  # half of what is stored in float32

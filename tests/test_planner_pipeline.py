@@ -101,7 +101,8 @@ def jobs(last: bool) -> Job:
     return dataclasses.replace(job, workload=cut, plan=own, accumulation=3, in_flight=1)
 
 
-@pytest.mark.parametrize("last", [False, pytest.param(True, marks=pytest.mark.rest)])
+@pytest.mark.rest
+@pytest.mark.parametrize("last", [False, True])
 def test_a_microbatch_in_flight_adds_what_its_forward_leaves(last: bool) -> None:
     """Held against the real order of a schedule, in which two microbatches run forward before the first backward."""
     job = jobs(last)

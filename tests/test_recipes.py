@@ -114,6 +114,7 @@ def test_words_of_the_configuration_train(
         assert losses(found) == pytest.approx(losses(alone), rel=1e-5)
 
 
+@pytest.mark.rest
 def test_what_latest_stands_for_stays_the_same_in_a_run(ranks2: Ranks, tmp_path: Path) -> None:
     """Else preference tuning would go on with another reference when the model it began with is trained on."""
     from trueshard.train.parse import load_config

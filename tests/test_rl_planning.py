@@ -92,12 +92,13 @@ class Update(Setting):
         )
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "setting",
     [
         Update("grpo", microbatch=4),
-        pytest.param(Update("grpo", words={"mixed_precision": "bf16"}, accumulation=2), marks=pytest.mark.rest),
-        pytest.param(Update("grpo", overrides=("rl.kl=0.1", "rl.updates=2")), marks=pytest.mark.rest),
+        Update("grpo", words={"mixed_precision": "bf16"}, accumulation=2),
+        Update("grpo", overrides=("rl.kl=0.1", "rl.updates=2")),
     ],
 )
 def test_peak_of_the_update_is_that_of_a_real_one(setting: Update, ranks2: Ranks) -> None:

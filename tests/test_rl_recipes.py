@@ -136,6 +136,7 @@ def changed(found: Mapping[str, Any]) -> set[str]:
     return {name for name, value in found["begin"].items() if not torch.equal(value, found["end"][name])}
 
 
+@pytest.mark.rest
 def test_a_frozen_tower_stays_and_costs_nothing(ranks2: Ranks, tmp_path: Path) -> None:
     words = (*VISION, "train.steps=2", "rl.skip_equal=false")
     found = ranks2.run(inside, "grpo_vision", str(tmp_path), words)[0]

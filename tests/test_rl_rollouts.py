@@ -10,6 +10,7 @@ import torch
 
 import trueshard
 from parity import Ranks, assert_same
+from resting import all_but
 from test_train_losses import adapted
 
 DIGITS = 5
@@ -150,7 +151,7 @@ def test_the_mismatch_of_the_embedded_engine_is_rounding(whole: dict[str, Any], 
     assert found["measures"][0]["mismatch_max"] < 0.1
 
 
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("updates", all_but([2], [1, 2]))
 def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(updates: int, alone: Ranks, ranks2: Ranks) -> None:
     """Also in the middle of the steps of one rollout, and at another number of ranks."""
     (wanted,) = alone.run(run, {"updates": updates, "lr": 0.0})
@@ -160,6 +161,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(updates: int, alone: Ra
         assert first["samples"] | found["samples"] == wanted["samples"]
 
 
+@pytest.mark.rest
 def test_at_a_learning_rate_of_zero_the_ratio_is_one_and_there_is_no_divergence(ranks2: Ranks) -> None:
     settings = {"kl": 0.1, "skip_equal": False}
     for kind in ("lora", "tied"):

@@ -76,12 +76,9 @@ def staged(found: Simulation) -> int:
     return sum(each.bytes for each in found.steady.resident if each.kind in ("parameters", "optimizer"))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
-    "setting",
-    [
-        Evaluated("llama large head"),
-        pytest.param(Evaluated("gpt2", words={"mixed_precision": "bf16"}), marks=pytest.mark.rest),
-    ],
+    "setting", [Evaluated("llama large head"), Evaluated("gpt2", words={"mixed_precision": "bf16"})]
 )
 def test_evaluation_and_saving_take_the_bytes_that_were_planned(
     setting: Evaluated, ranks2: Ranks, tmp_path: Path

@@ -37,6 +37,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.rest
 def test_killed_rank_starts_the_group_again_and_the_curve_is_the_same(undisturbed: Path, tmp_path: Path) -> None:
     folder = project(tmp_path / "killed")
     temporary = tmp_path / "tmp"

@@ -136,6 +136,7 @@ def measured(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     return records[0] | {"kept": kept.numel(), "own": psutil.Process().memory_info().rss}
 
 
+@pytest.mark.rest
 def test_memory_and_waiting_are_those_of_the_rank_that_has_most(ranks2: Ranks, tmp_path: Path) -> None:
     first, second = ranks2.run(measured, tmp_path)
     assert first["memory_allocated"] == second["memory_allocated"] > first["own"] + (1 << 29)

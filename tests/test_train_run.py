@@ -240,6 +240,7 @@ def test_torchrun_starts_workers(finished: tuple[Path, str], halfway: Path) -> N
     assert losses(halfway) == losses(finished[0])
 
 
+@pytest.mark.rest
 def test_srun_starts_workers(finished: tuple[Path, str], tmp_path: Path) -> None:
     folder = make_project(tmp_path / "srun")
     with socket.socket() as free:

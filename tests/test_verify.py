@@ -18,7 +18,6 @@ from torch import nn
 
 import chromium
 import forks
-import trueshard
 from messages import lacking, naming
 from trueshard.planner.inputs.factories import Factory, from_callable, from_file
 from trueshard.verification.compare import FACTOR, Comparison, Tolerances, differences, distance, structure_of
@@ -283,10 +282,15 @@ def test_ctrl_c_ends_every_process_in_a_line_and_leaves_no_folder(bugs: str, tmp
 
 
 @pytest.mark.rest
-def test_a_recipe_holds_on_three_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(EXAMPLES.parent)
-    report = trueshard.verify("examples/frozen_vision.toml", nproc=3, steps=2, overrides=[f"run.dir={tmp_path}/run"])
-    assert report.held, report
+def test_a_recipe_holds_on_three_ranks(tmp_path: Path) -> None:
+    # In a program of its own, whose processes are forks.
+    code = """import sys, trueshard
+report = trueshard.verify("examples/frozen_vision.toml", nproc=3, steps=2, overrides=[f"run.dir={sys.argv[1]}/run"])
+assert report.held, report
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    found = forks.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stderr
     assert not (tmp_path / "run").exists()
 
 
