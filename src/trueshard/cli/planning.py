@@ -318,6 +318,11 @@ def _plan_of_training(context: typer.Context, path: Path, overrides: list[str]) 
     from trueshard.train.running.forecast import plan as planned
 
     given = context.params
+    if given["sliders"]:
+        raise UserError(
+            "--sliders plans a model alone at other ranks, lengths and microbatches; of a training configuration, plan "
+            "each with --ranks and --set"
+        )
     try:
         _refuse_others(context, _OF_TRAINING, "a training configuration")
     except UserError as error:
