@@ -14,18 +14,19 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from benchmarks.published_rows import PENDING, ROWS, SOURCES, Model, Row, Setting
+from benchmarks.published_pending import PENDING
+from benchmarks.published_rows import ROWS, SOURCES, Model, Row, Setting
 from benchmarks.table import Table, Tell
 from trueshard.choices import Choices
-from trueshard.planner import ledger
-from trueshard.planner.forecasting import MICROBATCHES, in_precision
+from trueshard.planner import ledger, pipelining
+from trueshard.planner.forecasting import MICROBATCHES, Cluster, in_precision
 from trueshard.planner.hardware import Hardware, hardware
 from trueshard.planner.inputs.workloads import workload_of
 from trueshard.planner.reserve import replay
@@ -33,9 +34,19 @@ from trueshard.planner.simulation.simulate import Simulation, simulate
 from trueshard.planner.timeline import Timeline, schedule
 from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Trace
 from trueshard.planner.workload import Job, Workload
+from trueshard.plans import Forecast
 from trueshard.train.models.quantized import quantise_layers
 
-BLOCKS = {"llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer", "qwen3": "Qwen3DecoderLayer"}
+BLOCKS = {
+    "llama": "LlamaDecoderLayer",
+    "qwen2": "Qwen2DecoderLayer",
+    "qwen3": "Qwen3DecoderLayer",
+    "qwen3_moe": "Qwen3MoeDecoderLayer",
+}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128},
+}
+"""Fields of mixtures' public configurations."""
 
 
 # Models and losses
@@ -60,22 +71,48 @@ class _CompiledLoss(torch.autograd.Function):
         return logits, None
 
 
-def _compiled_loss(model: nn.Module, batch: torch.Tensor, chunks: int = 1) -> torch.Tensor:
-    out = model(batch)
-    logits = out if isinstance(out, torch.Tensor) else out.logits
+def _logits(model: nn.Module, batch: Any) -> torch.Tensor:
+    out = model(**batch) if isinstance(batch, dict) else model(batch)
+    return out if isinstance(out, torch.Tensor) else cast(torch.Tensor, out.logits)
+
+
+def _compiled_loss(model: nn.Module, batch: Any, chunks: int = 1) -> torch.Tensor:
+    logits = _logits(model, batch)
     loss: torch.Tensor = _CompiledLoss.apply(logits, chunks)
     return loss
 
 
-def _eager_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    out = model(batch)
-    logits = out if isinstance(out, torch.Tensor) else out.logits
-    del out
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch.flatten())
+def _eager_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    logits = _logits(model, batch)
+    ids = batch["input_ids"] if isinstance(batch, dict) else batch
+    return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+
+
+class _ParallelLoss(torch.autograd.Function):
+    """Cross-entropy of a part of the vocabulary: the steps of torch/distributed/tensor/parallel/loss.py."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        shifted = logits - logits.amax(-1, keepdim=True)
+        result = shifted - shifted.exp().sum(-1, keepdim=True).log()
+        ctx.save_for_backward(result)
+        return result[:, 0].mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (result,) = ctx.saved_tensors
+        return (torch.zeros_like(result) + result.exp()) * grad
+
+
+def _parallel_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    logits = _logits(model, batch)
+    loss: torch.Tensor = _ParallelLoss.apply(logits.flatten(0, 1).float())
+    return loss
 
 
 LOSSES: dict[str, Callable[[nn.Module, Any], torch.Tensor]] = {
     "eager": _eager_loss,
+    "parallel": _parallel_loss,
     "compiled": _compiled_loss,
     "chunked": functools.partial(_compiled_loss, chunks=8),
 }
@@ -128,6 +165,7 @@ def _settings(model: Model, sequence: int) -> dict[str, Any]:
         "head_dim": model.hidden // model.heads,
         "vocab_size": model.vocabulary,
         "max_position_embeddings": sequence,
+        **EXPERTS.get(model.kind, {}),
     }
 
 
@@ -151,6 +189,14 @@ def _with_adapters(setting: Setting) -> Callable[[], nn.Module]:
     return made
 
 
+def _ids(microbatch: int, length: int) -> torch.Tensor:
+    return torch.zeros(microbatch, length, dtype=torch.int64)
+
+
+def _batch(microbatch: int, length: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": _ids(microbatch, length)}
+
+
 def workload(setting: Setting) -> Workload:
     """The model with its optimizer and loss, as its publishers train it."""
     model, sequence = setting.model, setting.sequence
@@ -159,8 +205,8 @@ def workload(setting: Setting) -> Workload:
         "optimizer": setting.optimizer,
         "clip": setting.clip,
         "storage_dtype": setting.storage,
-        "loss": LOSSES[setting.loss],
-        "batch": lambda microbatch, length: torch.zeros(microbatch, length, dtype=torch.int64),
+        "loss": LOSSES["parallel" if setting.loss == "eager" and setting.tensor > 1 else setting.loss],
+        "batch": _batch if setting.mesh else _ids,
     }
     if not model.intermediate:
         return workload_of(lambda: _Gpt(model, sequence), **common)
@@ -174,6 +220,22 @@ def workload(setting: Setting) -> Workload:
 # One row
 
 
+STYLES = {
+    **dict.fromkeys(("*.q_proj", "*.k_proj", "*.v_proj", "*.gate_proj", "*.up_proj"), "colwise"),
+    **dict.fromkeys(("*.o_proj", "*.down_proj"), "rowwise"),
+    "*embed_tokens": "embedding_rowwise",
+    "*lm_head": "colwise",
+}
+"""How ranks share matrices, with a loss of which each has a part of the vocabulary."""
+
+
+def _axes(setting: Setting) -> dict[str, Any]:
+    found: dict[str, Any] = {"context": setting.context, "experts": setting.experts}
+    if setting.tensor > 1:
+        found["tensor"] = {"ranks": setting.tensor, "sequence": True, **STYLES}
+    return found
+
+
 def _choices(setting: Setting) -> Choices:
     block = BLOCKS[setting.model.kind] if setting.model.intermediate else "_Block"
     units = [block, *(["*embed_tokens", "*lm_head"] if setting.split else [])]
@@ -182,27 +244,49 @@ def _choices(setting: Setting) -> Choices:
         reshard = {"*lm_head": "never", "*": "always"}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, setting.reduce))
     return Choices(
-        units=units,
+        units=units if setting.pipe.stages == setting.experts == 1 else "auto",
         reshard_after_forward=reshard,
         mixed_precision=policy,
         activation_checkpointing=setting.recompute,
         compile=setting.mode == "compile",
+        **_axes(setting),
     )
 
 
 @functools.lru_cache(maxsize=2)
 def simulated(setting: Setting) -> Simulation:
     """One rank's step, of at most ``MICROBATCHES`` microbatches."""
-    mesh = (setting.ranks,) if setting.replicate == 1 else (setting.replicate, setting.ranks // setting.replicate)
-    return simulate(
-        Job(
-            workload(setting),
-            mesh,
-            microbatch=setting.microbatch,
-            accumulation=min(setting.accumulation, MICROBATCHES),
-            choices=_choices(setting),
-        )
+    return simulate(job(setting, min(setting.accumulation, MICROBATCHES)))
+
+
+def job(setting: Setting, accumulation: int) -> Job:
+    shard = setting.shard // setting.replicate
+    mesh = (shard,) if setting.replicate == 1 else (setting.replicate, shard)
+    return Job(
+        workload(setting),
+        mesh,
+        microbatch=setting.microbatch,
+        accumulation=accumulation,
+        choices=_choices(setting),
     )
+
+
+def _of_pipeline(row: Row) -> Forecast:
+    """Return the forecast of a pipeline's stage that takes most."""
+    setting, device = row.setting, device_of(row)
+    whole = replace(job(setting, setting.accumulation), matmul=row.matmul, async_tensor=row.async_tensor)
+    cluster = Cluster(
+        device,
+        setting.ranks,
+        device.ranks_per_node,
+        tensor=setting.tensor,
+        context=setting.context,
+        experts=setting.experts,
+        pipeline=setting.pipe.stages,
+    )
+    found = pipelining.study(whole, cluster, setting.pipe)
+    assert found is not None
+    return found.forecast
 
 
 def _without_fsdp(trace: Trace) -> Trace:
@@ -232,7 +316,7 @@ def _step(row: Row) -> tuple[Simulation, Timeline, float]:
         made = in_precision(simulated(setting), row.matmul, device)
         if setting.ranks == 1:
             made = replace(made, first=_without_fsdp(made.first), steady=_without_fsdp(made.steady))
-        return made, schedule(made.steady, device, device.ranks_per_node, setting.mode)
+        return made, schedule(made.steady, device, device.ranks_per_node, setting.mode, async_tensor=row.async_tensor)
 
     if (more := setting.accumulation - MICROBATCHES) > 0:
         _, shorter = line(replace(setting, accumulation=MICROBATCHES - 1))
@@ -246,13 +330,16 @@ def _step(row: Row) -> tuple[Simulation, Timeline, float]:
 
 def forecast(row: Row) -> dict[str, Any]:
     """What the planner expects of a row, beside what was published. Plain JSON values."""
-    made, line, seconds = _step(row)
     setting, device = row.setting, device_of(row)
-    found: dict[str, Any] = asdict(row) | {"step_seconds": seconds}
-    found |= {"exposed_seconds": line.exposed_seconds, "host_seconds": line.host_seconds}
+    found: dict[str, Any] = asdict(row) | {"mesh": setting.mesh}
+    if setting.pipe.stages > 1:
+        return found | _pipeline_figures(row)
+    made, line, seconds = _step(row)
+    found |= {"step_seconds": seconds, "exposed_seconds": line.exposed_seconds, "host_seconds": line.host_seconds}
     if row.tokens is not None:
         count = setting.microbatch * setting.accumulation * row.microbatches * setting.sequence
-        found |= {"tokens_expected": count / seconds, "error": count / seconds / row.tokens - 1}
+        rate = count / seconds / setting.tensor / setting.context
+        found |= {"tokens_expected": rate, "error": rate / row.tokens - 1}
     if row.memory is not None:
         reserved = replay(
             made.first, made.steady, workspace_bytes=device.workspace_bytes, expandable=row.expandable
@@ -264,14 +351,36 @@ def forecast(row: Row) -> dict[str, Any]:
     return found
 
 
+def _pipeline_figures(row: Row) -> dict[str, Any]:
+    made = _of_pipeline(row)
+    found: dict[str, Any] = {
+        "step_seconds": made.step_seconds,
+        "exposed_seconds": made.exposed_communication_seconds,
+        "bubble_seconds": made.bubble_seconds,
+        "exposed_by_axis": dict(made.exposed_by_axis),
+    }
+    if row.tokens is not None:
+        rate = made.tokens_per_second_per_rank
+        found |= {"tokens_expected": rate, "error": rate / row.tokens - 1}
+    if row.memory is not None:
+        live, reserved = made.peak_live_bytes / 2**30, made.peak_reserved_bytes / 2**30
+        found |= {"live_expected": live, "reserved_expected": reserved}
+        found |= {"memory_expected": reserved, "memory_error": reserved / row.memory - 1}
+        found |= {"peak_by_kind": dict(made.peak_by_kind)}
+    return found
+
+
 # All rows
 
 _FSDP1 = ("foundry", "fms")
+GROUPS = ("out of sample", "out of sample, several axes", "in sample", "FSDP1, 2023 and 2024")
 
 
 def _group(found: dict[str, Any]) -> str:
     if found["source"] in _FSDP1:
         return "FSDP1, 2023 and 2024"
+    if found["mesh"]:
+        return "out of sample, several axes"
     return "in sample" if found["fitted"] else "out of sample"
 
 
@@ -293,6 +402,9 @@ def _words(found: dict[str, Any]) -> str:
     words += [setting["recompute"]] if setting["recompute"] != "none" else []
     words += ["compiled"] if setting["mode"] == "compile" else []
     words += [found["matmul"]] if found["matmul"] else []
+    words += [found["mesh"]] if found["mesh"] else []
+    words += ["async TP"] if found["async_tensor"] else []
+    words += ["interleaved"] if setting["pipe"]["virtual"] > 1 else []
     return ", ".join(words)
 
 
@@ -307,8 +419,8 @@ def _summary(numbers: Sequence[dict[str, Any]]) -> list[str]:
         (f"{kind} memory", "memory_error", [n for n in numbers if n["memory_kind"] == kind], GOALS[kind])
         for kind in ("reserved", "live")
     ]
-    for group in ("out of sample", "in sample", "FSDP1, 2023 and 2024"):
-        goal = GOALS["speed"] if group == "out of sample" else 0.0
+    for group in GROUPS:
+        goal = GOALS["speed"] if group.startswith("out of sample") else 0.0
         parts.append((f"speed, {group}", "error", [n for n in numbers if _group(n) == group], goal))
     for title, key, chosen, goal in parts:
         if rows := _ranked(chosen, key):
@@ -340,7 +452,7 @@ def in_place(table: Table) -> str:
     blocks += [_table(kinds, "memory", "memory_expected", "memory_error", 1)]
     kinds = [each for each in memory if each["memory_kind"] == "live"]
     blocks += [["**Live memory**, GiB:"], _table(kinds, "memory", "memory_expected", "memory_error", 1)]
-    for group in ("out of sample", "in sample", "FSDP1, 2023 and 2024"):
+    for group in GROUPS:
         rows = _ranked([each for each in numbers if _group(each) == group], "error")
         blocks += [[f"**Speed, {group}**, tokens a second and GPU:"]]
         blocks += [_table(rows, "tokens", "tokens_expected", "error", 0)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trueshard.planner.hardware import Mode
+from trueshard.planner.schedules import Pipeline
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,15 @@ class Model:
 LLAMA3_8B = Model("Llama 3 8B", 32, 4096, 32, 128256, 14336, 8)
 LLAMA3_15B = Model("Llama 3 14.8B", 40, 5120, 40, 128256, 17920, 8)
 LLAMA3_70B = Model("Llama 3 70B", 80, 8192, 64, 128256, 28672, 8)
+LLAMA3_405B = Model("Llama 3 405B", 126, 16384, 128, 128256, 53248, 8)
 LLAMA2_7B = Model("Llama 2 7B", 32, 4096, 32, 32000, 11008)
 LLAMA2_13B = Model("Llama 2 13B", 40, 5120, 40, 32000, 13824)
 CODELLAMA_34B = Model("Llama 2 34B", 48, 8192, 64, 32000, 22016, 8)
 LLAMA2_70B = Model("Llama 2 70B", 80, 8192, 64, 32000, 28672, 8)
 QWEN25_7B = Model("Qwen2.5 7B", 28, 3584, 28, 152064, 18944, 4, "qwen2")
+QWEN25_32B = Model("Qwen2.5 32B", 64, 5120, 40, 152064, 27648, 8, "qwen2")
 QWEN3_8B = Model("Qwen3 8B", 36, 4096, 32, 151936, 12288, 8, "qwen3")
+QWEN3_30B = Model("Qwen3 MoE 30B", 48, 2048, 32, 151936, 6144, 4, "qwen3_moe")
 MPT_760M = Model("MPT 760M", 24, 1536, 12, 50368)
 MPT_1B = Model("MPT 1B", 24, 2048, 16, 50368)
 MPT_3B = Model("MPT 3B", 32, 2560, 20, 50368)
@@ -42,6 +46,9 @@ MPT_7B = Model("MPT 7B", 32, 4096, 32, 50368)
 MPT_13B = Model("MPT 13B", 40, 5120, 40, 50368)
 MPT_30B = Model("MPT 30B", 48, 7168, 56, 50368)
 MPT_70B = Model("MPT 70B", 80, 8192, 64, 50368)
+
+
+ONE_STAGE = Pipeline()
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,22 @@ class Setting:
     """The blocks' linear layers are frozen in 4 bits (nf4)."""
     optimizer: str = "adamw"
     clip: float | None = 1.0
+    tensor: int = 1
+    """Ranks that share each matrix, and what lies between matrices by tokens (sequence parallelism)."""
+    context: int = 1
+    experts: int = 1
+    pipe: Pipeline = ONE_STAGE
+
+    @property
+    def shard(self) -> int:
+        """Ranks over which a stage's gradients are averaged."""
+        return self.ranks // self.tensor // self.pipe.stages
+
+    @property
+    def mesh(self) -> str:
+        """Axes that are not FSDP's alone, in the field's abbreviations; "" if there are none."""
+        sizes = {"TP": self.tensor, "CP": self.context, "PP": self.pipe.stages, "EP": self.experts}
+        return " × ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
 
 
 @dataclass(frozen=True)
@@ -87,6 +110,7 @@ class Row:
     memory_kind: Literal["reserved", "live"] = "reserved"
     """What the source counts; ``reserved``: ``max_memory_reserved``."""
     matmul: str | None = None
+    async_tensor: bool = False
     expandable: bool = False
     """With expandable segments, as TorchTitan's ``run_train.sh`` sets; ROCm had none in August 2025."""
     microbatches: int = 1
@@ -97,20 +121,6 @@ class Row:
     """Where the machine is not the catalogue's."""
     open: str = ""
     """What the source leaves open, and what is assumed."""
-
-
-@dataclass(frozen=True)
-class Pending:
-    """Published figures on a mesh that the planner does not simulate, or of a technique that it has not."""
-
-    source: str
-    model: str
-    device: str
-    mesh: str
-    setting: str
-    tokens: str
-    memory: str = ""
-    why: str = "axes"
 
 
 SOURCES = {
@@ -143,10 +153,10 @@ def _titan_2024(ranks: int, mode: Mode) -> Setting:
 def _titan() -> list[Row]:
     long = Setting(LLAMA3_8B, 8, 1, 32768, "full", mode="compile")
     rows = [
-        Row("titan-2024", "h100-96gb", _titan_2024(8, "eager"), 5762, 82.4, fitted=_MATMUL),
-        Row("titan-2024", "h100-96gb", _titan_2024(8, "compile"), 6667, 77.0, fitted=_MATMUL),
-        Row("titan-2024", "h100-96gb", _titan_2024(8, "compile"), 8532, 76.8, matmul="float8"),
-        Row("titan-2024", "h100-96gb", long, 3890, 83.9, matmul="float8"),
+        Row("titan-2024", "h100-96gb", _titan_2024(8, "eager"), 5762, 82.4, fitted=_MATMUL, expandable=True),
+        Row("titan-2024", "h100-96gb", _titan_2024(8, "compile"), 6667, 77.0, fitted=_MATMUL, expandable=True),
+        Row("titan-2024", "h100-96gb", _titan_2024(8, "compile"), 8532, 76.8, matmul="float8", expandable=True),
+        Row("titan-2024", "h100-96gb", long, 3890, 83.9, matmul="float8", expandable=True),
         Row("titan-2024", "h100-96gb", _titan_2024(128, "eager"), 5605, 67.0, fitted="straggling"),
         Row("titan-2024", "h100-96gb", _titan_2024(128, "compile"), 6514, 62.0, fitted="straggling"),
         Row("titan-2024", "h100-96gb", _titan_2024(128, "compile"), 8380, 61.8, matmul="float8"),
@@ -162,6 +172,72 @@ def _titan() -> list[Row]:
         (Setting(LLAMA2_70B, 64, 2, 4096, "full"), 353),
     )
     return rows + [Row("titan-a100", "a100", setting, tokens, fitted=_MATMUL) for setting, tokens in a100]
+
+
+_SEQUENCE = "sequence (8,192, its configuration file's)"
+_MICROBATCHES = "microbatches (8, its default)"
+_NORM = "the last norm is on whole sequences here"
+_MOE = "DeepEP's exchange, Transformer Engine's fused layers"
+_RING = "ring attention; here heads are exchanged"
+
+
+def _titan_axes() -> list[Row]:
+    """TorchTitan on two to four axes, December 2024: 8 microbatches of a pipeline, its default."""
+    rows = []
+    for context, tokens, memory in ((2, 2540, 84.2), (4, 1071, 84.0), (8, 548, 84.5)):
+        setting = Setting(LLAMA3_8B, 8, 1, 32768 * context, "full", mode="compile", context=context)
+        rows.append(
+            Row("titan-2024", "h100-96gb", setting, tokens, memory, matmul="float8", expandable=True, open=_RING)
+        )
+    norm = f"{_SEQUENCE}; {_NORM} (7 GiB)"
+    large = Setting(LLAMA3_70B, 256, 16, 8192, "full", mode="compile", tensor=8)
+    for fused, tokens, memory in ((False, 829, 71.9), (True, 876, 67.6)):
+        rows.append(
+            Row("titan-2024", "h100-96gb", large, tokens, memory, matmul="float8", async_tensor=fused, open=norm)
+        )
+
+    def piped(microbatch: int, sequence: int, context: int, pipe: Pipeline) -> Setting:
+        return Setting(
+            LLAMA3_405B, 512, microbatch, sequence, "full", 8, "compile", tensor=8, context=context, pipe=pipe
+        )
+
+    single, interleaved = Pipeline(8, parts=8), Pipeline(8, "interleaved", 2, parts=8)
+    for setting, tokens, memory, unsaid in (
+        (piped(4, 8192, 1, single), 100, 82.5, _MICROBATCHES),
+        (piped(4, 8192, 1, interleaved), 128, 72.7, f"{_MICROBATCHES}; {_NORM} (3.5 GiB)"),
+        (piped(1, 32768, 1, single), 76, 75.3, _MICROBATCHES),
+        (piped(1, 65536, 2, single), 47, 75.9, f"{_MICROBATCHES}; {_RING}"),
+        (piped(1, 131072, 4, single), 31, 77.1, f"{_MICROBATCHES}; {_RING}"),
+        (piped(1, 262144, 8, single), 16, 84.9, f"{_MICROBATCHES}; {_RING}"),
+    ):
+        rows.append(
+            Row("titan-2024", "h100-96gb", setting, tokens, memory, matmul="float8", async_tensor=True, open=unsaid)
+        )
+    return rows
+
+
+def _titan_async() -> list[Row]:
+    """TorchTitan with and without asynchronous tensor parallelism, June 2025."""
+    settings = (
+        (
+            Setting(LLAMA3_70B, 256, 16, 8192, "full", mode="compile", loss="compiled", tensor=8),
+            ((None, 597.3, 652.4), ("float8", 809.8, 942.4), ("float8-rowwise", 599.6, 624.8)),
+        ),
+        (
+            Setting(LLAMA3_8B, 64, 12, 8192, "selective", mode="compile", loss="compiled", tensor=8),
+            ((None, 4378, 4809), ("float8", 5078, 5570), ("float8-rowwise", 3709, 3915)),
+        ),
+    )
+    slow = "rowwise is slow in the source, which says so (pytorch/torchtitan#1207)"
+    return [
+        Row(
+            "titan-async", "h100-96gb", setting, tokens, matmul=matmul, async_tensor=fused,
+            open=slow if matmul == "float8-rowwise" else "",
+        )
+        for setting, figures in settings
+        for matmul, *both in figures
+        for fused, tokens in zip((False, True), both, strict=True)
+    ]  # fmt: skip
 
 
 def _low_precision() -> list[Row]:
@@ -282,6 +358,30 @@ def _adapters() -> list[Row]:
     ]
 
 
+def _automodel_axes() -> list[Row]:
+    """By its configurations (examples/llm_benchmark): compiled, no clipping; recomputation is full where it is said."""
+    ring = Setting(
+        LLAMA3_70B, 64, 1, 8192, "full", 4, "compile", reshard="always", storage="bfloat16", reduce="bfloat16",
+        clip=None, context=2,
+    )  # fmt: skip
+    rows = [Row("automodel", "h100", ring, 866.77, open=_RING)]
+    for model, accumulation, ranks, tokens in (
+        (LLAMA3_70B, 4, 8, 1091.85),
+        (QWEN25_32B, 4, 8, 2250.31),
+        (LLAMA3_70B, 2, 16, 984.85),
+        (QWEN25_32B, 2, 16, 2072.89),
+    ):
+        setting = Setting(
+            model, ranks, 2, 4096, "full", accumulation, "compile", storage="bfloat16", lora=(16, _ALL_LINEAR),
+            clip=None, tensor=2,
+        )  # fmt: skip
+        rows.append(Row("automodel", "h100", setting, tokens, async_tensor=True))
+    moe = Setting(
+        QWEN3_30B, 8, 4, 4096, "full", 16, "compile", loss="compiled", clip=None, storage="bfloat16", experts=8
+    )
+    return [*rows, Row("automodel", "h100", moe, 12040, open=_MOE)]
+
+
 def _foundry() -> list[Row]:
     """FSDP1. Rows are (model, ranks, sequence, microbatch, microbatches a step, recompute, tokens)."""
     h100 = (
@@ -373,88 +473,14 @@ def _foundry_row(
     )  # fmt: skip
 
 
-ROWS: tuple[Row, ...] = (*_titan(), *_low_precision(), *_kempner(), *_fms(), *_adapters(), *_foundry())
-
-
-_AXES = "ranks that share matrices, sequences, experts or layers"
-_NVFP4 = "no published count of what its casts move; its products are none that selective recomputation keeps"
-_PAGED = "optimizer in backward, paged, in 8 bits"
-_QLORA_405B = "a base of 4 bits on several ranks: torchao's is cut otherwise"
-_405B = "b32, full, float8, async TP"
-
-
-def _pending() -> list[Pending]:
-    async_70b, async_8b = "FSDP 32 × TP 8", "FSDP 8 × TP 8"
-    rows = [
-        ("titan-2024", "Llama 3 8B", "8 × h100-96gb", "FSDP 4 × CP 2", "65,536", "2,540", "84.2"),
-        ("titan-2024", "Llama 3 8B", "8 × h100-96gb", "FSDP 2 × CP 4", "131,072", "1,071", "84.0"),
-        ("titan-2024", "Llama 3 8B", "8 × h100-96gb", "CP 8", "262,144", "548", "84.5"),
-        ("titan-2024", "Llama 3 70B", "256 × h100-96gb", async_70b, "b16, full, float8", "829", "71.9"),
-        ("titan-2024", "Llama 3 70B", "256 × h100-96gb", async_70b, "b16, full, float8, async TP", "876", "67.6"),
-        ("titan-2024", "Llama 3 405B", "512 × h100-96gb", "FSDP 8 × TP 8 × PP 8", f"{_405B}, 1F1B", "100", "82.5"),
-        (
-            "titan-2024",
-            "Llama 3 405B",
-            "512 × h100-96gb",
-            "FSDP 8 × TP 8 × PP 8",
-            f"{_405B}, interleaved",
-            "128",
-            "72.7",
-        ),
-        ("titan-2024", "Llama 3 405B", "512 × h100-96gb", "FSDP 8 × TP 8 × PP 8", "b8, 32,768, 1F1B", "76", "75.3"),
-        ("titan-2024", "Llama 3 405B", "512 × h100-96gb", "FSDP 4 × CP 2 × TP 8 × PP 8", "65,536", "47", "75.9"),
-        ("titan-2024", "Llama 3 405B", "512 × h100-96gb", "FSDP 2 × CP 4 × TP 8 × PP 8", "131,072", "31", "77.1"),
-        ("titan-2024", "Llama 3 405B", "512 × h100-96gb", "CP 8 × TP 8 × PP 8", "262,144", "16", "84.9"),
-        ("titan-async", "Llama 3 70B", "256 × h100-96gb", async_70b, "bfloat16; async TP", "597; 652", ""),
-        ("titan-async", "Llama 3 70B", "256 × h100-96gb", async_70b, "float8; async TP", "810; 942", ""),
-        ("titan-async", "Llama 3 70B", "256 × h100-96gb", async_70b, "float8-rowwise; async TP", "600; 625", ""),
-        ("titan-async", "Llama 3 8B", "64 × h100-96gb", async_8b, "bfloat16; async TP", "4,378; 4,809", ""),
-        ("titan-async", "Llama 3 8B", "64 × h100-96gb", async_8b, "float8; async TP", "5,078; 5,570", ""),
-        ("titan-async", "Llama 3 8B", "64 × h100-96gb", async_8b, "float8-rowwise; async TP", "3,709; 3,915", ""),
-        ("titan-mxfp8", "Llama 4 Scout", "256 × gb200", "FSDP 256 × EP 16", "b10, 8,192; mxfp8", "6,169; 7,401", ""),
-        ("automodel", "Llama 3 70B", "64 × h100", "FSDP 32 × CP 2", "b1 × 4, 8,192, full", "867", ""),
-        ("automodel", "GPT-OSS 20B", "8 × h100", "FSDP 8 × EP 8", "b2 × 16, 4,096", "13,058", ""),
-        ("automodel", "GPT-OSS 120B", "64 × h100", "FSDP 64 × EP", "b2 × 4, 4,096", "7,626", ""),
-        ("automodel", "Qwen3 MoE 30B", "8 × h100", "FSDP 8 × EP 8", "b4 × 16, 4,096", "12,040", ""),
-        ("automodel", "DeepSeek V3 671B", "256; 1,024 × h100", "PP 4 × EP 64", "4,096", "1,002; 865", ""),
-        ("automodel", "Kimi K2", "256 × h100", "PP 8 × EP 32", "4,096", "924", ""),
-        ("automodel", "Nemotron 3 Nano 30B", "8 × h100", "EP 8", "4,096", "16,789", ""),
-        ("automodel", "Nemotron 3 Super 120B", "64 × h100", "EP 64", "4,096", "4,497", ""),
-        ("automodel", "Nemotron 3 Ultra 550B", "128 × h100", "EP 64", "4,096", "815", ""),
-        ("automodel", "Llama 3 70B, LoRA", "8; 16 × h100", "TP 2 × FSDP 4; 8", "b2, 4,096", "1,092; 985", ""),
-        ("automodel", "Qwen2.5 32B, LoRA", "8; 16 × h100", "TP 2 × FSDP 4; 8", "b2, 4,096", "2,250; 2,073", ""),
-        ("bridge", "Llama 3.1 405B", "1,024 × h100", "TP 8 × PP 8 × CP 2", "float8", "328", ""),
-        ("bridge", "Llama 3 70B", "64 × h100", "TP 4 × PP 8", "float8", "1,664", ""),
-        ("bridge", "Llama 3 70B, SFT", "32 × h100", "TP 4 × PP 4; PP 8; TP 8", "", "", "58.8; 53.2; 50.2"),
-    ]
-    found = [Pending(*row, why=_AXES) for row in rows]
-    found += [
-        Pending("titan-nvfp4", "Llama 3 8B", "4 × b200", "FSDP 4", "b32, 2,048, nvfp4", "30,040", "110.95", _NVFP4),
-        Pending("titan-nvfp4", "Qwen3 8B", "4 × b200", "FSDP 4", "b16, 2,048, nvfp4", "26,732", "78.63", _NVFP4),
-        Pending("tune", "Llama 3 8B", "1 × rtx4090; a6000", "", "b2, 2,048", "1,650; 2,579", "18.9; 37.4", _PAGED),
-        Pending("tune", "Llama 3 405B, QLoRA", "8 × a100", "FSDP 8", "2,048", "653 of 8", "44.8", _QLORA_405B),
-        Pending(
-            "tune",
-            "Llama 3 70B",
-            "8 × a100",
-            "FSDP 8",
-            "b2, 2,048, offload",
-            "1,568 of 8",
-            "13.9",
-            "speed of the host's cores",
-        ),
-        Pending(
-            "maxtext",
-            "Llama 2 7B",
-            "8 to 128 × h100",
-            "FSDP",
-            "batch not said",
-            "375 to 492 TFLOP/s",
-            "",
-            "another framework",
-        ),
-    ]
-    return found
-
-
-PENDING: tuple[Pending, ...] = tuple(_pending())
+ROWS: tuple[Row, ...] = (
+    *_titan(),
+    *_titan_axes(),
+    *_titan_async(),
+    *_low_precision(),
+    *_kempner(),
+    *_fms(),
+    *_adapters(),
+    *_automodel_axes(),
+    *_foundry(),
+)

@@ -71,6 +71,22 @@ def test_copies_of_operands_live_as_long_as_the_product() -> None:
     assert isinstance(trace.events[waits.after[0]], Communication)
 
 
+def test_a_piece_of_a_sequence_is_cast_once_before_the_tensor_axis_gathers_it_in_one_byte() -> None:
+    whole = 2 * M * K
+    gather = Communication(
+        BLOCK, "all_gather", "compute", 8, 1, whole * 7 // 8, whole, "bfloat16", "layers.0", axis="tensor"
+    )
+    reading = dataclasses.replace(product(), after=(0,))
+    weight = dataclasses.replace(product(m=K, k=M, n=512), after=(0,))  # gradient of a weight: adds over the tokens
+    moved = {}
+    for word in ("float8", "float8-rowwise"):
+        found = cast(Trace([gather, reading, reading, weight]), plan(), RECIPES[word])  # type: ignore[index]
+        moved[word] = ledger.received(found)["all_gather"], *(each.cast for each in kernels(found))
+    assert moved["float8-rowwise"] == (whole * 7 // 8, *[4 * (M * K + K * N)] * 2, 4 * (M * K + M * 512))
+    first = 3 * K * N + 3 * M * K // 8
+    assert moved["float8"] == (whole * 7 // 16, first, 3 * K * N, 3 * M * 512 + 2 * M * K)
+
+
 def test_with_float8_matrices_are_gathered_in_one_byte() -> None:
     def trace() -> Trace:
         buffer = Allocation(BLOCK, 1, 2 * K * N + 8192, "all_gather", "communication", "layers.0")

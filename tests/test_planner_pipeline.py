@@ -91,13 +91,23 @@ def test_published_formulas() -> None:
     assert Pipeline(4, "interleaved", 2).in_flight(0, 8) == (2 * 3 + 4 + 1) / 2
 
 
+@pytest.mark.parametrize(
+    ("stages", "blocks", "each"),
+    [(2, 4, [2, 2]), (8, 126, [15, *[16] * 6, 15]), (4, 9, [2, 3, 2, 2]), (4, 11, [3, 3, 3, 2]), (2, 5, [3, 2])],
+)
+def test_stages_in_the_middle_have_what_is_left_over(stages: int, blocks: int, each: list[int]) -> None:
+    pipe = Pipeline(stages)
+    assert [pipe.blocks(stage, blocks) for stage in range(stages)] == each
+    assert pipe.middle(blocks) == sum(more > each[0] for more in each[1:-1])
+
+
 def jobs(last: bool) -> Job:
     workload = Setting("llama deep, text").workload()
     job = Job(workload, (2,), microbatch=2, choices=Choices())
     with _torch.fake_tensors():
         plan = engine.resolve(workload.model(), job.choices, job.ranks)
     own = dataclasses.replace(job.choices.plan(), pipeline=True)
-    cut = stage_workload(workload, plan, Pipeline(2), last=last, dtype=torch.float32)
+    cut = stage_workload(workload, plan, Pipeline(2), int(last), torch.float32)
     return dataclasses.replace(job, workload=cut, plan=own, accumulation=3, in_flight=1)
 
 
@@ -138,6 +148,26 @@ def test_a_pipeline_is_forecast_and_its_tokens_count_once() -> None:
     assert found.received_by_axis["pipeline"] == found.received_by_collective["send_receive"] == 8 * 64 * 32 * 4
     assert found.exposed_by_axis["pipeline"] >= found.bubble_seconds > 0
     assert sum(found.exposed_by_axis.values()) == pytest.approx(found.exposed_communication_seconds)
+
+
+def test_a_stage_in_the_middle_has_blocks_alone() -> None:
+    workload = Setting("llama deep, text").workload()
+    found = []
+    with _torch.fake_tensors():
+        plan = engine.resolve(workload.model(), Choices(), (2,))
+        for number in range(3):
+            cut = stage_workload(workload, plan, Pipeline(3), number, torch.float32).model()
+            found.append({".".join(name.split(".")[:3]) for name, _ in cut.named_parameters()})
+    blocks = [sum(name.startswith("model.layers.") for name in each) for each in found]
+    assert blocks == [Pipeline(3).blocks(number, sum(blocks)) for number in range(3)]
+    assert found[1] == {f"model.layers.{i}" for i in range(blocks[1])}
+
+
+@pytest.mark.rest
+def test_styles_of_the_head_are_left_to_the_stage_that_has_it() -> None:
+    names = {"*.q_proj": "colwise", "*.k_proj": "colwise", "*.v_proj": "colwise", "*.o_proj": "rowwise"}
+    found = forecast(tensor={"ranks": 2, **names, "*embed_tokens": "embedding_rowwise", "lm_head": "colwise_rep"})
+    assert found.received_by_axis["tensor"] > 0
 
 
 @pytest.mark.rest

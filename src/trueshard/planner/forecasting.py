@@ -102,7 +102,7 @@ def study(job: Job, cluster: Cluster, budget: int | None = None, simulator: Simu
     sums = sums_of(made.steady, line)
     if (more := job.accumulation - MICROBATCHES) > 0:
         less = _without_second_microbatch(made.steady)
-        shorter = schedule(less, cluster.hardware, cluster.ranks_per_node, _mode(made.plan))
+        shorter = _line(job, cluster, made.plan, less)
         sums = extended(sums, sums_of(less, shorter), more)
     forecast = forecast_of(job, cluster, budget, made, sums)
     plan = dataclasses.replace(made.plan, forecast=forecast)
@@ -129,11 +129,12 @@ def simulated(job: Job, cluster: Cluster, simulator: Simulator | None = None) ->
         if trace is not None:
             trace.resident += _beside(job, trace)
     made = in_precision(made, job.matmul, cluster.hardware)
-    return made, schedule(made.steady, cluster.hardware, cluster.ranks_per_node, _mode(made.plan))
+    return made, _line(job, cluster, made.plan, made.steady)
 
 
-def _mode(plan: Plan) -> Mode:
-    return "compile" if plan.compile else "eager"
+def _line(job: Job, cluster: Cluster, plan: Plan, trace: Trace) -> Timeline:
+    mode: Mode = "compile" if plan.compile else "eager"
+    return schedule(trace, cluster.hardware, cluster.ranks_per_node, mode, async_tensor=job.async_tensor)
 
 
 def forecast_of(job: Job, cluster: Cluster, budget: int, made: Simulation, sums: Mapping[str, Any]) -> Forecast:

@@ -6,6 +6,9 @@ compute dtype: embeddings, the head, attention itself, and products with a dimen
 routers). Casting is memory traffic: bytes for each element of an operand of a product, half of what torchao's own
 roofline counts for the two products that read a tensor, without fusion with what made the tensor
 (``get_tensor_memory_traffic_ovhd_s`` in torchao/testing/training/roofline_utils.py).
+
+Where ranks share matrices, and a recipe gathers in one byte, each casts its own piece of a sequence, once for all
+products that read it, before it is gathered (torchao/float8/float8_tensor_parallel.py).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeGuard, get_args
 
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Trace
@@ -25,6 +28,8 @@ Matmul = Literal["float8", "float8-rowwise", "mxfp8"]
 
 SMALLEST = 256
 """Smallest dimension of a product whose operands are cast."""
+TRANSPOSED = 2
+"""Bytes moved for an element of a gathered operand that is laid out anew for the gradient of a weight."""
 _FIRST = -1_000_000
 """Number of the first storage of cast operands; they count down."""
 
@@ -40,7 +45,7 @@ class Recipe:
     cast_bytes: float
     """Moved to cast an element of an operand for one product."""
     gathers: bool = False
-    """Matrices are cast before they are gathered, so that an all-gather moves one byte an element."""
+    """Matrices, and activations on the tensor axis, are cast before they are gathered: one byte an element moves."""
 
 
 RECIPES: Mapping[Matmul, Recipe] = {
@@ -77,11 +82,12 @@ def cast(trace: Trace, plan: Plan, recipe: Recipe) -> Trace:
     blocks = {unit.name for unit in plan.units if unit.kind == "block"}
     events: list[Event] = []
     moved: list[int] = []
+    known: set[int] = set()
     for event in trace.events:
         copies = 0
         if type(event) is Kernel and event.place.unit in blocks and event.op in ("aten.mm", "aten.addmm"):
             elements = event.read // 2
-            event = _product(event, recipe)
+            event = _product(event, recipe, _gathers_before(trace, event, recipe), known)
             copies = int(elements * recipe.operand_bytes) if event.cast else 0
         storage = _FIRST - len(events)
         if copies:
@@ -95,17 +101,31 @@ def cast(trace: Trace, plan: Plan, recipe: Recipe) -> Trace:
     return Trace(_gathered_in_one_byte(events, blocks) if recipe.gathers else events, trace.resident)
 
 
-def _product(kernel: Kernel, recipe: Recipe) -> Kernel:
+def _gathers_before(trace: Trace, kernel: Kernel, recipe: Recipe) -> dict[int, Communication]:
+    """Return the all-gathers on the tensor axis whose results a product reads, in one byte an element."""
+    found = [(i, trace.events[i]) for i in kernel.after] if recipe.gathers else []
+    return {i: event for i, event in found if _is_shared_gather(event)}
+
+
+def _is_shared_gather(event: Event) -> TypeGuard[Communication]:
+    return type(event) is Communication and event.op == "all_gather" and event.axis == "tensor"
+
+
+def _product(kernel: Kernel, recipe: Recipe, gathers: Mapping[int, Communication], known: set[int]) -> Kernel:
+    """``known``: gathers whose pieces were cast for another product; those of this one are added."""
     if kernel.dtype not in ("bfloat16", "float16"):
         return kernel
     if kernel.place.phase not in ("forward", "backward") or min(dimensions(kernel)) < SMALLEST:
         return kernel
     elements = kernel.read // 2
+    gathered = sum(each.bytes // 2 for each in gathers.values())
+    moved = (elements - gathered) * recipe.cast_bytes
+    rows, inner, _ = dimensions(kernel)
+    moved += gathered * TRANSPOSED if inner > rows else 0  # over more tokens than features: a weight's gradient
+    moved += sum(each.bytes // 2 / each.ranks * recipe.cast_bytes for i, each in gathers.items() if i not in known)
+    known.update(gathers)
     return dataclasses.replace(
-        kernel,
-        dtype=recipe.peak,
-        read=int(elements * recipe.operand_bytes),
-        cast=int(elements * recipe.cast_bytes),
+        kernel, dtype=recipe.peak, read=int(elements * recipe.operand_bytes), cast=max(1, int(moved))
     )
 
 
@@ -142,6 +162,12 @@ def _gathered_in_one_byte(events: list[Event], blocks: set[str]) -> list[Event]:
                 sizes[event.storage] = int(event.bytes * share[event.unit])
         if isinstance(event, (Allocation, Free)) and event.storage in sizes:
             event = dataclasses.replace(event, bytes=sizes[event.storage])
+        elif _is_shared_gather(event) and event.unit in blocks:
+            event = dataclasses.replace(event, bytes=event.bytes // 2, received=event.received // 2)
+        elif (
+            type(event) is Kernel and event.op == "aten.clone" and any(_is_shared_gather(found[i]) for i in event.after)
+        ):
+            event = dataclasses.replace(event, read=event.read // 2, written=event.written // 2)
         elif type(event) is Communication and event.op == "all_gather" and event.unit in share:
             part = share[event.unit]
             event = dataclasses.replace(event, bytes=int(event.bytes * part), received=int(event.received * part))

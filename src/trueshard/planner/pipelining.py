@@ -1,15 +1,16 @@
 """Pipelines: what a rank of P stages takes and how long a step is, from simulations of the first and the last stage.
 
-A stage is a slice of the model's blocks; the first has the embeddings, too, the last the head and the loss. Each of
-the two is simulated as a job of its own on ranks / P ranks, with three microbatches one after another. Gradients are
-reduced at the last one, and parameters stay gathered where the policy is ``default``, as in a stage of
-``torch.distributed.pipelining``. Each further microbatch takes the time and bytes of the second; each that is in flight
-beside it, the memory that its forward leaves. What is modelled, not run:
+A stage is a slice of the model's blocks; the first has the embeddings, too, the last the head and the loss. Where P
+does not divide the blocks, those in the middle have one more, and one of them is simulated as well. Each is simulated
+as a job of its own on ranks / P ranks, with three microbatches one after another. Gradients are reduced at the last
+one, and parameters stay gathered where the policy is ``default``, as in a stage of ``torch.distributed.pipelining``.
+Each further microbatch takes the time and bytes of the second; each that is in flight beside it, the memory that its
+forward leaves. What is modelled, not run:
 
 - **In flight** on stage s, of M microbatches: all M (GPipe: Huang et al. 2018, arXiv 1811.06965); P - s (1F1B:
   PipeDream-Flush, Narayanan et al. 2020, arXiv 2006.09503); with V chunks of blocks a rank (interleaved 1F1B:
   Narayanan et al. 2021, arXiv 2104.04473, section 2.2) (2 (P - s - 1) + (V - 1) P + 1) / V, and never more than M.
-- **Time** of a step: the slowest stage's M microbatches, and (P - 1) / V of another stage's while the pipeline fills
+- **Time** of a step: the slowest stage's M microbatches, and 1 / V of one of each other stage while the pipeline fills
   and drains; so of a step with equal stages the part (P - 1) / (M V + P - 1) is a bubble (the same, sections 2.2.1 and
   2.2.2).
 - **Bytes**: each stage but the first receives the activations of each microbatch, each but the last their gradients,
@@ -70,23 +71,25 @@ class _Received(nn.Module):
         return torch.empty((*ids.shape, self.width), dtype=self.dtype, requires_grad=True)
 
 
-def stage_workload(workload: Workload, plan: Plan, pipe: Pipeline, *, last: bool, dtype: torch.dtype) -> Workload:
-    """Return the last stage of a workload, or the first; ``plan``: of the whole model; ``dtype``: of activations.
+def stage_workload(workload: Workload, plan: Plan, pipe: Pipeline, number: int, dtype: torch.dtype) -> Workload:
+    """Return a stage of a workload, counted from 0; ``plan``: of the whole model; ``dtype``: of activations.
 
     Its ``loss`` is the workload's, or the sum of what the stage sends on.
     """
     blocks = [unit.name for unit in plan.units if unit.kind == "block"]
-    count = -(-len(blocks) // pipe.stages)
-    kept = blocks[-count:] if last else blocks[:count]
+    start = sum(pipe.blocks(before, len(blocks)) for before in range(number))
+    kept = blocks[start : start + pipe.blocks(number, len(blocks))]
+    last = number == pipe.stages - 1
 
     def model() -> nn.Module:
         made = workload.model()
         root: Any = names.unwrap(made)
         above = _keep(root, kept)
-        if last:
+        if number > 0:
             embedding = root.get_input_embeddings()
             _forget_style(root, embedding)
             root.set_input_embeddings(_Received(embedding.weight.shape[1], dtype))
+        if last:
             return made
         for name, module in above.named_children():  # norms of what the last stage has
             sizes = [each.ndim for each in module.parameters()]
@@ -140,6 +143,17 @@ def _forget_style(root: nn.Module, module: nn.Module) -> None:
             holder.__dict__["_tp_plan"] = left
 
 
+def _styles_left(plan: Plan, workload: Workload) -> Mapping[str, str]:
+    """Return the styles for what a stage has parameters of."""
+    if not plan.styles:
+        return plan.styles
+    with _torch.fake_tensors():
+        stage = workload.model()
+    owners = [name for name, module in names.named_modules(stage) if any(True for _ in module.parameters())]
+    known = [*owners, *(name for held in names.held_tensors(stage, "parameters") for name in held.names)]
+    return {glob: word for glob, word in plan.styles.items() if fnmatch.filter(known, glob)}
+
+
 def _sent_on(model: nn.Module, batch: Any) -> torch.Tensor:
     if not isinstance(batch, Mapping):
         raise ValueError("pipeline: the batch must be a dict with input_ids, as the models of transformers take it")
@@ -152,15 +166,21 @@ def _sent_on(model: nn.Module, batch: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Ends:
-    """The first and the last stage of a model, and processes that simulate them, for several studies."""
+    """The stages of a model that are simulated, and the processes that do it, for several studies."""
 
-    plan: Plan
+    blocks: int
     """Of the whole model."""
     width: int
     """Elements of an activation for each token."""
     dtype: torch.dtype
     """Of activations."""
-    stages: tuple[Simulations, Simulations]
+    stages: Mapping[int, Simulations]
+    """By number: the first, the last, and one in the middle if some of those have more blocks."""
+
+    def like(self, number: int, pipe: Pipeline) -> int:
+        """Return how many stages of the pipeline a simulated one stands for."""
+        middle = pipe.middle(self.blocks)
+        return {0: pipe.stages - 1 - middle, pipe.stages - 1: 1}.get(number, middle)
 
 
 @contextlib.contextmanager
@@ -174,20 +194,20 @@ def ends_of(job: Job, pipe: Pipeline, workers: int | None = 0) -> Iterator[Ends]
     with quietly(), _torch.fake_tensors():
         model = job.workload.model()
         plan = engine.resolve(model, job.plan or job.choices, job.ranks)
-        pipe.check(job.accumulation, blocks_of(model, plan))
+        pipe.check(job.accumulation, blocks := blocks_of(model, plan))
         width = int(cast(Any, names.unwrap(model)).get_input_embeddings().weight.shape[1])
     dtype = getattr(torch, compute_dtype(plan))
+    stages = {
+        number: Simulations(stage_workload(job.workload, plan, pipe, number, dtype), workers)
+        for number in (0, pipe.stages - 1, *([1] if pipe.middle(blocks) else []))
+    }
+    with quietly():
+        for each in stages.values():
+            each.prepare()
     with contextlib.ExitStack() as running:
-        first, last = (
-            Simulations(stage_workload(job.workload, plan, pipe, last=last, dtype=dtype), workers)
-            for last in (False, True)
-        )
-        with quietly():
-            first.prepare()
-            last.prepare()
-        for each in (first, last):
+        for each in stages.values():
             running.enter_context(each.workers)
-        yield Ends(plan, width, dtype, (first, last))
+        yield Ends(blocks, width, dtype, stages)
 
 
 @quietly()
@@ -210,14 +230,14 @@ def study(
     budget = budget_on(cluster, budget)
     job = dataclasses.replace(job, on_cpu=not cluster.hardware.streams)
     length = job.workload.sequence // cluster.context
-    transfer = job.microbatch * length * ends.width * ends.dtype.itemsize
+    transfer = job.microbatch * length * ends.width * ends.dtype.itemsize // pipe.parts
     every: list[Stage] = []
-    for number, simulations in zip((0, pipe.stages - 1), ends.stages, strict=True):
-        every.append(Stage.simulated(job, cluster, number, simulations.simulator))
+    for number, simulations in ends.stages.items():
+        every.append(Stage.simulated(job, cluster, number, ends.like(number, pipe), simulations.simulator))
         forecasts = [each.forecast(pipe, cluster, budget, transfer, every) for each in every]
         if must_fit and not all(each.fits for each in forecasts):
             return None
-    heaviest = max((0, 1), key=lambda number: forecasts[number].peak_reserved_bytes)
+    heaviest = max(range(len(every)), key=lambda number: forecasts[number].peak_reserved_bytes)
     stage, forecast = every[heaviest], forecasts[heaviest]
     said = (
         f"Memory, bytes and units are those of stage {stage.number + 1} of {pipe.stages}, whose ranks take the most; "
@@ -247,13 +267,16 @@ class Stage:
     """Bytes that a microbatch's forward leaves for its backward."""
     of_blocks: int
     """Those that belong to blocks: not embeddings, logits and losses."""
+    count: int = 1
+    """Stages of the pipeline that this one stands for."""
 
     @classmethod
-    def simulated(cls, whole: Job, cluster: Cluster, number: int, simulator: Simulator) -> Stage:
-        """Simulate the first stage (``number`` 0) or the last of the job of a whole model."""
+    def simulated(cls, whole: Job, cluster: Cluster, number: int, count: int, simulator: Simulator) -> Stage:
+        """Simulate a stage, from 0, of the job of a whole model; it stands for ``count`` of them."""
         own = dataclasses.replace(whole.choices.plan() if whole.plan is None else whole.plan, pipeline=True)
-        own = dataclasses.replace(own, units=(), replicated=(), resolved_for="")
-        job = dataclasses.replace(whole, workload=simulator.workload, plan=own, in_flight=1)
+        workload = simulator.workload
+        own = dataclasses.replace(own, units=(), replicated=(), resolved_for="", styles=_styles_left(own, workload))
+        job = dataclasses.replace(whole, workload=workload, plan=own, in_flight=1)
         made, line = simulated(dataclasses.replace(job, accumulation=MICROBATCHES), cluster, simulator)
         begin, turn = span(made.steady, "forward", 2)
         end = span(made.steady, "backward", 2)[1]
@@ -263,7 +286,8 @@ class Stage:
         left = {unit: np.diff(series.at(np.array([begin - 1, turn - 1]))) for unit, series in live.by_unit.items()}
         kept = sum(int(more[0]) for more in left.values())
         blocks = sum(int(more[0]) for unit, more in left.items() if unit not in outer)
-        return cls(number, job, made, line, added(sums, one, times), one["step_seconds"], max(0, kept), max(0, blocks))
+        sums = added(sums, one, times)
+        return cls(number, job, made, line, sums, one["step_seconds"], max(0, kept), max(0, blocks), count)
 
     def forecast(
         self, pipe: Pipeline, cluster: Cluster, budget: int, transfer: int, every: Sequence[Stage]
@@ -283,8 +307,7 @@ class Stage:
         kinds["activations"] += more
         kinds["communication"] += buffers
         reserved = found.peak_reserved_bytes + more + buffers
-        flops = sum(each.sums["model_flops_per_step"] for each in every)
-        flops = (flops + (pipe.stages - 2) * every[0].sums["model_flops_per_step"]) / pipe.stages
+        flops = sum(each.count * each.sums["model_flops_per_step"] for each in every) / pipe.stages
         return dataclasses.replace(
             found,
             peak_live_bytes=found.peak_live_bytes + more + buffers,
@@ -320,8 +343,9 @@ class Stage:
 
 
 def _bubble(pipe: Pipeline, every: Sequence[Stage]) -> float:
-    """Return the seconds in which other stages fill and drain the pipeline, (P - 1) / V of a stage's microbatch."""
-    return (pipe.stages - 1) / pipe.virtual * min(each.seconds for each in every)
+    """Return the seconds in which all stages but the slowest fill and drain the pipeline: 1 / V microbatches each."""
+    whole = sum(each.count * each.seconds for each in every)
+    return (whole - max(each.seconds for each in every)) / pipe.virtual
 
 
 def span(trace: Trace, phase: Phase, number: int) -> tuple[int, int]:

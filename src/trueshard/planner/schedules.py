@@ -18,6 +18,9 @@ class Pipeline:
     virtual: int = 1
     """Chunks of blocks a rank, one after another in the model; more than one for ``"interleaved"`` alone."""
 
+    parts: int = 1
+    """Of an activation, sent by as many ranks of the tensor axis; 1: each sends all, as stages of ``shard()`` do."""
+
     def __post_init__(self) -> None:
         for key, value in (("pipeline", self.stages), ("virtual", self.virtual)):
             if type(value) is not int or value < 1:
@@ -46,6 +49,18 @@ class Pipeline:
                 f"accumulation={microbatches}: with schedule='interleaved' the microbatches are a multiple of the "
                 f"{self.stages} stages"
             )
+
+    def blocks(self, stage: int, blocks: int) -> int:
+        """Return how many of a model's blocks a stage has; what is left over goes to the stages in the middle first.
+
+        The first and the last have embeddings and the head besides.
+        """
+        each, more = divmod(blocks, self.stages)
+        return each + (stage <= more if 0 < stage < self.stages - 1 else stage == 0 and more == self.stages - 1)
+
+    def middle(self, blocks: int) -> int:
+        """Return how many stages in the middle have more blocks than the first one."""
+        return sum(self.blocks(stage, blocks) > self.blocks(0, blocks) for stage in range(1, self.stages - 1))
 
     def in_flight(self, stage: int, microbatches: int) -> float:
         """Return how many microbatches of a stage's activations its ranks hold at most."""

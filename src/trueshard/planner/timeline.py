@@ -37,6 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from trueshard.planner.async_tensor import exposed_seconds
 from trueshard.planner.hardware import Hardware, Mode
 from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Phase, Stream, Trace, Transfer
 
@@ -93,7 +94,9 @@ class Timeline:
     gaps: list[Gap] = field(default_factory=list)
 
 
-def schedule(trace: Trace, hardware: Hardware, ranks_per_node: int, mode: Mode = "eager") -> Timeline:
+def schedule(
+    trace: Trace, hardware: Hardware, ranks_per_node: int, mode: Mode = "eager", *, async_tensor: bool = False
+) -> Timeline:
     """Schedule the events of one rank's step; all ranks are assumed to be alike.
 
     Args:
@@ -101,25 +104,38 @@ def schedule(trace: Trace, hardware: Hardware, ranks_per_node: int, mode: Mode =
         hardware: device with its links.
         ranks_per_node: neighbouring global ranks that share a node.
         mode: of the units, eager or compiled.
+        async_tensor: products hide collectives of the tensor axis, see ``async_tensor``.
 
     Raises:
         ValueError: ``ranks_per_node`` is not positive.
     """
     if ranks_per_node < 1:
         raise ValueError(f"ranks_per_node={ranks_per_node} must be 1 or more")
-    return _Scheduler(trace, hardware, ranks_per_node, mode).run()
+    return _Scheduler(trace, hardware, ranks_per_node, mode, async_tensor).run()
 
 
 class _Scheduler:
     """Clocks of host and streams while events are scheduled; all in seconds since the step began."""
 
-    def __init__(self, trace: Trace, hardware: Hardware, ranks_per_node: int, mode: Mode) -> None:
+    def __init__(
+        self, trace: Trace, hardware: Hardware, ranks_per_node: int, mode: Mode, async_tensor: bool = False
+    ) -> None:
         self.events = trace.events
         self.hardware = hardware
         self.ranks_per_node = ranks_per_node
         self.launch = hardware.efficiency(mode).launch_seconds
         self.launch_collective = self.launch + hardware.efficiency(mode).collective_seconds
         self.times = all_seconds(trace.events, hardware, mode)
+        self.fused: dict[int, float] = {}
+        """Seconds of collectives of the tensor axis that products do not hide."""
+        if async_tensor:
+            on_axis = {
+                i: communication_seconds(event, hardware, ranks_per_node)
+                for i, event in enumerate(trace.events)
+                if type(event) is Communication and event.axis == "tensor"
+            }
+            rate = hardware.memory_bandwidth * hardware.efficiency(mode).memory
+            self.fused = exposed_seconds(trace.events, self.times, on_axis, rate)
         self.line = Timeline()
         self.host = 0.0
         self.compute = 0.0
@@ -200,7 +216,9 @@ class _Scheduler:
 
     def _communication(self, i: int, event: Communication) -> None:
         self.host += self.launch if event.stream == "compute" else self.launch_collective
-        seconds = communication_seconds(event, self.hardware, self.ranks_per_node)
+        seconds = self.fused.get(i)
+        if seconds is None:
+            seconds = communication_seconds(event, self.hardware, self.ranks_per_node)
         self.nodes = max(self.nodes, spread(event, self.ranks_per_node)[1])
         group = (event.axis, event.ranks, event.stride)
         wait = max([self.queues.get(group, 0.0), *(self.done.get(position, 0.0) for position in event.after)])

@@ -70,6 +70,8 @@ class Job:
     """Train on CPUs: attention by the CPU's kernels, and offloaded shards in the one memory there is."""
     matmul: str | None = None
     """Recipe of ``low_precision`` for the products of the blocks' linear layers; None: in the compute dtype."""
+    async_tensor: bool = False
+    """Products hide collectives of the tensor axis, see ``async_tensor``; ``shard()`` does not do that."""
     recorder: Callable[[], Any] | None = None
     """Build the recorder of events; None: one that models no memory inside operators."""
 

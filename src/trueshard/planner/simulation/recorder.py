@@ -68,6 +68,7 @@ class Recorder(_torch.SimulationMode):
         self._references: dict[int, Any] = {}
         self._before_resize: dict[int, Allocation | None] = {}
         self._written_by: dict[int, int] = {}  # position of the communication that wrote it last
+        self._copied: dict[int, int] = {}  # position of the communication whose result it is a copy of
 
     # Memory
 
@@ -99,6 +100,7 @@ class Recorder(_torch.SimulationMode):
         """Return the events since the last call."""
         events, self.events = self.events, []
         self._written_by.clear()
+        self._copied.clear()
         return events
 
     def resized(self, storage: Any, before: int) -> None:
@@ -145,7 +147,7 @@ class Recorder(_torch.SimulationMode):
         return made
 
     def _gone(self, key: int) -> None:
-        for table in (self._references, self._written_by, self._before_resize):
+        for table in (self._references, self._written_by, self._copied, self._before_resize):
             table.pop(key, None)
         self._release(key)
 
@@ -246,6 +248,10 @@ class Recorder(_torch.SimulationMode):
             recomputed=_torch.in_backward() and torch.is_grad_enabled(),
             reads=self._storages(inputs),
         )
+        if made.flops and (copies := [key for key in map(_identity, inputs) if key in self._copied]):
+            made.after = tuple(sorted({*made.after, *(self._copied[key] for key in copies)}))
+        elif made.op == "aten.clone" and made.after and results:
+            self._copied[_identity(results[0])] = made.after[-1]
         self.events.append(made)
         return made
 
