@@ -10,6 +10,9 @@ READY := .venv/.ready
 # A worker a core; each test may start several processes of its own, of one thread each.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
+# Compiled modules are kept, whatever the environment says: each process of the tests would compile them anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-short test-rest test-all lint format bench docs tables vllm versions gpu clean
 .DEFAULT_GOAL := test
 
