@@ -177,7 +177,7 @@ def _titan() -> list[Row]:
 _SEQUENCE = "sequence (8,192, its configuration file's)"
 _MICROBATCHES = "microbatches (8, its default)"
 _NORM = "the last norm is on whole sequences here"
-_MOE = "DeepEP's exchange, Transformer Engine's fused layers"
+_MOE = "DeepEP's exchange; Transformer Engine's fused layers are taken as compiled ones (eager: -45.6%)"
 _RING = "ring attention; here heads are exchanged"
 
 
