@@ -118,13 +118,8 @@ def test_a_microbatch_in_flight_adds_what_its_forward_leaves(last: bool) -> None
     job = jobs(last)
     one, two = simulate(job), simulate(dataclasses.replace(job, in_flight=2))
     cluster = Cluster(hardware("h100"), 4, 4, pipeline=2)
-    plan = trueshard.Plan(units=one.plan.units)
-    workload = Setting("llama deep, text").workload()
-    whole = dataclasses.replace(job, workload=workload, plan=None, in_flight=0)
-    with _torch.fake_tensors():
-        plan = engine.resolve(workload.model(), job.choices, job.ranks)
-    workload = stage_workload(whole.workload, plan, Pipeline(2), last=last, dtype=torch.float32)
-    stage = Stage.simulated(whole, cluster, int(last), Simulator(workload))
+    whole = dataclasses.replace(job, plan=None, in_flight=0)
+    stage = Stage.simulated(whole, cluster, int(last), 1, Simulator(job.workload))
     assert peak_of(two).bytes - peak_of(one).bytes == pytest.approx(stage.activations, rel=0.03)
     kept = {unit.name for unit in one.plan.units if unit.kind == "block"}
     assert len(kept) == 4
