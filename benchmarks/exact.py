@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks.llama import Shape, loss_of
 from benchmarks.paired import Ratio, clocked, few, fours
 from benchmarks.processes import on_ranks
-from benchmarks.table import Over, Table, Tell
+from benchmarks.table import Table, Tell
 from tests.traffic import Traffic
 
 MICROBATCHES = 2
@@ -46,13 +46,12 @@ CASES = (
 
 def run(tell: Tell, quick: bool = False) -> Table:
     """Every case, over gloo processes."""
-    rows, numbers, over = [], [], []
+    rows, numbers = [], []
     for case in CASES[: 1 if quick else None]:
         found = on_ranks(measure, case.ranks, case, few(case.fours, quick))[0]
         wall, processor = (Ratio.of(torch.tensor(ratios)) for ratios in (found.wall, found.processor))
         parts = [f"{found.exact[kind] / found.plain[kind]:.2f}" for kind in ("gradients", "all")]
         rows.append((case.label, *wall.cells(), processor.cells()[0], *parts))
-        over.append(Over(f"exact step: {case.label}", "without exact", wall.short()))
         numbers.append(asdict(case) | asdict(found))
         tell(f"{case.label}: {wall.cells()[0]} of the time, {parts[0]} of the gradients' bytes")
     return Table(
@@ -77,7 +76,6 @@ def run(tell: Tell, quick: bool = False) -> Table:
         ),
         rows=tuple(rows),
         numbers=numbers,
-        over=over,
     )
 
 
