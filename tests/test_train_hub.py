@@ -16,8 +16,8 @@ from gathering import whole
 from messages import naming
 from parity import Ranks
 from trueshard.errors import UserError
-from trueshard.train import config as hub
 from trueshard.train.config import Config
+from trueshard.train.models import config as hub
 from trueshard.train.models.build import architecture, build, fill
 from trueshard.train.running import resuming
 from trueshard.train.running.checks import located

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from trueshard.errors import UserError, cut_line, explained
-from trueshard.train.config import ModelSection, TokenizerSection
 from trueshard.train.data.sources import states
+from trueshard.train.models.config import ModelSection, TokenizerSection
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_BEGINS, TURN_ENDS = "<|im_start|>", "<|im_end|>"

@@ -19,7 +19,7 @@ from torch import nn
 from trueshard import _torch
 from trueshard.errors import UserError, explained, with_kind
 from trueshard.text import nearest
-from trueshard.train.config import AdapterSection
+from trueshard.train.models.config import AdapterSection
 from trueshard.train.models.parameters import copy_module, gather, seeded
 from trueshard.train.models.quantized import QuantizedLinear, dequantise
 

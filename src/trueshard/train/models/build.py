@@ -31,8 +31,9 @@ from trueshard.model import names
 from trueshard.model.units import choose_units
 from trueshard.runtime.engine import sharded
 from trueshard.text import nearest
-from trueshard.train.config import AdapterSection, Config, ModelSection
+from trueshard.train.config import Config
 from trueshard.train.models import adapters
+from trueshard.train.models.config import AdapterSection, ModelSection
 from trueshard.train.models.parameters import copy_module, copy_tensor, freeze, give_memory, resting_device, seeded
 from trueshard.train.models.quantized import Quantization, QuantizedLinear, quantise_layers
 

@@ -23,10 +23,11 @@ from trueshard.checkpoint.catalogue import names_newest
 from trueshard.errors import UserError, explained, one_line, written_to
 from trueshard.files import locked, making
 from trueshard.machine import PROCESSES_PER_CORE, cpu_cores
-from trueshard.train.config import Config, is_hub_name
+from trueshard.train.config import Config
 from trueshard.train.data.prepared import Prepared, prepare
 from trueshard.train.data.tokenizer import load_processor, load_tokenizer
 from trueshard.train.models.build import architecture, plain_settings, quiet_transformers
+from trueshard.train.models.config import is_hub_name
 from trueshard.train.optimizer import check_optimizer, check_schedule
 from trueshard.train.running import resuming
 from trueshard.train.showing.metrics import trackers

@@ -1,0 +1,118 @@
+"""The tables of the model in the training configuration: [model], [adapter] and [tokenizer]."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from trueshard.errors import explained
+from trueshard.train.section import Fraction, Section, Text, one_of
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_hub_name(path: str) -> bool:
+    """True for `owner/name`, unless something is there on this machine."""
+    return _HUB_NAME.fullmatch(path) is not None and not Path(path).exists()
+
+
+@functools.cache
+def fetch(name: str, revision: str | None) -> Path:
+    """Return the local folder of a hub model's files at a `revision`; its name is the commit. Raises `UserError`.
+
+    `huggingface_hub`'s own variables decide where the cache is (`HF_HOME`), who asks (`HF_TOKEN`), and whether the
+    network is used at all (`HF_HUB_OFFLINE=1`).
+    """
+    from huggingface_hub import snapshot_download
+
+    from trueshard.checkpoint.exporting import COMPANIONS
+
+    patterns = [f"*{suffix}" for suffix in (".safetensors", *COMPANIONS)]
+    remedy = f"correct it, or run `hf download {name}` where there is a network, and copy its cache (HF_HOME)"
+    with explained(f"model.path: {name!r} does not exist here, and is not to be had from the hub", remedy):
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(name, revision=folder.name, allow_patterns=["*.bin"])
+    return folder
+
+
+class ModelSection(Section):
+    """The model: exactly one of `path`, `config` and `architecture`."""
+
+    path: Text | None = None
+    """Hugging Face model directory with weights, to continue from; a checkpoint is one, and "…/latest" the newest. Or
+    `owner/name` of a model on the hub, which is fetched into its cache."""
+    revision: Text | None = None
+    """With `owner/name`: branch, tag or commit. A run keeps the commit that it began with."""
+    config: Text | None = None
+    """A `config.json`, or a directory that has one: the same architecture, trained from scratch."""
+    architecture: Text | None = None
+    """A transformers `model_type` such as "llama", trained from scratch with `fields`."""
+    fields: dict[str, Any] = {}
+    """With `architecture`: fields of its transformers configuration. The vocabulary size is the tokenizer's."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Storage dtype of the parameters. For compute in bfloat16 see `shard.mixed_precision`."""
+    freeze: list[Text] = []
+    """Globs over parameters that are not trained, such as "vision_tower.*". One that matches none is an error."""
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    """With `[adapter]`: store the frozen weights of linear layers in 8 or 4 bits (as QLoRA does)."""
+
+    _one_source = one_of("model.path", "model.config", "model.architecture")
+
+    @model_validator(mode="after")
+    def _fields_of_architecture(self) -> ModelSection:
+        if self.fields and self.architecture is None:
+            raise ValueError("model.fields goes with model.architecture only; remove it, or set that")
+        if self.revision is not None and self.path is None:
+            raise ValueError("model.revision goes with model.path only; remove it, or set that")
+        return self
+
+    def place(self) -> Path:
+        """Return the path that `path` or `config` names; for a folder's "latest", the newest checkpoint there.
+
+        Raises `UserError` for a name on the hub whose files cannot be had.
+        """
+        from trueshard.checkpoint.catalogue import latest, names_newest
+
+        if self.path is not None and is_hub_name(self.path):
+            return fetch(self.path, self.revision)
+        path = Path(self.path or self.config or "").expanduser()
+        if names_newest(path):
+            return latest(path.parent) or path
+        return path
+
+
+class AdapterSection(Section):
+    """A PEFT adapter: only it is trained, the model's own parameters are frozen."""
+
+    method: Literal["lora", "dora"] = "lora"
+    """LoRA, or DoRA (a magnitude beside it)."""
+    rank: Annotated[int, Field(ge=1)] = 8
+    """Inner size of the two matrices."""
+    alpha: Annotated[float, Field(gt=0)] = 16
+    """The update is scaled by `alpha / rank`."""
+    dropout: Fraction = 0.0
+    """Dropout of the adapter's input."""
+    targets: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = "all-linear"
+    """Layers with an adapter: all linear ones but the head, or ends of module names such as "q_proj"."""
+    save_modules: list[Text] = []
+    """Modules that are trained in full besides the adapter, such as "lm_head"."""
+    arguments: dict[str, Any] = {}
+    """Other fields of PEFT's `LoraConfig`."""
+
+
+class TokenizerSection(Section):
+    """The tokenizer. Left out, it is the one in the model's directory."""
+
+    path: Text | None = None
+    """Directory of a Hugging Face tokenizer, or a `tokenizer.json`."""
+    vocab_size: Annotated[int, Field(ge=257)] | None = None
+    """Train a byte-level BPE tokenizer of at most this many tokens on the data first (256 bytes, 1 end of text)."""
+    chat_template: Text | None = None
+    """A file with a Jinja chat template. Left out, the tokenizer's own, or ChatML where it has none."""
+
+    _at_most_one = one_of("tokenizer.path", "tokenizer.vocab_size", required=False)
