@@ -28,19 +28,24 @@ class _Trial:
     request: Request
     study: Study
     error: NothingFits | None = None
+    """None also where nothing was to be chosen: a plan that is said is forecast, whether it fits or not."""
+
+    @property
+    def fits(self) -> bool:
+        return self.study.forecast.fits
 
     @property
     def rank(self) -> tuple[int, float]:
         """Smaller is better: what fits by its speed, else by the bytes that it lacks."""
         forecast = self.study.forecast
-        if self.error is None:
+        if self.fits:
             return 0, -forecast.tokens_per_second_per_rank
         return 1, forecast.peak_reserved_bytes - forecast.budget_bytes
 
     def __str__(self) -> str:
         forecast = self.study.forecast
-        if self.error is None:
-            return f"{_words(self.request)} {forecast.tokens_per_second_per_rank:,.0f} tokens/s"
+        if self.fits:
+            return f"{_words(self.request)} {forecast.tokens_per_second_per_rank:,.0f} {forecast.counted}/s"
         return f"{_words(self.request)} lacks {size(forecast.peak_reserved_bytes - forecast.budget_bytes)}"
 
 
@@ -55,7 +60,7 @@ def choose(
         progress: gets a line before each search.
 
     Raises:
-        NothingFits: with any axes; the error is that of those that lack the least.
+        NothingFits: with any axes, where plans are searched; the error is that of those that lack the least.
         ValueError: ``shard()`` refuses the request itself.
     """
     request = dataclasses.replace(request, axes=False)
@@ -95,7 +100,7 @@ def _tried(request: Request, solve: Callable[[Request], Study]) -> _Trial:
 def _doubled(best: _Trial, axis: str) -> Iterator[Request]:
     """Yield requests with 2, 4, … times as many ranks on an axis, up to what the ranks and a node allow."""
     request = best.request
-    if axis == "pipeline" and best.error is None and not (request.accumulation or request.global_batch):
+    if axis == "pipeline" and best.fits and not (request.accumulation or request.global_batch):
         return
     node = request.ranks_per_node or request.device().ranks_per_node
     now = _ranks(request, axis)
