@@ -19,6 +19,7 @@ from trueshard.planner.inputs.architectures import architecture, known
 from trueshard.planner.inputs.factories import named_configuration
 from trueshard.planner.inputs.workloads import workload_of
 from trueshard.planner.planning import Request
+from trueshard.planner.report.report import text
 from trueshard.planner.solve import solve
 from trueshard.planner.workload import Study
 
@@ -214,81 +215,24 @@ def test_what_cannot_be_followed_is_refused_with_module_and_operation() -> None:
     assert "\n" not in str(caught.value)
 
 
-# A user's own file, with models as diffusers and timm write them
+# A user's own file: diffusers' UNet, and a model as timm writes it
 
 UNET = """
-import math
-from types import SimpleNamespace
 import torch
-from torch import nn
+from diffusers import UNet2DConditionModel
 from torch.nn import functional
 
-class Resnet(nn.Module):
-    def __init__(self, before, after, time):
-        super().__init__()
-        self.norm1, self.conv1 = nn.GroupNorm(4, before), nn.Conv2d(before, after, 3, padding=1)
-        self.time_emb_proj = nn.Linear(time, after)
-        self.norm2, self.conv2 = nn.GroupNorm(4, after), nn.Conv2d(after, after, 3, padding=1)
-        self.conv_shortcut = nn.Conv2d(before, after, 1) if before != after else None
-
-    def forward(self, x, time):
-        hidden = self.conv1(functional.silu(self.norm1(x)))
-        hidden = hidden + self.time_emb_proj(functional.silu(time))[:, :, None, None]
-        hidden = self.conv2(functional.silu(self.norm2(hidden)))
-        return hidden + (x if self.conv_shortcut is None else self.conv_shortcut(x))
-
-class CrossAttention(nn.Module):
-    def __init__(self, channels, context):
-        super().__init__()
-        self.norm = nn.LayerNorm(channels)
-        self.to_q = nn.Linear(channels, channels, bias=False)
-        self.to_k, self.to_v = (nn.Linear(context, channels, bias=False) for _ in range(2))
-        self.to_out = nn.Linear(channels, channels)
-
-    def forward(self, x, context):
-        b, c, h, w = x.shape
-        flat = self.norm(x.flatten(2).transpose(1, 2))
-        of_heads = (self.to_q(flat), self.to_k(context), self.to_v(context))
-        q, k, v = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in of_heads)
-        out = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return x + self.to_out(out).transpose(1, 2).reshape(b, c, h, w)
-
-class UNet2DConditionModel(nn.Module):
-    def __init__(self, channels=(16, 32), time=64, context=24):
-        super().__init__()
-        first, last = channels
-        self.conv_in = nn.Conv2d(4, first, 3, padding=1)
-        self.time_embedding = nn.Sequential(nn.Linear(first, time), nn.SiLU(), nn.Linear(time, time))
-        self.down_blocks = nn.ModuleList([Resnet(first, first, time), Resnet(first, last, time)])
-        self.attentions = nn.ModuleList([CrossAttention(first, context), CrossAttention(last, context)])
-        self.downsample = nn.Conv2d(first, first, 3, stride=2, padding=1)
-        self.mid_block = Resnet(last, last, time)
-        self.up_blocks = nn.ModuleList([Resnet(last * 2, first, time), Resnet(first * 2, first, time)])
-        self.conv_norm_out, self.conv_out = nn.GroupNorm(4, first), nn.Conv2d(first, 4, 3, padding=1)
-        self.width = first
-
-    def forward(self, sample, timestep, encoder_hidden_states, return_dict=True):
-        if not torch.is_tensor(timestep):
-            timestep = torch.tensor([timestep], device=sample.device)
-        angles = torch.arange(self.width // 2, device=sample.device) * (-math.log(10000) / (self.width // 2))
-        angles = timestep.float()[:, None] * angles.exp()[None]
-        time = self.time_embedding(torch.cat([angles.sin(), angles.cos()], -1).to(sample.dtype))
-        x = self.conv_in(sample)
-        skips = []
-        for i, (block, attention) in enumerate(zip(self.down_blocks, self.attentions)):
-            x = attention(block(x, time), encoder_hidden_states)
-            skips.append(x)
-            x = self.downsample(x) if i == 0 else x
-        x = self.mid_block(x, time)
-        for i, block in enumerate(self.up_blocks):
-            x = block(torch.cat([x, skips.pop()], 1), time)
-            if i == 0:
-                x = functional.interpolate(x, scale_factor=2.0, mode="nearest")
-        x = self.conv_out(functional.silu(self.conv_norm_out(x)))
-        return SimpleNamespace(sample=x) if return_dict else (x,)
-
 def make():
-    return UNet2DConditionModel()
+    return UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=24,
+        attention_head_dim=4,
+        norm_num_groups=4,
+    )
 
 def batch(microbatch, sequence):
     return {
@@ -354,5 +298,7 @@ def test_a_users_own_file_is_planned(words: str, tmp_path: Path) -> None:
     (tmp_path / "vit.py").write_text(VIT)
     study = planned(f"{tmp_path}/{words}")
     assert study.forecast.flops_per_step > 0
+    assert study.forecast.sequence == 1  # nothing of the batch is a sequence
+    assert "samples/s" in text(study)
     blocks = [unit.name for unit in study.plan.units if unit.name]
     assert any("block" in name for name in blocks), blocks

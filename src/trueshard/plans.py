@@ -28,6 +28,7 @@ class Forecast:
     ranks: int
     ranks_per_node: int
     sequence: int
+    """Tokens of a sample; 1 for samples that are no sequences."""
     microbatch: int
     """Samples a rank in one forward."""
     accumulation: int
@@ -57,6 +58,7 @@ class Forecast:
     exposed_communication_seconds: float
     """Time in which the device waits for communication."""
     tokens_per_second_per_rank: float
+    """Samples, where ``sequence`` is 1."""
     mfu: float
     """Model operations a second over the device's peak in the compute dtype, between 0 and 1."""
     received_by_axis: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -73,6 +75,11 @@ class Forecast:
     """Microbatches whose activations that stage holds at most; 0 without a pipeline."""
     bubble_seconds: float = 0.0
     """Time in which a rank has nothing to compute while the pipeline fills and drains."""
+
+    @property
+    def counted(self) -> str:
+        """What ``tokens_per_second_per_rank`` counts: "tokens", or "samples" where these are no sequences."""
+        return "tokens" if self.sequence > 1 else "samples"
 
 
 Recompute = Literal["none", "full", "selective"]

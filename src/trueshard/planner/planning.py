@@ -177,8 +177,9 @@ def _said(plan: Plan) -> str:
     forecast = plan.forecast
     assert forecast is not None
     compute = plan.mixed_precision and plan.mixed_precision.compute
+    tokens = f" of {forecast.sequence:,} tokens" if forecast.sequence > 1 else ""
     return (
-        f"{forecast.microbatch} sample{'s' if forecast.microbatch > 1 else ''} of {forecast.sequence:,} tokens in a "
+        f"{forecast.microbatch} sample{'s' if forecast.microbatch > 1 else ''}{tokens} in a "
         f"forward, computing in {compute or 'the dtype of the parameters'}, with {forecast.optimizer}, on "
         f"{forecast.ranks:,} × {forecast.hardware}"
     )

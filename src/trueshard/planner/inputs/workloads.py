@@ -18,7 +18,7 @@ from trueshard import _torch
 from trueshard.checkpoint.catalogue import resolve_latest
 from trueshard.model import names
 from trueshard.planner.inputs.architectures import unknown
-from trueshard.planner.inputs.batches import Feed, Loss, example_feed, model_loss, module_feed
+from trueshard.planner.inputs.batches import Batch, Feed, Loss, example_feed, model_loss, module_feed
 from trueshard.planner.inputs.factories import (
     Configuration,
     Factory,
@@ -153,7 +153,21 @@ def _feed_of_factory(made: _Made, sequence: int | None, batch: Any) -> Feed:
 
 
 def _feed_of(batch: Any, loss: Loss, sequence: int | None) -> Feed:
-    return Feed(batch, loss, sequence or 2048) if callable(batch) else example_feed(batch, loss)
+    return Feed(batch, loss, _length(batch, sequence or 2048)) if callable(batch) else example_feed(batch, loss)
+
+
+def _length(batch: Batch, sequence: int) -> int:
+    """Return the tokens of a sample of ``batch``: ``sequence`` where its shapes follow it, else what ``batch`` holds.
+
+    What ``batch`` raises is left to the simulation, which names it.
+    """
+    try:
+        with _torch.fake_tensors():
+            shown, longer = batch(1, sequence), batch(1, 2 * sequence)
+            shapes = [[tuple(each.shape) for each in _torch.tensors_in(value)] for value in (shown, longer)]
+            return sequence if shapes[0] != shapes[1] else example_feed(shown, model_loss).sequence
+    except Exception:
+        return sequence
 
 
 def _off_meta(value: Any) -> Any:

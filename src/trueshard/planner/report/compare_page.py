@@ -76,7 +76,7 @@ def _figures(forecasts: Sequence[Forecast]) -> list[dict[str, Any]]:
     seconds = [each.step_seconds for each in forecasts]
     add("Step", seconds, [report.duration(each) for each in seconds])
     speeds = [each.tokens_per_second_per_rank for each in forecasts]
-    add("Tokens a second and rank", speeds, [f"{each:,.0f}" for each in speeds])
+    add(f"{forecasts[0].counted.capitalize()} a second and rank", speeds, [f"{each:,.0f}" for each in speeds])
     shares = [each.mfu for each in forecasts]
     add("MFU", shares, [f"{each:.1%}" for each in shares])
     return [

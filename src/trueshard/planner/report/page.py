@@ -58,6 +58,7 @@ def _data(study: Study) -> dict[str, Any]:
     mine, *others = report.every_plan(study)
     return {
         "headline": report.headline(forecast),
+        "counted": forecast.counted,
         "settings": report.settings(study),
         "fits": forecast.fits,
         "verdict": report.verdict(forecast),
@@ -90,7 +91,7 @@ def _tiles(study: Study) -> list[dict[str, Any]]:
         ("Live peak", size(forecast.peak_live_bytes), where),
         ("Reserved peak", size(forecast.peak_reserved_bytes), f"of {size(forecast.budget_bytes)}"),
         ("Step", report.duration(forecast.step_seconds), f"{report.duration(forecast.compute_seconds)} computing"),
-        ("Tokens a second", f"{forecast.tokens_per_second_per_rank:,.0f}", "a rank"),
+        (f"{forecast.counted.capitalize()} a second", f"{forecast.tokens_per_second_per_rank:,.0f}", "a rank"),
         ("MFU", f"{forecast.mfu:.1%}", "recomputation not counted"),
         ("Received", size(forecast.bytes_received_per_step), f"a rank and step; {exposed / step:.1%} of time waiting"),
     ]

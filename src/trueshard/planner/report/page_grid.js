@@ -15,7 +15,7 @@ function showGrid(at) {
   $("grid-say").textContent = point.problem
     ? `No forecast: ${point.problem}`
     : `${bytes(point.live)} live, ${bytes(point.reserved)} reserved of ${bytes(point.budget)}: ${point.fits ? "fits" : "does not fit"}. `
-      + `${number(point.tokens)} tokens a second and rank; a step of ${duration(point.seconds)}, `
+      + `${number(point.tokens)} ${data.counted} a second and rank; a step of ${duration(point.seconds)}, `
       + `${number((100 * point.waiting) / (point.seconds || 1), 1)}% of it waiting for communication; MFU ${number(point.mfu * 100, 1)}%.`;
   $("grid-say").className = point.problem || !point.fits ? "unfit" : "";
 }

@@ -68,7 +68,7 @@ function aboutPlan(plan) {
     element("p", {}, element("b", {}, plan.words)),
     element("table", {}, ...[
       ["reserved", bytes(plan.peak_reserved_bytes)],
-      ["tokens/s a rank", number(plan.tokens_per_second_per_rank)],
+      [`${data.counted}/s a rank`, number(plan.tokens_per_second_per_rank)],
       ["step", duration(plan.step_seconds)],
       ["MFU", `${number(plan.mfu * 100, 1)}%`],
     ].map(([name, value]) => element("tr", {}, element("td", {}, name), element("td", {}, value)))),
@@ -108,7 +108,7 @@ function scatter() {
     marks.push(element("text", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, up.word(value)));
   }
   marks.push(element("text", { x: (left + wide - right) / 2, y: high - 8, "text-anchor": "middle" }, `reserved memory of a rank (${across.unit})`));
-  marks.push(element("text", { x: -(top + high - foot) / 2, y: 14, transform: "rotate(-90)", "text-anchor": "middle" }, "tokens a second and rank"));
+  marks.push(element("text", { x: -(top + high - foot) / 2, y: 14, transform: "rotate(-90)", "text-anchor": "middle" }, `${data.counted} a second and rank`));
   if (data.budget >= x0 && data.budget <= x1) {
     const at = x(data.budget), tight = wide - right - at < 120;
     marks.push(element("rect", { class: "beyond", x: at, y: top, width: wide - right - at, height: high - top - foot }));
@@ -134,7 +134,7 @@ function dot(plan, x, y, rank) {
     place($("scatter-tip"), $("scatter-plot"), x, y);
   };
   const hide = () => ($("scatter-tip").hidden = true);
-  const said = `${plan.words}: ${bytes(plan.peak_reserved_bytes)}, ${number(plan.tokens_per_second_per_rank)} tokens a second, ${plan.fits ? "fits" : "does not fit"}`;
+  const said = `${plan.words}: ${bytes(plan.peak_reserved_bytes)}, ${number(plan.tokens_per_second_per_rank)} ${data.counted} a second, ${plan.fits ? "fits" : "does not fit"}`;
   const circle = element("circle", {
     class: `dot ${kind}`, cx: x, cy: y, r: plan.on_front || chosen ? 7 : 5, tabindex: 0, role: "img", "aria-label": said,
     onpointerenter: show, onpointerleave: hide, onfocus: show, onblur: hide,
@@ -151,7 +151,7 @@ function frontTable() {
     { head: "", cell: (row) => (row.on_front ? `${rows.indexOf(row) + 1}` : "") },
     { head: "Plan", wide: true, cell: (row) => row.words },
     { head: "Reserved", number: true, cell: (row) => bytes(row.peak_reserved_bytes) },
-    { head: "Tokens/s a rank", number: true, cell: (row) => number(row.tokens_per_second_per_rank) },
+    { head: `${data.counted[0].toUpperCase()}${data.counted.slice(1)}/s a rank`, number: true, cell: (row) => number(row.tokens_per_second_per_rank) },
     { head: "Step", number: true, cell: (row) => duration(row.step_seconds) },
     { head: "MFU", number: true, cell: (row) => `${number(row.mfu * 100, 1)}%` },
   ], rows, { mark: (row) => (row === data.alternatives[0] ? "chosen" : "") }));

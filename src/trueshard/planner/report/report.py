@@ -93,7 +93,8 @@ def headline(forecast: Forecast) -> str:
 def settings(study: Study) -> str:
     """Return the plan's settings for all units and the size of a step, in one line."""
     plan, forecast = study.plan, study.forecast
-    words = [f"sequence {forecast.sequence:,}", f"microbatch {forecast.microbatch}"]
+    words = [f"sequence {forecast.sequence:,}"] if forecast.sequence > 1 else []
+    words.append(f"microbatch {forecast.microbatch}")
     words += [f"accumulation {forecast.accumulation}"] if forecast.accumulation > 1 else []
     words.append(forecast.optimizer)
     if len(plan.ranks) > 1:
@@ -296,7 +297,7 @@ def _time(study: Study) -> list[str]:
         words = _of_step("of the waiting, while the pipeline fills and drains", bubble, forecast.step_seconds)
         rows.append(("bubble", duration(bubble), words))
     rows += [
-        ("tokens/s", f"{forecast.tokens_per_second_per_rank:,.0f}", "a rank"),
+        (f"{forecast.counted}/s", f"{forecast.tokens_per_second_per_rank:,.0f}", "a rank"),
         ("MFU", f"{forecast.mfu:.1%}", "recomputation not counted"),
     ]
     return ["Time of a step", *_indented(rows, right=(1,))]
@@ -350,7 +351,7 @@ def _alternatives(study: Study) -> list[str]:
         return [f"{count}, none fits"]
     return [
         f"{count}; of those that fit, nothing is both smaller and faster than these:",
-        *(f"  {line}" for line in table(("reserved", "tokens/s", "plan"), rows, right=(0, 1))),
+        *(f"  {line}" for line in table(("reserved", f"{study.forecast.counted}/s", "plan"), rows, right=(0, 1))),
     ]
 
 

@@ -394,7 +394,8 @@ class Evaluator:
         if self.smallest is None or forecast.peak_reserved_bytes < self.forecasts[self.smallest].peak_reserved_bytes:
             self.smallest = candidate
         self.studies = {each: self.studies[each] for each in (self.best, self.smallest) if each is not None}
-        speed = "none fits yet" if self.best is None else f"the best so far {1 / self.best_cost():,.0f} tokens/s a rank"
+        fastest = f"the best so far {1 / self.best_cost():,.0f} {forecast.counted}/s a rank"
+        speed = "none fits yet" if self.best is None else fastest
         self._progress(f"{len(self.forecasts)} plans compared, {speed}")
         return forecast
 
