@@ -22,12 +22,14 @@ MICROBATCHES = 6
 """of a step: divides by 1, 2 and 3 ranks"""
 TEN = ("AdaFactor", "Adan", "CAME", "Lamb", "LARS", "Lion", "Muon", "Shampoo", "ScheduleFreeAdamW", "SOAP")
 """Of pytorch_optimizer: on shards and by owners, with norms of whole parameters, factors, preconditioners."""
+DRAWING = ("Alice", "DASH", "Gravity", "RACS")
+"""Of the same, those that draw random numbers."""
 
 
 def names() -> list[tuple[str, str]]:
     torchs = [("torch.optim", name) for name in entries("torch.optim")]
     others = entries("pytorch_optimizer")
-    return torchs + [("pytorch_optimizer", name) for name in TEN if name in others]
+    return torchs + [("pytorch_optimizer", name) for name in (*TEN, *DRAWING) if name in others]
 
 
 def trained(rank: int, world_size: int, entry: Entry) -> dict[str, Any]:

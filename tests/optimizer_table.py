@@ -32,7 +32,8 @@ run).
 | on shards | an element's update depends on its own row alone: each rank steps its shards, as plain tensors |
 | by owner | it depends on the whole parameter: gradients travel to the rank that owns it, the result travels back |
 | on shards and by owner | some groups one way, some the other |
-| refused | `shard()` raises a `ValueError` that names the class and gives this reason |
+| refused | `shard()` raises a `ValueError` that names the class and gives this reason; most of those that draw random \
+numbers are taken with [`exact`](how-to/exact.md) |
 | does not run on one device | the class raises this error by itself, on the CPU and without TrueShard |
 
 The figures are the largest difference of any parameter from one process, over the largest change of that parameter.

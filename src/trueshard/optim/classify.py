@@ -5,7 +5,8 @@ stand in for the user's: once whole, once with each parameter alone having a gra
 cut them. Differences tell:
 
 - alone ≠ together: it couples different parameters;
-- the random seed matters: it draws random numbers, which ranks would draw differently;
+- the random seed matters: it draws random numbers, which ranks would draw differently (unless sums are exact, for
+  which each parameter is drawn for by itself, from a seed that follows from the step and its place);
 - cut ≠ whole: an update depends on more than the element's own row, so it needs the whole tensor.
 
 Rows differ in scale by powers of ten and parameters by more, so that any norm or mean over them shows. The answer is
@@ -15,6 +16,7 @@ for each parameter group, since one class may treat groups differently (Muon's m
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import random
@@ -51,6 +53,8 @@ class Verdict:
     """State that is the same on every rank, by its keys."""
     draws: bool = False
     """It draws random numbers, on which its update does not depend."""
+    seeded: bool = False
+    """Of exact sums: it draws, so each parameter is updated whole and by itself, from a seed of its own."""
 
     def is_rows(self, path: tuple[Any, ...], tensor: torch.Tensor, leaf: torch.Tensor) -> bool:
         """True if the state ``tensor`` of ``leaf`` has a row for each of its rows."""
@@ -76,8 +80,17 @@ _QUANTIZED = "torchao.optim."
 """Their state is quantized by blocks of a tensor: on shards, exact up to the rounding of a block."""
 
 
-def classify(optimizer: torch.optim.Optimizer) -> list[Verdict]:
-    """Return a verdict for each group, the same on every rank; raise ValueError, with the reason, if it cannot step."""
+def classify(optimizer: torch.optim.Optimizer, *, exact: bool = False) -> list[Verdict]:
+    """Return a verdict for each group, the same on every rank; raise ValueError, with the reason, if it cannot step.
+
+    ``exact``: an update has the same bits however parameters are cut. An owner that is given gradients alone adds its
+    update to zeros first, which rounds once more than one rank does; and what is drawn follows from the parameter.
+    """
+    verdicts = _classified(optimizer, exact)
+    return [dataclasses.replace(verdict, decoupled=False) for verdict in verdicts] if exact else verdicts
+
+
+def _classified(optimizer: torch.optim.Optimizer, exact: bool) -> list[Verdict]:
     cls = type(optimizer)
     groups = optimizer.param_groups
     if any(group.get("differentiable") for group in groups):
@@ -97,22 +110,23 @@ def classify(optimizer: torch.optim.Optimizer) -> list[Verdict]:
             )
         if cls.__name__ in _BY_OWNER:
             # Lower precision would round the difference before it is added.
-            exact = [_dtypes(group) <= {torch.float32, torch.float64} for group in groups]
-            return [Verdict(whole=True, decoupled=_BY_OWNER[cls.__name__] and each) for each in exact]
+            in_full = [_dtypes(group) <= {torch.float32, torch.float64} for group in groups]
+            return [Verdict(whole=True, decoupled=_BY_OWNER[cls.__name__] and each) for each in in_full]
         if cls.__name__ in _REFUSED:
             raise refusal(optimizer, _REFUSED[cls.__name__])
     if cls.__name__ in _REFUSED_BY_NAME:
         raise refusal(optimizer, _REFUSED_BY_NAME[cls.__name__])
     if cls.__module__.startswith(_QUANTIZED):
         if getattr(optimizer, "bf16_stochastic_round", False):
-            raise refusal(
-                optimizer, "it rounds at random, which every rank does differently", "bf16_stochastic_round=False"
-            )
+            if exact:
+                return [Verdict(whole=True, seeded=True) for _ in groups]
+            instead = "bf16_stochastic_round=False, or shard(exact=True)"
+            raise refusal(optimizer, "it rounds at random, which every rank does differently", instead)
         return [Verdict() for _ in groups]
     try:
-        return _tried(optimizer)
+        return _tried(optimizer, exact)
     except Refused as refused:
-        raise refusal(optimizer, str(refused)) from refused.__cause__
+        raise refusal(optimizer, str(refused), refused.instead) from refused.__cause__
 
 
 def refusal(optimizer: torch.optim.Optimizer, reason: str, instead: str = "") -> ValueError:
@@ -134,15 +148,15 @@ def _dtypes(group: dict[str, Any]) -> set[torch.dtype]:
 # By trial
 
 
-def _tried(optimizer: torch.optim.Optimizer) -> list[Verdict]:
+def _tried(optimizer: torch.optim.Optimizer, exact: bool) -> list[Verdict]:
     _refuse_untried(optimizer)
     verdicts = [Verdict(rows=set()) for _ in optimizer.param_groups]
     random_states = random.getstate(), numpy.random.get_state()  # noqa: NPY002
     try:
         with torch.random.fork_rng(devices=[]):
-            _try(optimizer, verdicts, small=True)
+            _try(optimizer, verdicts, small=True, exact=exact)
             if any(parameter.ndim == 2 for group in optimizer.param_groups for parameter in group["params"]):
-                _try(optimizer, verdicts, small=False)
+                _try(optimizer, verdicts, small=False, exact=exact)
     finally:
         random.setstate(random_states[0])
         numpy.random.set_state(random_states[1])  # noqa: NPY002
@@ -166,14 +180,19 @@ def _refuse_untried(optimizer: torch.optim.Optimizer) -> None:
                 raise Refused("it draws random numbers, which every rank would draw differently")
 
 
-def _try(optimizer: torch.optim.Optimizer, verdicts: list[Verdict], *, small: bool) -> None:
+def _try(optimizer: torch.optim.Optimizer, verdicts: list[Verdict], *, small: bool, exact: bool) -> None:
     steps = STEPS if small else LARGE_STEPS
     shapes = [shapes_of(group, small) for group in optimizer.param_groups]
     places = [(g, i) for g, each in enumerate(shapes) for i in range(len(each))]
-    attempt, together = _first(optimizer, shapes, steps)
-    _refuse_random(optimizer, attempt, together)
+    attempt, together = _first(optimizer, shapes, steps, same_draws=exact)
+    is_random = _is_random(optimizer, attempt, together)
+    if is_random and (not exact or together.drew_elsewhere):
+        instead = "" if together.drew_elsewhere else "shard(exact=True), which draws by step and parameter"
+        raise Refused("it draws random numbers, which every rank would draw differently", instead)
     for verdict in verdicts:
         verdict.draws |= together.drew
+        if exact and (is_random or together.drew):
+            verdict.seeded = verdict.whole = True
     for k, place in enumerate(places):
         try:
             alone = attempt(only=place)
@@ -190,7 +209,7 @@ def _try(optimizer: torch.optim.Optimizer, verdicts: list[Verdict], *, small: bo
 
 
 def _first(
-    optimizer: torch.optim.Optimizer, shapes: list[list[tuple[int, ...]]], steps: int
+    optimizer: torch.optim.Optimizer, shapes: list[list[tuple[int, ...]]], steps: int, *, same_draws: bool
 ) -> tuple[Callable[..., Result], Result]:
     """Return how to try the optimizer, and the first trial: on all stand-ins, whole.
 
@@ -199,7 +218,8 @@ def _first(
     """
     reason: BaseException | None = None
     for remade, extreme, fresh in itertools.product((False, True), (True, False), (False, True)):
-        attempt = functools.partial(run, optimizer, shapes, steps, remade=remade, extreme=extreme, fresh=fresh)
+        how: dict[str, Any] = {"remade": remade, "extreme": extreme, "fresh": fresh, "same_draws": same_draws}
+        attempt = functools.partial(run, optimizer, shapes, steps, **how)
         try:
             return attempt, attempt()
         except Refused:
@@ -210,8 +230,8 @@ def _first(
     raise Refused(f"it cannot be tried on stand-ins for the parameters ({with_kind(reason)})") from reason
 
 
-def _refuse_random(optimizer: torch.optim.Optimizer, attempt: Callable[..., Result], together: Result) -> None:
-    """Raise Refused if the update depends on random numbers; a start value of an iteration that converges may be one.
+def _is_random(optimizer: torch.optim.Optimizer, attempt: Callable[..., Result], together: Result) -> bool:
+    """True if the update depends on what torch draws; a start value of an iteration that converges may be drawn.
 
     In float32 and in the dtypes of the parameters: some round at random where there are few bits.
     """
@@ -220,7 +240,8 @@ def _refuse_random(optimizer: torch.optim.Optimizer, attempt: Callable[..., Resu
         with contextlib.suppress(RuntimeError, TypeError):
             one = together if dtype is torch.float32 else attempt(dtype=dtype)
             if one.drew and _differs_in_a_row(one, attempt(dtype=dtype, seed=1)):
-                raise Refused("it draws random numbers, which every rank would draw differently")
+                return True
+    return False
 
 
 def _differs_in_a_row(one: Result, two: Result) -> bool:

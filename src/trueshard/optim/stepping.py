@@ -38,9 +38,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueshard import _torch
-from trueshard.distributed import all_reduce, device_of
+from trueshard.distributed import all_reduce, device_of, gather_objects
 from trueshard.optim.classify import Verdict, classify
-from trueshard.optim.owners import Owned, Owners
+from trueshard.optim.draws import drawn_from
+from trueshard.optim.exact import are_exact
+from trueshard.optim.owners import Owned, Owners, Place
 from trueshard.optim.rebind import IsRows, by_shape, each_in, family
 from trueshard.optim.stand_ins import GroupStandIns, Placeholder, StandIn, WholeTensor, swapped
 from trueshard.optim.ties import check_added_up
@@ -157,7 +159,11 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def bind(optimizer: torch.optim.Optimizer, verdicts: list[Verdict] | None = None) -> None:
     """From now on, let ``optimizer`` step without DTensor dispatch, exactly. Raises the ValueError of ``classify``."""
     if optimizer not in _bound:
-        _bound[optimizer] = Stepping(optimizer, classify(optimizer) if verdicts is None else verdicts)
+        _bound[optimizer] = Stepping(optimizer, _verdicts(optimizer) if verdicts is None else verdicts)
+
+
+def _verdicts(optimizer: torch.optim.Optimizer) -> list[Verdict]:
+    return classify(optimizer, exact=are_exact(_members(optimizer)))
 
 
 @dataclass(frozen=True)
@@ -200,6 +206,7 @@ class Stepping:
         """Closing it shows DTensors again; nothing happens if they are shown."""
         self._sending: Iterator[Any] = iter(())
         """The rest of the way of owned parameters whose last batch the call itself steps."""
+        self._is_seeded = any(v.seeded for v in verdicts)
         self._watches_random = any(v.rows is not None for v in verdicts) and not any(v.draws for v in verdicts)
         self._random: Any = None
         """State of the random number generator when the optimizer began to compute."""
@@ -259,7 +266,7 @@ class Stepping:
         """Follow groups that were added, removed or loaded, and parameters or memory that were replaced."""
         groups = optimizer.param_groups
         if len(groups) != len(self._groups) or not all(map(operator.is_, groups, self._groups)):
-            self._verdicts = classify(optimizer)
+            self._verdicts = _verdicts(optimizer)
             self._groups = list(groups)
         now = [(group["params"], verdict) for group, verdict in zip(groups, self._verdicts, strict=True)]
         if len(now) != len(self._stand_ins):
@@ -283,7 +290,7 @@ class Stepping:
         owned = self._owned()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if callable(closure):
-            closure = self._wrap(optimizer, closure, first=bool(owned))
+            closure = self._wrap(optimizer, closure, first=bool(owned) or self._is_seeded)
             if len(args) > 1:
                 args = (args[0], closure, *args[2:])
             else:
@@ -291,7 +298,9 @@ class Stepping:
         if self._watches_random:
             self._random = torch.get_rng_state()
         local = [each.now(optimizer.state) for each in self._stand_ins]
-        if owned:
+        if self._is_seeded:
+            self._step_seeded(optimizer, local, owned, args, kwargs)
+        elif owned:
             self._step_owned(optimizer, local, owned, args, kwargs)
         else:
             self._swapped.enter_context(swapped(optimizer, local))
@@ -331,8 +340,6 @@ class Stepping:
         """
         self._settle_state(optimizer, owned)
         groups = optimizer.param_groups
-        step: Any = type(optimizer).step
-        step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without torch's, which calls hooks
         nothing_local = all(isinstance(each, Placeholder) for members in local for each in members)
         walk = self._owners.walk(owned, groups, [verdict.decoupled for verdict in self._verdicts])
         for members, last in walk:
@@ -344,10 +351,40 @@ class Stepping:
                 self._swapped.enter_context(swapped(optimizer, batch))
                 return
             if members:
-                with _copied_settings(optimizer), contextlib.closing(self._swapped):
-                    self._swapped.enter_context(swapped(optimizer, batch))
-                    step(optimizer, *args[1:], **kwargs)
+                self._step_ahead(optimizer, batch, args, kwargs)
         self._swapped.enter_context(swapped(optimizer, local))
+
+    def _step_ahead(self, optimizer: torch.optim.Optimizer, batch: list[list[StandIn]], args: Any, kwargs: Any) -> None:
+        """Step ``batch`` before the call itself, from the same settings as it."""
+        step: Any = type(optimizer).step
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without torch's, which calls hooks
+        with _copied_settings(optimizer), contextlib.closing(self._swapped):
+            self._swapped.enter_context(swapped(optimizer, batch))
+            step(optimizer, *args[1:], **kwargs)
+
+    def _step_seeded(
+        self, optimizer: torch.optim.Optimizer, local: list[list[StandIn]], owned: list[Owned], args: Any, kwargs: Any
+    ) -> None:
+        """Step each parameter by itself, with draws that follow from seed, step and its place; the call finds none."""
+        self._settle_state(optimizer, owned)
+        groups = optimizer.param_groups
+        seed, number = _next_draws(optimizer)
+        nothing: list[list[StandIn]] = [[Placeholder(p) for p in group["params"]] for group in groups]
+
+        def step_alone(place: Place, stand_in: StandIn) -> None:
+            batch = [list(each) for each in nothing]
+            batch[place[0]][place[1]] = stand_in
+            with drawn_from(seed, number, *place):
+                self._step_ahead(optimizer, batch, args, kwargs)
+
+        for members, _ in self._owners.walk(owned, groups, [False] * len(groups)):
+            for each, leaf in members:
+                step_alone(each.place, WholeTensor(each.parameter, leaf))
+        for g, each_here in enumerate(local):
+            for i, stand_in in enumerate(each_here):
+                if not isinstance(stand_in, Placeholder):
+                    step_alone((g, i), stand_in)
+        self._swapped.enter_context(swapped(optimizer, nothing))
 
     def _settle_state(self, optimizer: torch.optim.Optimizer, owned: list[Owned]) -> None:
         """Give state from elsewhere (before sharding, a checkpoint) to its owner alone. Collective where it is cut."""
@@ -413,6 +450,24 @@ class Stepping:
         if type(found) in (tuple, list):
             return type(found)(map(self._with_own_losses, found))
         return next((loss for told, loss in self._losses if told is found), found)
+
+
+DRAWS = "draws"
+"""Key of the groups of an optimizer that draws, with exact sums: [seed, steps]. Checkpoints have it as any other."""
+
+
+def _next_draws(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Return the seed, which is rank 0's at the first step, and the number of this step. Collective at the first."""
+    groups = optimizer.param_groups
+    seed, number = next((group[DRAWS] for group in groups if DRAWS in group), (None, 0))
+    if seed is None:
+        seed = torch.initial_seed() & (1 << 62) - 1
+        mesh = next((p.device_mesh for p in _members(optimizer) if isinstance(p, DTensor)), None)
+        if mesh is not None:
+            (seed, *_) = gather_objects(seed, mesh)
+    for group in groups:
+        group[DRAWS] = [seed, number + 1]
+    return seed, number
 
 
 def _gather(value: Any) -> Any:

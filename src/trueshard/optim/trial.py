@@ -5,6 +5,7 @@ The copy has all of the user's settings, but parameters, state and hooks of its 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from trueshard.model.regions import rows_of
+from trueshard.optim.draws import SameDraws
 from trueshard.optim.rebind import family
 
 EXTREMES = (1e4, 1e-4)
@@ -36,7 +38,11 @@ LARGE_STEPS = 3
 
 
 class Refused(Exception):
-    """The optimizer cannot be sharded; the message is the reason."""
+    """The optimizer cannot be sharded; the message is the reason. ``instead``: what to use, if that is known."""
+
+    def __init__(self, reason: str, instead: str = "") -> None:
+        super().__init__(reason)
+        self.instead = instead
 
 
 @dataclass
@@ -51,6 +57,8 @@ class Result:
     """By group, what it has besides parameters; at last the optimizer's own attributes."""
     drew: bool = False
     """Random numbers were drawn."""
+    drew_elsewhere: bool = False
+    """By Python's generator or numpy's."""
 
 
 def shapes_of(group: dict[str, Any], small: bool) -> list[tuple[int, ...]]:
@@ -102,12 +110,14 @@ def run(
     only: tuple[int, int] | None = None,
     rank: int = 0,
     cut: int | None = None,
+    same_draws: bool = False,
 ) -> Result:
     """Run steps of a copy of ``optimizer`` on stand-ins of ``shapes``, by group.
 
     ``extreme``: the last gradients are very large, and very small. ``fresh``: forget what the optimizer has counted.
     ``remade``: construct it anew. ``only``: the one stand-in, as (group, position), that has gradients; None: all.
-    ``cut``: the group of whose stand-ins there is the piece of ``rank`` alone; None: none.
+    ``cut``: the group of whose stand-ins there is the piece of ``rank`` alone; None: none. ``same_draws``: whatever was
+    drawn before, torch draws the same.
     """
     trial = _copy(optimizer, fresh)
     numbers = itertools.count(1)
@@ -131,13 +141,16 @@ def run(
         for place, each in stand_ins.items():
             if only in (None, place):
                 each.grad = _gradient(*kinds[place], step, factor).to(each.dtype)
-        _step(trial)
+        with SameDraws(seed) if same_draws else contextlib.nullcontext():
+            _step(trial)
         if step >= steps - 1:
             later.append([p.detach().clone() for p in parameters])
     settings = [_numbers(group) for group in trial.param_groups]
     members = [each.state for each in family(trial)]
     state = [dict(each for held in members if p in held for each in leaves(held[p])) for p in parameters]
-    return Result(before, later, state, [*settings, _numbers(vars(trial))], drew=_drawn() != drawn)
+    drawn_now = _drawn()
+    settings.append(_numbers(vars(trial)))
+    return Result(before, later, state, settings, drew=drawn_now != drawn, drew_elsewhere=drawn_now[1:] != drawn[1:])
 
 
 def _drawn() -> tuple[Any, ...]:

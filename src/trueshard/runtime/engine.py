@@ -57,11 +57,9 @@ def shard(
             resolved = resolve_tensor(names.unwrap(model), resolved, axes.sizes)
             context.refuse(names.unwrap(model), resolved)
             exact.refuse(names.unwrap(model), resolved)
-            verdicts = [classify(optimizer) for optimizer in optimizers]
-            if resolved.exact:
-                verdicts = exact.same_updates(
-                    optimizers, verdicts, on_cpu="cpu" in (mesh.device_type, resolved.offload)
-                )
+            if resolved.exact and "cpu" in (mesh.device_type, resolved.offload):
+                exact.refuse_fused(optimizers)
+            verdicts = [classify(optimizer, exact=bool(resolved.exact)) for optimizer in optimizers]
         facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key != "units"]
         facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
         facts += exact.kernels(axes.data) if resolved.exact else []

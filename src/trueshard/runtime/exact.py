@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import functools
 import math
@@ -34,7 +33,6 @@ from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.distributed import all_reduce, device_of, is_simulated
 from trueshard.model import names
-from trueshard.optim.classify import Verdict
 from trueshard.optim.exact import DIGITS, Members, below, largest_of, to_grid
 from trueshard.plans import EXPONENTS, Plan
 from trueshard.text import logger, nearest
@@ -106,23 +104,14 @@ def kernels(mesh: DeviceMesh) -> list[tuple[str, Any]]:
     return [("device", device.get_device_name() if hasattr(device, "get_device_name") else mesh.device_type)]
 
 
-def same_updates(
-    optimizers: Sequence[torch.optim.Optimizer], verdicts: Sequence[Sequence[Verdict]], *, on_cpu: bool
-) -> list[list[Verdict]]:
-    """Return verdicts by which updates have the same bits however parameters are cut; ``on_cpu``: where they step.
-
-    An owner that is given gradients alone adds its update to zeros first, which rounds once more than one rank does.
-
-    Raises:
-        ValueError: the optimizer's kernel rounds by the place of an element in memory.
-    """
+def refuse_fused(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ValueError if the kernel of an optimizer on a CPU rounds by the place of an element in memory."""
     for optimizer in optimizers:
-        if on_cpu and any(group.get("fused") for group in optimizer.param_groups):
+        if any(group.get("fused") for group in optimizer.param_groups):
             raise ValueError(
                 f"exact=True: {type(optimizer).__name__} has fused=True, and the fused kernels of the CPU round the "
                 "last elements of a tensor otherwise than the rest; give it foreach=True"
             )
-    return [[dataclasses.replace(verdict, decoupled=False) for verdict in each] for each in verdicts]
 
 
 class ExactSums:

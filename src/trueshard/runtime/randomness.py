@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator
 
-import torch
-
-
-def seed_of(seed: int, step: int, microbatch: int) -> int:
-    """Return the seed of the generators for one microbatch: 63 bits of a hash."""
-    told = f"{seed} {step} {microbatch}".encode()
-    return int.from_bytes(hashlib.sha256(told).digest()[:8], "big") >> 1
+from trueshard.optim.draws import drawn_from
 
 
 @contextlib.contextmanager
@@ -31,8 +24,5 @@ def sample_rng(seed: int, step: int, microbatch: int) -> Iterator[None]:
         step: of the optimizer.
         microbatch: its number in the step, over all ranks.
     """
-    device = torch.accelerator.current_accelerator(check_available=True)
-    kind, devices = ("cuda", []) if device is None else (device.type, [torch.accelerator.current_device_index()])
-    with torch.random.fork_rng(devices, device_type=kind):
-        torch.manual_seed(seed_of(seed, step, microbatch))
+    with drawn_from(seed, step, microbatch):
         yield
