@@ -39,8 +39,9 @@ def gathered(model: Model) -> Iterator[Model]:
 
     The copy has the values of now, in the dtype in which the model computes, whole on every rank: an ordinary module in
     evaluation mode, whose parameters require no gradient. In float32 and under mixed precision it computes what the
-    sharded model computes under ``torch.no_grad()``, bit for bit. Adapters stay adapters. It is not compiled. Inside,
-    no call of the copy is collective. At the end its memory is freed; the sharded model is not changed.
+    sharded model computes under ``torch.no_grad()``, bit for bit, but for matrix products of inputs that are not
+    contiguous, which torch folds by whether the weight requires a gradient. Adapters stay adapters. It is not compiled.
+    Inside, no call of the copy is collective. At the end its memory is freed; the sharded model is not changed.
 
     Args:
         model: a sharded model. Every rank needs memory for all of it in its compute dtype, and for one unit more.
