@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 TORCH := torch==2.13.0
-TORCHAO := torchao==0.18.0
+APART := torchao==0.18.0 timm==1.0.31
 BIN := .venv/bin
 READY := .venv/.ready
 # A worker a core; each test may start several processes of its own, of one thread each.
@@ -76,6 +76,6 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --disable-pip-version-check --requirement requirements.lock
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
-	# Apart, where only its tests look: transformers imports it if it can, and then every program prints its warnings.
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target .venv/apart $(TORCHAO)
+	# Apart, where only their tests look: transformers imports them if it can, and then every program prints warnings.
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target .venv/apart $(APART)
 	touch $@

@@ -24,7 +24,7 @@ import optimizer_ways as ways
 from optimizer_ways import Forward, Make, Take, takes
 
 APART = Path(sys.prefix) / "apart"
-"""Where torchao is: whoever finds it imports it (transformers does), and it prints to stderr what it could not load."""
+"""Where torchao is, and timm: whoever finds it imports it (transformers does), and it prints what it could not load."""
 
 LIBRARIES = ("torch.optim", "pytorch_optimizer", "torchao.optim")
 
