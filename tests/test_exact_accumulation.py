@@ -65,7 +65,7 @@ def train(
     options: Any = None,
     shape: tuple[int, int] | None = None,
 ) -> Record:
-    """Take ten steps of ``world_size * accumulation`` microbatches of ``forwards`` forwards each."""
+    """Take `STEPS` steps of ``world_size * accumulation`` microbatches of ``forwards`` forwards each."""
     torch.manual_seed(0)
     model = exactness.MODELS[name]()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)

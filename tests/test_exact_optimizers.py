@@ -1,4 +1,4 @@
-"""Every optimizer that steps on shards or by owners has the same bits at 1, 2 and 3 ranks with ``exact=True``."""
+"""Every optimizer that steps on shards or by owners has the same bits at 1 and 3 ranks with ``exact=True``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ ALONE = {"capturable=True"}
 
 
 def batches() -> list[object]:
-    """(names, numbers of ranks): options of an optimizer, such as foreach=False, at 3 ranks, where parts are uneven."""
+    """(names, numbers of ranks): the rest at 3 ranks, where parts are uneven."""
     every = [each for each in names() if each not in QUICK]
-    options = [each for each in every if "(" in each[1]]
-    plain = [each for each in every if each not in options]
-    parts = [
-        (some[at : at + 12], few) for some, few in ((plain, (2, 3)), (options, (3,))) for at in range(0, len(some), 12)
-    ]
-    return [(QUICK, (2, 3)), *(pytest.param(*part, marks=pytest.mark.rest) for part in parts)]
+    parts = [every[at : at + 12] for at in range(0, len(every), 12)]
+    return [(QUICK, (2, 3)), *(pytest.param(part, (3,), marks=pytest.mark.rest) for part in parts)]
 
 
 @pytest.mark.timeout(600)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 import exactness
+import forks
 import trueshard
 from messages import lacking, naming
 from parity import Ranks, assert_same
@@ -19,6 +22,7 @@ from trueshard.errors import UserError
 from trueshard.runtime import engine
 from trueshard.runtime.passes import runtime_of
 from trueshard.train.parse import load_config
+from trueshard.verification.report import BITS
 
 SMALL = 2.0**-30
 """Factor of a loss whose gradients have few digits on the grid of 2**-40."""
@@ -181,7 +185,13 @@ def make():
 def test_verify_says_which_exponents_keep_the_digits(tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     file.write_text(SMALL_GRADIENTS)
-    report = trueshard.verify(f"{file}:make", nproc=2, exact={"2.*": -62})
-    assert report.held, str(report)
-    (note,) = [each for each in report.notes if "bits" in each]
+    # In a program of its own, whose processes are forks.
+    code = "import sys, trueshard; print(trueshard.verify(sys.argv[1], nproc=2, exact={'2.*': -62}).to_json())"
+    found = forks.run([sys.executable, "-c", code, f"{file}:make"], capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stderr
+    report = json.loads(found.stdout)
+    assert report["held"], report
+    (bits,) = [point["detail"] for point in report["points"] if point["name"] == BITS]
+    assert all(f"step {step}: " in bits for step in range(1, 5))
+    (note,) = [each for each in report["notes"] if "bits" in each]
     assert "exact={'0.bias': -58, '0.weight': -58}" in note
