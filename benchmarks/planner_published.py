@@ -7,6 +7,7 @@ the units, the loss and the dtypes that the publishers had.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import statistics
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from benchmarks import ring
 from benchmarks.published_pending import PENDING
 from benchmarks.published_rows import ROWS, SOURCES, Model, Row, Setting
 from benchmarks.table import Table, Tell
@@ -330,6 +332,11 @@ def _step(row: Row) -> tuple[Simulation, Timeline, float]:
 
 def forecast(row: Row) -> dict[str, Any]:
     """What the planner expects of a row, beside what was published. Plain JSON values."""
+    with ring.keys_go_round() if row.setting.ring else contextlib.nullcontext():
+        return _forecast(row)
+
+
+def _forecast(row: Row) -> dict[str, Any]:
     setting, device = row.setting, device_of(row)
     found: dict[str, Any] = asdict(row) | {"mesh": setting.mesh}
     if setting.pipe.stages > 1:

@@ -81,6 +81,8 @@ class Setting:
     tensor: int = 1
     """Ranks that share each matrix, and what lies between matrices by tokens (sequence parallelism)."""
     context: int = 1
+    ring: bool = False
+    """Keys and values go round, see ``benchmarks.ring``; else heads are exchanged."""
     experts: int = 1
     pipe: Pipeline = ONE_STAGE
 
@@ -178,17 +180,14 @@ _SEQUENCE = "sequence (8,192, its configuration file's)"
 _MICROBATCHES = "microbatches (8, its default)"
 _NORM = "the last norm is on whole sequences here"
 _MOE = "DeepEP's exchange; Transformer Engine's fused layers are taken as compiled ones (eager: -45.6%)"
-_RING = "ring attention; here heads are exchanged"
 
 
 def _titan_axes() -> list[Row]:
     """TorchTitan on two to four axes, December 2024: 8 microbatches of a pipeline, its default."""
     rows = []
     for context, tokens, memory in ((2, 2540, 84.2), (4, 1071, 84.0), (8, 548, 84.5)):
-        setting = Setting(LLAMA3_8B, 8, 1, 32768 * context, "full", mode="compile", context=context)
-        rows.append(
-            Row("titan-2024", "h100-96gb", setting, tokens, memory, matmul="float8", expandable=True, open=_RING)
-        )
+        setting = Setting(LLAMA3_8B, 8, 1, 32768 * context, "full", mode="compile", context=context, ring=True)
+        rows.append(Row("titan-2024", "h100-96gb", setting, tokens, memory, matmul="float8", expandable=True))
     norm = f"{_SEQUENCE}; {_NORM} (7 GiB)"
     large = Setting(LLAMA3_70B, 256, 16, 8192, "full", mode="compile", tensor=8)
     for fused, tokens, memory in ((False, 829, 71.9), (True, 876, 67.6)):
@@ -198,17 +197,18 @@ def _titan_axes() -> list[Row]:
 
     def piped(microbatch: int, sequence: int, context: int, pipe: Pipeline) -> Setting:
         return Setting(
-            LLAMA3_405B, 512, microbatch, sequence, "full", 8, "compile", tensor=8, context=context, pipe=pipe
-        )
+            LLAMA3_405B, 512, microbatch, sequence, "full", 8, "compile", tensor=8, context=context, ring=context > 1,
+            pipe=pipe,
+        )  # fmt: skip
 
     single, interleaved = Pipeline(8, parts=8), Pipeline(8, "interleaved", 2, parts=8)
     for setting, tokens, memory, unsaid in (
         (piped(4, 8192, 1, single), 100, 82.5, _MICROBATCHES),
         (piped(4, 8192, 1, interleaved), 128, 72.7, f"{_MICROBATCHES}; {_NORM} (3.5 GiB)"),
         (piped(1, 32768, 1, single), 76, 75.3, _MICROBATCHES),
-        (piped(1, 65536, 2, single), 47, 75.9, f"{_MICROBATCHES}; {_RING}"),
-        (piped(1, 131072, 4, single), 31, 77.1, f"{_MICROBATCHES}; {_RING}"),
-        (piped(1, 262144, 8, single), 16, 84.9, f"{_MICROBATCHES}; {_RING}"),
+        (piped(1, 65536, 2, single), 47, 75.9, _MICROBATCHES),
+        (piped(1, 131072, 4, single), 31, 77.1, _MICROBATCHES),
+        (piped(1, 262144, 8, single), 16, 84.9, _MICROBATCHES),
     ):
         rows.append(
             Row("titan-2024", "h100-96gb", setting, tokens, memory, matmul="float8", async_tensor=True, open=unsaid)
@@ -362,9 +362,9 @@ def _automodel_axes() -> list[Row]:
     """By its configurations (examples/llm_benchmark): compiled, no clipping; recomputation is full where it is said."""
     ring = Setting(
         LLAMA3_70B, 64, 1, 8192, "full", 4, "compile", reshard="always", storage="bfloat16", reduce="bfloat16",
-        clip=None, context=2,
+        clip=None, context=2, ring=True,
     )  # fmt: skip
-    rows = [Row("automodel", "h100", ring, 866.77, open=_RING)]
+    rows = [Row("automodel", "h100", ring, 866.77)]
     for model, accumulation, ranks, tokens in (
         (LLAMA3_70B, 4, 8, 1091.85),
         (QWEN25_32B, 4, 8, 2250.31),

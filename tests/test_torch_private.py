@@ -508,8 +508,29 @@ def ring(rank: int, world_size: int) -> None:
     assert vars(_cp_options) == before
 
 
+def balanced_ring(rank: int, world_size: int) -> None:
+    """Likewise where rank r of n has the parts r and 2·n - 1 - r of 2·n."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, 3, 8, 4, generator=generator, dtype=torch.float64) for _ in range(4)]
+    query, key, value = (each.clone().requires_grad_() for each in whole[:3])
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    expected.backward(whole[3])
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        parts = tensor.detach().chunk(2 * world_size, 2)
+        return torch.cat([parts[rank], parts[2 * world_size - 1 - rank]], 2)
+
+    mine = [own(each).requires_grad_() for each in whole[:3]]
+    made = _torch.ring_attention(*mine, torch.distributed.group.WORLD, balanced=True)
+    made.backward(own(whole[3]))
+    pairs = [(made, expected)] + [(a.grad, b.grad) for a, b in zip(mine, (query, key, value), strict=True)]
+    for found, of_whole in pairs:
+        torch.testing.assert_close(found, own(of_whole), rtol=1e-14, atol=1e-14)
+
+
 def test_attention_goes_around_a_ring(ranks2: Ranks) -> None:
     ranks2.run(ring)
+    ranks2.run(balanced_ring)
     with pytest.raises(ValueError, match="no ring attention for meta"):
         _torch.ring_attention(*(torch.empty(1, 1, 2, 2, device="meta") for _ in range(3)), None)
 

@@ -19,31 +19,42 @@ _SEQUENCE = 2
 
 
 def ring_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, scale: float | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: dist.ProcessGroup,
+    scale: float | None = None,
+    *,
+    balanced: bool = False,
 ) -> torch.Tensor:
     """Return causal attention of the queries here over all positions of a sequence, in the shape of ``query``.
 
     Args:
-        query: [batch, heads, positions here, head size]; each rank has as many, rank 0 the first.
+        query: [batch, heads, positions here, head size]; each rank has as many, rank 0 the first; ``balanced``: rank r
+            of n has the parts r and 2·n - 1 - r of 2·n.
         key: likewise, with as many heads, as is ``value``.
         value: likewise.
         group: ranks that share the sequence; all of them call it, and go through its backward.
         scale: of the scores; None: one over the root of the head size.
+        balanced: as torch's own ``context_parallel`` does: ranks compute equally much, and keys and values are gathered
+            at once.
 
     Raises:
         ValueError: torch has no ring for this device.
     """
-    made: torch.Tensor = _Ring.apply(query, key, value, group, scale)
+    made: torch.Tensor = _Ring.apply(query, key, value, group, scale, balanced)
     return made
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, group: dist.ProcessGroup, scale: float | None) -> Any:
+    def forward(
+        ctx: Any, query: Any, key: Any, value: Any, group: dist.ProcessGroup, scale: float | None, balanced: bool
+    ) -> Any:
         from torch.distributed.tensor.experimental._context_parallel import _attention
 
         kernels = _kernels(query)
-        with _contiguous_parts(query.dtype):
+        with _options(query.dtype, balanced):
             out, sums, *rest = _attention._templated_ring_attention(
                 group,
                 _SEQUENCE,
@@ -57,7 +68,7 @@ class _Ring(torch.autograd.Function):
             )
         ctx.save_for_backward(query, key, value, out, sums, *(each for each in rest if isinstance(each, torch.Tensor)))
         ctx.rest = [None if isinstance(each, torch.Tensor) else each for each in rest]
-        ctx.group, ctx.scale = group, scale
+        ctx.group, ctx.scale, ctx.balanced = group, scale, balanced
         return out
 
     @staticmethod
@@ -69,7 +80,7 @@ class _Ring(torch.autograd.Function):
         rest = [next(left) if each is None else each for each in ctx.rest]
         kernels = _kernels(query)
         more = dict(zip(kernels.kept, rest, strict=False)) | kernels.others
-        with _contiguous_parts(query.dtype):
+        with _options(query.dtype, ctx.balanced):
             found = _attention._templated_ring_attention_backward(
                 ctx.group,
                 _SEQUENCE,
@@ -86,7 +97,7 @@ class _Ring(torch.autograd.Function):
                 scale=ctx.scale,
                 **more,
             )
-        return *found[:3], None, None
+        return *found[:3], None, None, None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,14 +142,15 @@ def _kernels(query: torch.Tensor) -> _Kernels:
 
 
 @contextlib.contextmanager
-def _contiguous_parts(dtype: torch.dtype) -> Iterator[None]:
-    """Let the ring know that rank r has the r-th part, send one part at a time, and add up in float32 at least."""
+def _options(dtype: torch.dtype, balanced: bool) -> Iterator[None]:
+    """Let the ring know which parts a rank has, and how keys and values travel; add up in float32 at least."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     options = _attention._cp_options
     before = vars(options).copy()
-    options.enable_load_balance = False
-    options.rotate_method = _attention._RotateMethod.ALL_TO_ALL
+    options.enable_load_balance = balanced
+    methods = _attention._RotateMethod
+    options.rotate_method = methods.ALL_GATHER if balanced else methods.ALL_TO_ALL
     options.convert_to_f32 = dtype != torch.float64
     try:
         yield
