@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from benchmarks import ring
+from benchmarks import published_attention as attention
 from benchmarks.published_pending import PENDING
 from benchmarks.published_rows import ROWS, SOURCES, Model, Row, Setting
+from benchmarks.published_traces import on_one_device
 from benchmarks.table import Table, Tell
 from trueshard.choices import Choices
 from trueshard.planner import ledger, pipelining
@@ -34,7 +35,6 @@ from trueshard.planner.inputs.workloads import workload_of
 from trueshard.planner.reserve import replay
 from trueshard.planner.simulation.simulate import Simulation, simulate
 from trueshard.planner.timeline import Timeline, schedule
-from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Trace
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Forecast
 from trueshard.train.models.quantized import quantise_layers
@@ -291,21 +291,6 @@ def _of_pipeline(row: Row) -> Forecast:
     return found.forecast
 
 
-def _without_fsdp(trace: Trace) -> Trace:
-    """Return the step of a single GPU as those without FSDP run it: nothing is gathered into memory of its own."""
-    dropped: set[int] = set()
-    events: list[Event] = []
-    for event in trace.events:
-        if isinstance(event, Allocation) and event.kind in ("gathered", "communication"):
-            dropped.add(event.storage)
-            continue
-        is_fsdp = isinstance(event, Communication) or (isinstance(event, Kernel) and event.op.startswith("fsdp."))
-        if is_fsdp or (isinstance(event, Free) and event.storage in dropped):
-            continue
-        events.append(replace(event, after=()) if isinstance(event, Kernel) and event.after else event)
-    return Trace(events, [each for each in trace.resident if each.kind not in ("gathered", "communication")])
-
-
 def device_of(row: Row) -> Hardware:
     return hardware(row.device, **row.overrides)
 
@@ -317,7 +302,8 @@ def _step(row: Row) -> tuple[Simulation, Timeline, float]:
     def line(setting: Setting) -> tuple[Simulation, Timeline]:
         made = in_precision(simulated(setting), row.matmul, device)
         if setting.ranks == 1:
-            made = replace(made, first=_without_fsdp(made.first), steady=_without_fsdp(made.steady))
+            first, steady = (on_one_device(each, setting) for each in (made.first, made.steady))
+            made = replace(made, first=first, steady=steady)
         return made, schedule(made.steady, device, device.ranks_per_node, setting.mode, async_tensor=row.async_tensor)
 
     if (more := setting.accumulation - MICROBATCHES) > 0:
@@ -332,7 +318,11 @@ def _step(row: Row) -> tuple[Simulation, Timeline, float]:
 
 def forecast(row: Row) -> dict[str, Any]:
     """What the planner expects of a row, beside what was published. Plain JSON values."""
-    with ring.keys_go_round() if row.setting.ring else contextlib.nullcontext():
+    with contextlib.ExitStack() as others:
+        if row.setting.ring:
+            others.enter_context(attention.keys_go_round())
+        if row.setting.repeat:
+            others.enter_context(attention.keys_repeated())
         return _forecast(row)
 
 

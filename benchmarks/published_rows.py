@@ -76,13 +76,17 @@ class Setting:
     """Rank, and names of the layers that have adapters."""
     quantize: bool = False
     """The blocks' linear layers are frozen in 4 bits (nf4)."""
+    repeat: bool = False
+    """Keys and values are copied to as many heads as queries have, and so kept for backward."""
+    offload: bool = False
+    """Inputs of recomputed blocks lie on the host."""
     optimizer: str = "adamw"
     clip: float | None = 1.0
     tensor: int = 1
     """Ranks that share each matrix, and what lies between matrices by tokens (sequence parallelism)."""
     context: int = 1
     ring: bool = False
-    """Keys and values go round, see ``benchmarks.ring``; else heads are exchanged."""
+    """Keys and values go round, see ``published_attention``; else heads are exchanged."""
     experts: int = 1
     pipe: Pipeline = ONE_STAGE
 
@@ -324,18 +328,17 @@ def _adapters() -> list[Row]:
         lora = (16, _ALL_LINEAR)
         return Setting(model, 1, 2, 4096, accumulation=16, mode="compile", storage="bfloat16", lora=lora, clip=None)
 
-    def tune(
-        model: Model, ranks: int, lora: tuple[int, tuple[str, ...]], recompute: str, quantize: bool = False
-    ) -> Setting:
+    def tune(model: Model, ranks: int, lora: tuple[int, tuple[str, ...]], recompute: str, **words: bool) -> Setting:
         return Setting(
             model, ranks, 2, 2048, recompute, mode="compile", split=True, loss="chunked", storage="bfloat16",
-            reduce="bfloat16", lora=lora, clip=None, quantize=quantize,
+            reduce="bfloat16", lora=lora, clip=None, repeat=True, **words,
         )  # fmt: skip
 
     small, large = (8, ("q_proj", "v_proj")), (16, ("q_proj", "k_proj", "v_proj"))
+    linear = (8, _ALL_LINEAR)
     fused = "Transformer Engine's fused layers are taken as compiled ones"
     unsaid = "recomputation (the recipe's own: full), kind of memory (taken as allocated)"
-    quantized = f"scales of 32 bits here, of 8 in torchao (0.3 GiB); {unsaid}"
+    offloaded = "recomputation (by its memory: full, with what blocks read on the host), kind of memory (likewise)"
     ada = (
         "said to be an A6000, whose peak is below what this speed takes: an RTX 6000 Ada; recomputation (by its "
         "memory: none), kind of memory (taken as allocated)"
@@ -343,8 +346,16 @@ def _adapters() -> list[Row]:
     return [
         Row("automodel", "h100", automodel(LLAMA3_8B), 12472.87, open=fused),
         Row("automodel", "h100", automodel(QWEN25_7B), 14110.05, open=fused),
-        Row("tune", "rtx4090", tune(LLAMA3_8B, 1, small, "full"), 3083, 16.2, "live", open=unsaid),
-        Row("tune", "rtx4090", tune(LLAMA3_8B, 1, (8, _ALL_LINEAR), "full", True), 2413, 7.4, "live", open=quantized),
+        Row("tune", "rtx4090", tune(LLAMA3_8B, 1, small, "full", offload=True), 3083, 16.2, "live", open=offloaded),
+        Row(
+            "tune",
+            "rtx4090",
+            tune(LLAMA3_8B, 1, linear, "full", quantize=True),
+            2413,
+            7.4,
+            "live",
+            open=unsaid,
+        ),
         Row("tune", "rtx6000-ada", tune(LLAMA3_8B, 1, small, "none"), 4699, 30.3, "live", open=ada),
         Row(
             "tune",

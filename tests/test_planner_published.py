@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from benchmarks import planner_published as published
-from benchmarks import ring
+from benchmarks import published_attention as attention
+from benchmarks import published_traces as traces
 from benchmarks.published_rows import Model, Setting
-from trueshard.planner.trace import Communication, Kernel
+from trueshard.planner import ledger
+from trueshard.planner.trace import Allocation, Communication, Free, Kernel, Trace
 
 TINY = Model("tiny", 2, 64, 4, 128, 96, 2)
 
@@ -13,12 +17,12 @@ TINY = Model("tiny", 2, 64, 4, 128, 96, 2)
 def test_torchs_ring_is_what_is_counted() -> None:
     context, length = 4, 64
     setting = Setting(TINY, context, 1, length, loss="compiled", context=context, ring=True)
-    with ring.keys_go_round():
+    with attention.keys_go_round():
         events = published.simulated(setting).steady.events
-    attention = [each for each in events if isinstance(each, Kernel) and "attention" in each.op]
-    forward = [each for each in attention if each.place.phase == "forward"]
+    calls = [each for each in events if isinstance(each, Kernel) and "attention" in each.op]
+    forward = [each for each in calls if each.place.phase == "forward"]
     assert len(forward) == context * TINY.layers
-    assert len(attention) == 2 * len(forward)
+    assert len(calls) == 2 * len(forward)
     assert sum(each.causal for each in forward) == TINY.layers
     # A causal call of all tokens here is counted in full; each other one is half of that.
     here = 4 * TINY.hidden * (length // context) ** 2
@@ -45,6 +49,56 @@ def test_the_ring_ends_with_its_context() -> None:
         events = published.simulate(published.job(setting, 1)).steady.events
         return sum(isinstance(each, Kernel) and "attention" in each.op for each in events)
 
-    with ring.keys_go_round():
+    with attention.keys_go_round():
         assert calls_of_attention() == 2 * 2 * TINY.layers
     assert calls_of_attention() == 2 * TINY.layers
+
+
+def kept(trace: Trace, size: int | None = None) -> int:
+    """Return the bytes, of storages of one size, that the forward leaves for the backward."""
+    begin = next(i for i, each in enumerate(trace.events) if each.place.phase == "backward")
+    held = [each for each in ledger.lifetimes(trace) if each.made < begin <= each.freed]
+    return sum(
+        each.allocation.bytes
+        for each in held
+        if each.allocation.kind == "activations" and size in (None, each.allocation.bytes)
+    )
+
+
+def test_keys_are_kept_with_all_heads() -> None:
+    setting = Setting(TINY, 1, 2, 32, loss="compiled")
+    plain = published.simulate(published.job(setting, 1)).steady
+    with attention.keys_repeated():
+        repeated = published.simulate(published.job(setting, 1)).steady
+    one = 2 * 32 * TINY.hidden * 2
+    saved = 2 * one * TINY.key_value_heads // TINY.heads
+    assert kept(repeated) - kept(plain) == TINY.layers * (2 * one - saved)
+
+
+def test_inputs_of_blocks_are_on_the_host_but_the_last() -> None:
+    deep = replace(TINY, layers=9)
+    setting = Setting(deep, 1, 2, 32, "full", loss="compiled")
+    trace = published.simulate(published.job(setting, 1)).steady
+    moved = traces.inputs_on_host(trace)
+    one = 2 * 32 * TINY.hidden * 2
+    assert kept(trace, one) >= deep.layers * one
+    assert kept(moved, one) == traces.STASH * one
+    held = {each.storage for each in moved.resident}
+    for each in moved.events:  # what leaves comes back, and is freed once
+        if isinstance(each, Allocation):
+            assert each.storage not in held
+            held.add(each.storage)
+        elif isinstance(each, Free):
+            held.remove(each.storage)
+    assert len(moved.events) - len(trace.events) == 2 * (kept(trace, one) // one - traces.STASH)
+
+
+def test_four_bits_take_what_torchao_takes() -> None:
+    model = replace(TINY, intermediate=128)
+    setting = Setting(model, 1, 1, 32, lora=(4, ("q_proj",)), quantize=True, storage="bfloat16", loss="chunked")
+    made = published.simulate(published.job(setting, 1)).steady
+    ours = sum(each.bytes for each in made.resident if each.what.endswith(".packed"))
+    theirs = sum(each.bytes for each in traces.on_one_device(made, setting).resident if each.what.endswith(".packed"))
+    weights = model.layers * (3 * 64 * 64 + 3 * 64 * 128)
+    assert ours == weights * (1 / 2 + 4 / 64)
+    assert theirs == int(weights * (1 / 2 + 1 / 64 + 2 / (64 * 256)))

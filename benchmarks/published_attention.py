@@ -1,7 +1,8 @@
-"""Context parallelism as TorchTitan has it: torch's ring in the place of this library's exchange of heads.
+"""Attention as others' code has it, for simulations of published runs; not for training.
 
-What runs in the simulation is torch's own code, ``context_parallel`` with its defaults (torch/distributed/tensor/
-experimental/_attention.py of December 2024, and still):
+``keys_go_round``: context parallelism of TorchTitan and Automodel, torch's ring in the place of this library's exchange
+of heads. What runs in the simulation is torch's own code, ``context_parallel`` with its defaults
+(torch/distributed/tensor/experimental/_attention.py of December 2024, and still):
 
 - A rank has the parts r and 2·n - 1 - r of 2·n. Of n steps the first is causal over what the rank has; the others are
   half of its queries over all keys of another rank, or all queries over half of them: n calls of flash attention.
@@ -12,6 +13,9 @@ experimental/_attention.py of December 2024, and still):
   next rank after each step, in float32.
 - In a compiled block, a collective is waited for where it is called: functional collectives do so while they are
   traced (``_maybe_wrap_tensor``), and inductor reorders nothing (``reorder_for_compute_comm_overlap`` is off).
+
+``keys_repeated``: torchtune copies keys and values to as many heads as queries have (torchtune/modules/attention.py),
+and attention keeps the copies for its backward.
 """
 
 from __future__ import annotations
@@ -29,11 +33,20 @@ from trueshard.runtime import context
 
 @contextlib.contextmanager
 def keys_go_round() -> Iterator[None]:
-    """Let models that are sharded inside, on a context axis, use torch's ring; for simulations, not for training.
+    """Let models that are sharded inside, on a context axis, use torch's ring.
 
     A simulated rank computes on the first positions, and not on two parts: shapes are the same.
     """
     with mock.patch.object(context, "attend", _attend):
+        yield
+
+
+@contextlib.contextmanager
+def keys_repeated() -> Iterator[None]:
+    """Let transformers' models copy keys and values, as they do where a kernel takes no groups of heads."""
+    from transformers.integrations import sdpa_attention
+
+    with mock.patch.object(sdpa_attention, "use_gqa_in_sdpa", return_value=False):
         yield
 
 

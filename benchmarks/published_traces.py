@@ -1,0 +1,87 @@
+"""What others' code on a single GPU takes otherwise than this library's: rewrites of a simulated step's trace."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from benchmarks.published_rows import Setting
+from trueshard.planner.ledger import Lifetime, lifetimes
+from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Trace
+
+STASH = 5
+"""Inputs of blocks that stay on the device while later ones are copied to the host.
+
+Source: ``max_fwd_stash_size`` of torchtune/training/_activation_offloading.py.
+"""
+_OURS, _TORCHAO = 1 / 2 + 4 / 64, 1 / 2 + 1 / 64 + 2 / (64 * 256)
+"""Bytes of a weight in 4 bits: with a scale of 32 bits for each 64; with one of 8 bits, and a factor in bfloat16 for
+each 256 scales (``NF4Tensor`` of torchao/dtypes/nf4tensor.py)."""
+_AGAIN = 1 << 40
+"""Added to a storage's number when it comes back from the host."""
+
+
+def on_one_device(trace: Trace, setting: Setting) -> Trace:
+    """Return the step as those who train on one GPU run it."""
+    trace = _without_fsdp(trace)
+    if setting.quantize:
+        trace.resident = [_in_four_bits(each) for each in trace.resident]
+    return inputs_on_host(trace) if setting.offload else trace
+
+
+def _without_fsdp(trace: Trace) -> Trace:
+    """Return the step with nothing gathered into memory of its own."""
+    dropped: set[int] = set()
+    events: list[Event] = []
+    for event in trace.events:
+        if isinstance(event, Allocation) and event.kind in ("gathered", "communication"):
+            dropped.add(event.storage)
+            continue
+        is_fsdp = isinstance(event, Communication) or (isinstance(event, Kernel) and event.op.startswith("fsdp."))
+        if is_fsdp or (isinstance(event, Free) and event.storage in dropped):
+            continue
+        events.append(replace(event, after=()) if isinstance(event, Kernel) and event.after else event)
+    return Trace(events, [each for each in trace.resident if each.kind not in ("gathered", "communication")])
+
+
+def _in_four_bits(each: Allocation) -> Allocation:
+    is_packed = each.kind == "parameters" and each.what.endswith(".packed")
+    return replace(each, bytes=int(each.bytes * _TORCHAO / _OURS)) if is_packed else each
+
+
+def inputs_on_host(trace: Trace) -> Trace:
+    """Return the step with what recomputed blocks read on the host, from a few blocks later until their backward.
+
+    Copies take no time: a block's input is copied while the next blocks compute, on a stream of its own.
+    """
+    inputs = _inputs_of_blocks(trace)
+    changes: dict[int, list[Event]] = defaultdict(list)
+    back: set[int] = set()
+    for each, later in zip(inputs, inputs[STASH:], strict=False):
+        made, freed = each.allocation, trace.events[each.freed]
+        unit = freed.place.unit
+        begin = next(
+            i for i in range(each.made, each.freed + 1)
+            if (place := trace.events[i].place).phase == "backward" and place.unit == unit
+        )  # fmt: skip
+        changes[later.made].append(Free(made.place, made.storage, made.bytes))
+        changes[begin].append(replace(made, place=trace.events[begin].place, storage=made.storage + _AGAIN))
+        back.add(each.freed)
+    events: list[Event] = []
+    for i, event in enumerate(trace.events):
+        events += changes[i]
+        events.append(
+            replace(event, storage=event.storage + _AGAIN) if isinstance(event, Free) and i in back else event
+        )
+    return Trace(events, trace.resident)
+
+
+def _inputs_of_blocks(trace: Trace) -> list[Lifetime]:
+    """Return what blocks' forwards leave for their backwards, oldest first: of the size that takes most in all."""
+    left = [each for each in lifetimes(trace) if each.made >= 0 and each.freed < len(trace.events)]
+    left = [each for each in left if each.allocation.kind == "activations"]
+    sizes: dict[int, int] = defaultdict(int)
+    for each in left:
+        sizes[each.allocation.bytes] += each.allocation.bytes
+    by_size = [each for each in left if each.allocation.bytes == max(sizes, key=lambda size: sizes[size])]
+    return sorted(by_size, key=lambda each: each.made)
