@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from trueshard.planner.hardware import Mode
@@ -331,11 +331,12 @@ def _adapters() -> list[Row]:
     def tune(model: Model, ranks: int, lora: tuple[int, tuple[str, ...]], recompute: str, **words: bool) -> Setting:
         return Setting(
             model, ranks, 2, 2048, recompute, mode="compile", split=True, loss="chunked", storage="bfloat16",
-            reduce="bfloat16", lora=lora, clip=None, repeat=True, **words,
+            reduce="bfloat16", lora=lora, clip=None, repeat=True,
         )  # fmt: skip
 
     small, large = (8, ("q_proj", "v_proj")), (16, ("q_proj", "k_proj", "v_proj"))
-    linear = (8, _ALL_LINEAR)
+    on_host = replace(tune(LLAMA3_8B, 1, small, "full"), offload=True)
+    in_four_bits = replace(tune(LLAMA3_8B, 1, (8, _ALL_LINEAR), "full"), quantize=True)
     fused = "Transformer Engine's fused layers are taken as compiled ones"
     unsaid = "recomputation (the recipe's own: full), kind of memory (taken as allocated)"
     offloaded = "recomputation (by its memory: full, with what blocks read on the host), kind of memory (likewise)"
@@ -346,16 +347,8 @@ def _adapters() -> list[Row]:
     return [
         Row("automodel", "h100", automodel(LLAMA3_8B), 12472.87, open=fused),
         Row("automodel", "h100", automodel(QWEN25_7B), 14110.05, open=fused),
-        Row("tune", "rtx4090", tune(LLAMA3_8B, 1, small, "full", offload=True), 3083, 16.2, "live", open=offloaded),
-        Row(
-            "tune",
-            "rtx4090",
-            tune(LLAMA3_8B, 1, linear, "full", quantize=True),
-            2413,
-            7.4,
-            "live",
-            open=unsaid,
-        ),
+        Row("tune", "rtx4090", on_host, 3083, 16.2, "live", open=offloaded),
+        Row("tune", "rtx4090", in_four_bits, 2413, 7.4, "live", open=unsaid),
         Row("tune", "rtx6000-ada", tune(LLAMA3_8B, 1, small, "none"), 4699, 30.3, "live", open=ada),
         Row(
             "tune",
