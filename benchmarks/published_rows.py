@@ -205,7 +205,8 @@ def _titan_axes() -> list[Row]:
             pipe=pipe,
         )  # fmt: skip
 
-    single, interleaved = Pipeline(8, parts=8), Pipeline(8, "interleaved", 2, parts=8)
+    single = Pipeline(8, parts=8, outputs=True)
+    interleaved = replace(single, schedule="interleaved", virtual=2)
     for setting, tokens, memory, unsaid in (
         (piped(4, 8192, 1, single), 100, 82.5, _MICROBATCHES),
         (piped(4, 8192, 1, interleaved), 128, 72.7, f"{_MICROBATCHES}; {_NORM} (3.5 GiB)"),

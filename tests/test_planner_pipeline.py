@@ -33,13 +33,21 @@ CASES = {
     "1f1b": (Pipeline(STAGES, "1f1b"), 4),
     "1f1b, few": (Pipeline(STAGES, "1f1b"), 2),
     "interleaved": (Pipeline(STAGES, "interleaved", 2), 4),
+    "interleaved, few": (Pipeline(STAGES, "interleaved", 2), 2),
 }
 
 
 class Counted(PipelineStage):
-    """Tells ``held`` how many chunks of this rank are forward and not yet backward, and its maximum."""
+    """Tells ``held`` how many chunks of this rank are forward and not yet backward, and its maximum.
+
+    At each backward, ``seen`` gets that number and how many chunks have gradients that are not reduced.
+    """
 
     held: list[int]
+    seen: list[tuple[int, int]]
+    beside: list[Counted]
+    every: int
+    done: int = 0
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         self.held[0] += 1
@@ -47,39 +55,54 @@ class Counted(PipelineStage):
         return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        begun = sum(0 < each.done < each.every for each in self.beside if each is not self)
+        self.seen.append((self.held[0], begun + 1))
         self.held[0] -= 1
+        self.done += 1
         return super().backward_one_chunk(*args, **kwargs)
 
 
-def real(rank: int, world_size: int, name: str) -> tuple[int, int, float]:
-    """This rank's stage, the largest number of chunks in flight, and the bytes it received from other stages."""
+def real(rank: int, world_size: int, name: str) -> tuple[int, int, float, list[tuple[int, int]], int]:
+    """This rank's stage, the largest number of chunks in flight, and the bytes it received from other stages; and what
+    it held at each backward, and the outputs that it keeps.
+    """
     pipe, microbatches = CASES[name]
     mesh = torch.distributed.init_device_mesh("cpu", (STAGES, world_size // STAGES), mesh_dim_names=("stage", "shard"))
     number, stages = mesh["stage"].get_local_rank(), []
-    held = [0, 0]
+    held, seen = [0, 0], []
     for chunk in range(pipe.virtual):
         block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
         trueshard.shard(block, plan=trueshard.Plan(pipeline=True), mesh=mesh["shard"])
         at = chunk * STAGES + number
         stage = Counted(block, at, STAGES * pipe.virtual, torch.device("cpu"), group=mesh["stage"].get_group())
-        stage.held = held
+        stage.held, stage.seen, stage.beside, stage.every = held, seen, stages, microbatches
         stages.append(stage)
     given: Any = stages if pipe.virtual > 1 else stages[0]
     schedule = REAL[pipe.schedule](given, microbatches, loss_fn=nn.functional.mse_loss)
     x = torch.randn(ROWS * microbatches, WIDTH)
     for _ in range(2):  # in the first step, stages tell each other shapes
         held[:] = [0, 0]
+        seen.clear()
+        for stage in stages:
+            stage.done = 0
         with Traffic() as counted:
             schedule.step(*((x,) if number == 0 else ()), target=x if number == STAGES - 1 else None)
-    return number, held[1], counted.received["receive"]
+    kept = sum(len(stage.output_chunks) for stage in stages)
+    return number, held[1], counted.received["receive"], seen, kept
 
 
-@pytest.mark.parametrize("name", all_but(["1f1b", "interleaved"], CASES))
+@pytest.mark.parametrize("name", all_but(["1f1b", "interleaved", "interleaved, few"], CASES))
 def test_schedules_run_as_they_are_counted(name: str, ranks4: Ranks) -> None:
     pipe, microbatches = CASES[name]
-    for number, held, received in ranks4.run(real, name):
+    for number, held, received, seen, kept in ranks4.run(real, name):
         assert held / pipe.virtual == pipe.in_flight(number, microbatches)
         assert received == pipe.received(number, microbatches) * ROWS * WIDTH * 4
+        assert kept == (microbatches if number == STAGES - 1 else 0)  # Pipeline.outputs
+        counted = list(pipe.backwards(number, microbatches))
+        if pipe.virtual == 1:
+            assert counted == [(max(each for each, _ in seen), 1)]
+        else:
+            assert counted == [(each / pipe.virtual, begun / pipe.virtual) for each, begun in seen]
 
 
 def test_published_formulas() -> None:

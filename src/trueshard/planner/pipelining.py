@@ -10,6 +10,8 @@ forward leaves. What is modelled, not run:
 - **In flight** on stage s, of M microbatches: all M (GPipe: Huang et al. 2018, arXiv 1811.06965); P - s (1F1B:
   PipeDream-Flush, Narayanan et al. 2020, arXiv 2006.09503); with V chunks of blocks a rank (interleaved 1F1B:
   Narayanan et al. 2021, arXiv 2104.04473, section 2.2) (2 (P - s - 1) + (V - 1) P + 1) / V, and never more than M.
+- **Gradients** of several chunks are reduced as each chunk is done, so those of one may be all that is not, where
+  microbatches are as few as stages (``Pipeline.backwards``). What is asked for is the backward with the most of both.
 - **Time** of a step: the slowest stage's M microbatches, and 1 / V of one of each other stage while the pipeline fills
   and drains; so of a step with equal stages the part (P - 1) / (M V + P - 1) is a bubble (the same, sections 2.2.1 and
   2.2.2).
@@ -172,6 +174,8 @@ class Ends:
     """Of the whole model."""
     width: int
     """Elements of an activation for each token."""
+    outputs: int
+    """Elements of the last stage's output for each token."""
     dtype: torch.dtype
     """Of activations."""
     stages: Mapping[int, Simulations]
@@ -195,7 +199,10 @@ def ends_of(job: Job, pipe: Pipeline, workers: int | None = 0) -> Iterator[Ends]
         model = job.workload.model()
         plan = engine.resolve(model, job.plan or job.choices, job.ranks)
         pipe.check(job.accumulation, blocks := blocks_of(model, plan))
-        width = int(cast(Any, names.unwrap(model)).get_input_embeddings().weight.shape[1])
+        root = cast(Any, names.unwrap(model))
+        width = int(root.get_input_embeddings().weight.shape[1])
+        head = root.get_output_embeddings()
+        outputs = width if head is None else int(head.weight.shape[0])
     dtype = getattr(torch, compute_dtype(plan))
     stages = {
         number: Simulations(stage_workload(job.workload, plan, pipe, number, dtype), workers)
@@ -207,7 +214,7 @@ def ends_of(job: Job, pipe: Pipeline, workers: int | None = 0) -> Iterator[Ends]
     with contextlib.ExitStack() as running:
         for each in stages.values():
             running.enter_context(each.workers)
-        yield Ends(blocks, width, dtype, stages)
+        yield Ends(blocks, width, outputs, dtype, stages)
 
 
 @quietly()
@@ -230,11 +237,12 @@ def study(
     budget = budget_on(cluster, budget)
     job = dataclasses.replace(job, on_cpu=not cluster.hardware.streams)
     length = job.workload.sequence // cluster.context
-    transfer = job.microbatch * length * ends.width * ends.dtype.itemsize // pipe.parts
+    element = job.microbatch * length * ends.dtype.itemsize // pipe.parts
+    passed = Passed(element * ends.width, element * ends.outputs if pipe.outputs else 0)
     every: list[Stage] = []
     for number, simulations in ends.stages.items():
         every.append(Stage.simulated(job, cluster, number, ends.like(number, pipe), simulations.simulator))
-        forecasts = [each.forecast(pipe, cluster, budget, transfer, every) for each in every]
+        forecasts = [each.forecast(pipe, cluster, budget, passed, every) for each in every]
         if must_fit and not all(each.fits for each in forecasts):
             return None
     heaviest = max(range(len(every)), key=lambda number: forecasts[number].peak_reserved_bytes)
@@ -248,6 +256,15 @@ def study(
     told = (*assumptions_of(dataclasses.replace(job, accumulation=1), stage.made), *said)
     made = dataclasses.replace(stage.made.plan, forecast=forecast)
     return Study(made, forecast, stage.made.steady, stage.line, assumptions=told)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Bytes of what stages hand on of a microbatch, on each rank."""
+
+    activation: int
+    output: int
+    """Of the last stage, if it keeps it; else 0."""
 
 
 @dataclass(frozen=True)
@@ -290,27 +307,36 @@ class Stage:
         return cls(number, job, made, line, sums, one["step_seconds"], max(0, kept), max(0, blocks), count)
 
     def forecast(
-        self, pipe: Pipeline, cluster: Cluster, budget: int, transfer: int, every: Sequence[Stage]
+        self, pipe: Pipeline, cluster: Cluster, budget: int, passed: Passed, every: Sequence[Stage]
     ) -> Forecast:
-        """Return the forecast of the pipeline with this stage's memory; ``transfer``: bytes of one activation."""
+        """Return the forecast of the pipeline with this stage's memory."""
         microbatches = self.job.accumulation
-        held = pipe.in_flight(self.number, microbatches)
-        sums = self._step(pipe, cluster, transfer, every)
+        sums = self._step(pipe, cluster, passed.activation, every)
         found = forecast_of(self.job, cluster, budget, self.made, sums)
+        kinds = dict(found.peak_by_kind)
         # A rank of several chunks has many of them in flight, but one of them has the head.
         each = self.of_blocks if self.number and pipe.virtual > 1 else self.activations
-        more = int((held - 1) * each)
-        buffers = pipe.received(self.number, microbatches) * transfer
+        # A stage was simulated with whole activations, of which a rank may be given a part.
+        unsent = passed.activation * (pipe.parts - 1) if self.number else 0
+        each -= unsent if pipe.virtual == 1 else 0
+        held, unreduced = max(
+            pipe.backwards(self.number, microbatches), key=lambda at: at[0] * each + at[1] * kinds["gradients"]
+        )
+        more = int((held - 1) * each) - unsent
+        more += passed.output * microbatches if self.number == pipe.stages - 1 else 0
+        buffers = pipe.received(self.number, microbatches) * passed.activation
         # Of the activations that a stage is given, those in flight were counted as what its first block reads.
-        buffers -= int(held * transfer) if self.number else 0
-        kinds = dict(found.peak_by_kind)
+        buffers -= int(held * passed.activation) if self.number else 0
+        reduced = int((1 - unreduced) * kinds["gradients"])
         kinds["activations"] += more
         kinds["communication"] += buffers
-        reserved = found.peak_reserved_bytes + more + buffers
+        kinds["gradients"] -= reduced
+        more += buffers - reduced
+        reserved = found.peak_reserved_bytes + more
         flops = sum(each.count * each.sums["model_flops_per_step"] for each in every) / pipe.stages
         return dataclasses.replace(
             found,
-            peak_live_bytes=found.peak_live_bytes + more + buffers,
+            peak_live_bytes=found.peak_live_bytes + more,
             peak_by_kind=kinds,
             peak_reserved_bytes=reserved,
             fits=reserved <= budget,
@@ -318,7 +344,7 @@ class Stage:
             pipeline=pipe.stages,
             schedule=pipe.schedule,
             virtual=pipe.virtual,
-            in_flight=held,
+            in_flight=pipe.in_flight(self.number, microbatches),
             bubble_seconds=_bubble(pipe, every),
         )
 

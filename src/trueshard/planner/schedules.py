@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -20,6 +21,9 @@ class Pipeline:
 
     parts: int = 1
     """Of an activation, sent by as many ranks of the tensor axis; 1: each sends all, as stages of ``shard()`` do."""
+    outputs: bool = False
+    """The last stage keeps its outputs of all microbatches to the end of a step, each rank its part, as torch's
+    schedules do unless they are told not to (``output_chunks`` of torch/distributed/pipelining/stage.py)."""
 
     def __post_init__(self) -> None:
         for key, value in (("pipeline", self.stages), ("virtual", self.virtual)):
@@ -71,6 +75,25 @@ class Pipeline:
             return min(behind + 1, microbatches)
         chunks = 2 * behind + (self.virtual - 1) * self.stages + 1
         return min(chunks, microbatches * self.virtual) / self.virtual
+
+    def backwards(self, stage: int, microbatches: int) -> Iterator[tuple[float, float]]:
+        """Yield, for each backward of a rank's stage: microbatches in flight, and the part of the stage's gradients.
+
+        A chunk of several accumulates gradients from its first backward on, and reduces them after its last. Order:
+        ``ScheduleInterleaved1F1B`` of torch/distributed/pipelining/schedules.py. Of one chunk a stage has all at once.
+        """
+        if self.virtual == 1:
+            yield self.in_flight(stage, microbatches), 1.0
+            return
+        every = microbatches * self.virtual
+        forwards = min(every, (self.virtual - 1) * self.stages + 2 * (self.stages - stage - 1))
+        left = [microbatches] * self.virtual
+        for done in range(every):
+            chunk = self.virtual - 1 - done // self.stages % self.virtual
+            forwards = min(every, forwards + 1)
+            begun = sum(0 < each < microbatches for number, each in enumerate(left) if number != chunk)
+            yield (forwards - done) / self.virtual, (begun + 1) / self.virtual
+            left[chunk] -= 1
 
     def bubble(self, microbatches: int) -> float:
         """Return the part of a step in which a rank has nothing to compute, if all stages take equally long."""
