@@ -319,10 +319,13 @@ def _step(row: Row) -> tuple[Simulation, Timeline, float]:
 def forecast(row: Row) -> dict[str, Any]:
     """What the planner expects of a row, beside what was published. Plain JSON values."""
     with contextlib.ExitStack() as others:
-        if row.setting.ring:
-            others.enter_context(attention.keys_go_round())
-        if row.setting.repeat:
-            others.enter_context(attention.keys_repeated())
+        for word, theirs in (
+            ("ring", attention.keys_go_round),
+            ("repeat", attention.keys_repeated),
+            ("attention_again", attention.attention_again),
+        ):
+            if getattr(row.setting, word):
+                others.enter_context(theirs())
         return _forecast(row)
 
 

@@ -16,6 +16,10 @@ of heads. What runs in the simulation is torch's own code, ``context_parallel`` 
 
 ``keys_repeated``: torchtune copies keys and values to as many heads as queries have (torchtune/modules/attention.py),
 and attention keeps the copies for its backward.
+
+``attention_again``: selective recomputation of TorchTitan kept the results of flash and of efficient attention, and
+until December 2025 not those of cuDNN's, which it uses on a B200 (``_save_list`` of torchtitan/models/llama3/infra/
+parallelize.py, ``ScaledDotProductAttention`` of torchtitan/models/attention.py; pytorch/torchtitan#2095).
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from unittest import mock
 import torch
 
 from trueshard import _torch
-from trueshard.runtime import context
+from trueshard.runtime import apply, context
 
 
 @contextlib.contextmanager
@@ -47,6 +51,13 @@ def keys_repeated() -> Iterator[None]:
     from transformers.integrations import sdpa_attention
 
     with mock.patch.object(sdpa_attention, "use_gqa_in_sdpa", return_value=False):
+        yield
+
+
+@contextlib.contextmanager
+def attention_again() -> Iterator[None]:
+    """Let selective recomputation compute attention again, too."""
+    with mock.patch.object(apply, "_ATTENTION", ()):
         yield
 
 

@@ -102,3 +102,18 @@ def test_four_bits_take_what_torchao_takes() -> None:
     weights = model.layers * (3 * 64 * 64 + 3 * 64 * 128)
     assert ours == weights * (1 / 2 + 4 / 64)
     assert theirs == int(weights * (1 / 2 + 1 / 64 + 2 / (64 * 256)))
+
+
+def test_attention_is_computed_again_where_it_is_not_kept() -> None:
+    setting = Setting(TINY, 1, 2, 32, "selective", loss="compiled")
+
+    def forwards(trace: Trace) -> int:
+        calls = [each for each in trace.events if isinstance(each, Kernel) and "attention" in each.op]
+        return sum("backward" not in each.op for each in calls)
+
+    saved = published.simulate(published.job(setting, 1)).steady
+    with attention.attention_again():
+        again = published.simulate(published.job(setting, 1)).steady
+    assert (forwards(saved), forwards(again)) == (TINY.layers, 2 * TINY.layers)
+    output, sums = 2 * 32 * TINY.hidden * 2, 2 * TINY.heads * 32 * 4
+    assert kept(saved) - kept(again) == TINY.layers * (output + sums)
