@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trueshard.model import names
+from trueshard.model.last_norm import ASKED, last_norm
 from trueshard.plans import Plan
 from trueshard.runtime.collectives import gather, own_part, scatter_sum
 
@@ -38,9 +40,15 @@ _SCATTERED = {
 """Styles of modules that communicate nothing, if what holds them gathers and scatters."""
 
 
-class _Length:
+class _Pass:
+    """The pass of a model that is under way."""
+
     total = 0
     """Tokens of the sequences that the blocks are given."""
+    in_parts = False
+    """What the next block is given is this rank's part; the first begins it, the last or the norm ends it."""
+    asked = False
+    """Hidden states between blocks are whole, since the model returns them."""
 
 
 def is_split() -> bool:
@@ -109,8 +117,15 @@ def _shares_all(name: str, child: nn.Module, styles: Mapping[str, str]) -> bool:
     return True
 
 
-def split_blocks(root: nn.Module, blocks: list[Block], group: dist.ProcessGroup) -> None:
-    """Let the blocks compute on parts of the sequence, in place."""
+def norm_behind(root: nn.Module, plan: Plan, styles: Mapping[str, str], blocks: list[Block]) -> str | None:
+    """Return the name of the norm that computes on what the last block leaves of a sequence on this rank, if any."""
+    norm = last_norm(root, [block.name for block in blocks])
+    otherwise = [name for name, word in styles.items() if word != "replicate"] + [each.name for each in plan.replicated]
+    return None if any(f"{name}.".startswith(f"{norm}.") for name in otherwise) else norm
+
+
+def split_blocks(root: nn.Module, blocks: list[Block], norm: str | None, group: dist.ProcessGroup) -> None:
+    """Let the blocks, and ``norm``, compute on parts of the sequence, in place."""
     modules = dict(names.named_modules(root))
     for block in blocks:
         for name in block.scattered:
@@ -125,21 +140,41 @@ def split_blocks(root: nn.Module, blocks: list[Block], group: dist.ProcessGroup)
                 functools.partial(_gathered, group=group, sums=False),
                 functools.partial(_kept, group=group),
             )
-    _around(modules[blocks[0].name], functools.partial(_begun, group=group), None)
-    _around(modules[blocks[-1].name], None, functools.partial(_ended, group=group))
+    first, last = blocks[0].name, norm or blocks[-1].name
+    for name in [block.name for block in blocks]:
+        _around(
+            modules[name],
+            functools.partial(_begun, group=group, first=name == first),
+            functools.partial(_ended, group=group, last=name == last),
+        )
+    if norm is not None:
+        _around(modules[norm], functools.partial(_begun_anew, group=group), functools.partial(_ended, group=group))
+    _follow_passes(modules[first.rpartition(".")[0].rpartition(".")[0]])
 
 
-def _begun(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    _Length.total = x.shape[_DIM]
+def _begun(x: torch.Tensor, group: dist.ProcessGroup, first: bool = True) -> torch.Tensor:
+    """Enter a block, or the norm where it is given whole sequences."""
+    if not (first or _Pass.asked):
+        return x
+    _Pass.total, _Pass.in_parts = x.shape[_DIM], True
     return own_part(x, _DIM, group)
 
 
-def _ended(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return gather(x, _DIM, _Length.total, group)
+def _begun_anew(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Enter the norm, which a model may also call with whole sequences."""
+    return x if _Pass.in_parts else _begun(x, group)
+
+
+def _ended(x: torch.Tensor, group: dist.ProcessGroup, last: bool = True) -> torch.Tensor:
+    """Leave a block or the norm."""
+    if not (last or _Pass.asked):
+        return x
+    _Pass.in_parts = False
+    return gather(x, _DIM, _Pass.total, group)
 
 
 def _gathered(x: torch.Tensor, group: dist.ProcessGroup, sums: bool) -> torch.Tensor:
-    return gather(x, _DIM, _Length.total, group, sums=sums)
+    return gather(x, _DIM, _Pass.total, group, sums=sums)
 
 
 def _kept(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -173,17 +208,38 @@ def _around(module: nn.Module, enter: Callable[..., Any] | None, leave: Callable
     module.__dict__["forward"] = forward
 
 
+def _follow_passes(holder: nn.Module) -> None:
+    """Note whether the module that holds the blocks is asked for what lies between them."""
+    if type(holder).forward is nn.Module.forward:
+        return
+    own: Callable[..., Any] | None = holder.__dict__.get("forward")
+    parameters = list(inspect.signature(holder.forward).parameters)
+
+    @functools.wraps(holder.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = (dict(zip(parameters, args, strict=False)) | kwargs).get(ASKED)
+        asked = getattr(getattr(holder, "config", None), ASKED, False) if given is None else given
+        before, _Pass.in_parts, _Pass.asked = (_Pass.in_parts, _Pass.asked), False, bool(asked)
+        try:
+            return own(*args, **kwargs) if own is not None else type(holder).forward(holder, *args, **kwargs)
+        finally:
+            _Pass.in_parts, _Pass.asked = before
+
+    holder.__dict__["forward"] = forward
+
+
 def recomputing(contexts: Callable[[], Any] | None = None) -> Any:
-    """Return the contexts of a forward and of its recomputation, which sees sequences of the same length."""
+    """Return the contexts of a forward and of its recomputation, which sees what the forward sees of the pass."""
     forward, again = contexts() if contexts is not None else (contextlib.nullcontext(), contextlib.nullcontext())
-    return forward, _of_length(_Length.total, again)
+    return forward, _as_in((_Pass.total, _Pass.in_parts, _Pass.asked), again)
 
 
 @contextlib.contextmanager
-def _of_length(total: int, inner: Any) -> Iterator[None]:
-    before, _Length.total = _Length.total, total
+def _as_in(seen: tuple[int, bool, bool], inner: Any) -> Iterator[None]:
+    before = _Pass.total, _Pass.in_parts, _Pass.asked
+    _Pass.total, _Pass.in_parts, _Pass.asked = seen
     try:
         with inner:
             yield
     finally:
-        _Length.total = before
+        _Pass.total, _Pass.in_parts, _Pass.asked = before

@@ -23,7 +23,7 @@ from trueshard.model import names
 from trueshard.model.names import Held, nearest
 from trueshard.model.regions import rows_of
 from trueshard.plans import Plan
-from trueshard.runtime.sequence import blocks_of, split_blocks
+from trueshard.runtime.sequence import blocks_of, norm_behind, split_blocks
 from trueshard.runtime.styles import STYLES, Style, compute_with_parts, share_forward
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -275,6 +275,7 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     styles = by_name(root, plan, plan.styles or _reduced_by_hooks(root), strict=False)
     whole = {each.name for each in plan.replicated}
     blocks = blocks_of(root, plan, styles) if plan.sequence else []
+    norm = norm_behind(root, plan, styles, blocks) if blocks else None
     sums: dict[nn.Module, set[str]] = {}
     for held in names.held_tensors(root, "parameters"):
         if held.name in whole or isinstance(held.tensor, DTensor):
@@ -284,7 +285,8 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         new = nn.Parameter(placed, requires_grad=old.requires_grad)
         for name, (module, attribute) in zip(held.names, held.places, strict=True):
             _torch.own_parameters(module)[attribute] = new
-            is_sum = _style_of(name, styles).sums or any(block.holds_parts(name) for block in blocks)
+            in_parts = any(block.holds_parts(name) for block in blocks) or (norm and name.startswith(f"{norm}."))
+            is_sum = _style_of(name, styles).sums or in_parts
             sums.setdefault(module, set()).update([attribute] if is_sum else [])
     for module, attributes in sums.items():
         compute_with_parts(module, attributes)
@@ -295,7 +297,7 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
                 module.__dict__["_trueshard_rope"] = config.get_text_config().qk_rope_head_dim
             share_forward(module, styles[name], mesh, in_block=any(block.scatters(name) for block in blocks))
     if blocks:
-        split_blocks(root, blocks, mesh.get_group())
+        split_blocks(root, blocks, norm, mesh.get_group())
 
 
 def _reduced_by_hooks(root: nn.Module) -> dict[str, str]:
