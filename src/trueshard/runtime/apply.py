@@ -41,7 +41,7 @@ from trueshard.runtime.context import share_attention
 from trueshard.runtime.gradients import GradientHooks
 from trueshard.runtime.passes import Runtime
 from trueshard.runtime.replicated import HoldsWhole, follow_assignments, release_whole
-from trueshard.runtime.sequence import recomputing
+from trueshard.runtime.sequence import recomputing, split_ends
 from trueshard.runtime.tensor import arrived_on, cut
 
 _aten = torch.ops.aten
@@ -54,20 +54,16 @@ _ATTENTION = (
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
 
 
-def recompute(module: nn.Module, mode: str, *, of_parts: bool = False) -> None:
+def recompute(module: nn.Module, mode: str, *, shared: bool = False, of_parts: bool = False) -> None:
     """Make ``module`` recompute its forward in backward, in place.
 
-    ``"full"`` keeps only the inputs for backward; ``"selective"`` also the costly operations' outputs. ``of_parts``:
-    the module is given parts of sequences.
+    ``"full"`` keeps only the inputs for backward; ``"selective"`` also the costly operations' outputs. ``shared``: the
+    module's matrices, by ranks. ``of_parts``: it is given parts of sequences.
     """
-    options: dict[str, Any] = {"use_reentrant": False}
-    if mode == "selective":
-        options["context_fn"] = _selective_contexts
-    if of_parts:
-        options["context_fn"] = functools.partial(recomputing, options.get("context_fn"))
+    function = _checkpointed(mode, shared, of_parts)
     if any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__):
         module.gradient_checkpointing = True  # type: ignore[assignment]
-        module._gradient_checkpointing_func = functools.partial(checkpoint, **options)  # type: ignore[assignment]
+        module._gradient_checkpointing_func = function  # type: ignore[assignment]
         return
     forward: Callable[..., Any] = module.forward
 
@@ -75,9 +71,41 @@ def recompute(module: nn.Module, mode: str, *, of_parts: bool = False) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(functools.partial(forward, **kwargs), *args, **options)
+        return function(functools.partial(forward, **kwargs), *args)
 
     module.__dict__["forward"] = recomputed
+
+
+def _checkpointed(mode: str, shared: bool, of_parts: bool) -> Callable[..., Any]:
+    """Return (function, *args) → its outputs, recomputed in backward."""
+    contexts = _selective_contexts if mode == "selective" else None
+    options: dict[str, Any] = {"context_fn": contexts} if contexts else {}
+    plain = functools.partial(checkpoint, use_reentrant=False, **options)
+    if not shared:
+        return plain
+    compiled = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts or _traced_contexts)
+    eager = plain
+    if of_parts:
+        eager = functools.partial(checkpoint, use_reentrant=False, context_fn=functools.partial(recomputing, contexts))
+
+    def function(*args: Any) -> Any:
+        # A compiler traces the recomputation along with the forward: at the same length, and in no context of ours.
+        return (compiled if torch.compiler.is_compiling() else eager)(*args)
+
+    return function
+
+
+def _traced_contexts() -> Any:
+    """Keep attention's output on CPUs, where it is a seeded operation.
+
+    Beside DTensors, torch 2.13 saves its seed where a mesh is expected.
+    """
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        on_cpu = operation is _aten._scaled_dot_product_flash_attention_for_cpu.default
+        return CheckpointPolicy.MUST_SAVE if on_cpu else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def _selective_contexts() -> Any:
@@ -126,12 +154,14 @@ def apply(
     arrived = arrived_on(root)
     if plan.experts > 1:
         experts.cut(root, plan, axes)
-    if (shared := axes.tensor or arrived) is not None:
-        cut(root, plan, shared)
+    shared = axes.tensor or arrived
+    parts = cut(root, plan, shared) if shared is not None else None
     if axes.context is not None and plan.context > 1:
         share_attention(root, axes.context)
     for unit in plan.units:
         _prepare_modules(unit, [modules[name] for name in unit.modules], plan)
+    if shared is not None and parts is not None:
+        split_ends(root, parts, shared.get_group())
     for unit in sorted(plan.units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules)):
         _shard_unit(unit, modules, plan, axes, whole)
     if plan.exact and mesh.size(-1) == 1:
@@ -164,7 +194,7 @@ def _prepare_tensors(originals: list[Held], whole: set[nn.Parameter], device: to
 def _prepare_modules(unit: Unit, modules: list[nn.Module], plan: Plan) -> None:
     for module in modules:
         if unit.activation_checkpointing != "none":
-            recompute(module, unit.activation_checkpointing, of_parts=plan.sequence)
+            recompute(module, unit.activation_checkpointing, shared=plan.tensor > 1, of_parts=plan.sequence)
         if plan.compile and unit.kind == "block" and not _torch.is_compiled_in_place(module):
             module.compile()
         if unit.kind != "root" and _torch.own_parameters(module) and not _torch.is_compiled_in_place(module):

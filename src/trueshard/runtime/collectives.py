@@ -98,7 +98,8 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        _last.clear()
+        if not torch.compiler.is_compiling():
+            _last.clear()
         return _summed(grad, ctx.group), None
 
 

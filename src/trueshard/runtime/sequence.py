@@ -75,8 +75,33 @@ class Block:
         return any(name.startswith(f"{child}.") for child in self.scattered)
 
 
-def blocks_of(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> list[Block]:
-    """Return the blocks that may compute on parts of sequences; raise ValueError for a model of another form."""
+@dataclass(frozen=True)
+class Parts:
+    """What of a model computes on parts of sequences."""
+
+    blocks: tuple[Block, ...]
+    norm: str | None
+    """That behind the last block, if it does."""
+
+    def holds_parts(self, name: str) -> bool:
+        """True if gradients of what every rank has whole, under this name, are parts of a sum."""
+        in_norm = self.norm is not None and name.startswith(f"{self.norm}.")
+        return in_norm or any(block.holds_parts(name) for block in self.blocks)
+
+    def scatters(self, name: str) -> bool:
+        """True for a module whose own communication is left to a child of a block."""
+        return any(block.scatters(name) for block in self.blocks)
+
+
+def parts_of(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> Parts:
+    """Return what may compute on parts of sequences; raise ValueError for a model of another form."""
+    blocks = _blocks_of(root, plan, styles)
+    norm = last_norm(root, [block.name for block in blocks])
+    otherwise = [name for name, word in styles.items() if word != "replicate"] + [each.name for each in plan.replicated]
+    return Parts(tuple(blocks), None if any(f"{name}.".startswith(f"{norm}.") for name in otherwise) else norm)
+
+
+def _blocks_of(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> list[Block]:
     modules = dict(names.named_modules(root))
     found = []
     for name in [unit.name for unit in plan.units if unit.kind == "block"]:
@@ -117,17 +142,10 @@ def _shares_all(name: str, child: nn.Module, styles: Mapping[str, str]) -> bool:
     return True
 
 
-def norm_behind(root: nn.Module, plan: Plan, styles: Mapping[str, str], blocks: list[Block]) -> str | None:
-    """Return the name of the norm that computes on what the last block leaves of a sequence on this rank, if any."""
-    norm = last_norm(root, [block.name for block in blocks])
-    otherwise = [name for name, word in styles.items() if word != "replicate"] + [each.name for each in plan.replicated]
-    return None if any(f"{name}.".startswith(f"{norm}.") for name in otherwise) else norm
-
-
-def split_blocks(root: nn.Module, blocks: list[Block], norm: str | None, group: dist.ProcessGroup) -> None:
-    """Let the blocks, and ``norm``, compute on parts of the sequence, in place."""
+def split_children(root: nn.Module, parts: Parts, group: dist.ProcessGroup) -> None:
+    """Let the larger modules of blocks take and return parts of sequences, in place."""
     modules = dict(names.named_modules(root))
-    for block in blocks:
+    for block in parts.blocks:
         for name in block.scattered:
             _around(
                 modules[name],
@@ -140,16 +158,25 @@ def split_blocks(root: nn.Module, blocks: list[Block], norm: str | None, group: 
                 functools.partial(_gathered, group=group, sums=False),
                 functools.partial(_kept, group=group),
             )
-    first, last = blocks[0].name, norm or blocks[-1].name
-    for name in [block.name for block in blocks]:
+
+
+def split_ends(root: nn.Module, parts: Parts, group: dist.ProcessGroup) -> None:
+    """Split sequences before the first block and gather them behind the last or the norm, in place.
+
+    Around what recomputes a block, which then keeps a part.
+    """
+    modules = dict(names.named_modules(root))
+    ends = [block.name for block in parts.blocks]
+    last = parts.norm or ends[-1]
+    for name in ends:
         _around(
             modules[name],
-            functools.partial(_begun, group=group, first=name == first),
+            functools.partial(_begun, group=group, first=name == ends[0]),
             functools.partial(_ended, group=group, last=name == last),
         )
-    if norm is not None:
-        _around(modules[norm], functools.partial(_begun_anew, group=group), functools.partial(_ended, group=group))
-    _follow_passes(modules[first.rpartition(".")[0].rpartition(".")[0]])
+    if parts.norm is not None:
+        _around(modules[last], functools.partial(_begun_anew, group=group), functools.partial(_ended, group=group))
+    _follow_passes(modules[ends[0].rpartition(".")[0].rpartition(".")[0]])
 
 
 def _begun(x: torch.Tensor, group: dist.ProcessGroup, first: bool = True) -> torch.Tensor:
@@ -229,17 +256,16 @@ def _follow_passes(holder: nn.Module) -> None:
 
 
 def recomputing(contexts: Callable[[], Any] | None = None) -> Any:
-    """Return the contexts of a forward and of its recomputation, which sees what the forward sees of the pass."""
+    """Return the contexts of a forward and of its recomputation, which sees sequences of the same length."""
     forward, again = contexts() if contexts is not None else (contextlib.nullcontext(), contextlib.nullcontext())
-    return forward, _as_in((_Pass.total, _Pass.in_parts, _Pass.asked), again)
+    return forward, _of_length(_Pass.total, again)
 
 
 @contextlib.contextmanager
-def _as_in(seen: tuple[int, bool, bool], inner: Any) -> Iterator[None]:
-    before = _Pass.total, _Pass.in_parts, _Pass.asked
-    _Pass.total, _Pass.in_parts, _Pass.asked = seen
+def _of_length(total: int, inner: Any) -> Iterator[None]:
+    before, _Pass.total = _Pass.total, total
     try:
         with inner:
             yield
     finally:
-        _Pass.total, _Pass.in_parts, _Pass.asked = before
+        _Pass.total = before

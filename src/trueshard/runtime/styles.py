@@ -8,14 +8,14 @@ has whole, on all of the activations (the gradients of ranks are equal) or on it
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -154,8 +154,7 @@ def share_forward(module: nn.Module, word: str, mesh: DeviceMesh, *, in_block: b
             args, kwargs = _on_first(functools.partial(style.enter, module), args, kwargs, group)
         if word == "moe_tp_experts" and joins:  # the weights of the experts of each token, too
             args, kwargs = _on_weights(args, kwargs, group)
-        with _without(module, style.apart) as left_out:
-            output = inner(*args, **kwargs)
+        left_out, output = _without(module, style.apart, inner, args, kwargs)
         if style.leave is not None and output is not None and joins:
             output = style.leave(module, output, group)
         if left_out is None:
@@ -226,16 +225,19 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-@contextlib.contextmanager
-def _without(module: nn.Module, attribute: str | None) -> Iterator[Any]:
-    """Inside, hide one parameter of ``module``; yield it, None if there is none."""
+def _without(
+    module: nn.Module, attribute: str | None, inner: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Return one parameter of ``module``, None if there is none, and what ``inner``, its forward, gives without it."""
     held = _torch.own_parameters(module)
     hidden = held.get(attribute) if attribute else None
     if hidden is None:
-        yield None
-        return
+        return None, inner(*args, **kwargs)
+    if getattr(inner, "__func__", None) is nn.Linear.forward:  # a compiler recomputes nothing that hides a parameter
+        given = args[0] if args else kwargs["input"]
+        return hidden, F.linear(given, cast(Any, module).weight)
     held[str(attribute)] = None
     try:
-        yield hidden
+        return hidden, inner(*args, **kwargs)
     finally:
         held[str(attribute)] = hidden

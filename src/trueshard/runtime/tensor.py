@@ -23,7 +23,7 @@ from trueshard.model import names
 from trueshard.model.names import Held, nearest
 from trueshard.model.regions import rows_of
 from trueshard.plans import Plan
-from trueshard.runtime.sequence import blocks_of, norm_behind, split_blocks
+from trueshard.runtime.sequence import Parts, parts_of, split_children
 from trueshard.runtime.styles import STYLES, Style, compute_with_parts, share_forward
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -207,7 +207,7 @@ def _refuse(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> None:
     _refuse_heads(root, styles, ranks)
     refuse_random(root, "tensor", ranks)
     if plan.sequence:
-        blocks_of(root, plan, styles)
+        parts_of(root, plan, styles)
 
 
 def _refuse_module(name: str, module: Any, word: str, ranks: int) -> None:
@@ -270,12 +270,14 @@ def _style_of(parameter: str, styles: Mapping[str, str]) -> Style:
     return STYLES[styles.get(parameter) or styles.get(parameter.rpartition(".")[0], "replicate")]
 
 
-def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Cut the parameters of ``root``, and let its modules compute with this rank's parts, in place."""
+def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> Parts | None:
+    """Cut the parameters of ``root``, and let its modules compute with this rank's parts, in place.
+
+    Returns what computes on parts of sequences.
+    """
     styles = by_name(root, plan, plan.styles or _reduced_by_hooks(root), strict=False)
     whole = {each.name for each in plan.replicated}
-    blocks = blocks_of(root, plan, styles) if plan.sequence else []
-    norm = norm_behind(root, plan, styles, blocks) if blocks else None
+    parts = parts_of(root, plan, styles) if plan.sequence else None
     sums: dict[nn.Module, set[str]] = {}
     for held in names.held_tensors(root, "parameters"):
         if held.name in whole or isinstance(held.tensor, DTensor):
@@ -285,8 +287,7 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         new = nn.Parameter(placed, requires_grad=old.requires_grad)
         for name, (module, attribute) in zip(held.names, held.places, strict=True):
             _torch.own_parameters(module)[attribute] = new
-            in_parts = any(block.holds_parts(name) for block in blocks) or (norm and name.startswith(f"{norm}."))
-            is_sum = _style_of(name, styles).sums or in_parts
+            is_sum = _style_of(name, styles).sums or (parts is not None and parts.holds_parts(name))
             sums.setdefault(module, set()).update([attribute] if is_sum else [])
     for module, attributes in sums.items():
         compute_with_parts(module, attributes)
@@ -295,9 +296,10 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             if styles[name] == "mla_kv_a_proj":
                 config: Any = getattr(names.unwrap(root), "config", None)
                 module.__dict__["_trueshard_rope"] = config.get_text_config().qk_rope_head_dim
-            share_forward(module, styles[name], mesh, in_block=any(block.scatters(name) for block in blocks))
-    if blocks:
-        split_blocks(root, blocks, norm, mesh.get_group())
+            share_forward(module, styles[name], mesh, in_block=parts is not None and parts.scatters(name))
+    if parts is not None:
+        split_children(root, parts, mesh.get_group())
+    return parts
 
 
 def _reduced_by_hooks(root: nn.Module) -> dict[str, str]:
