@@ -286,7 +286,8 @@ def _of_pipeline(row: Row) -> Forecast:
         experts=setting.experts,
         pipeline=setting.pipe.stages,
     )
-    found = pipelining.study(whole, cluster, setting.pipe)
+    with pipelining.ends_of(whole, setting.pipe) as ends:
+        found = pipelining.study(whole, cluster, setting.pipe, ends)
     assert found is not None
     return found.forecast
 

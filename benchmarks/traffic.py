@@ -9,8 +9,8 @@ embedding's backward reads none), and reduces P gradients:
 Where T ranks share matrices or C ranks sequences, n tokens of a batch and width H, L blocks, vocabulary V, g = (T-1)/T:
 P is what a tensor rank has, and beside it a step moves
 
-    tensor: 2·g·n·H·(4·L + 2) + g·n·V;  with sequence as much, the two ends of the blocks 2·g·n·H, and 2·g·(norms of
-    the blocks);  context: 8·L·n·H·(C-1)/C²        elements of 4 bytes
+    tensor: 2·g·n·H·(4·L + 2) + g·n·V;  with sequence as much, the two ends of the blocks 2·g·n·H, and 2·g·norms;
+    context: 8·L·n·H·(C-1)/C²        elements of 4 bytes
 
 Bytes are counted from the collectives themselves. The sizes divide by the ranks, so there is no padding: the ratio is
 exact, and one is the limit.
@@ -129,8 +129,7 @@ def axis_limit(label: str, sizes: dict[str, int]) -> float:
     own = (everything - norms) / 2 + norms
     moved = 1 / 2 * (2 * activations * (4 * _SHAPE.layers + 2) + tokens * _SHAPE.vocabulary)
     if "sequence" in label:
-        in_blocks = sum(size for name, size in sizes.items() if "norm" in name and "layers" in name)
-        moved += 1 / 2 * (2 * activations + 2 * in_blocks)
+        moved += 1 / 2 * (2 * activations + 2 * norms)
     return 4 * (1 / 2 * (3 * own - embedding / 2) + moved)
 
 

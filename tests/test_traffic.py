@@ -126,14 +126,13 @@ def test_a_tensor_axis_moves_activations_and_less_of_the_parameters(sequence: bo
         blocks = 4 * LAYERS * activations
         logits = g * 4 * n * 96
         sums = {"embedding": 2 * g * activations, "head": 2 * g * activations}
-        in_blocks = 4 * sum(size for name, size in result["sizes"].items() if "norm" in name and "layers" in name)
         received = result["received"]
         gathered = f * 4 * (2 * everything - embedding) + logits
         reduced = f * 4 * everything
         if sequence:  # the ends of the blocks, and the gradients of norms, which are of parts
             assert received["all_gather"] == pytest.approx(gathered + g * (blocks + 2 * activations), rel=1e-12)
             assert received["reduce_scatter"] == pytest.approx(reduced + g * blocks, rel=1e-12)
-            assert received["all_reduce"] == pytest.approx(sum(sums.values()) + 2 * g * in_blocks, rel=1e-12)
+            assert received["all_reduce"] == pytest.approx(sum(sums.values()) + 2 * g * 4 * common, rel=1e-12)
         else:
             assert received["all_gather"] == pytest.approx(gathered, rel=1e-12)
             assert received["reduce_scatter"] == pytest.approx(reduced, rel=1e-12)

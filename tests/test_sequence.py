@@ -1,0 +1,440 @@
+"""Sequence parallelism: what lies between matrices, the last norm too, is computed on parts, and trains the same."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trueshard
+from parity import Ranks
+from resting import all_but
+from tensor_models import SIZES, distance, llama, optimizers, train, whole
+from trueshard.model.last_norm import last_norm
+from trueshard.model.regions import rows_of
+
+EXACT = 1e-12
+REST = pytest.mark.rest
+SIX = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 6}
+"""heads that two and three ranks share, in which 11 tokens have unequal parts"""
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Norms of transformers compute in float32 by themselves, and add their weights' gradients in it."""
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        scale = 1 + self.weight if isinstance(self, GemmaRMSNorm) else self.weight
+        return scale * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    kinds: tuple[Any, ...] = (GemmaRMSNorm, LlamaRMSNorm, Qwen3RMSNorm)
+    before = [kind.forward for kind in kinds]
+    for kind in kinds:
+        kind.forward = forward
+    try:
+        yield
+    finally:
+        for kind, own in zip(kinds, before, strict=True):
+            kind.forward = own
+
+
+def _of(kind: str, **more: Any) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **SIX, **more})
+    model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return model
+
+
+ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: _of("Llama"),
+    "qwen3": lambda: _of("Qwen3", head_dim=6),
+    "gemma": lambda: _of("Gemma", head_dim=6),  # its head is tied, its norms scale by 1 + weight
+    "tied": lambda: _of("Llama", tie_word_embeddings=True, intermediate_size=66),
+}
+
+
+def build(name: str) -> Any:
+    torch.manual_seed(0)
+    model = ARCHITECTURES[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # else weights of norms are all alike
+                parameter.add_(torch.rand_like(parameter) / 4)
+    return model.double().train()
+
+
+def _sharded(model: nn.Module, ranks: int, *made: torch.optim.Optimizer, **words: Any) -> list[torch.Size]:
+    """Shard with sequence parallelism; return the list of shapes that the last norm will be given."""
+    seen: list[torch.Size] = []
+    norm = model.get_submodule(str(last_norm(model, ["model.layers.0"])))
+    norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+    trueshard.shard(model, *made, tensor={"ranks": ranks, "sequence": True}, **words)
+    return seen
+
+
+# Training
+
+
+def in_parts(rank: int, world_size: int, name: str, ranks: int, words: dict[str, Any]) -> dict[str, float]:
+    """Two steps of two microbatches, against one process."""
+    with in_float64():
+        plain, model = build(name), build(name)
+        expected = train(plain, optimizers("AdamW", plain), range(2))
+        made = optimizers("AdamW", model)
+        seen = _sharded(model, ranks, *made, **words)
+        found = train(model, made, range(2), rank // ranks, world_size // ranks)
+    part = rows_of(11, rank % ranks, ranks)[1]
+    assert len(seen) == 4
+    assert {shape[1] for shape in seen} == {part}
+    norm = "model.norm.weight"
+    far = {what: distance(found[what], expected[what]) for what in ("grads", "parameters")}
+    return far | {"last norm": distance(*({norm: each["grads"][norm]} for each in (found, expected)))}
+
+
+FULL, SELECTIVE = ({"activation_checkpointing": words} for words in ("full", "selective"))
+TRAINED = [
+    (2, "llama", FULL),
+    (3, "llama", {}),
+    (2, "llama", SELECTIVE),
+    (2, "qwen3", {}),
+    (3, "qwen3", FULL),
+    (2, "gemma", SELECTIVE),
+    (3, "gemma", {}),
+    (2, "tied", {}),
+    (3, "tied", FULL | {"reshard_after_forward": "always"}),
+    (4, "tied, of two", {}),
+]
+
+
+@pytest.mark.parametrize(("count", "name", "words"), all_but([(3, "gemma", {})], TRAINED, unpack=True))
+def test_the_last_norm_is_on_parts_and_trains_the_same(
+    count: int, name: str, words: dict[str, Any], ranks2: Ranks, ranks3: Ranks, ranks4: Ranks
+) -> None:
+    ranks = {2: ranks2, 3: ranks3, 4: ranks4}[count]
+    for far in ranks.run(in_parts, name.removesuffix(", of two"), count if count < 4 else 2, words):
+        assert {what: value for what, value in far.items() if not value < EXACT} == {}
+
+
+def compiled(rank: int, world_size: int, mode: str, name: str) -> dict[str, Any]:
+    """Two lengths, with blocks that a compiler traces: distances, graphs, and where a graph was cut."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    counter = CompileCounterWithBackend("aot_eager")
+    with in_float64():
+        plain, model = build(name), build(name)
+        for each in (plain, model):
+            each.config.use_cache = False
+        for layer in model.model.layers:
+            layer.compile(backend=counter)
+        _sharded(model, 2, activation_checkpointing=mode)
+        for length in (11, 8):
+            ids = torch.arange(2 * length).view(2, length)
+            for each in (plain, model):
+                each(input_ids=ids, labels=ids).loss.backward()
+        grads = [{n: whole(p.grad) for n, p in each.named_parameters()} for each in (model, plain)]
+    found = {"far": distance(*grads), "graphs": counter.frame_count, "cut": dict(counters["graph_break"])}
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"), all_but([("full", "llama")], [("full", "llama"), ("selective", "qwen3"), ("none", "llama")], True)
+)
+def test_recomputed_blocks_are_compiled_whole(mode: str, name: str, ranks2: Ranks) -> None:
+    for found in ranks2.run(compiled, mode, name, timeout=300):
+        assert found["far"] < EXACT
+        assert found["graphs"] >= 2  # the first block, that splits sequences, and the others
+        assert found["cut"] == {}
+
+
+# What a model returns of hidden states
+
+
+def hidden_states(rank: int, world_size: int, mode: str) -> dict[str, Any]:
+    """A loss that reads what the first block returns; of a model with a head and one without."""
+    found: dict[str, Any] = {}
+    with in_float64():
+        for name in ("head", "base"):
+            plain, model = (build("qwen3") if name == "head" else build("qwen3").model for _ in range(2))
+            tensor = {"ranks": 2, "sequence": True}
+            trueshard.shard(model, tensor=tensor, activation_checkpointing=mode)
+            ids = torch.arange(22).view(2, 11)
+            states, grads = [], []
+            for each in (model, plain):
+                kept: list[torch.Tensor] = []
+                # Of a model that is itself a unit transformers gives none: it knows a model by the name of its class.
+                for asked in (True, False) if name == "head" else (False,):
+                    out = each(input_ids=ids, output_hidden_states=asked)
+                    last = out.logits if name == "head" else out.last_hidden_state
+                    middle = out.hidden_states[1] if asked else last
+                    (last.square().mean() + middle.square().mean()).backward()
+                    kept = [last, *(out.hidden_states if asked else kept[1:])]
+                states.append({str(number): state.detach() for number, state in enumerate(kept)})
+                grads.append({n: whole(p.grad) for n, p in each.named_parameters()})
+            found |= {f"{name} states": distance(*states), f"{name} grads": distance(*grads)}
+            assert [tuple(each.shape[:2]) for each in states[0].values()] == [(2, 11)] * (4 if name == "head" else 1)
+    return found
+
+
+@pytest.mark.parametrize("mode", all_but(["full"], ["none", "full", "selective"]))
+def test_hidden_states_that_are_asked_for_are_whole(mode: str, ranks2: Ranks) -> None:
+    for found in ranks2.run(hidden_states, mode):
+        assert {what: far for what, far in found.items() if not far < EXACT} == {}
+
+
+# Which norm it is
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.feed = nn.LayerNorm(6), Feed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.feed(self.norm(x))
+
+
+class Pair(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
+
+
+class Model(nn.Module):
+    """Own blocks; what makes an output of them differs."""
+
+    kind = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(13, 6)
+        self.blocks = nn.ModuleList(self.kind() for _ in range(2))
+        self.norm, self.other = nn.LayerNorm(6), nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 13)
+
+
+class Plain(Model):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Tuples(Model):
+    kind = Pair
+
+    def forward(self, ids: torch.Tensor, output_hidden_states: bool = False) -> torch.Tensor:
+        x, every = self.table(ids), []
+        for _, block in enumerate(self.blocks[:]):
+            if output_hidden_states:
+                every.append(x)
+            outputs = block(x)
+            x = outputs[0]
+        if output_hidden_states:
+            every.append(x)
+        x = self.norm(x)
+        return self.head(x) + x.mean()
+
+
+class TuplesKept(Model):
+    """What the last block returned is read again."""
+
+    kind = Pair
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            outputs = block(x)
+            x = outputs[0]
+        return self.head(self.norm(x)) + outputs[0].mean()
+
+
+class Residual(Model):
+    """Adds what lies before the norm to what comes out of it."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        normed = self.norm(x)
+        return self.head(normed + x)
+
+
+class Scaled(Model):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        x = x * x.mean(1, keepdim=True)  # over tokens
+        return self.head(self.norm(x))
+
+
+class Added(Model):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        x += 1
+        return self.head(self.norm(x))
+
+
+class Twice(Model):
+    """The norm is called before the blocks, too."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.table(ids))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Kept(Model):
+    """What the blocks return is kept, too."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, every = self.table(ids), []
+        for block in self.blocks:
+            x = block(x)
+            every.append(x)
+        return self.head(self.norm(x))
+
+
+class Sometimes(Model):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        if x.shape[1] > 1:
+            x = self.norm(x)
+        return self.head(x)
+
+
+class OverBatch(Model):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        x = self.other(x)
+        return self.head(x)
+
+
+class Straight(Model):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Again(Model):
+    """The blocks run twice."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for _ in range(2):
+            for block in self.blocks:
+                x = block(x)
+        return self.head(self.norm(x))
+
+
+class Leaves(Model):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+            if x.shape[1] > 99:
+                break
+        return self.head(self.norm(x))
+
+
+FOUND = {Plain: "norm", Tuples: "norm"}
+OTHERS = (TuplesKept, Residual, Scaled, Added, Twice, Kept, Sometimes, OverBatch, Straight, Again, Leaves)
+
+
+@pytest.mark.parametrize("kind", [*FOUND, *OTHERS], ids=lambda kind: kind.__name__)
+def test_the_norm_is_found_where_nothing_else_reads_what_the_blocks_return(kind: type[nn.Module]) -> None:
+    assert last_norm(kind(), ["blocks.0", "blocks.1"]) == FOUND.get(kind)
+
+
+def test_a_forward_that_was_replaced_is_not_read() -> None:
+    model = Plain()
+    model.__dict__["forward"] = lambda ids: model.head(model.table(ids))
+    assert last_norm(model, ["blocks.0", "blocks.1"]) is None
+
+
+STYLES = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_gather_output"}
+
+
+def own_models(rank: int, world_size: int, kinds: tuple[type[nn.Module], ...], words: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for kind in kinds:
+        torch.manual_seed(0)
+        plain = kind().double()
+        model = copy.deepcopy(plain)
+        trueshard.shard(model, tensor={"ranks": world_size, "sequence": True, **STYLES}, **words)
+        for length in (7, 4):
+            ids = torch.arange(2 * length).view(2, length) % 13
+            for each in (model, plain):
+                each(ids).logsumexp(-1).square().mean().backward()
+        grads = [{n: whole(p.grad) for n, p in m.named_parameters() if p.grad is not None} for m in (model, plain)]
+        found[kind.__name__] = distance(*grads)
+    return found
+
+
+WHOLE = (*FOUND, *(kind for kind in OTHERS if kind is not OverBatch))
+
+
+@pytest.mark.parametrize("words", all_but([FULL], [{}, FULL, SELECTIVE]))
+def test_models_of_ones_own_train_the_same_with_and_without_it(words: dict[str, Any], ranks3: Ranks) -> None:
+    for found in ranks3.run(own_models, WHOLE, words):
+        assert {name: far for name, far in found.items() if not far < EXACT} == {}
+
+
+class Outside(nn.Module):
+    """Calls the norm of the model in it with whole sequences, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = llama()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        inner: Any = self.inner
+        before = inner.model.norm(inner.model.embed_tokens(ids))
+        return inner.lm_head(inner.model(ids).last_hidden_state + before) + inner.lm_head(inner.model.norm(before))
+
+
+def outside(rank: int, world_size: int) -> float:
+    torch.manual_seed(0)
+    plain = Outside().double()
+    model = copy.deepcopy(plain)
+    plan = trueshard.shard(model, tensor={"ranks": 2, "sequence": True})
+    assert plan.sequence
+    ids = torch.arange(22).view(2, 11)
+    for each in (model, plain):
+        each(ids).logsumexp(-1).square().mean().backward()
+    return distance(*({n: whole(p.grad) for n, p in each.named_parameters()} for each in (model, plain)))
+
+
+def test_a_norm_that_is_called_with_whole_sequences_too(ranks2: Ranks) -> None:
+    assert max(ranks2.run(outside)) < EXACT
