@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,3 +219,19 @@ def test_what_no_pipeline_could_run_is_refused_by_name(words: dict[str, Any], me
 def test_other_models_are_not_cut() -> None:
     with pytest.raises(ValueError, match="pipeline: Sequential is not a model of transformers"):
         trueshard.plan(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), pipeline=2)
+
+
+def test_a_published_row_of_a_pipeline_is_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    published, rows = (
+        importlib.import_module(f"benchmarks.{name}") for name in ("planner_published", "published_rows")
+    )
+    (row,) = (row for row in published.ROWS if row.setting.pipe.virtual > 1)
+    tiny = rows.Model("tiny", 4, 64, 4, 128, 128, 4)
+    setting = dataclasses.replace(row.setting, model=tiny, ranks=8, sequence=64, tensor=2, pipe=Pipeline(2, parts=2))
+    found = published.forecast(dataclasses.replace(row, setting=setting))
+    assert 0 < found["bubble_seconds"] < found["step_seconds"]
+    assert found["exposed_by_axis"]["pipeline"] > found["bubble_seconds"]
+    tokens = setting.microbatch * setting.accumulation * setting.sequence * setting.shard
+    assert found["tokens_expected"] == pytest.approx(tokens / found["step_seconds"] / setting.ranks)
+    assert found["memory_expected"] == found["reserved_expected"] >= found["live_expected"] > 0
