@@ -584,6 +584,10 @@ def catalogue(rank: int, world_size: int, sequence: bool) -> dict[str, Any]:
             each(input_ids=ids, labels=ids).loss.backward()
         grads = [{n: whole(p.grad) for n, p in m.named_parameters() if p.grad is not None} for m in (model, plain)]
         found[name] = (cut, distance(*grads))
+        if sequence:
+            states = [each(input_ids=ids, output_hidden_states=True).hidden_states or () for each in (model, plain)]
+            wholes = [{str(number): each.detach() for number, each in enumerate(every)} for every in states]
+            found[name] = (cut, max(distance(*grads), distance(*wholes) if wholes[1] else 0.0))
     return found
 
 
