@@ -18,11 +18,12 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from trueshard import _torch
 from trueshard.model import names
 
+_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_OVER_TOKENS = (*_BATCHES, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm)
 ASKED = "output_hidden_states"
 """The argument of transformers' models by which they return what lies between blocks."""
 
@@ -46,10 +47,9 @@ def last_norm(root: nn.Module, blocks: Sequence[str]) -> str | None:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """True for vectors alone that scale or shift each token; not for statistics over a batch."""
+    """True for vectors alone that scale or shift each token; not for statistics over tokens."""
     sizes = [each.ndim for each in module.parameters()]
-    over_batch = any(isinstance(each, _NormBase) for each in module.modules())
-    return bool(sizes) and max(sizes) == 1 and not over_batch
+    return bool(sizes) and max(sizes) == 1 and not any(isinstance(each, _OVER_TOKENS) for each in module.modules())
 
 
 def _forward_of(module: nn.Module) -> ast.FunctionDef | None:

@@ -4,9 +4,12 @@ In the blocks of a model, what lies between their larger modules (norms, residua
 so its activations take 1/tensor of the memory (Korthikanti et al., 2022, arXiv 2205.05198). A larger module (attention,
 feed-forward) gathers the tokens before. Where styles share all of its matrices, it communicates nothing inside, all of
 its gradients are parts of a sum, and the sum of its outputs is scattered after: the bytes are those without sequence
-parallelism. Else it computes as without, and each rank keeps its part of the output.
+parallelism. Else it computes as without, and each rank keeps its part of the output. The norm behind the last block
+computes on parts, too, where the model's forward shows that nothing else reads what the blocks return
+(``model/last_norm.py``).
 
-Without gradients nothing is split: there is no memory to save.
+Without gradients nothing is split: there is no memory to save. Where a model is asked for its hidden states, each block
+takes its part of whole ones and gathers them again.
 """
 
 from __future__ import annotations
