@@ -329,7 +329,7 @@ def _adapters() -> list[Row]:
         lora = (16, _ALL_LINEAR)
         return Setting(model, 1, 2, 4096, accumulation=16, mode="compile", storage="bfloat16", lora=lora, clip=None)
 
-    def tune(model: Model, ranks: int, lora: tuple[int, tuple[str, ...]], recompute: str, **words: bool) -> Setting:
+    def tune(model: Model, ranks: int, lora: tuple[int, tuple[str, ...]], recompute: str) -> Setting:
         return Setting(
             model, ranks, 2, 2048, recompute, mode="compile", split=True, loss="chunked", storage="bfloat16",
             reduce="bfloat16", lora=lora, clip=None, repeat=True,

@@ -70,9 +70,12 @@ def test_keys_are_kept_with_all_heads() -> None:
     plain = published.simulate(published.job(setting, 1)).steady
     with attention.keys_repeated():
         repeated = published.simulate(published.job(setting, 1)).steady
+        recomputed = published.simulate(published.job(replace(setting, recompute="full"), 1)).steady
     one = 2 * 32 * TINY.hidden * 2
     saved = 2 * one * TINY.key_value_heads // TINY.heads
     assert kept(repeated) - kept(plain) == TINY.layers * (2 * one - saved)
+    unrepeated = published.simulate(published.job(replace(setting, recompute="full"), 1)).steady
+    assert kept(recomputed) == kept(unrepeated)
 
 
 def test_inputs_of_blocks_are_on_the_host_but_the_last() -> None:
