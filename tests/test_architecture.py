@@ -121,6 +121,7 @@ OF_OTHERS = {
     "_no_split_modules",
 }
 OF_OTHERS |= {"_gradient_checkpointing_func", "_attn_implementation", "_is_stateful"}
+OF_OTHERS |= {"_can_record_outputs", "_CAN_RECORD_REGISTRY"}
 
 #: A name that torch keeps on modules or tensors is torch's even where a class of ours has one of the same name.
 OF_TORCH = {"_parameters", "_buffers", "_modules", "_version", "_cdata", "_spec", "_local_tensor", "_backward_hooks"}

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -274,11 +275,26 @@ def _attach(
         if not isinstance(unit.reshard_after_forward, bool):
             _torch.set_reshard_after_forward(module, unit.reshard_after_forward, runtime.meshes)
     _gather_beside_forward(runtime, modules)
+    _keep_records(runtime.root)
     if not any(parameter.is_meta for parameter in new_of.values()):
         _torch.initialise(runtime.root)
     runtime.install()
     follow_assignments(runtime, [(module, module_of[unit.name]) for module, unit in unit_of.items()])
     return new_of
+
+
+def _keep_records(root: nn.Module) -> None:
+    """Let transformers find what its models record (hidden states, attentions), of which it has a table by class.
+
+    FSDP2 changes the class, and a model whose class is not in the table returns none of it, in silence.
+    """
+    places = ("transformers.utils.output_capturing", "transformers.utils.generic")
+    tables = [getattr(sys.modules.get(place), "_CAN_RECORD_REGISTRY", None) for place in places]
+    for table in tables:
+        if isinstance(table, dict):
+            for module in root.modules():
+                if records := getattr(module, "_can_record_outputs", None):
+                    dict.__setitem__(table, str(type(module)), records)
 
 
 def _units_with_lists(unit_of: Mapping[nn.Module, Unit]) -> set[str]:
