@@ -48,10 +48,12 @@ def left(folder: Path, step: int = 3) -> tuple[list[dict[str, Any]], bytes, byte
     return figures, (folder / "samples.jsonl").read_bytes(), weights.read_bytes()
 
 
-def ran(ranks: Ranks, folder: Path, *words: str, recipe: str = "grpo") -> tuple[list[dict[str, Any]], bytes, bytes]:
+def ran(
+    ranks: Ranks, folder: Path, *words: str, recipe: str = "grpo", steps: int = 3
+) -> tuple[list[dict[str, Any]], bytes, bytes]:
     found = ranks.run(trained, recipe, str(folder), (*EXACT, *words), timeout=240)[0]
     assert found["code"] == 0
-    return left(folder)
+    return left(folder, steps)
 
 
 @pytest.fixture(scope="module")
@@ -122,15 +124,15 @@ FURTHER = {
 @pytest.mark.rest
 @pytest.mark.parametrize("case", FURTHER)
 def test_other_losses_advantages_and_models_are_as_exact(
-    case: str, alone: Ranks, ranks2: Ranks, ranks4: Ranks, tmp_path: Path
+    case: str, alone: Ranks, ranks2: Ranks, ranks3: Ranks, tmp_path: Path
 ) -> None:
+    """Two steps on three ranks, and the last on two."""
     (tmp_path / "noise.py").write_text(NOISE)
     recipe, *words = FURTHER[case]
     words = [word.format(folder=tmp_path) for word in words]
     wanted = ran(alone, tmp_path / "alone", *words, recipe=recipe)
     assert len({record.get("state_hash") for record in wanted[0]}) == 4
-    assert ran(ranks4, tmp_path / "resumed", *words, recipe=recipe) == wanted
-    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step-00000003")
+    ran(ranks3, tmp_path / "resumed", *words, "train.steps=2", recipe=recipe, steps=2)
     assert ran(ranks2, tmp_path / "resumed", *words, recipe=recipe) == wanted
 
 

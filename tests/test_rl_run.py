@@ -185,7 +185,7 @@ def raises(completion, record, sample):
 def nan(completion, record, sample):
     return float("nan") if sample.step == 3 else good(completion, record, sample)
 def slow(completion, record, sample):
-    time.sleep(5 if sample.step == 3 and sample.sample == 1 else 0)
+    time.sleep(5 if sample.step == 3 and sample.sample == 1 and sample.prompt % 2 else 0)
     return good(completion, record, sample)
 def equal(completion, record, sample):
     return 1.0
@@ -213,7 +213,8 @@ def test_a_reward_that_goes_wrong_ends_the_run_in_one_line(function: str, tmp_pa
 def test_a_slow_reward_is_nothing_and_named(tmp_path: Path) -> None:
     code, out, err = bad(tmp_path / "slow", "slow")
     assert code == 0, out + err
-    late = [each for each in answers(tmp_path / "slow").values() if (each["step"], each["sample"]) == (3, 1)]
+    made = answers(tmp_path / "slow").values()
+    late = [each for each in made if (each["step"], each["sample"], each["prompt"] % 2) == (3, 1, 1)]
     assert [each["reward"] for each in late] == [0.0] * len(late)
     assert metrics(tmp_path / "slow")[3]["slow_rewards"] == len(late) == len(err.splitlines()) > 0
     assert all("sample 1 of step 3) took too long, and is 0" in line for line in err.splitlines())
