@@ -219,7 +219,7 @@ def test_a_rank_that_fails_or_hangs_is_named_with_the_step(bugs: str) -> None:
     assert set(status(report).values()) == {"broken", "not reached"}
     assert "bugs.py" in report["trace"]
 
-    found = run(f"{bugs}:waiting", "--timeout", "40", "--json")
+    found = run(f"{bugs}:waiting", "--timeout", "24", "--json")
     report = json.loads(found.stdout)
     assert found.returncode == 1
     assert report["points"][0]["status"] == "broken"
