@@ -23,6 +23,7 @@ from trueshard.planner.simulation.repeats import FEWEST
 from trueshard.planner.simulation.simulate import simulate
 from trueshard.planner.simulation.values import EQUAL_SHARES
 from trueshard.planner.trace import Communication
+from trueshard.planner.workload import Job
 
 SEQUENCE = {"tensor": {"ranks": 2, "sequence": True}}
 FULL, SELECTIVE = ({"activation_checkpointing": word} for word in ("full", "selective"))
