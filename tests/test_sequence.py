@@ -438,3 +438,25 @@ def outside(rank: int, world_size: int) -> float:
 
 def test_a_norm_that_is_called_with_whole_sequences_too(ranks2: Ranks) -> None:
     assert max(ranks2.run(outside)) < EXACT
+
+
+def held(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """Bytes of each tensor with one row for each token of a part that backward keeps, and of the memory it lies in."""
+    model = llama()
+    trueshard.shard(model, tensor={"ranks": world_size, "sequence": True})
+    kept: list[tuple[int, int]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim == 3 and tensor.shape[1] == 12 // world_size:
+            kept.append((tensor.nbytes, tensor.untyped_storage().nbytes()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.arange(12).view(1, 12), use_cache=False)
+    return kept
+
+
+def test_of_one_sample_a_part_does_not_keep_the_whole(ranks2: Ranks) -> None:
+    for kept in ranks2.run(held):
+        assert kept
+        assert all(taken == memory for taken, memory in kept)

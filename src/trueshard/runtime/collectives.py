@@ -181,7 +181,10 @@ def _summed(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _own(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    return x.narrow(dim, *rows_of(x.shape[dim], group.rank(), group.size())).contiguous()
+    """In memory of its own: of one sample, a view would keep the whole sequence for backward."""
+    return x.narrow(dim, *rows_of(x.shape[dim], group.rank(), group.size())).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 def _gathered(x: torch.Tensor, dim: int, total: int, group: Group) -> torch.Tensor:
