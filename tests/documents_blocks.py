@@ -90,7 +90,9 @@ def shortened(command: str) -> str:
         command = re.sub(pattern, replacement, command)
     if re.match(r"make\b", command):
         return f"make --dry-run --directory {ROOT} {command.removeprefix('make')} > /dev/null"
-    if re.search(r"\btrueshard (demo|train examples/pretrain\.toml)\b", command):
+    if re.search(
+        r"\btrueshard (demo|(train|verify) (exact|examples/(pretrain|long_context|mixture))\.toml)\b", command
+    ):
         command += " --set data.path=src/trueshard/optim"
     trains = re.search(r"\btrueshard (train|demo)\b", command)
     if trains and "train.steps=" not in command:
@@ -98,5 +100,5 @@ def shortened(command: str) -> str:
     if re.match(r"trueshard plan (?!\S+\.toml|--for )", command) and "--reshard-after-forward" not in command:
         command += " --reshard-after-forward default --activation-checkpointing none"
     if re.search(r"\btrueshard verify\b", command):
-        command += " --steps 2"
+        command += " --steps 2" + (" --layers 1" if ".toml" in command and "--layers" not in command else "")
     return command

@@ -180,7 +180,8 @@ def remedy(tmp_path: Path, *overrides: str, used: int) -> out_of_memory.Remedy:
 
 @pytest.mark.rest
 def test_out_of_memory_nothing_fits(tmp_path: Path) -> None:
-    tight = ("rollout.copy=kept", "shard.activation_checkpointing=full")  # so that few changes are left to plan
+    tight = ("rollout.copy=kept", "shard.activation_checkpointing=full", "shard.reshard_after_forward=always")
+    # so that few changes are left to plan
     found = remedy(tmp_path, "train.batch_size=8", *tight, used=1 << 16)
     assert found.settings is None
     assert "rollout.batch" in found.message
