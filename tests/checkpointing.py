@@ -42,7 +42,7 @@ class Setup:
     case: str = "stack"
     """whose batches and loss it takes, see ``models.CASES``"""
     near: float | None = 2e-3
-    """how far parameters may be after three more steps at another world size; None: it draws random numbers"""
+    """how far parameters may be after one more step at another world size; None: it draws random numbers"""
 
     def loss(self, model: nn.Module, step: int, rank: int, world_size: int) -> torch.Tensor:
         case, dtype = CASES[self.case], next(model.parameters()).dtype

@@ -67,6 +67,9 @@ def trained(rank: int, world_size: int, kinds: tuple[str, ...], model: Any, size
         if world_size == 1:
             found[kind] = steps(made, optimizer, batches, of_one)
             continue
+        # By the backend that writes no C++: what inductor makes of blocks is held in ``test_names.py``.
+        for block in made.transformer.h if "compile" in options else ():
+            block.compile(backend="aot_eager")
         trueshard.shard(made, optimizer, **sizes, **options)
         tensor = sizes.get("tensor", 1)
         shared = sizes["context"] * (tensor["ranks"] if isinstance(tensor, dict) else tensor)
@@ -105,7 +108,7 @@ MORE = [
     pytest.param(4, ("even",), (("llama", 6, 2), {}), RING, {}, id="a ring in parts of 3 heads, context 2 × tensor 2"),
     pytest.param(4, ("even",), (("gpt2", 3), {}), {"context": 4}, {}, id="gpt2, a ring of 4 ranks, 3 heads"),
     pytest.param(
-        2, ("plain",), (("gpt2",), {}), {"context": 2}, {"compile": True}, id="compiled", marks=pytest.mark.compiles
+        2, ("plain",), (("gpt2",), {}), {"context": 2}, {"compile": True}, id="compiled"
     ),
 ]  # fmt: skip
 
