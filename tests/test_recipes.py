@@ -194,12 +194,10 @@ def test_a_run_goes_on_on_other_axes_with_the_same_samples(alone: Ranks, ranks4:
     (whole,) = alone.run(trained_in_float64, runs["alone"], (*short, "shard.context=1"), timeout=240)
     first = ranks4.run(trained_in_float64, runs["shared"], (*short, "shard.replicate=2"), timeout=240)[0]
     shutil.rmtree(Path(runs["shared"]) / "checkpoints" / "step-00000006")
-    again = ranks4.run(trained_in_float64, runs["shared"], (*short, "shard.context=4"), timeout=240)[0]
-    shutil.rmtree(Path(runs["shared"]) / "checkpoints" / "step-00000006")
     both = ("shard.context=2", "shard.tensor.ranks=2", "shard.tensor.sequence=true")
-    third = ranks4.run(trained_in_float64, runs["shared"], (*short, *both), timeout=240)[0]
-    assert all("Resumed after step 3" in each["said"] for each in (again, third))
-    for found in (first, again, third):
+    again = ranks4.run(trained_in_float64, runs["shared"], (*short, *both), timeout=240)[0]
+    assert "Resumed after step 3" in again["said"]
+    for found in (first, again):
         assert [record["step"] for record in found["metrics"]] == [1, 2, 3, 4, 5, 6]
         for one, other in zip(found["metrics"], whole["metrics"], strict=True):
             assert (one["samples"], one["tokens"]) == (other["samples"], other["tokens"])
