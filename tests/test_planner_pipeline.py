@@ -22,7 +22,7 @@ from trueshard import _torch
 from trueshard.choices import Choices
 from trueshard.planner.forecasting import Cluster, peak_of
 from trueshard.planner.hardware import hardware
-from trueshard.planner.pipelining import Stage, stage_workload
+from trueshard.planner.pipelining import Passed, Stage, stage_workload
 from trueshard.planner.schedules import Pipeline
 from trueshard.planner.simulation.simulate import Simulator, simulate
 from trueshard.planner.workload import Job
@@ -219,6 +219,18 @@ def test_what_no_pipeline_could_run_is_refused_by_name(words: dict[str, Any], me
 def test_other_models_are_not_cut() -> None:
     with pytest.raises(ValueError, match="pipeline: Sequential is not a model of transformers"):
         trueshard.plan(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), pipeline=2)
+
+
+def test_the_last_stage_keeps_its_outputs_and_joins_them() -> None:
+    """Of all microbatches: once as they were computed, and when a step ends once more, in one block."""
+    job = dataclasses.replace(jobs(True), plan=None, in_flight=0)
+    cluster = Cluster(hardware("h100"), 4, 4, pipeline=2)
+    stage = Stage.simulated(job, cluster, 1, 1, Simulator(job.workload))
+    without, with_outputs = (
+        stage.forecast(Pipeline(2), cluster, 1 << 40, Passed(64, each), [stage]) for each in (0, 512)
+    )
+    assert with_outputs.peak_live_bytes - without.peak_live_bytes == job.accumulation * 512
+    assert with_outputs.peak_reserved_bytes - without.peak_reserved_bytes == 2 * job.accumulation * 512
 
 
 def test_a_published_row_of_a_pipeline_is_forecast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,7 +323,8 @@ class Stage:
             pipe.backwards(self.number, microbatches), key=lambda at: at[0] * each + at[1] * kinds["gradients"]
         )
         more = int((held - 1) * each) - unsent
-        more += passed.output * microbatches if self.number == pipe.stages - 1 else 0
+        outputs = passed.output * microbatches if self.number == pipe.stages - 1 else 0
+        more += outputs
         buffers = pipe.received(self.number, microbatches) * passed.activation
         # Of the activations that a stage is given, those in flight were counted as what its first block reads.
         buffers -= int(held * passed.activation) if self.number else 0
@@ -332,7 +333,8 @@ class Stage:
         kinds["communication"] += buffers
         kinds["gradients"] -= reduced
         more += buffers - reduced
-        reserved = found.peak_reserved_bytes + more
+        # When a step ends, torch joins the outputs in one tensor: larger than any block that the allocator has free.
+        reserved = found.peak_reserved_bytes + more + outputs
         flops = sum(each.count * each.sums["model_flops_per_step"] for each in every) / pipe.stages
         return dataclasses.replace(
             found,

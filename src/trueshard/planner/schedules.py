@@ -23,7 +23,8 @@ class Pipeline:
     """Of an activation, sent by as many ranks of the tensor axis; 1: each sends all, as stages of ``shard()`` do."""
     outputs: bool = False
     """The last stage keeps its outputs of all microbatches to the end of a step, each rank its part, as torch's
-    schedules do unless they are told not to (``output_chunks`` of torch/distributed/pipelining/stage.py)."""
+    schedules do unless they are told not to (``output_chunks`` of torch/distributed/pipelining/stage.py),
+    and joins them in one tensor then (``_merge_outputs`` of schedules.py)."""
 
     def __post_init__(self) -> None:
         for key, value in (("pipeline", self.stages), ("virtual", self.virtual)):
