@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -288,6 +289,19 @@ def structure_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
             for place, group in enumerate(optimizer.param_groups)
         },
     )
+
+
+def without_counts(found: Structure, start: Structure, end: Structure) -> Structure:
+    """Return ``found`` without the keys of groups that training changes from ``start`` to ``end``, such as a count."""
+    kept = {
+        group: {
+            key: value
+            for key, value in table.items()
+            if start.membership.get(group, {}).get(key) == end.membership.get(group, {}).get(key)
+        }
+        for group, table in found.membership.items()
+    }
+    return dataclasses.replace(found, membership=kept)
 
 
 def differences(found: Structure, expected: Structure) -> dict[str, str]:

@@ -27,6 +27,7 @@ import trueshard
 from trueshard import _torch
 from trueshard.errors import one_line
 from trueshard.model.names import unwrap
+from trueshard.optim.draws import DRAWS
 from trueshard.verification import compare
 from trueshard.verification.compare import FLOORS, Comparison, Named, Structure, TensorStore, Tolerances
 from trueshard.verification.subjects import Case, Subject, TrainingSetup
@@ -43,12 +44,14 @@ class Reference:
 
     setting: Mapping[str, Any]  # name, parameters and optimizers, for the report
     structure: Structure  # structure of the model before its first step
+    ending: Structure
+    """The same after the last: an optimizer may count in its groups."""
     tolerances: Tolerances
     record: RunRecord
     constant_buffers: Sequence[str]
     plain: tuple[float, float] | None
     """Distance from plain training: largest relative difference of a step's losses, and of how far all parameters
-    together have moved over their movement there. None if the reference is plain training itself."""
+    together have moved over their movement there. None if the reference is plain training, or the optimizer draws."""
     notes: Sequence[str]
     hashes: Mapping[int, str]
     """Of the state after each step, where the run is exact."""
@@ -130,6 +133,7 @@ def reference(case: Case, progress: Progress) -> Reference:
     setup = build()
     structure = compare.structure_of(setup.model, setup.optimizers)
     losses = train(subject, setup, record, recorder, progress)
+    ending = compare.structure_of(setup.model, setup.optimizers)
     _check_trains(subject.name, losses, store, case.steps)
     constant = [
         name
@@ -159,14 +163,17 @@ def reference(case: Case, progress: Progress) -> Reference:
         "trainable": sum(each.numel() for each in again.model.parameters() if each.requires_grad),
         "optimizers": [type(each).__name__ for each in again.optimizers],
     }
+    draws = any(DRAWS in group for each in again.optimizers for group in each.param_groups)
+    said = ["The optimizer draws random numbers, and plain training would draw others: it is not compared."] * draws
     return Reference(
         setting=setting,
         structure=structure,
+        ending=ending,
         tolerances=Tolerances(measured, floor, floors),
         record=record,
         constant_buffers=constant,
-        plain=_plain_distance(subject, losses, progress) if case.changes_arithmetic else None,
-        notes=[*subject.notes, *recorder.coarse, *_batch_norms(again.model)],
+        plain=_plain_distance(subject, losses, progress) if case.changes_arithmetic and not draws else None,
+        notes=[*subject.notes, *said, *recorder.coarse, *_batch_norms(again.model)],
         hashes=recorder.hashes,
     )
 
@@ -237,11 +244,13 @@ def sharded(case: Case, progress: Progress) -> dict[str, Any]:
     subject, known = subject_of(case), case.get("reference")
     progress.stage = "shard()"
     setup = subject.sharded()
-    found: dict[str, Any] = {"plan": setup.plan, "structure": _structure_differences(setup, known)}
+    beginning = compare.structure_of(setup.model, setup.optimizers)
+    found: dict[str, Any] = {"plan": setup.plan, "structure": compare.differences(beginning, known.structure)}
     comparer = CheckpointComparer(case, known, progress)
     with wrong_dtypes(setup) as found["computed in"]:
         train(subject, setup, known.record, comparer, progress)
-    found["structure at the end"] = _structure_differences(setup, known)
+    ending = compare.structure_of(setup.model, setup.optimizers)
+    found["structure at the end"] = compare.differences(ending, known.ending)
     found["in common"] = compare.unequal_copies(setup.model)
     found["steps"], comparer.found = comparer.found, []
     try:
@@ -317,11 +326,11 @@ class CheckpointComparer(Comparer):
             values = compare.values_of(kind, setup.model, setup.optimizers)
             self.compare(kind, self._case.save_after, values, self._case.tensors("saved"), exactly=True)
         loaded, self.found = self.found, []
-        return loaded, _structure_differences(setup, self._known)
-
-
-def _structure_differences(setup: TrainingSetup, known: Reference) -> dict[str, str]:
-    return compare.differences(compare.structure_of(setup.model, setup.optimizers), known.structure)
+        known = self._known
+        structures = (compare.structure_of(setup.model, setup.optimizers), known.structure)
+        return loaded, compare.differences(
+            *(compare.without_counts(each, known.structure, known.ending) for each in structures)
+        )
 
 
 def _saved(setup: TrainingSetup) -> dict[str, Any]:
