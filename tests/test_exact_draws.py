@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import forks
 import trueshard
 from exactness import llama, summed_loss
 from optimizer_catalogue import entries
@@ -106,3 +110,29 @@ def test_draws_follow_from_seed_step_parameter_and_element(
     for found in ranks2.run(train, name, dtype, folder, MIDDLE):  # the noise goes on where it was
         assert {key: value for key, value in found.items() if key.startswith("hashes")} == later
         assert found["groups"] == expected["groups"]
+
+
+VERIFIED = """
+from typing import Any
+import torch
+from torch import nn
+
+{langevin}
+def make():
+    return nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 8))
+
+def optimizers(model):
+    return Langevin(model.parameters())
+"""
+
+
+@pytest.mark.rest
+def test_verify_holds_an_optimizer_that_draws(tmp_path: Path) -> None:
+    file = tmp_path / "noisy.py"
+    file.write_text(VERIFIED.format(langevin=inspect.getsource(Langevin)))
+    code = "import sys, trueshard; print(trueshard.verify(sys.argv[1], nproc=2, exact=True).to_json())"
+    found = forks.run([sys.executable, "-c", code, f"{file}:make"], capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stderr
+    report = json.loads(found.stdout)
+    assert {point["name"]: point["status"] for point in report["points"] if point["status"] != "held"} == {}
+    assert any("draws random numbers" in note for note in report["notes"])

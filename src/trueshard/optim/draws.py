@@ -11,6 +11,9 @@ import torch
 
 from trueshard import _torch
 
+DRAWS = "draws"
+"""Key of the groups of an optimizer that draws, with exact sums: [seed, steps]. Checkpoints have it as any other."""
+
 
 def seed_of(*numbers: int) -> int:
     """Return a seed for generators: 63 bits of a hash of ``numbers``."""

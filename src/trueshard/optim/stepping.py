@@ -40,7 +40,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from trueshard import _torch
 from trueshard.distributed import all_reduce, device_of, gather_objects
 from trueshard.optim.classify import Verdict, classify
-from trueshard.optim.draws import drawn_from
+from trueshard.optim.draws import DRAWS, drawn_from
 from trueshard.optim.exact import are_exact
 from trueshard.optim.owners import Owned, Owners, Place
 from trueshard.optim.rebind import IsRows, by_shape, each_in, family
@@ -51,6 +51,8 @@ Drop = Callable[[Collection[int]], None]
 _replaced: Any = WeakTensorKeyDictionary()
 """Parameters from before sharding → their names."""
 _roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_seeds: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+"""Sharded models → torch's seed when they were sharded."""
 _unreduced: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod[Drop]] = weakref.WeakKeyDictionary()
 """Models with gradients that each rank has summed and that are not reduced → what drops those of some parameters."""
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[list[int]]] = weakref.WeakKeyDictionary()
@@ -62,6 +64,7 @@ def watch(root: nn.Module, originals: Mapping[str, torch.Tensor]) -> None:
     for name, parameter in originals.items():
         _replaced[parameter] = name
     _roots.add(root)
+    _seeds.setdefault(root, torch.initial_seed())
     _watch_optimizers()
 
 
@@ -452,16 +455,14 @@ class Stepping:
         return next((loss for told, loss in self._losses if told is found), found)
 
 
-DRAWS = "draws"
-"""Key of the groups of an optimizer that draws, with exact sums: [seed, steps]. Checkpoints have it as any other."""
-
-
 def _next_draws(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Return the seed, which is rank 0's at the first step, and the number of this step. Collective at the first."""
+    """Return the seed, which is rank 0's when it sharded, and the number of this step. Collective at the first."""
     groups = optimizer.param_groups
     seed, number = next((group[DRAWS] for group in groups if DRAWS in group), (None, 0))
     if seed is None:
-        seed = torch.initial_seed() & (1 << 62) - 1
+        held = set(map(id, _members(optimizer)))
+        seeds = (_seeds[root] for root in _roots if any(id(parameter) in held for parameter in root.parameters()))
+        seed = next(seeds, torch.initial_seed()) & (1 << 62) - 1
         mesh = next((p.device_mesh for p in _members(optimizer) if isinstance(p, DTensor)), None)
         if mesh is not None:
             (seed, *_) = gather_objects(seed, mesh)

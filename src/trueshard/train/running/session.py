@@ -170,6 +170,7 @@ def build_trainer(
     train, settings, data, steps = config.train, ready.architecture, ready.data, ready.steps
     model = build(config, settings)
     optimizer = build_optimizer(config.optimizer, model.named_parameters())
+    seed_all(train.seed)  # which an optimizer draws from, if it does, and sums are exact
     plan = shard(config.shard, model, optimizer)
     fill(config, model)
     seed = (train.seed + 1 + dist.get_rank()) % 2**63  # dropout draws from it: different on each rank
