@@ -76,6 +76,7 @@ _REFUSED_BY_NAME = {
     "DistributedMuon": "it communicates by itself",
 }
 """What others call them, wherever they are defined: what they do beside a step of one process cannot be tried."""
+_RANDOM = "it draws random numbers, which every rank would draw differently"
 _QUANTIZED = "torchao.optim."
 """Their state is quantized by blocks of a tensor: on shards, exact up to the rounding of a block."""
 
@@ -177,7 +178,7 @@ def _refuse_untried(optimizer: torch.optim.Optimizer) -> None:
                     raise Refused(f"it keeps parameters beside its groups (its attribute {name!r})")
         for _, value in itertools.chain(leaves(vars(member)), leaves(member.param_groups)):
             if isinstance(value, torch.Generator):
-                raise Refused("it draws random numbers, which every rank would draw differently")
+                raise Refused(_RANDOM)
 
 
 def _try(optimizer: torch.optim.Optimizer, verdicts: list[Verdict], *, small: bool, exact: bool) -> None:
@@ -188,7 +189,7 @@ def _try(optimizer: torch.optim.Optimizer, verdicts: list[Verdict], *, small: bo
     is_random = _is_random(optimizer, attempt, together)
     if is_random and (not exact or together.drew_elsewhere):
         instead = "" if together.drew_elsewhere else "shard(exact=True), which draws by step and parameter"
-        raise Refused("it draws random numbers, which every rank would draw differently", instead)
+        raise Refused(_RANDOM, instead)
     for verdict in verdicts:
         verdict.draws |= together.drew
         if exact and (is_random or together.drew):

@@ -50,8 +50,7 @@ from trueshard.optim.ties import check_added_up
 Drop = Callable[[Collection[int]], None]
 _replaced: Any = WeakTensorKeyDictionary()
 """Parameters from before sharding → their names."""
-_roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_seeds: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_roots: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 """Sharded models → torch's seed when they were sharded."""
 _unreduced: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod[Drop]] = weakref.WeakKeyDictionary()
 """Models with gradients that each rank has summed and that are not reduced → what drops those of some parameters."""
@@ -63,8 +62,7 @@ def watch(root: nn.Module, originals: Mapping[str, torch.Tensor]) -> None:
     """From now on, check optimizers that hold parameters of ``root``, or those that it replaced, before they step."""
     for name, parameter in originals.items():
         _replaced[parameter] = name
-    _roots.add(root)
-    _seeds.setdefault(root, torch.initial_seed())
+    _roots.setdefault(root, torch.initial_seed())
     _watch_optimizers()
 
 
@@ -74,7 +72,7 @@ def unwatch(
     """Undo ``watch`` and ``bind``, but for what they set on the optimizers themselves."""
     for parameter in originals.values():
         _replaced.pop(parameter, None)
-    _roots.discard(root)
+    _roots.pop(root, None)
     for optimizer in optimizers:
         _bound.pop(optimizer, None)
 
@@ -209,7 +207,6 @@ class Stepping:
         """Closing it shows DTensors again; nothing happens if they are shown."""
         self._sending: Iterator[Any] = iter(())
         """The rest of the way of owned parameters whose last batch the call itself steps."""
-        self._is_seeded = any(v.seeded for v in verdicts)
         self._watches_random = any(v.rows is not None for v in verdicts) and not any(v.draws for v in verdicts)
         self._random: Any = None
         """State of the random number generator when the optimizer began to compute."""
@@ -291,9 +288,10 @@ class Stepping:
         self.states.append(State.STEP)
         self._follow(optimizer)
         owned = self._owned()
+        is_seeded = any(verdict.seeded for verdict in self._verdicts)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if callable(closure):
-            closure = self._wrap(optimizer, closure, first=bool(owned) or self._is_seeded)
+            closure = self._wrap(optimizer, closure, first=bool(owned) or is_seeded)
             if len(args) > 1:
                 args = (args[0], closure, *args[2:])
             else:
@@ -301,7 +299,7 @@ class Stepping:
         if self._watches_random:
             self._random = torch.get_rng_state()
         local = [each.now(optimizer.state) for each in self._stand_ins]
-        if self._is_seeded:
+        if is_seeded:
             self._step_seeded(optimizer, local, owned, args, kwargs)
         elif owned:
             self._step_owned(optimizer, local, owned, args, kwargs)
@@ -461,7 +459,7 @@ def _next_draws(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     seed, number = next((group[DRAWS] for group in groups if DRAWS in group), (None, 0))
     if seed is None:
         held = set(map(id, _members(optimizer)))
-        seeds = (_seeds[root] for root in _roots if any(id(parameter) in held for parameter in root.parameters()))
+        seeds = (seed for root, seed in _roots.items() if any(id(each) in held for each in root.parameters()))
         seed = next(seeds, torch.initial_seed()) & (1 << 62) - 1
         mesh = next((p.device_mesh for p in _members(optimizer) if isinstance(p, DTensor)), None)
         if mesh is not None:

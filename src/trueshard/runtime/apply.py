@@ -80,20 +80,23 @@ def recompute(module: nn.Module, mode: str, *, shared: bool = False, of_parts: b
 def _checkpointed(mode: str, shared: bool, of_parts: bool) -> Callable[..., Any]:
     """Return (function, *args) → its outputs, recomputed in backward."""
     contexts = _selective_contexts if mode == "selective" else None
-    options: dict[str, Any] = {"context_fn": contexts} if contexts else {}
-    plain = functools.partial(checkpoint, use_reentrant=False, **options)
+    plain = _checkpoint_in(contexts)
     if not shared:
         return plain
-    compiled = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts or _traced_contexts)
-    eager = plain
-    if of_parts:
-        eager = functools.partial(checkpoint, use_reentrant=False, context_fn=functools.partial(recomputing, contexts))
+    compiled = _checkpoint_in(contexts or _traced_contexts)
+    eager = _checkpoint_in(functools.partial(recomputing, contexts)) if of_parts else plain
 
     def function(*args: Any) -> Any:
         # A compiler traces the recomputation along with the forward: at the same length, and in no context of ours.
         return (compiled if torch.compiler.is_compiling() else eager)(*args)
 
     return function
+
+
+def _checkpoint_in(contexts: Callable[[], Any] | None) -> Callable[..., Any]:
+    """Return torch's checkpoint, with contexts of a forward and of its recomputation if there are any."""
+    options: dict[str, Any] = {"context_fn": contexts} if contexts else {}
+    return functools.partial(checkpoint, use_reentrant=False, **options)
 
 
 def _traced_contexts() -> Any:

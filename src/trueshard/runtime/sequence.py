@@ -215,14 +215,21 @@ def _scattered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return scatter_sum(x, _DIM, group)
 
 
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """Return what calls the forward that a module has now, to be put into another.
+
+    FSDP2 changes the class later, and transformers recomputes in the forward of the class that a layer has then.
+    """
+    own: Callable[..., Any] | None = module.__dict__.get("forward")
+    return own if own is not None else lambda *args, **kwargs: type(module).forward(module, *args, **kwargs)
+
+
 def _around(module: nn.Module, enter: Callable[..., Any] | None, leave: Callable[..., Any] | None) -> None:
     """Change the hidden states that a module is given, and those that it returns."""
-    own: Callable[..., Any] | None = module.__dict__.get("forward")
+    inner = _forward_of(module)
 
     @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # FSDP2 changes the class later, and transformers recomputes in the forward of the class that a layer has then.
-        inner = own if own is not None else functools.partial(type(module).forward, module)
         if not is_split():
             return inner(*args, **kwargs)
         if enter is not None and args:
@@ -242,7 +249,7 @@ def _follow_passes(holder: nn.Module) -> None:
     """Note whether the module that holds the blocks is asked for what lies between them."""
     if type(holder).forward is nn.Module.forward:
         return
-    own: Callable[..., Any] | None = holder.__dict__.get("forward")
+    inner = _forward_of(holder)
     parameters = list(inspect.signature(holder.forward).parameters)
 
     @functools.wraps(holder.forward)
@@ -251,7 +258,7 @@ def _follow_passes(holder: nn.Module) -> None:
         asked = getattr(getattr(holder, "config", None), ASKED, False) if given is None else given
         before, _Pass.in_parts, _Pass.asked = (_Pass.in_parts, _Pass.asked), False, bool(asked)
         try:
-            return own(*args, **kwargs) if own is not None else type(holder).forward(holder, *args, **kwargs)
+            return inner(*args, **kwargs)
         finally:
             _Pass.in_parts, _Pass.asked = before
 
