@@ -32,7 +32,8 @@ from unittest import mock
 import torch
 
 from trueshard import _torch
-from trueshard.runtime import apply, context
+from trueshard.parallel import context
+from trueshard.sharding import apply
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from trueshard.planner.inputs.factories import Factory
 from trueshard.planner.simulation.simulate import Simulation, run_step, simulate
 from trueshard.planner.trace import Allocation, Free, Trace
 from trueshard.planner.workload import Job, Workload
-from trueshard.runtime import engine
+from trueshard.sharding import engine
 
 STEPS = 3
 """the first, and two of those that are to be alike"""

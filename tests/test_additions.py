@@ -20,7 +20,7 @@ from messages import naming
 from models.handmade import Scalar
 from parity import Ranks
 from stepping import same
-from trueshard.runtime.engine import sharded
+from trueshard.sharding.engine import sharded
 
 
 def head(model: nn.Module) -> None:

@@ -95,7 +95,7 @@ def test_fully_shard_is_called_in_one_file() -> None:
         for node in ast.walk(parsed(file))
         if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "fully_shard"
     }
-    assert callers == {"runtime.apply"}
+    assert callers == {"sharding.apply"}
 
 
 def test_private_modules_of_torch_are_imported_in_one_package() -> None:
@@ -175,9 +175,9 @@ def test_private_attributes_of_torch_are_reached_in_one_package() -> None:
 
 #: The command line, and what `trueshard train` and `trueshard doctor` show on a terminal.
 TERMINAL = {
-    *("doctor.processes", "train.data.prepared", "train.data.store", "train.running.checks", "train.running.launcher"),
-    *("train.running.replay", "train.running.session", "train.running.worker"),
-    *("train.showing.metrics", "train.showing.report"),
+    *("doctor.processes", "train.data.prepared", "train.data.store", "train.run.checks", "train.run.launcher"),
+    *("train.run.replay", "train.run.session", "train.run.worker"),
+    *("train.metrics.metrics", "train.metrics.report"),
 }
 
 

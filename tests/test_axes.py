@@ -174,7 +174,7 @@ def _case(case: dict[str, Any]) -> dict[str, float]:
         offload=case["offload"],
         reshard_after_forward=case["reshard"],
     )
-    from trueshard.runtime.engine import sharded
+    from trueshard.sharding.engine import sharded
 
     found, expected = train(model, made, case, sharded(model).axes.reader), train(plain, known, case, (0, 1))
     far = {"gradients": distance(found, expected), "parameters": distance(parameters(model), parameters(plain))}

@@ -15,7 +15,7 @@ import trueshard
 from messages import lacking, naming
 from trueshard import errors
 from trueshard.cli import main
-from trueshard.train.running import worker
+from trueshard.train.run import worker
 
 CONFIG = """
 [run]

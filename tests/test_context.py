@@ -344,7 +344,7 @@ def test_every_language_model_is_refused_or_computes_as_with_whole_sequences(ran
 
 def undone(rank: int, world_size: int) -> dict[str, Any]:
     """A ``shard()`` that fails after attention was changed, and then one that does not."""
-    from trueshard.runtime import engine
+    from trueshard.sharding import engine
 
     model = build("llama")
     config, watch = model.config, engine.watch

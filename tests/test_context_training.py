@@ -114,7 +114,7 @@ def test_the_configuration_has_the_axes() -> None:
 
 def test_what_does_not_fit_the_axes_is_said_before_a_run_begins() -> None:
     from trueshard.train.config import Config
-    from trueshard.train.running.checks import check_settings
+    from trueshard.train.run.checks import check_settings
 
     tree: dict[str, Any] = {
         "run": {"dir": "run"},

@@ -18,8 +18,8 @@ from trueshard.convert.converting import drafted
 from trueshard.convert.planning import FRAMEWORKS, advise, model_of, spoken
 from trueshard.convert.tables import framework
 from trueshard.errors import UserError
+from trueshard.planner.choose_plan import solve
 from trueshard.planner.planning import Request
-from trueshard.planner.solve import solve
 from trueshard.train.parse import toml_value
 
 TINY = {

@@ -16,7 +16,7 @@ from messages import lacking, naming
 from models.handmade import Scalar, Stack
 from parity import Pool, Ranks, assert_same
 from trueshard.checkpoint.format import MANIFEST, Manifest
-from trueshard.runtime import exact
+from trueshard.sharding import exact
 
 STEPS = 3
 

@@ -19,8 +19,8 @@ from messages import lacking, naming
 from parity import Ranks, assert_same
 from trueshard.choices import Choices
 from trueshard.errors import UserError
-from trueshard.runtime import engine
-from trueshard.runtime.passes import runtime_of
+from trueshard.sharding import engine
+from trueshard.sharding.hooks import runtime_of
 from trueshard.train.parse import load_config
 from trueshard.verification.report import BITS
 

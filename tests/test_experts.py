@@ -482,7 +482,7 @@ def test_what_does_not_fit_is_refused_by_name(ranks4: Ranks) -> None:
 
 
 def fails_midway(rank: int, world: int) -> None:
-    from trueshard.runtime import engine
+    from trueshard.sharding import engine
 
     model = build("mixtral")
     optimizer = torch.optim.AdamW(model.parameters())

@@ -21,7 +21,7 @@ from parity import Ranks
 from traffic import Traffic
 from trueshard import _torch
 from trueshard.distributed import replicated_mesh
-from trueshard.runtime.gathering import GatheredCopy
+from trueshard.sharding.gathering import GatheredCopy
 from trueshard.train.models.quantized import quantise_layers
 
 

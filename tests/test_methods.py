@@ -16,8 +16,8 @@ from messages import lacking
 from models.handmade import Stack
 from parity import Ranks
 from stepping import same
-from trueshard.runtime.engine import sharded
-from trueshard.runtime.methods import methods_that_compute
+from trueshard.sharding.engine import sharded
+from trueshard.sharding.methods import methods_that_compute
 
 
 class Model(Stack):

@@ -28,7 +28,7 @@ from resting import all_but
 from training import train
 from trueshard import _torch
 from trueshard.distributed import device_of
-from trueshard.runtime.passes import runtime_of
+from trueshard.sharding.hooks import runtime_of
 
 
 def trained(

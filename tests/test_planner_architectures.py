@@ -16,12 +16,12 @@ from messages import lacking, naming
 from models import CASES
 from optimizer_catalogue import APART
 from trueshard import _torch
+from trueshard.planner.choose_plan import solve
 from trueshard.planner.inputs.architectures import architecture, known
 from trueshard.planner.inputs.factories import named_configuration
 from trueshard.planner.inputs.workloads import workload_of
 from trueshard.planner.planning import Request
 from trueshard.planner.report.report import text
-from trueshard.planner.solve import solve
 from trueshard.planner.workload import Study
 
 QUICK = ("llama-3-70b", "qwen2.5-7b", "gpt-oss-120b")

@@ -19,9 +19,9 @@ from test_planner_exact import differences, simulated
 from test_planner_extend import assert_equal, job
 from trueshard.choices import Choices
 from trueshard.planner import ledger
+from trueshard.planner.simulation.fake_values import EQUAL_SHARES
 from trueshard.planner.simulation.repeats import FEWEST
 from trueshard.planner.simulation.simulate import simulate
-from trueshard.planner.simulation.values import EQUAL_SHARES
 from trueshard.planner.trace import Communication
 from trueshard.planner.workload import Job
 

@@ -26,7 +26,7 @@ from trueshard.planner.pipelining import Passed, Stage, stage_workload
 from trueshard.planner.schedules import Pipeline
 from trueshard.planner.simulation.simulate import Simulator, simulate
 from trueshard.planner.workload import Job
-from trueshard.runtime import engine
+from trueshard.sharding import engine
 
 STAGES, WIDTH, ROWS = 2, 6, 3
 REAL = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}

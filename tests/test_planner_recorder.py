@@ -15,9 +15,9 @@ from planning import OPTIMIZERS, Setting
 from resting import all_but
 from trueshard import _torch
 from trueshard.choices import Choices
+from trueshard.planner.simulation.fake_values import EQUAL_SHARES, EVERYTHING
 from trueshard.planner.simulation.recorder import Recorder
 from trueshard.planner.simulation.simulate import Simulation, simulate
-from trueshard.planner.simulation.values import EQUAL_SHARES, EVERYTHING
 from trueshard.planner.trace import Allocation, Communication, Kernel
 from trueshard.planner.workload import Job, Workload
 

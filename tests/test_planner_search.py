@@ -22,7 +22,7 @@ from trueshard.planner.search.search import choose
 from trueshard.planner.search.space import RECOMPUTE, Offload, Setting, Space, batches, meshes, reshard_words
 from trueshard.planner.workload import Job, NothingFits, Study, Workload
 from trueshard.plans import MixedPrecision, Plan
-from trueshard.runtime import engine
+from trueshard.sharding import engine
 from trueshard.text import size
 
 AUTO = {"reshard_after_forward": "auto", "activation_checkpointing": "auto", "offload": "auto"}

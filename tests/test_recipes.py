@@ -34,8 +34,8 @@ RECIPES: dict[str, tuple[tuple[str, ...], float]] = {
 def trained(rank: int, world_size: int, name: str, folder: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     """One rank of a run of examples/<name>.toml: what it said, its metrics, and what is trainable."""
     from trueshard.train.parse import load_config
-    from trueshard.train.running.checks import check
-    from trueshard.train.running.session import train
+    from trueshard.train.run.checks import check
+    from trueshard.train.run.session import train
 
     os.chdir(ROOT)
     torch.set_num_threads(1)
@@ -118,8 +118,8 @@ def test_words_of_the_configuration_train(
 def test_what_latest_stands_for_stays_the_same_in_a_run(ranks2: Ranks, tmp_path: Path) -> None:
     """Else preference tuning would go on with another reference when the model it began with is trained on."""
     from trueshard.train.parse import load_config
-    from trueshard.train.running.checks import located
-    from trueshard.train.running.resuming import write_settings
+    from trueshard.train.run.checks import located
+    from trueshard.train.run.resuming import write_settings
 
     begin = (*overrides_of("pretrain"), "train.steps=2")
     ranks2.run(trained, "pretrain", str(tmp_path / "first"), begin, timeout=240)

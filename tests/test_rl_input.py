@@ -141,7 +141,7 @@ def test_wrong_data_and_functions_are_one_line_before_a_process_starts(
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from trueshard.train.running.checks import check
+    from trueshard.train.run.checks import check
 
     (tmp_path / "prompts.jsonl").write_text(GOOD + LONG + GOOD)
     given = [f"run.dir={tmp_path / 'run'}", *(f"{key}.path={tmp_path}/prompts.jsonl" for key in ("data", "evaluation"))]

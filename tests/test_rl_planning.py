@@ -19,13 +19,13 @@ from planning import Setting, sizes, train
 from resting import all_but
 from trueshard.cli import main
 from trueshard.planner.workload import Study, Workload
-from trueshard.runtime.gathering import GatheredCopy
+from trueshard.sharding.gathering import GatheredCopy
 from trueshard.train.config import Config
 from trueshard.train.parse import load_config
 from trueshard.train.rl.engine import TransformersEngine
 from trueshard.train.rl.samples import Request, Sampling
-from trueshard.train.running import forecast, out_of_memory, phases
-from trueshard.train.running.checks import check_settings
+from trueshard.train.run import forecast, out_of_memory, rl_forecast
+from trueshard.train.run.checks import check_settings
 
 GRPO = Path("examples/grpo.toml")
 
@@ -58,7 +58,7 @@ def allocated(rank: int, world: int, words: dict[str, Any]) -> tuple[int, int]:
     count = config.rollout.batch * world
     asked = [Request((1, number, 0), [1] * prompt, most=config.rollout.tokens) for number in range(count)]
     engine.generate(asked, Sampling(1.0, seed=0))
-    return copied, phases._bytes_of(seen[-1])
+    return copied, rl_forecast._bytes_of(seen[-1])
 
 
 class Tokenizer:
@@ -68,8 +68,11 @@ class Tokenizer:
 @pytest.mark.parametrize("precision", all_but(["bf16"], [None, "bf16"]))
 def test_copy_and_cache_take_the_bytes_that_were_planned(precision: str | None, ranks2: Ranks) -> None:
     config = configured(*([] if precision is None else [f"shard.mixed_precision={precision}"]))
-    settings, compute = check_settings(config, 2), phases.compute_dtype(config)
-    planned = phases.copy_bytes(config, settings, compute), phases.generation(config, settings, compute).cache_bytes
+    settings, compute = check_settings(config, 2), rl_forecast.compute_dtype(config)
+    planned = (
+        rl_forecast.copy_bytes(config, settings, compute),
+        rl_forecast.generation(config, settings, compute).cache_bytes,
+    )
     assert ranks2.run(allocated, {"mixed_precision": precision}) == [planned] * 2
 
 
@@ -81,11 +84,11 @@ class Update(Setting):
 
     def workload(self) -> Workload:
         config = configured(*self.overrides)
-        loss, score = phases.policy_functions(config)
+        loss, score = rl_forecast.policy_functions(config)
         return dataclasses.replace(
             Setting("llama", self.optimizer).workload(),
             name=self.model,
-            batch=lambda rows, length: phases.policy_batch(config, rows, length - 1),
+            batch=lambda rows, length: rl_forecast.policy_batch(config, rows, length - 1),
             loss=loss,
             score=score,
             sequence=config.train.sequence_length,
@@ -167,7 +170,7 @@ def study_of(*overrides: str) -> Any:
 def test_without_a_copy_less_stays(copy: str) -> None:
     whole, other = study_of("rollout.copy=gathered"), study_of(f"rollout.copy={copy}")
     bytes_of_copy = whole.forecast.peak_live_bytes - other.forecast.peak_live_bytes
-    assert bytes_of_copy == phases.copy_bytes(configured(), check_settings(configured(), 2), None)
+    assert bytes_of_copy == rl_forecast.copy_bytes(configured(), check_settings(configured(), 2), None)
 
 
 def remedy(tmp_path: Path, *overrides: str, used: int) -> out_of_memory.Remedy:

@@ -85,8 +85,8 @@ def test_answers_do_not_depend_on_the_number_of_ranks(ranks2: Ranks, ranks3: Ran
 def inside(rank: int, world_size: int, name: str, folder: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Train, and return what a rank holds then: gradients, state, reference, log-probabilities, batches."""
     from trueshard.train.parse import load_config
-    from trueshard.train.running.checks import check
-    from trueshard.train.running.session import build_trainer
+    from trueshard.train.run.checks import check
+    from trueshard.train.run.session import build_trainer
 
     os.chdir(ROOT)
     torch.set_num_threads(1)

@@ -21,8 +21,8 @@ from trueshard.choices import Choices
 from trueshard.cli import main
 from trueshard.planner.simulation.simulate import Simulation, run_step
 from trueshard.planner.workload import Workload
-from trueshard.runtime import engine
-from trueshard.train.running import run_phases
+from trueshard.sharding import engine
+from trueshard.train.run import run_forecast
 
 SFT = Path("examples/sft.toml")
 
@@ -33,7 +33,7 @@ class Evaluated(Setting):
 
     def workload(self) -> Workload:
         found = super().workload()
-        return dataclasses.replace(found, score=run_phases.evaluated(found.loss))
+        return dataclasses.replace(found, score=run_forecast.evaluated(found.loss))
 
 
 def measured(rank: int, world: int, setting: Evaluated, folder: str) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from trueshard.cli import main
 from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.parse import load_config
-from trueshard.train.running.forecast import dry_run, toml
+from trueshard.train.run.forecast import dry_run, toml
 
 if sys.version_info >= (3, 11):
     import tomllib

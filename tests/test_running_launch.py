@@ -16,8 +16,8 @@ import torch.distributed as dist
 import forks
 from messages import lacking, naming
 from trueshard.errors import UserError
-from trueshard.train.running.checks import LOCK, held
-from trueshard.train.running.worker import agreed_store, launcher_of, torch_variables
+from trueshard.train.run.checks import LOCK, held
+from trueshard.train.run.worker import agreed_store, launcher_of, torch_variables
 
 # Who has started a process
 
@@ -110,7 +110,7 @@ def test_rank_that_does_not_come_is_named() -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from trueshard.train.running.checks import held
+from trueshard.train.run.checks import held
 with held(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -17,9 +17,9 @@ from running import end, metrics, project, run, start
 from trueshard.machine import memory_of_process
 from trueshard.train.config import Config
 from trueshard.train.parse import load_config
-from trueshard.train.running import out_of_memory
-from trueshard.train.running.checks import check_settings
-from trueshard.train.running.resuming import tightened, with_settings
+from trueshard.train.run import out_of_memory
+from trueshard.train.run.checks import check_settings
+from trueshard.train.run.resuming import tightened, with_settings
 
 WIDE = ("train.batch_size=256", "train.sequence_length=256", "train.steps=2", "model.fields.hidden_size=64")
 """Some 260 MiB of activations on each of two ranks; with train.accumulate = 2 half of it."""
@@ -122,7 +122,7 @@ def test_first_record_counts_until_it_is_taken_away(tmp_path: Path) -> None:
 
 ALLOCATE = """
 import resource, torch
-from trueshard.train.running import out_of_memory
+from trueshard.train.run import out_of_memory
 meter = out_of_memory.MemoryMeter(torch.device("cpu"), 1)
 resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
 try:

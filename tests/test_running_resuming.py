@@ -13,7 +13,7 @@ from running import CONFIG
 from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.parse import load_config
-from trueshard.train.running import resuming
+from trueshard.train.run import resuming
 
 ARCHITECTURE = {"model_type": "llama", "hidden_size": 32, "vocab_size": 400}
 

@@ -16,9 +16,9 @@ import chromium
 from messages import lacking, naming
 from showing import record, rewarded, write_run
 from trueshard.errors import UserError
-from trueshard.train.showing.panels import LOSS, RunRecords, curve, half_life, shown_panels, smoothed
-from trueshard.train.showing.picture import picture
-from trueshard.train.showing.plot import page, plot, read_runs
+from trueshard.train.metrics.panels import LOSS, RunRecords, curve, half_life, shown_panels, smoothed
+from trueshard.train.metrics.picture import picture
+from trueshard.train.metrics.plot import page, plot, read_runs
 
 PLAIN = ["loss", "evaluation_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory", "data_wait"]
 in_a_browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")

@@ -14,9 +14,9 @@ from parity import Ranks
 from showing import Lost, answer, answers, trainer, write_samples
 from test_showing_trackers import CONFIG, Kept
 from trueshard.errors import UserError
+from trueshard.train.metrics.metrics import Measures, Tracking, trackers
+from trueshard.train.metrics.samples import SamplesWriter, line, markdown, read_samples
 from trueshard.train.rl.samples import Sample
-from trueshard.train.showing.metrics import Measures, Tracking, trackers
-from trueshard.train.showing.samples import SamplesWriter, line, markdown, read_samples
 from trueshard.train.trainer import Callback, Trainer
 
 

@@ -16,10 +16,10 @@ from messages import lacking, naming
 from resting import all_but
 from showing import answer, answers, rewarded, write_run, write_samples
 from trueshard.errors import UserError
-from trueshard.train.showing import samples_page
-from trueshard.train.showing.jsonl import Place, read_steps
-from trueshard.train.showing.plot import plot
-from trueshard.train.showing.samples_page import choose, page
+from trueshard.train.metrics import samples_page
+from trueshard.train.metrics.jsonl import Place, read_steps
+from trueshard.train.metrics.plot import plot
+from trueshard.train.metrics.samples_page import choose, page
 
 in_a_browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")
 SCHEMES = ("light", "dark")

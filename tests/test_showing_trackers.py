@@ -17,8 +17,8 @@ from messages import lacking, naming
 from running import CONFIG as RUN
 from showing import Lost, trainer
 from trueshard.errors import UserError
+from trueshard.train.metrics.metrics import Measures, MetricsWriter, Tracker, Tracking, read_metrics, trackers
 from trueshard.train.parse import load_config
-from trueshard.train.showing.metrics import Measures, MetricsWriter, Tracker, Tracking, read_metrics, trackers
 from trueshard.train.trainer import Callback, Trainer
 
 CONFIG = {"train": {"steps": 6}}
@@ -64,7 +64,7 @@ import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from showing import Lost, trainer
-from trueshard.train.showing.metrics import Measures, Tracking, trackers
+from trueshard.train.metrics.metrics import Measures, Tracking, trackers
 
 class Kills:
     def __getattr__(self, event):

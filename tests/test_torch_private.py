@@ -24,8 +24,8 @@ import forks
 from models.handmade import Stack
 from parity import Ranks
 from trueshard import _torch
-from trueshard.planner.simulation.values import KnownValues
-from trueshard.runtime import access
+from trueshard.planner.simulation.fake_values import KnownValues
+from trueshard.sharding import dtensor_compat
 
 CALLED = {
     "wrapper_attribute",
@@ -354,8 +354,8 @@ def numbers(rank: int, world_size: int) -> None:
     _torch.assign_data_with(lambda *pair: given.append(pair))
     tensor.data = tensor
     assert given == [(tensor, tensor)]
-    _torch.read_numbers_of_the_whole(access.agree_to_read)  # as other tests in these processes expect them
-    _torch.assign_data_with(access.assign_data)
+    _torch.read_numbers_of_the_whole(dtensor_compat.agree_to_read)  # as other tests in these processes expect them
+    _torch.assign_data_with(dtensor_compat.assign_data)
     torch.manual_seed(0)
     assert torch.equal(tensor.normal_().full_tensor(), torch.empty(4).normal_(generator=torch.manual_seed(0)))
     _torch.store().set(f"numbers/{rank}", "here")

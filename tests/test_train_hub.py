@@ -19,8 +19,8 @@ from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.models import config as hub
 from trueshard.train.models.build import architecture, build, fill
-from trueshard.train.running import resuming
-from trueshard.train.running.checks import located
+from trueshard.train.run import resuming
+from trueshard.train.run.checks import located
 
 NAME = "someone/small-model"
 COMMITS = ("1" * 40, "2" * 40)

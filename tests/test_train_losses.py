@@ -19,7 +19,7 @@ from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.losses import CausalLoss, PreferenceLoss, summed, without_adapter
 from trueshard.train.models.build import architecture, build, fill
-from trueshard.train.running.session import check_apart, choose_loss
+from trueshard.train.run.session import check_apart, choose_loss
 
 VOCABULARY, LENGTH, ROWS = 256, 24, 6
 SMALL: dict[str, Any] = {

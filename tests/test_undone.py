@@ -18,23 +18,23 @@ from resting import all_but
 STAGES = [
     ("trueshard.model.names", "hide_wrappers"),
     ("trueshard.model.intent", "capture"),
-    ("trueshard.runtime.engine", "refuse"),
-    ("trueshard.runtime.engine", "resolve"),
+    ("trueshard.sharding.engine", "refuse"),
+    ("trueshard.sharding.engine", "resolve"),
     ("trueshard.model.agreement", "agree_on_structure"),
     ("trueshard.model.agreement", "take_from_first_rank"),
-    ("trueshard.runtime.apply", "_prepare_tensors"),
-    ("trueshard.runtime.apply", "_prepare_modules"),
-    ("trueshard.runtime.apply", "_shard_unit"),
-    ("trueshard.runtime.apply", "attributes_of"),
-    ("trueshard.runtime.methods", "after_gathering"),
+    ("trueshard.sharding.apply", "_prepare_tensors"),
+    ("trueshard.sharding.apply", "_prepare_modules"),
+    ("trueshard.sharding.apply", "_shard_unit"),
+    ("trueshard.sharding.apply", "attributes_of"),
+    ("trueshard.sharding.methods", "after_gathering"),
     ("trueshard._torch", "initialise"),
-    ("trueshard.runtime.apply", "_allow_deepcopy"),
-    ("trueshard.runtime.engine", "rebind"),
+    ("trueshard.sharding.apply", "_allow_deepcopy"),
+    ("trueshard.sharding.engine", "rebind"),
     ("trueshard.model.intent", "difference"),
-    ("trueshard.runtime.engine", "_warn"),
-    ("trueshard.runtime.engine", "watch"),
-    ("trueshard.runtime.access", "open_tensors"),
-    ("trueshard.runtime.engine", "bind"),
+    ("trueshard.sharding.engine", "_warn"),
+    ("trueshard.sharding.engine", "watch"),
+    ("trueshard.sharding.dtensor_compat", "open_tensors"),
+    ("trueshard.sharding.engine", "bind"),
 ]
 EARLY_AND_LATE = ["capture", "_shard_unit", "bind"]
 
@@ -102,7 +102,7 @@ def test_a_failure_at_any_stage_leaves_no_trace(stage: str, ranks2: Ranks) -> No
 
 @pytest.mark.parametrize("call", all_but([2], [2, 4]))
 def test_a_failure_in_the_midst_of_the_units_leaves_no_trace(call: int, ranks2: Ranks) -> None:
-    ranks2.run(fail, "trueshard.runtime.apply", "_shard_unit", -1, call)
+    ranks2.run(fail, "trueshard.sharding.apply", "_shard_unit", -1, call)
 
 
 @pytest.mark.parametrize(

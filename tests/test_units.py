@@ -19,7 +19,7 @@ from parity import Ranks
 from trueshard.choices import Choices, apply_words
 from trueshard.model.units import LARGE_LIST, Grouping, choose_units
 from trueshard.plans import Plan
-from trueshard.runtime.engine import resolve
+from trueshard.sharding.engine import resolve
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 

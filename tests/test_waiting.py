@@ -18,8 +18,8 @@ from parity import Ranks
 from resting import all_but
 from trueshard import _torch
 from trueshard.distributed import replicated_mesh
-from trueshard.runtime import waiting
-from trueshard.runtime.waiting import Place, described
+from trueshard.sharding import stall_watch
+from trueshard.sharding.stall_watch import Place, described
 
 
 class Kept(logging.Handler):
@@ -39,7 +39,7 @@ def dawdle(seconds: float) -> None:
 
 def waits(rank: int, world_size: int, late: int, where: str, seconds: float) -> tuple[list[str], str]:
     """What rank logs while rank `late` dawdles, and the error that it gets."""
-    kept, patience, waiting.PATIENCE = Kept(), waiting.PATIENCE, 0.9
+    kept, patience, stall_watch.PATIENCE = Kept(), stall_watch.PATIENCE, 0.9
     logging.getLogger("trueshard").addHandler(kept)
     failed = ""
     try:
@@ -59,7 +59,7 @@ def waits(rank: int, world_size: int, late: int, where: str, seconds: float) -> 
             failed = str(error)
     finally:
         logging.getLogger("trueshard").removeHandler(kept)
-        waiting.PATIENCE = patience
+        stall_watch.PATIENCE = patience
     return kept.texts, failed
 
 
@@ -82,7 +82,7 @@ def test_the_slowest_rank_is_named_once(sizes: list[Ranks], where: str) -> None:
 
 def loads_late(rank: int, world_size: int, folder: str) -> list[str]:
     """What rank logs while the last rank comes late to ``load()``."""
-    kept, patience, waiting.PATIENCE = Kept(), waiting.PATIENCE, 0.9
+    kept, patience, stall_watch.PATIENCE = Kept(), stall_watch.PATIENCE, 0.9
     logging.getLogger("trueshard").addHandler(kept)
     try:
         model = Stack()
@@ -93,7 +93,7 @@ def loads_late(rank: int, world_size: int, folder: str) -> list[str]:
         trueshard.load(folder, model=model)
     finally:
         logging.getLogger("trueshard").removeHandler(kept)
-        waiting.PATIENCE = patience
+        stall_watch.PATIENCE = patience
     return kept.texts
 
 

@@ -17,7 +17,7 @@ from models import CASES, rows
 from parity import Ranks, assert_same
 from test_gathering import quantised_lora
 from traffic import Traffic
-from trueshard.runtime.engine import sharded
+from trueshard.sharding.engine import sharded
 
 
 def lora(name: str, *targets: str) -> Callable[[int], nn.Module]:

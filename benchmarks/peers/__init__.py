@@ -35,7 +35,7 @@ IMPORTS = (
     "transformers.distributed.fsdp",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
-    "trueshard.runtime.engine",
+    "trueshard.sharding.engine",
     "trueshard.checkpoint.loading",
     "trueshard.checkpoint.saving",
 )

@@ -59,7 +59,7 @@ def ours(steps: int, seed: int, folder: Path, copy: str, uneven: bool = False) -
     import torch
 
     from trueshard.train.config import Config
-    from trueshard.train.running import checks, session
+    from trueshard.train.run import checks, session
     from trueshard.train.trainer import Callback, Trainer
 
     ranks = dist.get_world_size()

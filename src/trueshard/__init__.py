@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from trueshard.plans import MixedPrecision as MixedPrecision
     from trueshard.plans import Plan as Plan
     from trueshard.plans import Unit as Unit
-    from trueshard.runtime.engine import accumulate as accumulate
-    from trueshard.runtime.engine import set_reshard_after_forward as set_reshard_after_forward
-    from trueshard.runtime.gathering import gathered as gathered
-    from trueshard.runtime.randomness import sample_rng as sample_rng
-    from trueshard.runtime.splitting import split_sequence as split_sequence
-    from trueshard.runtime.stages import tie_over as tie_over
-    from trueshard.runtime.tokens import TokenMean as TokenMean
-    from trueshard.runtime.tokens import count_targets as count_targets
-    from trueshard.runtime.tokens import token_mean as token_mean
+    from trueshard.sharding.engine import accumulate as accumulate
+    from trueshard.sharding.engine import set_reshard_after_forward as set_reshard_after_forward
+    from trueshard.sharding.gathering import gathered as gathered
+    from trueshard.sharding.randomness import sample_rng as sample_rng
+    from trueshard.sharding.splitting import split_sequence as split_sequence
+    from trueshard.sharding.stages import tie_over as tie_over
+    from trueshard.sharding.tokens import TokenMean as TokenMean
+    from trueshard.sharding.tokens import count_targets as count_targets
+    from trueshard.sharding.tokens import token_mean as token_mean
     from trueshard.train.trainer import Callback as Callback
     from trueshard.train.trainer import NonFiniteLoss as NonFiniteLoss
     from trueshard.train.trainer import Trainer as Trainer
@@ -69,12 +69,12 @@ _MODULES = {
     "planner.planning": "plan",
     "planner.workload": "NothingFits",
     "plans": "Forecast MixedPrecision Plan Unit",
-    "runtime.engine": "accumulate set_reshard_after_forward",
-    "runtime.gathering": "gathered",
-    "runtime.randomness": "sample_rng",
-    "runtime.splitting": "split_sequence",
-    "runtime.stages": "tie_over",
-    "runtime.tokens": "TokenMean count_targets token_mean",
+    "sharding.engine": "accumulate set_reshard_after_forward",
+    "sharding.gathering": "gathered",
+    "sharding.randomness": "sample_rng",
+    "sharding.splitting": "split_sequence",
+    "sharding.stages": "tie_over",
+    "sharding.tokens": "TokenMean count_targets token_mean",
     "train.trainer": "Callback NonFiniteLoss Trainer",
     "verification.report": "Verified",
     "verification.verify": "verify",

@@ -14,7 +14,7 @@ from trueshard.choices import Choices, UnitWords
 from trueshard.errors import with_extra
 from trueshard.model import agreement
 from trueshard.plans import Plan
-from trueshard.runtime import engine
+from trueshard.sharding import engine
 from trueshard.text import timed
 
 

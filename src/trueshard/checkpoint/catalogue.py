@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.checkpoint import ranks
+from trueshard.checkpoint import process_group
 from trueshard.checkpoint.format import (
     BLOCK,
     MANIFEST,
@@ -213,7 +213,7 @@ class Catalogue:
 
     def fill(self, key: str, tensor: torch.Tensor) -> None:
         """Fill this rank's shard of ``tensor``."""
-        begin, _ = ranks.bytes_here(tensor, self.entries[key].nbytes)
+        begin, _ = process_group.bytes_here(tensor, self.entries[key].nbytes)
         self.read_into(key, begin, _torch.local(tensor).detach())
 
     def fill_together(self, key: str, tensor: torch.Tensor, failures: list[Exception]) -> None:
@@ -222,12 +222,12 @@ class Catalogue:
         An error is added to ``failures`` and not raised, since the others wait for the tensors that follow.
         """
         if isinstance(tensor, DTensor) and not has_one_run(tensor):
-            rows = ranks.like_rows(tensor)
+            rows = process_group.like_rows(tensor)
             self.fill_together(key, rows, failures)
-            ranks.from_rows(rows, tensor)
+            process_group.from_rows(rows, tensor)
             return
         local, turn = _torch.local(tensor).detach(), crc32(memoryview(key.encode()))
-        groups = ranks.groups_of_replicas(tensor) if local.numel() else []
+        groups = process_group.groups_of_replicas(tensor) if local.numel() else []
         readers = [dist.get_global_rank(group, turn % group.size()) for group in groups]
         if all(reader == dist.get_rank() for reader in readers):
             try:

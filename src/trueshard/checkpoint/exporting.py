@@ -33,7 +33,7 @@ from trueshard.checkpoint import layout, state
 from trueshard.checkpoint.catalogue import Catalogue, LocalDirectory, is_url, open_catalogue, resolve_latest
 from trueshard.checkpoint.format import BLOCK, TensorEntry, crc32, dtype_name, dtype_of, find_dtype, make_header
 from trueshard.checkpoint.materialise import materialise, uncomputable
-from trueshard.checkpoint.ranks import as_bytes
+from trueshard.checkpoint.process_group import as_bytes
 from trueshard.checkpoint.writing import move_into_place
 from trueshard.model import names
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.checkpoint import state
-from trueshard.checkpoint.ranks import RankGroup
+from trueshard.checkpoint.process_group import RankGroup
 from trueshard.model import names
 from trueshard.model.regions import Region, extent, region_of
-from trueshard.runtime.passes import runtime_of
+from trueshard.sharding.hooks import runtime_of
 
 _CHUNK = 1 << 15
 """Elements hashed at once, so that copies of 8 bytes each stay in the cache."""

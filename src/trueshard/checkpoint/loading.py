@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.checkpoint import hashing, joining, ranks, saving, state
+from trueshard.checkpoint import hashing, pipeline_merge, process_group, saving, state
 from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
 from trueshard.checkpoint.format import (
     Manifest,
@@ -33,7 +33,7 @@ from trueshard.checkpoint.format import (
 )
 from trueshard.checkpoint.layout import Naming, naming_of
 from trueshard.checkpoint.materialise import materialise, uncomputable
-from trueshard.checkpoint.ranks import RankGroup, check_alike
+from trueshard.checkpoint.process_group import RankGroup, check_alike
 from trueshard.model import names as model_names
 from trueshard.optim.rebind import family
 from trueshard.optim.stepping import Role, roles_of
@@ -204,7 +204,7 @@ class LoadJob:
             if prefix not in saved:
                 self._misfit("missing", prefix, f"has no {prefix!r}.{model_names.nearest(prefix, saved)}")
                 continue
-            here = joining.part_of(saved[prefix], {*name_of.values()}) if self._staged else saved[prefix]
+            here = pipeline_merge.part_of(saved[prefix], {*name_of.values()}) if self._staged else saved[prefix]
             for one, record in optimizer_loads(optimizer, here, self._catalogue):
                 for misfit in one.match(prefix, record, name_of):
                     self._misfit(*misfit)
@@ -309,7 +309,7 @@ class LoadJob:
         for number, (key, tensor) in enumerate([*self._targets, *templates]):
             full = self._catalogue.entries[key].nbytes
             if isinstance(tensor, DTensor):
-                yield key, *ranks.own_part(tensor, number, full)
+                yield key, *process_group.own_part(tensor, number, full)
             elif rank == number % world:
                 yield key, 0, full
         values = [self._manifest.more, *(self._saved_extra(prefix) for prefix in self._models)]

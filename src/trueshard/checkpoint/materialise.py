@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.checkpoint import ranks
+from trueshard.checkpoint import process_group
 from trueshard.checkpoint.catalogue import Catalogue
 from trueshard.checkpoint.format import dtype_of
 from trueshard.distributed import device_of
@@ -77,12 +77,14 @@ def give_memory(tensor: torch.Tensor, local: torch.Tensor | None, device: torch.
 
 def _mapped(catalogue: Catalogue, key: str, tensor: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's rows as they lie in the file; None where they have to be copied."""
-    if isinstance(tensor, DTensor) and (tensor.device_mesh.device_type != "cpu" or not ranks.is_unpadded(tensor)):
+    if isinstance(tensor, DTensor) and (
+        tensor.device_mesh.device_type != "cpu" or not process_group.is_unpadded(tensor)
+    ):
         return None
     local = _torch.local(tensor)
     if dtype_of(catalogue.entries[key].dtype) != tensor.dtype or not local.is_contiguous() or not local.numel():
         return None
-    pieces = [piece for piece, _ in catalogue.ranges(key, *ranks.bytes_here(tensor))]
+    pieces = [piece for piece, _ in catalogue.ranges(key, *process_group.bytes_here(tensor))]
     if len(pieces) != 1 or pieces[0].begin % tensor.dtype.itemsize:
         return None
     if (buffer := catalogue.directory.mapped(pieces[0].file, mmap.ACCESS_COPY)) is None:

@@ -32,11 +32,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.checkpoint import hashing, joining, layout, ranks, state
+from trueshard.checkpoint import hashing, layout, pipeline_merge, process_group, state
 from trueshard.checkpoint.catalogue import is_url
 from trueshard.checkpoint.format import MANIFEST, FileRecord, Manifest, TensorEntry, crc32, crc32_joined, join
-from trueshard.checkpoint.joining import Told
-from trueshard.checkpoint.ranks import RankGroup, check_alike
+from trueshard.checkpoint.pipeline_merge import Told
+from trueshard.checkpoint.process_group import RankGroup, check_alike
 from trueshard.checkpoint.writing import OF_A_STEP, LocalWriter, RemoteWriter, Written, discard, writer_for
 from trueshard.text import logger, timed
 
@@ -183,12 +183,12 @@ def _prepare(
         common = {"path": os.fspath(path), "verify": verify, "rng": table, "more": sorted(more)}
         for key, tensor in tensors.items():
             _check_kind(key, tensor)
-        return joining.tell(token, group, staged, common, manifest, tensors)
+        return pipeline_merge.tell(token, group, staged, common, manifest, tensors)
 
     everyone = group.attempt(f"{path} was not saved", collect)
     check_alike("save()", [(each.first, each.common, each.own) for each in everyone])
     # From here on every rank computes the same, or fails alike.
-    first_with = joining.merge(manifest, everyone, staged)
+    first_with = pipeline_merge.merge(manifest, everyone, staged)
     mine = _my_part(manifest, tensors, first_with, group)
     mine["rng"] = group.rank * len(bits), bits.view(1, -1)
     manifest.about = {
@@ -229,7 +229,7 @@ def _my_part(
     for number, key in enumerate(manifest.tensors):
         tensor, first = tensors.get(key), first_with.get(key, group.stage[0])
         if isinstance(tensor, DTensor):
-            rows, (begin, end) = ranks.by_rows(tensor), ranks.own_part(tensor, number)
+            rows, (begin, end) = process_group.by_rows(tensor), process_group.own_part(tensor, number)
             if end > begin and first in group.stage:
                 mine[key] = begin, rows
         elif tensor is not None and first == group.rank:

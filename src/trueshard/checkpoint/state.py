@@ -24,7 +24,7 @@ from trueshard.checkpoint.format import Manifest, TensorEntry, split
 from trueshard.model import names
 from trueshard.optim.rebind import family
 from trueshard.optim.ties import tied_name
-from trueshard.runtime.passes import runtime_of
+from trueshard.sharding.hooks import runtime_of
 
 Tensors = dict[str, torch.Tensor]
 GivenNames: TypeAlias = Callable[[str], str | None] | None

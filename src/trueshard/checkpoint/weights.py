@@ -21,11 +21,11 @@ from trueshard._torch import ShardedModule
 from trueshard.checkpoint import layout, state
 from trueshard.checkpoint.format import find_dtype
 from trueshard.model import names
-from trueshard.runtime.apply import copy_modules, on_meta
-from trueshard.runtime.engine import sharded
-from trueshard.runtime.gathering import gather_each, settle
-from trueshard.runtime.passes import Runtime
-from trueshard.runtime.replicated import WholeParameter
+from trueshard.sharding.apply import copy_modules, on_meta
+from trueshard.sharding.engine import sharded
+from trueshard.sharding.gathering import gather_each, settle
+from trueshard.sharding.hooks import Runtime
+from trueshard.sharding.replicated import WholeParameter
 
 Place = tuple[nn.Module, str]
 """(module, attribute)."""

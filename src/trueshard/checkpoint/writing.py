@@ -25,7 +25,7 @@ from typing import Any
 from trueshard import _torch
 from trueshard.checkpoint.catalogue import file_system, is_url
 from trueshard.checkpoint.format import BLOCK, MANIFEST, FileRecord, Piece, TensorEntry, crc32, make_header
-from trueshard.checkpoint.ranks import as_bytes
+from trueshard.checkpoint.process_group import as_bytes
 from trueshard.files import locked
 
 _BEGUN = ".trueshard-partial"  # a file that a remote directory has until its manifest is there

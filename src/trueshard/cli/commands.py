@@ -82,7 +82,7 @@ def train(
     from trueshard.train.parse import load_config
 
     if dry_run:
-        from trueshard.train.running.forecast import dry_run as forecast
+        from trueshard.train.run.forecast import dry_run as forecast
 
         print(forecast(load_config(config, overrides or []), nproc, hardware=hardware))
         return
@@ -111,8 +111,8 @@ def replay(
 
     Starts as many processes as the run had. Begins with the newest checkpoint before the step, and writes nothing.
     """
-    from trueshard.train.running.launcher import start
-    from trueshard.train.running.replay import Replayed, config_of, recorded
+    from trueshard.train.run.launcher import start
+    from trueshard.train.run.replay import Replayed, config_of, recorded
 
     config, ranks = config_of(run)
     asked = Replayed(step, prompt)
@@ -129,7 +129,7 @@ def plot(
     ] = None,
 ) -> None:
     """Draw the curves of one or more runs, as PNG and as a page; of a run with answers, a page of them too."""
-    from trueshard.train.showing.plot import plot as draw
+    from trueshard.train.metrics.plot import plot as draw
 
     for path in draw(runs, out):
         print(path)
@@ -177,7 +177,7 @@ def _run(
 ) -> None:
     """Launch a training run or, where a launcher has started this process, join it as a worker."""
     from trueshard.train.parse import load_config
-    from trueshard.train.running.launcher import start
+    from trueshard.train.run.launcher import start
 
     set_here = [f"--set={each}" for each in overrides]
     set_here += [f"--{name}" for name, given in (("profile", profile), ("override", override)) if given]

@@ -155,7 +155,7 @@ def plan(
         from trueshard.planner.report import compare
 
         if diff is None and model and not model.endswith(".toml"):
-            from trueshard.planner.solve import solve, space_of
+            from trueshard.planner.choose_plan import solve, space_of
 
             if rehearse:
                 from trueshard.planner.simulation import rehearse as rehearsing
@@ -315,7 +315,7 @@ def _refuse_others(context: typer.Context, known: tuple[str, ...], what: str) ->
 def _plan_of_training(context: typer.Context, path: Path, overrides: list[str]) -> Any:
     """Return the study of a training configuration, with the options that go with it."""
     from trueshard.train.parse import load_config
-    from trueshard.train.running.forecast import plan as planned
+    from trueshard.train.run.forecast import plan as planned
 
     given = context.params
     if given["sliders"]:

@@ -21,12 +21,12 @@ from trueshard.convert.converting import drafted
 from trueshard.convert.engine import FALSE, TRUE, Draft, Rule, our_default, shown
 from trueshard.convert.tables import Framework
 from trueshard.errors import UserError
+from trueshard.planner.choose_plan import solve, space_of
 from trueshard.planner.inputs.architectures import architecture
 from trueshard.planner.planning import Request
 from trueshard.planner.report.report import WIDTH, as_json, duration, headline, verdict
 from trueshard.planner.search.evaluator import Evaluator, cost
 from trueshard.planner.search.space import RECOMPUTE, Setting
-from trueshard.planner.solve import solve, space_of
 from trueshard.planner.workload import Study
 from trueshard.text import size, table
 

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard.distributed import device_of, group_over
 from trueshard.model.regions import Region, coordinate_of, extent, has_whole_rows, put, region_of, take
+from trueshard.optim.local_params import leaf_over, local_gradient
 from trueshard.optim.shards import Ranks, sharded_over
-from trueshard.optim.stand_ins import leaf_over, local_gradient
 
 BATCH_BYTES = 32 << 20
 """Bytes that an owner takes in one batch, unless one parameter has more."""

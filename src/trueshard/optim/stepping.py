@@ -40,11 +40,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from trueshard import _torch
 from trueshard.distributed import all_reduce, device_of, gather_objects
 from trueshard.optim.classify import Verdict, classify
-from trueshard.optim.draws import DRAWS, drawn_from
 from trueshard.optim.exact import are_exact
+from trueshard.optim.local_params import GroupStandIns, Placeholder, StandIn, WholeTensor, swapped
 from trueshard.optim.owners import Owned, Owners, Place
 from trueshard.optim.rebind import IsRows, by_shape, each_in, family
-from trueshard.optim.stand_ins import GroupStandIns, Placeholder, StandIn, WholeTensor, swapped
+from trueshard.optim.seeded_random import DRAWS, drawn_from
 from trueshard.optim.ties import check_added_up
 
 Drop = Callable[[Collection[int]], None]

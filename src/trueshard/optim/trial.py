@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from trueshard.model.regions import rows_of
-from trueshard.optim.draws import SameDraws
 from trueshard.optim.rebind import family
+from trueshard.optim.seeded_random import SameDraws
 
 EXTREMES = (1e4, 1e-4)
 """Factors of the last two gradients: a limit may be high."""

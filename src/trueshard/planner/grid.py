@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from trueshard.planner.choose_plan import solve
 from trueshard.planner.planning import Request
-from trueshard.planner.solve import solve
 from trueshard.planner.workload import Study
 
 FACTORS = (0.5, 1, 2)

@@ -57,7 +57,7 @@ from trueshard.planner.timeline import BASE_LATENCY, Timeline
 from trueshard.planner.trace import Communication, Phase, Trace
 from trueshard.planner.workload import Job, Study, Workload
 from trueshard.plans import Forecast, Plan
-from trueshard.runtime import engine
+from trueshard.sharding import engine
 
 # A stage as a job
 

@@ -167,7 +167,7 @@ def plan(
     if isinstance(model, nn.Module):
         refuse_sharded(model)
     request = Request(model=model, hardware=hardware, ranks=ranks, memory=memory, batch=batch, **choices)
-    made: Plan = process.call("trueshard.planner.solve:best_plan", request)
+    made: Plan = process.call("trueshard.planner.choose_plan:best_plan", request)
     logger.info("planned for %s", _said(made))
     return made
 
@@ -199,7 +199,7 @@ def plan_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], axes
         try:
             device = hardware_here(torch.device(mesh.device_type))
             arguments = (model, list(optimizers), device, tuple(axes.data.shape), choices)
-            told = process.call("trueshard.planner.solve:best_plan_for", *arguments)
+            told = process.call("trueshard.planner.choose_plan:best_plan_for", *arguments)
         except Exception as error:
             failure = error
             text = str(error) or type(error).__name__

@@ -33,10 +33,10 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 
 from trueshard import _torch
 from trueshard.model import names
-from trueshard.runtime.collectives import sum_parts
-from trueshard.runtime.passes import runtime_of
-from trueshard.runtime.styles import SharedHead, shared_head
-from trueshard.runtime.tensor import is_shared
+from trueshard.parallel.collectives import sum_parts
+from trueshard.parallel.tensor import is_shared
+from trueshard.parallel.tp_styles import SharedHead, shared_head
+from trueshard.sharding.hooks import runtime_of
 from trueshard.train.data.samples import IGNORED, Batch
 
 Forward = Callable[[torch.Tensor], torch.Tensor]

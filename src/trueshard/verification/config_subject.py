@@ -20,8 +20,8 @@ from trueshard.train.models.build import build, fill, with_values
 from trueshard.train.models.parameters import copy_module
 from trueshard.train.optimizer import build_optimizer
 from trueshard.train.parse import load_config
-from trueshard.train.running import session
-from trueshard.train.running.checks import check, located
+from trueshard.train.run import session
+from trueshard.train.run.checks import check, located
 from trueshard.verification.subjects import Case, ShardRefused, TrainingSetup, loss_scaler, other_ranks, shorten
 
 

@@ -27,7 +27,7 @@ import trueshard
 from trueshard import _torch
 from trueshard.errors import one_line
 from trueshard.model.names import unwrap
-from trueshard.optim.draws import DRAWS
+from trueshard.optim.seeded_random import DRAWS
 from trueshard.verification import compare
 from trueshard.verification.compare import FLOORS, Comparison, Named, Structure, TensorStore, Tolerances
 from trueshard.verification.subjects import Case, Subject, TrainingSetup

@@ -21,14 +21,14 @@ from torch import nn
 import trueshard
 from trueshard import _torch
 from trueshard.checkpoint.format import crc32
-from trueshard.checkpoint.ranks import as_bytes
+from trueshard.checkpoint.process_group import as_bytes
 from trueshard.checkpoint.state import seed_all
 from trueshard.errors import UserError
 from trueshard.model.names import named_modules, unwrap
 from trueshard.optim.exact import loss_on_grid
 from trueshard.planner.inputs.factories import Original
 from trueshard.planner.inputs.fake_tensors import mapped
-from trueshard.runtime.passes import runtime_of
+from trueshard.sharding.hooks import runtime_of
 from trueshard.verification import compare
 from trueshard.verification.compare import Comparison, Named, TensorStore, Tolerances
 from trueshard.verification.subjects import Case, FactorySubject, Subject, TrainingSetup, tensors_of

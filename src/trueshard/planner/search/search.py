@@ -15,7 +15,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 
-from trueshard.planner.search import reasons
+from trueshard.planner.search import explain
 from trueshard.planner.search.evaluator import MARGIN, Evaluator
 from trueshard.planner.search.frontier import ENOUGH, frugal, proposal
 from trueshard.planner.search.space import Candidate, Setting, Space, batches
@@ -70,7 +70,7 @@ def choose(
 
 def _searched(evaluator: Evaluator, until: float) -> list[str]:
     """Search until there is a best candidate; return what is to be said of it."""
-    reasons.check_largest_unit(evaluator)
+    explain.check_largest_unit(evaluator)
     try:
         evaluator.start_probes()
         for offload in evaluator.space.offloads:
@@ -81,7 +81,7 @@ def _searched(evaluator: Evaluator, until: float) -> list[str]:
             raise
         return [f"Interrupted: the best of the {len(evaluator.forecasts)} plans that were compared until then."]
     if evaluator.best is None:
-        raise reasons.nothing_fits(evaluator)
+        raise explain.nothing_fits(evaluator)
     return []
 
 
@@ -89,14 +89,14 @@ def _with_reasons(evaluator: Evaluator, told: list[str]) -> Study:
     best = evaluator.best
     assert best is not None
     others = [
-        Alternative(reasons.described(evaluator.plan(each), each), forecast)
+        Alternative(explain.described(evaluator.plan(each), each), forecast)
         for each, forecast in evaluator.forecasts.items()
         if each != best
     ]
     found = evaluator.studies[best]
     return dataclasses.replace(
         found,
-        reasons=reasons.reasons(evaluator),
+        reasons=explain.reasons(evaluator),
         assumptions=(*found.assumptions, *told),
         alternatives=others,
     )
@@ -130,7 +130,7 @@ def _search(evaluator: Evaluator, offload: Offload, until: float) -> None:
             if best in evaluator.forecasts or evaluator.expected(best).cost >= evaluator.best_cost() * (1 - ENOUGH):
                 return
         else:
-            best = reasons.frugal(evaluator, offload)
+            best = explain.frugal(evaluator, offload)
             if best in evaluator.forecasts:
                 small = [each for grouping in groupings if (each := frugal(evaluator, *grouping)) is not None]
                 best = min(small, key=lambda each: evaluator.expected(each).reserved, default=best)

@@ -26,14 +26,14 @@ from trueshard.model import names
 from trueshard.optim.norms import clip_grad_norm_
 from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.inputs.fake_tensors import plain_attributes
+from trueshard.planner.simulation.fake_values import KnownValues, code_line, innermost_frame, is_of_library
 from trueshard.planner.simulation.recorder import watching_forwards
 from trueshard.planner.simulation.repeats import find_runs, shorten
 from trueshard.planner.simulation.simulate import fake_tensors_look_real, own_part, simulated_mesh
-from trueshard.planner.simulation.values import KnownValues, code_line, innermost_frame, is_of_library
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan
-from trueshard.runtime import engine
-from trueshard.runtime.passes import runtime_of
+from trueshard.sharding import engine
+from trueshard.sharding.hooks import runtime_of
 
 _BLOCKS = 2
 """Blocks of a run of equal ones that are run at first."""

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard.model import names
 from trueshard.planner.simulation import operators
+from trueshard.planner.simulation.fake_values import KnownValues
 from trueshard.planner.simulation.operators import nbytes, tensors_of, written_arguments
-from trueshard.planner.simulation.values import KnownValues
 from trueshard.planner.trace import Allocation, Collective, Communication, Event, Free, Kernel, Kind, Place, Stream
 from trueshard.plans import Plan
 

@@ -39,8 +39,8 @@ from trueshard.planner.simulation.simulate import (
 from trueshard.planner.timeline import schedule
 from trueshard.planner.trace import Communication, Trace
 from trueshard.planner.workload import Job, Study, Workload
-from trueshard.runtime import engine
-from trueshard.runtime.apply import SMALL
+from trueshard.sharding import engine
+from trueshard.sharding.apply import SMALL
 from trueshard.text import size, table
 
 STEPS = 3

@@ -16,9 +16,9 @@ from torch import nn
 
 from trueshard import _torch
 from trueshard.model import names
+from trueshard.parallel.tensor import by_name
 from trueshard.planner.inputs.fake_tensors import fake_copy
 from trueshard.plans import Plan
-from trueshard.runtime.tensor import by_name
 
 LONGEST_PATTERN = 8
 FEWEST = 8

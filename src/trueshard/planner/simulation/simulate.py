@@ -25,20 +25,20 @@ from trueshard import _torch, distributed
 from trueshard.choices import Choices
 from trueshard.model import names
 from trueshard.optim.norms import clip_grad_norm_
+from trueshard.parallel.tensor import resolve as resolve_tensor
 from trueshard.planner import ledger
 from trueshard.planner.simulation.extension import KEPT, NotPeriodicError, extend
+from trueshard.planner.simulation.fake_values import tensor_of_values, value_as_text, values_as_array
 from trueshard.planner.simulation.offloading import offloaded
 from trueshard.planner.simulation.recorder import Recorder, track_units
 from trueshard.planner.simulation.repeats import Run, find_runs, short_copy
-from trueshard.planner.simulation.values import tensor_of_values, value_as_text, values_as_array
 from trueshard.planner.trace import Kernel, Phase, Place, Trace
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan
-from trueshard.runtime import engine
-from trueshard.runtime.engine import accumulate
-from trueshard.runtime.passes import runtime_of
-from trueshard.runtime.splitting import split_sequence
-from trueshard.runtime.tensor import resolve as resolve_tensor
+from trueshard.sharding import engine
+from trueshard.sharding.engine import accumulate
+from trueshard.sharding.hooks import runtime_of
+from trueshard.sharding.splitting import split_sequence
 
 
 def run_step(

@@ -29,7 +29,7 @@ from trueshard.checkpoint.materialise import initialisers, is_unwritten, mark_un
 from trueshard.errors import UserError, explained, one_line
 from trueshard.model import names
 from trueshard.model.units import choose_units
-from trueshard.runtime.engine import sharded
+from trueshard.sharding.engine import sharded
 from trueshard.text import nearest
 from trueshard.train.config import Config
 from trueshard.train.models import adapters

@@ -20,7 +20,7 @@ from trueshard.distributed import device_of
 from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.model.regions import copy_here
-from trueshard.runtime.engine import sharded
+from trueshard.sharding.engine import sharded
 from trueshard.train.models.quantized import QuantizedLinear, quantise
 
 

@@ -29,11 +29,11 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 from trueshard.distributed import device_of
 from trueshard.errors import UserError
 from trueshard.model import names
-from trueshard.runtime.engine import sharded
-from trueshard.runtime.gathering import GatheredCopy
-from trueshard.train.rl.drawing import Draw, alone
+from trueshard.sharding.engine import sharded
+from trueshard.sharding.gathering import GatheredCopy
 from trueshard.train.rl.ranks import divided, on_every_rank
 from trueshard.train.rl.samples import Answer, Request, Sampling
+from trueshard.train.rl.token_sampling import Draw, alone
 
 if "auto_switch_to_flash" not in ContinuousBatchingConfig.__dataclass_fields__:
     raise ImportError("its ContinuousBatchingConfig has no auto_switch_to_flash")

@@ -27,16 +27,16 @@ from transformers import GenerationConfig
 from trueshard.distributed import device_of
 from trueshard.errors import UserError
 from trueshard.model import names
-from trueshard.runtime.engine import set_reshard_after_forward, sharded
-from trueshard.runtime.gathering import GatheredCopy
+from trueshard.sharding.engine import set_reshard_after_forward, sharded
+from trueshard.sharding.gathering import GatheredCopy
 from trueshard.train.data.samples import draws
 from trueshard.train.data.tokenizer import pad_token
 from trueshard.train.rl.batch import PromptEncoder
 from trueshard.train.rl.config import RolloutSection
-from trueshard.train.rl.drawing import Draw, EndOfAnswers
 from trueshard.train.rl.policy import PolicyLoss
 from trueshard.train.rl.ranks import divided, rank_and_ranks
 from trueshard.train.rl.samples import Answer, Engine, Request, Sampling
+from trueshard.train.rl.token_sampling import Draw, EndOfAnswers
 from trueshard.train.trainer import over_ranks
 
 Images = Callable[[Sequence[list[dict[str, Any]]], int], dict[str, torch.Tensor]]

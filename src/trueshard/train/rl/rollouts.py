@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from trueshard.distributed import device_of
-from trueshard.runtime.engine import sharded
+from trueshard.sharding.engine import sharded
 from trueshard.train.data.samples import Batch, Mixture, Order
 from trueshard.train.data.tokenizer import pad_token
 from trueshard.train.losses import without_adapter
@@ -34,9 +34,9 @@ from trueshard.train.rl.engine import choose_engine
 from trueshard.train.rl.policy import PolicyLoss, estimates, padding_is_seen, policy_loss
 from trueshard.train.rl.ranks import on_every_rank, rank_and_ranks
 from trueshard.train.rl.reward import CalledReward, Rewards
+from trueshard.train.rl.rollout_state import Logs, Rollout, Scored, packed, unpacked
 from trueshard.train.rl.sampler import Asked, Sampler
 from trueshard.train.rl.samples import Prompt, Sampling
-from trueshard.train.rl.scored import Logs, Rollout, Scored, packed, unpacked
 
 
 @dataclass

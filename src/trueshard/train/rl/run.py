@@ -16,14 +16,14 @@ from trueshard.train.config import Config, EvaluationSection
 from trueshard.train.data.prepared import Prepared
 from trueshard.train.data.samples import Mixture
 from trueshard.train.data.tokenizer import load_processor, set_chat_template
+from trueshard.train.metrics.metrics import Tracking
+from trueshard.train.metrics.samples import SamplesWriter, line
 from trueshard.train.models.build import reference
 from trueshard.train.rl.engine import import_continuous
 from trueshard.train.rl.policy import PolicyLoss, policy_loss
 from trueshard.train.rl.ranks import rank_and_ranks
 from trueshard.train.rl.reward import CHECKED, Rewards
 from trueshard.train.rl.rollouts import Rollouts
-from trueshard.train.showing.metrics import Tracking
-from trueshard.train.showing.samples import SamplesWriter, line
 from trueshard.train.trainer import Callback, Trainer
 
 Line = dict[str, Any]

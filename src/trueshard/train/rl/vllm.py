@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from trueshard.checkpoint.ranks import RankGroup
+from trueshard.checkpoint.process_group import RankGroup
 from trueshard.errors import UserError
 from trueshard.train.rl.config import RolloutSection
 from trueshard.train.rl.samples import Answer, Request, Sampling

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from trueshard.checkpoint.ranks import RankGroup
+from trueshard.checkpoint.process_group import RankGroup
 from trueshard.errors import UserError, one_line, refused, with_kind
 from trueshard.train.rl.samples import Answer, Request, Sampling, key_of
 

@@ -22,7 +22,7 @@ from torch import nn
 import trueshard
 from trueshard.checkpoint import layout
 from trueshard.checkpoint.format import TensorEntry, dtype_name, make_header
-from trueshard.checkpoint.ranks import RankGroup, as_bytes
+from trueshard.checkpoint.process_group import RankGroup, as_bytes
 from trueshard.errors import UserError, with_kind
 from trueshard.model import names
 from trueshard.train.rl.vllm_server import Server, on_every_rank, on_first_rank

@@ -1,0 +1,293 @@
+"""The context axis: ranks that share each sequence. What attention does on it, and which models it takes.
+
+- A rank has a part of the positions. Everything but attention works on positions alone. Attention exchanges (DeepSpeed
+  Ulysses, Jacobs et al. 2023): all positions of a part of the heads, the model's own attention, and back.
+- It is reached through transformers' registry of attention functions, by a name in the model's configuration. The
+  configuration is a copy, so what the user's is used for elsewhere is not changed.
+- The mask tells whether a sequence is split: it has the length of the whole sequence, more than there are keys here.
+  So a pass on whole sequences (``generate``, an evaluation) computes as before, and a recomputed pass knows what it
+  recomputes. Where attention needs no mask, being plainly causal, a split sequence has one of no rows:
+  [1, 1, 0, length].
+- Fewer key-value heads than ranks are repeated, up to the least common multiple of both.
+- Where the ranks do not divide the heads, keys and values go round instead (ring attention, Liu et al. 2023), as torch
+  does it: of plain causal sequences, in parts of one length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import math
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from trueshard import _torch
+from trueshard.model import names
+from trueshard.parallel.collectives import exchange, part_of
+from trueshard.parallel.tensor import refuse_random
+from trueshard.plans import Plan
+
+GROUP = "_trueshard_context"
+"""Attribute of each module of attention: the process group of the ranks that share a sequence."""
+_OURS = "trueshard_"
+"""Beginning of the names under which attention is registered."""
+_KINDS = ("sdpa", "eager")
+_LAYERS = {"full_attention", "sliding_attention"}
+_NEIGHBOURS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+_PER_HEAD = ("position_bias", "s_aux")
+"""Arguments of attention functions that have a value for each head."""
+_CHANGES = ("softcap", "sliding_window")
+"""Arguments of attention functions that change scores or masks."""
+
+
+def language_model(root: nn.Module) -> Any:
+    """Return the outermost module of transformers in ``root``; raise ValueError if there is none, or several."""
+    transformers: Any = sys.modules.get("transformers")
+    found: dict[str, nn.Module] = {}
+    for name, module in names.named_modules(root) if transformers is not None else ():
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, transformers.PreTrainedModel) and not inside:
+            found[name] = module
+    if len(found) != 1:
+        raise ValueError(
+            f"context: {_torch.own_class(root).__name__} has {len(found)} models of transformers, and it is through "
+            "their attention interface that ranks share a sequence; give one, or leave out context"
+        )
+    return next(iter(found.values()))
+
+
+def refuse(root: nn.Module, plan: Plan) -> None:
+    """Raise ValueError if ranks cannot share the sequences of this model; names what does not fit."""
+    if plan.context == 1:
+        return
+    model = language_model(root)
+    config = model.config
+    kind = _torch.own_class(model).__name__
+    if (
+        config.get_text_config() is not config
+        or config.is_encoder_decoder
+        or getattr(config, "add_cross_attention", False)
+    ):
+        raise ValueError(
+            f"context={plan.context}: {kind} reads more than one sequence (images, or an encoder's), and only a "
+            "model of text alone can share it; leave out context"
+        )
+    _refuse_attention(model, kind, plan)
+    heads, ranks = config.num_attention_heads, plan.context * plan.tensor
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if heads % ranks and (sliding or getattr(config, "sliding_window", None)):
+        product = f"context {plan.context}" + (f" × tensor {plan.tensor}" if plan.tensor > 1 else "")
+        raise ValueError(
+            f"{product} = {ranks} ranks do not divide the {heads} attention heads of {kind}, and with sliding windows "
+            "keys cannot go round instead: choose a divisor"
+        )
+    refuse_random(root, "context", plan.context)
+
+
+def _refuse_attention(model: Any, kind: str, plan: Plan) -> None:
+    """Raise ValueError unless all that looks at other positions is causal attention behind the interface."""
+    config, source = model.config, _source(model)
+    attention = attention_of(model)
+    layers = set(getattr(config, "layer_types", None) or ())
+    word = _kind(config)
+    others = [name for name, each in names.named_modules(model) if isinstance(each, _NEIGHBOURS)]
+    why = None
+    if word not in _KINDS:
+        why = f'its attention implementation is {word!r}: load it with attn_implementation="sdpa" or "eager"'
+    elif not attention or "ALL_ATTENTION_FUNCTIONS.get_interface(" not in source:
+        why = "its attention does not go through transformers' attention interface"
+    elif not all(module.is_causal for module in attention.values()):
+        why = "its attention is not causal"
+    elif others or layers - _LAYERS or getattr(model, "_is_stateful", False):
+        found = ", ".join(map(repr, others[:1] or sorted(layers - _LAYERS) or ["a recurrent state"]))
+        why = f"it looks at other positions outside of attention ({found})"
+    elif parameters := [f"{name}.{key}" for name, each in attention.items() for key in _torch.own_parameters(each)]:
+        why = f"{parameters[0]!r} has values for each head"
+    elif hasattr(model, "create_masks_for_generate"):
+        why = "it makes masks of its own"
+    elif "position_ids" not in inspect.signature(type(model).forward).parameters:
+        why = "it takes no position_ids, and would count them anew in each part"
+    elif getattr(config, "reorder_and_upcast_attn", False):
+        why = "its configuration has reorder_and_upcast_attn: set it to False"
+    elif re.search(r"_attn_implementation\s*(==|!=|in\b|not in\b)", source) and not hasattr(
+        config, "reorder_and_upcast_attn"
+    ):
+        why = "it does without the attention interface for some implementations"
+    if why:
+        raise ValueError(f"context={plan.context}: {kind} cannot share a sequence: {why}; or leave out context")
+
+
+def attention_of(root: nn.Module) -> dict[str, Any]:
+    """Return the modules of attention, by name."""
+    every = names.named_modules(root)
+    return {name: module for name, module in every if hasattr(module, "is_causal") and hasattr(module, "config")}
+
+
+def _source(model: nn.Module) -> str:
+    """Return the source of the file that defines the model's class, "" if there is none."""
+    try:
+        return inspect.getsource(sys.modules[_torch.own_class(model).__module__])
+    except (OSError, TypeError, KeyError):
+        return ""
+
+
+def takes_masks_by_kind(model: nn.Module) -> bool:
+    """Return True if the model takes a dict of masks, one for each kind of its layers."""
+    return re.search(r"isinstance\([^)]*attention_mask, dict\)", _source(model)) is not None
+
+
+def masks_follow_positions(model: nn.Module) -> bool:
+    """Return True if the model's masks keep packed documents apart, which it tells by their positions."""
+    calls = r"(?:create_\w*mask|mask_function)\(((?:[^()]|\([^()]*\))*)\)|mask_kwargs = \{(.*?)\}"
+    return any("position_ids" in "".join(found) for found in re.findall(calls, _source(model), re.DOTALL))
+
+
+def counts_by_mask(model: nn.Module) -> bool:
+    """Return True if the model counts positions by its mask where it is given none."""
+    return re.search(r"cumsum\(\s*attention_mask|attention_mask(\.long\(\))?\.cumsum", _source(model)) is not None
+
+
+def _kind(config: Any) -> str:
+    return str(config._attn_implementation).removeprefix(_OURS)
+
+
+# The attention
+
+
+def share_attention(root: nn.Module, mesh: DeviceMesh) -> None:
+    """Let the attention of ``root`` exchange heads for positions over ``mesh``, in place."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    model = language_model(root)
+    kind = _kind(model.config)
+    name = f"{_OURS}{kind}"
+    AttentionInterface.register(name, functools.partial(attend, kind))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kind])
+    old, new = model.config, copy.copy(model.config)
+    new._attn_implementation = name
+    for module in root.modules():
+        if module.__dict__.get("config") is old:
+            module.__dict__["config"] = new
+    for module in attention_of(model).values():
+        module.__dict__[GROUP] = mesh.get_group()
+
+
+def attend(
+    kind: str,
+    module: Any,
+    query: torch.Tensor,  # [batch, heads, positions here, head size]
+    key: torch.Tensor,  # [batch, key-value heads, positions here, head size]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # [batch or 1, 1, length, length] or [1, 1, 0, length] for a split sequence
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Compute the model's own attention, ``kind``; of a split sequence, all positions of a part of the heads.
+
+    Returns [batch, positions here, heads, head size], and the weights if the sequence is not split.
+    """
+    inner, group = _own_attention(module, kind), module.__dict__.get(GROUP)
+    if group is None or attention_mask is None or not _is_split(attention_mask, query, key, group):
+        unsplit: tuple[torch.Tensor, Any] = inner(module, query, key, value, attention_mask, *args, **kwargs)
+        return unsplit
+    if given := [name for name in _PER_HEAD if kwargs.get(name) is not None]:
+        raise ValueError(f"context: attention has {given[0]}, with values for each head, which ranks do not share yet")
+    length, heads = attention_mask.shape[-1], query.shape[1]
+    if heads % math.lcm(key.shape[1], group.size()):
+        return _around(query, key, value, attention_mask, group, kwargs), None
+    (query, key, value), groups = _by_heads(query, key, value, length, group)
+    mask = attention_mask if attention_mask.shape[-2] else None
+    with _key_value_groups(module, groups):
+        output = inner(module, query, key, value, mask, *args, **kwargs)[0]
+    return _exchange(output, 1, 2, heads, group), None
+
+
+def _is_split(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    if mask.ndim != 4 or mask.shape[-1] == key.shape[2] or mask.shape[-2] not in (0, mask.shape[-1]):
+        return False
+    own = part_of(mask.shape[-1], group.rank(), group.size())[1]
+    if (query.shape[2], key.shape[2]) != (own, own):
+        raise ValueError(
+            f"attention has {query.shape[2]} queries and {key.shape[2]} keys for {own} of {mask.shape[-1]} positions: "
+            "what trueshard.split_sequence gives goes to the model as it is, and without past_key_values"
+        )
+    return True
+
+
+def _by_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: int, group: dist.ProcessGroup
+) -> tuple[list[torch.Tensor], int]:
+    """Return query, key and value of all positions and this rank's heads; and the query heads of a key-value head."""
+    heads, repeated = query.shape[1], math.lcm(key.shape[1], group.size())
+    times = repeated // key.shape[1]
+    if times > 1:
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    return [_exchange(each, 1, 2, length, group) for each in (query, key, value)], heads // repeated
+
+
+def _around(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    group: dist.ProcessGroup,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Return attention by a ring, [batch, positions here, heads, head size].
+
+    Raises ValueError for what a ring does not compute.
+    """
+    ranks, heads, length = group.size(), query.shape[1], mask.shape[-1]
+    why = None
+    if mask.shape[-2]:
+        why = "which takes no packed or padded sequences"
+    elif length % ranks:
+        why = f"which takes parts of one length, and {length} positions have none: choose a multiple of {ranks}"
+    elif given := [name for name in _CHANGES if kwargs.get(name) is not None]:
+        why = f"which knows no {given[0]}"
+    if why:
+        raise ValueError(
+            f"context: {ranks} ranks do not divide {heads} attention heads, so keys and values go round, {why}; or "
+            "choose a context that divides the heads"
+        )
+    times = heads // key.shape[1]
+    key, value = (each.repeat_interleave(times, 1) if times > 1 else each for each in (key, value))
+    return _ring(query.contiguous(), key, value, group, kwargs.get("scaling")).transpose(1, 2).contiguous()
+
+
+# A compiled graph ends here: collectives of a forward are not part of it.
+_exchange = torch.compiler.disable(exchange)
+_ring = torch.compiler.disable(_torch.ring_attention)
+
+
+def _own_attention(module: nn.Module, kind: str) -> Any:
+    """Return what the file of the module's class uses for ``kind``."""
+    for cls in type(module).__mro__:
+        found = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
+        if "ALL_ATTENTION_FUNCTIONS" in found:
+            return found["ALL_ATTENTION_FUNCTIONS"].get_interface(kind, found.get("eager_attention_forward"))
+    raise ValueError(f"{type(module).__name__} is not of a file with transformers' attention interface")
+
+
+@contextlib.contextmanager
+def _key_value_groups(module: Any, groups: int) -> Iterator[None]:
+    """Inside, tell the module's attention how many query heads share a key-value head here."""
+    before = module.__dict__.get("num_key_value_groups")
+    if before is None:
+        yield
+        return
+    module.__dict__["num_key_value_groups"] = groups
+    try:
+        yield
+    finally:
+        module.__dict__["num_key_value_groups"] = before

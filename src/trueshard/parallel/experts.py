@@ -1,0 +1,170 @@
+"""Expert parallelism: each rank of a group has some experts of every layer, and tokens travel to them.
+
+- A module of stacked experts is cut by expert before FSDP2 shards it, over the ranks that have the same experts. Its
+  own forward computes with the part: each architecture keeps its activation, its layout and its kernels.
+- A rank sends a row for each of a token's experts by all-to-all, sorted by expert. What comes back is weighted and
+  summed where the row came from, so the gradients of routers need no communication of their own.
+- Ranks of a tensor axis have the same tokens, so each sends its part of them, and gathers what the others got.
+- Tokens of all ranks of the group arrive, so the gradient of an expert is the sum over the group. FSDP2 averages over
+  the ranks that have the same experts, which are fewer than those that have different tokens: the factor that is
+  missing is in autograd's graph, since FSDP2's own (``set_gradient_divide_factor``) fails for float16 and float64 where
+  one rank has all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from trueshard import _torch
+from trueshard.distributed import Axes
+from trueshard.model import experts, names
+from trueshard.parallel.collectives import exchange_rows, gather, own_part, scale_gradient
+from trueshard.plans import Plan
+
+
+def check(root: nn.Module, plan: Plan) -> None:
+    """Raise ValueError if ranks cannot share the experts of ``root`` as ``plan`` says; names what does not fit."""
+    if plan.experts == 1:
+        return
+    if any(isinstance(each, DTensor) for each in root.parameters()):
+        raise ValueError(f"experts={plan.experts}: the model is cut already; give shard() the model before that")
+    found = experts.shared_out(root, plan.experts)
+    modules, replicated = dict(names.named_modules(root)), {each.name for each in plan.replicated}
+    units = {unit.name for unit in plan.units if unit.kind == "experts"}
+    for name in found:
+        if name not in units:
+            raise ValueError(
+                f"experts={plan.experts}: {name!r} is no unit of its own in the plan (tied to another, or the plan was "
+                "made for other ranks): make the plan anew, or leave out experts"
+            )
+        for attribute, parameter in _torch.own_parameters(modules[name]).items():
+            own = f"{name}.{attribute}"
+            if parameter is not None and (own in replicated or not parameter.is_floating_point()):
+                raise ValueError(
+                    f"experts={plan.experts}: {own!r} is {parameter.dtype} and cannot be cut (quantised experts, or "
+                    "several dtypes in one module): load it in floating point, or leave out experts"
+                )
+        _refuse_adapter(name, modules, plan.experts)
+        if plan.sequence and name.rpartition(".")[0] in {unit.name for unit in plan.units if unit.kind == "block"}:
+            raise ValueError(f"experts={plan.experts}: {name!r} lies in its block itself: leave out tensor's sequence")
+    config: Any = getattr(names.unwrap(root), "config", None)
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            "experts: a loss that balances routers counts the tokens of one rank, not of all: set "
+            "output_router_logits=False"
+        )
+
+
+def _refuse_adapter(name: str, modules: dict[str, nn.Module], ranks: int) -> None:
+    above, _, attribute = name.rpartition(".")
+    if attribute == "base_layer":
+        raise ValueError(
+            f"experts={ranks}: {above!r} is a {type(modules[above]).__name__} around stacked experts, whose matrices "
+            "are not cut by expert: adapt linear layers only (target_modules), or leave out experts"
+        )
+
+
+class _Tokens(NamedTuple):
+    """What a module of experts is given."""
+
+    hidden: torch.Tensor
+    """(tokens, width)"""
+    chosen: torch.Tensor
+    """(tokens, experts of each), numbers of experts"""
+    weights: torch.Tensor
+    """The same, of the experts."""
+
+
+Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(rows, the expert of each, counted on this rank) → rows."""
+
+
+def cut(root: nn.Module, plan: Plan, axes: Axes) -> None:
+    """Cut the experts of ``root``, and let tokens travel to this rank's part and back, in place."""
+    assert axes.experts is not None
+    assert axes.alike is not None
+    modules = dict(names.named_modules(root))
+    tensor = axes.tensor.get_group() if axes.tensor is not None else None
+    factor = axes.alike.size() / axes.data.size()
+    for name in plan.modules_apart:
+        module = modules[name]
+        own = _torch.own_parameters(module)
+        for attribute, old in own.items():
+            if old is not None:
+                placed = distribute_tensor(old.detach(), axes.experts, [Shard(0)], src_data_rank=None)
+                own[attribute] = nn.Parameter(placed, requires_grad=old.requires_grad)
+        _route(module, axes.experts.get_group(), tensor, factor)
+
+
+def _route(module: Any, group: dist.ProcessGroup, tensor: dist.ProcessGroup | None, factor: float) -> None:
+    inner = module.forward
+    signature, count = inspect.signature(inner), module.num_experts
+    compute = functools.partial(_compute, module, inner, factor)
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = _Tokens(*signature.bind(*args, **kwargs).arguments.values())
+        tokens = _Tokens(*(each.flatten(0, -2) for each in given))
+        if tensor is None:
+            found = _travel(tokens, count, group, compute)
+        else:  # all ranks of the axis have the same tokens: each sends its part of them
+            parts = _Tokens(*(own_part(each, 0, tensor) for each in tokens))
+            found = gather(_travel(parts, count, group, compute), 0, len(tokens.hidden), tensor)
+        return found.view(given.hidden.shape)
+
+    # How many rows travel is known when they do: nothing of it is for a compiler.
+    module.__dict__["forward"] = torch.compiler.disable(forward)
+
+
+def _travel(tokens: _Tokens, count: int, group: dist.ProcessGroup, compute: Compute) -> torch.Tensor:
+    """Return the weighted sum of what the experts of each token, of ``count`` in all, make of it: (tokens, width)."""
+    hidden, chosen, weights = tokens
+    ranks, each = group.size(), chosen.shape[-1]
+    chosen = chosen.flatten()
+    order = chosen.argsort(stable=True)
+    leaving = torch.bincount(chosen, minlength=count)
+    arriving = torch.empty_like(leaving)
+    dist.all_to_all_single(arriving, leaving, group=group)
+    sent, received = torch.stack([leaving, arriving]).view(2, ranks, -1).sum(-1).tolist()
+    rows = exchange_rows(hidden[order // each], sent, received, group)
+    here = torch.arange(count, device=rows.device) % (count // ranks)
+    expert = here.repeat_interleave(arriving, output_size=len(rows))
+    back = exchange_rows(compute(rows, expert), received, sent, group)
+    found = back[order.argsort()].view(len(hidden), each, back.shape[-1])
+    return (found * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+
+def _compute(
+    module: Any, inner: Callable[..., Any], factor: float, rows: torch.Tensor, expert: torch.Tensor
+) -> torch.Tensor:
+    """Return what ``inner``, the forward of ``module``, makes of rows for one expert each, with this rank's experts."""
+    arrived = len(rows)
+    if not arrived:  # of a row that nobody reads, so that the gradients here are zeros, as of experts without tokens
+        rows, expert = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]), expert.new_zeros(1)
+    with _parts(module, factor):
+        found: torch.Tensor = inner(rows, expert.unsqueeze(-1), rows.new_ones((len(rows), 1)))
+    return found[:arrived]
+
+
+@contextlib.contextmanager
+def _parts(module: Any, factor: float) -> Iterator[None]:
+    """Inside, ``module`` has this rank's experts alone: plain tensors whose gradients are multiplied by ``factor``."""
+    held: Any = _torch.own_parameters(module)
+    before, count = dict(held), module.num_experts
+    parts = {name: each.to_local(grad_placements=[Shard(0)]) for name, each in before.items() if each is not None}
+    try:
+        held.update({name: scale_gradient(part, factor) for name, part in parts.items()})
+        module.num_experts = next(len(part) for part in parts.values())
+        yield
+    finally:
+        held.update(before)
+        module.num_experts = count

@@ -1,0 +1,281 @@
+"""Sequence parallelism: between matrices, each rank of the tensor axis holds its part of the sequence.
+
+In the blocks of a model, what lies between their larger modules (norms, residuals) is computed on a part of the tokens,
+so its activations take 1/tensor of the memory (Korthikanti et al., 2022, arXiv 2205.05198). A larger module (attention,
+feed-forward) gathers the tokens before. Where styles share all of its matrices, it communicates nothing inside, all of
+its gradients are parts of a sum, and the sum of its outputs is scattered after: the bytes are those without sequence
+parallelism. Else it computes as without, and each rank keeps its part of the output. The norm behind the last block
+computes on parts, too, where the model's forward shows that nothing else reads what the blocks return
+(``model/last_norm.py``).
+
+Without gradients nothing is split: there is no memory to save. Where a model is asked for its hidden states, each block
+takes its part of whole ones and gathers them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trueshard.model import names
+from trueshard.model.last_norm import ASKED, last_norm
+from trueshard.parallel.collectives import gather, own_part, scatter_sum
+from trueshard.plans import Plan
+
+_DIM = 1  # of the tokens, in (batch, tokens, width)
+_SCATTERED = {
+    "colwise",
+    "rowwise",
+    "packed_colwise",
+    "packed_rowwise",
+    "replicated_with_grad_allreduce",
+    "local_params",
+    "replicate",
+}
+"""Styles of modules that communicate nothing, if what holds them gathers and scatters."""
+
+
+class _Pass:
+    """The pass of a model that is under way."""
+
+    total = 0
+    """Tokens of the sequences that the blocks are given."""
+    in_parts = False
+    """What the next block is given is this rank's part; the first begins it, the last or the norm ends it."""
+    asked = False
+    """Hidden states between blocks are whole, since the model returns them."""
+
+
+def is_split() -> bool:
+    """True where blocks hold parts of sequences: with gradients."""
+    return torch.is_grad_enabled()
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a model, by names."""
+
+    name: str
+    scattered: tuple[str, ...]
+    """Its larger children whose matrices are all shared."""
+    whole: tuple[str, ...]
+    """Its other larger children."""
+
+    def holds_parts(self, name: str) -> bool:
+        """True if gradients of what every rank has whole, under this name, are parts of a sum."""
+        return name.startswith(f"{self.name}.") and not any(name.startswith(f"{child}.") for child in self.whole)
+
+    def scatters(self, name: str) -> bool:
+        """True for a module whose own communication is left to a child of the block."""
+        return any(name.startswith(f"{child}.") for child in self.scattered)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What of a model computes on parts of sequences."""
+
+    blocks: tuple[Block, ...]
+    norm: str | None
+    """That behind the last block, if it does."""
+
+    def holds_parts(self, name: str) -> bool:
+        """True if gradients of what every rank has whole, under this name, are parts of a sum."""
+        in_norm = self.norm is not None and name.startswith(f"{self.norm}.")
+        return in_norm or any(block.holds_parts(name) for block in self.blocks)
+
+    def scatters(self, name: str) -> bool:
+        """True for a module whose own communication is left to a child of a block."""
+        return any(block.scatters(name) for block in self.blocks)
+
+
+def parts_of(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> Parts:
+    """Return what may compute on parts of sequences; raise ValueError for a model of another form."""
+    blocks = _blocks_of(root, plan, styles)
+    norm = last_norm(root, [block.name for block in blocks])
+    otherwise = [name for name, word in styles.items() if word != "replicate"] + [each.name for each in plan.replicated]
+    return Parts(tuple(blocks), None if any(f"{name}.".startswith(f"{norm}.") for name in otherwise) else norm)
+
+
+def _blocks_of(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> list[Block]:
+    modules = dict(names.named_modules(root))
+    found = []
+    for name in [unit.name for unit in plan.units if unit.kind == "block"]:
+        children = [f"{name}.{child}" for child, _ in modules[name].named_children()]
+        large = [child for child in children if any(each.ndim > 1 for each in modules[child].parameters())]
+        if flat := next((child for child in large if child in styles), None):
+            raise ValueError(
+                f"tensor: with sequence, a block's attention and feed-forward are modules of their own, which {flat!r} "
+                "is not: leave out sequence"
+            )
+        scattered = [child for child in large if _shares_all(child, modules[child], styles)]
+        found.append(Block(name, tuple(scattered), tuple(child for child in large if child not in scattered)))
+    lists = {block.name.rpartition(".")[0] for block in found}
+    if len(lists) != 1:
+        shown = ", ".join(map(repr, sorted(lists))) or "none"
+        raise ValueError(
+            f"tensor: with sequence, the blocks are one list of modules; here: {shown}. Leave out sequence"
+        )
+    if whole := next((each for each in plan.replicated if any(block.holds_parts(each.name) for block in found)), None):
+        raise ValueError(
+            f"tensor: {whole.name!r} is whole on every rank ({whole.why}), which does not go with sequence"
+        )
+    return found
+
+
+def _shares_all(name: str, child: nn.Module, styles: Mapping[str, str]) -> bool:
+    """True if styles share every matrix of a module, so that its outputs are parts of a sum."""
+    adapted = [f"{name}.{below}" for below, module in child.named_modules() if hasattr(module, "lora_A")]
+    for below, module in child.named_modules():
+        full = f"{name}.{below}"
+        if full in styles and styles[full] not in _SCATTERED:
+            return False
+        inside = any(full.startswith(f"{layer}.") for layer in adapted)
+        for attribute, parameter in module.named_parameters(recurse=False):
+            style = styles.get(f"{full}.{attribute}") or styles.get(full)
+            if parameter.ndim > 1 and not inside and style in (None, "replicate", "local_params"):
+                return False
+    return True
+
+
+def split_children(root: nn.Module, parts: Parts, group: dist.ProcessGroup) -> None:
+    """Let the larger modules of blocks take and return parts of sequences, in place."""
+    modules = dict(names.named_modules(root))
+    for block in parts.blocks:
+        for name in block.scattered:
+            _around(
+                modules[name],
+                functools.partial(_gathered, group=group, sums=True),
+                functools.partial(_scattered, group=group),
+            )
+        for name in block.whole:
+            _around(
+                modules[name],
+                functools.partial(_gathered, group=group, sums=False),
+                functools.partial(_kept, group=group),
+            )
+
+
+def split_ends(root: nn.Module, parts: Parts, group: dist.ProcessGroup) -> None:
+    """Split sequences before the first block and gather them behind the last or the norm, in place.
+
+    Around what recomputes a block, which then keeps a part.
+    """
+    modules = dict(names.named_modules(root))
+    ends = [block.name for block in parts.blocks]
+    last = parts.norm or ends[-1]
+    for name in ends:
+        _around(
+            modules[name],
+            functools.partial(_begun, group=group, first=name == ends[0]),
+            functools.partial(_ended, group=group, last=name == last),
+        )
+    if parts.norm is not None:
+        _around(modules[last], functools.partial(_begun_anew, group=group), functools.partial(_ended, group=group))
+    _follow_passes(modules[ends[0].rpartition(".")[0].rpartition(".")[0]])
+
+
+def _begun(x: torch.Tensor, group: dist.ProcessGroup, first: bool = True) -> torch.Tensor:
+    """Enter a block, or the norm where it is given whole sequences."""
+    if not (first or _Pass.asked):
+        return x
+    _Pass.total, _Pass.in_parts = x.shape[_DIM], True
+    return own_part(x, _DIM, group)
+
+
+def _begun_anew(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Enter the norm, which a model may also call with whole sequences."""
+    return x if _Pass.in_parts else _begun(x, group)
+
+
+def _ended(x: torch.Tensor, group: dist.ProcessGroup, last: bool = True) -> torch.Tensor:
+    """Leave a block or the norm."""
+    if not (last or _Pass.asked):
+        return x
+    _Pass.in_parts = False
+    return gather(x, _DIM, _Pass.total, group)
+
+
+def _gathered(x: torch.Tensor, group: dist.ProcessGroup, sums: bool) -> torch.Tensor:
+    return gather(x, _DIM, _Pass.total, group, sums=sums)
+
+
+def _kept(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return own_part(x, _DIM, group)
+
+
+def _scattered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return scatter_sum(x, _DIM, group)
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """Return what calls the forward that a module has now, to be put into another.
+
+    FSDP2 changes the class later, and transformers recomputes in the forward of the class that a layer has then.
+    """
+    own: Callable[..., Any] | None = module.__dict__.get("forward")
+    return own if own is not None else lambda *args, **kwargs: type(module).forward(module, *args, **kwargs)
+
+
+def _around(module: nn.Module, enter: Callable[..., Any] | None, leave: Callable[..., Any] | None) -> None:
+    """Change the hidden states that a module is given, and those that it returns."""
+    inner = _forward_of(module)
+
+    @functools.wraps(module.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not is_split():
+            return inner(*args, **kwargs)
+        if enter is not None and args:
+            args = (enter(args[0]), *args[1:])
+        elif enter is not None:
+            name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+            kwargs[name] = enter(kwargs[name])
+        output = inner(*args, **kwargs)
+        if leave is None:
+            return output
+        return (leave(output[0]), *output[1:]) if isinstance(output, tuple) else leave(output)
+
+    module.__dict__["forward"] = forward
+
+
+def _follow_passes(holder: nn.Module) -> None:
+    """Note whether the module that holds the blocks is asked for what lies between them."""
+    if type(holder).forward is nn.Module.forward:
+        return
+    inner = _forward_of(holder)
+    parameters = list(inspect.signature(holder.forward).parameters)
+
+    @functools.wraps(holder.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = (dict(zip(parameters, args, strict=False)) | kwargs).get(ASKED)
+        asked = getattr(getattr(holder, "config", None), ASKED, False) if given is None else given
+        before, _Pass.in_parts, _Pass.asked = (_Pass.in_parts, _Pass.asked), False, bool(asked)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            _Pass.in_parts, _Pass.asked = before
+
+    holder.__dict__["forward"] = forward
+
+
+def recomputing(contexts: Callable[[], Any] | None = None) -> Any:
+    """Return the contexts of a forward and of its recomputation, which sees sequences of the same length."""
+    forward, again = contexts() if contexts is not None else (contextlib.nullcontext(), contextlib.nullcontext())
+    return forward, _of_length(_Pass.total, again)
+
+
+@contextlib.contextmanager
+def _of_length(total: int, inner: Any) -> Iterator[None]:
+    before, _Pass.total = _Pass.total, total
+    try:
+        with inner:
+            yield
+    finally:
+        _Pass.total = before

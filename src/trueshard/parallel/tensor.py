@@ -1,0 +1,316 @@
+"""The tensor axis: which modules its ranks share, and how; what cannot be shared; and the cutting itself.
+
+- The styles are those of the model's own plan (transformers' ``tp_plan``), or the user's, by globs over names.
+- A layer of PEFT's LoRA is shared as the linear layer in it is, its two matrices along.
+- A parameter is cut before FSDP2 shards it: FSDP2 gathers this rank's part, and the module computes with it. What no
+  style cuts, every rank of the axis has whole (``Replicate``), so that all parameters of a model are on one mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from trueshard import _torch
+from trueshard.model import names
+from trueshard.model.names import Held, nearest
+from trueshard.model.regions import rows_of
+from trueshard.parallel.sequence import Parts, parts_of, split_children
+from trueshard.parallel.tp_styles import STYLES, Style, compute_with_parts, share_forward
+from trueshard.plans import Plan
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
+    """Return ``plan`` with the sizes of a mesh, and the styles for this model; nothing is touched.
+
+    Raises:
+        ValueError: the model cannot be shared; names the module, and what does not fit.
+    """
+    asked = plan.tensor > 1 or bool(plan.styles)
+    plan = dataclasses.replace(plan, tensor=sizes.get("tensor", 1), context=sizes.get("context", 1))
+    if (mesh := arrived_on(root)) is not None:
+        if asked or plan.tensor > 1:
+            raise ValueError(
+                "tensor: the model is cut already; leave out tensor, or give shard() the model before that"
+            )
+        _refuse_later_adapters(root)
+        return dataclasses.replace(plan, tensor=mesh.size())
+    if plan.tensor == 1:
+        if plan.styles:
+            raise ValueError(
+                'tensor: styles need ranks that share: add "ranks" to them, or an axis "tensor" to the mesh'
+            )
+        return plan
+    given = dict(plan.styles)
+    styles = given or own_styles(root)
+    if unknown := next(((glob, word) for glob, word in styles.items() if word not in STYLES), None):
+        raise ValueError(
+            f"tensor: {unknown[1]!r}, for {unknown[0]!r}, is no style.{nearest(unknown[1], STYLES)} Styles: "
+            f"{', '.join(sorted(STYLES))}"
+        )
+    if not given:
+        styles = styles | _of_parted_ties(root, by_name(root, plan, styles, strict=False))
+    found = by_name(root, plan, styles, strict=bool(given))
+    if all(STYLES[word].dim is None for word in found.values()):
+        raise ValueError(
+            f"tensor: the plan of {type(root).__name__} cuts none of its matrices: give styles of your own"
+        )
+    _refuse(root, plan, found)
+    return dataclasses.replace(plan, styles=styles)
+
+
+def arrived_on(root: nn.Module) -> DeviceMesh | None:
+    """Return the mesh over which the parameters of an unsharded model are cut already; None if they are whole.
+
+    Raises ValueError for meshes of several dimensions, or more than one.
+    """
+    found: dict[DeviceMesh, str] = {}
+    for held in names.held_tensors(root, "parameters"):
+        if isinstance(held.tensor, DTensor):
+            found.setdefault(held.tensor.device_mesh, held.name)
+    for mesh, name in found.items():
+        if mesh.ndim > 1 or len(found) > 1:
+            first = next(iter(found.values()))
+            shown = (
+                f"{name!r} is on {mesh.ndim} dimensions" if mesh.ndim > 1 else f"{first!r} and {name!r} are not on one"
+            )
+            raise ValueError(f"a model may arrive cut over one mesh of one dimension: {shown}; let shard() cut it")
+    return next(iter(found), None)
+
+
+def own_styles(root: nn.Module) -> dict[str, str]:
+    """Return the styles of the model's own plan, by globs over its names; raise ValueError if it has none."""
+    for name, module in names.named_modules(root):
+        if own := vars(module).get("_tp_plan"):  # not of what a wrapper such as PEFT's passes on
+            styles = {f"{name}.{glob}" if name else glob: word for glob, word in own.items()}
+            known = _names(root)
+            return {glob: word for glob, word in styles.items() if _matching(glob, known)}  # as a user would give them
+    raise ValueError(
+        f"tensor: {type(root).__name__} has no plan for sharing matrices (transformers' tp_plan): give the styles of "
+        'its modules, as tensor={"ranks": 2, "*.up": "colwise", "*.down": "rowwise"}, or leave out tensor'
+    )
+
+
+def is_shared(root: nn.Module, plan: Plan, module: nn.Module) -> bool:
+    """Return True if ``tensor`` ranks share ``module`` of a model with this plan."""
+    if plan.tensor == 1:
+        return False
+    styles = by_name(root, plan, plan.styles, strict=False)
+    return any(name in styles for name, each in names.named_modules(root) if each is module)
+
+
+def _of_parted_ties(root: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """Return the modules of ties that a model's own plan would cut in one place and not in another: not at all."""
+    found: dict[str, str] = {}
+    for held in names.held_tensors(root, "parameters"):
+        dims = {getattr(_placement(held, i, styles), "dim", None) for i in range(len(held.places))}
+        if len(dims) > 1:
+            found |= {name.rpartition(".")[0]: "replicate" for name in held.names}
+    return found
+
+
+def by_name(root: nn.Module, plan: Plan, styles: Mapping[str, str], *, strict: bool = False) -> dict[str, str]:
+    """Return name of a module or parameter → style: that of the last glob that matches.
+
+    Experts that ranks share out have none: each is a whole matrix.
+    """
+    apart = tuple(f"{name}." for name in plan.modules_apart)
+    modules = dict(names.named_modules(root))
+    known = _names(root)
+    found: dict[str, str] = {}
+    for glob, word in styles.items():
+        hits = _matching(glob, known)
+        if strict and not hits:
+            raise ValueError(f"tensor: {glob!r} matches no module and no parameter.{nearest(glob, known)}")
+        found |= dict.fromkeys((name for name in hits if not f"{name}.".startswith(apart)), word)
+    for name in list(found):
+        if hasattr(modules.get(name), "lora_A"):
+            found |= _of_adapter(name, modules[name], found.pop(name))
+    return found
+
+
+def _names(root: nn.Module) -> list[str]:
+    """Return the names of all modules and parameters."""
+    parameters = (name for held in names.held_tensors(root, "parameters") for name in held.names)
+    return [*(name for name, _ in names.named_modules(root)), *parameters]
+
+
+def _matching(glob: str, known: list[str]) -> list[str]:
+    matches = re.compile(fnmatch.translate(glob)).match
+    return [name for name in known if matches(name)]
+
+
+def _of_adapter(name: str, layer: Any, word: str) -> dict[str, str]:
+    """Return the styles of the parts of a LoRA layer: the low rank between its two matrices is on every rank."""
+    found = {f"{name}.base_layer": word}
+    for adapter in layer.lora_A:
+        if word.startswith("colwise"):
+            found[f"{name}.lora_B.{adapter}"] = word
+        elif word.startswith("rowwise"):
+            found[f"{name}.lora_A.{adapter}"] = word
+    return found
+
+
+# What cannot be shared
+
+
+def _refuse_later_adapters(root: nn.Module) -> None:
+    """Raise ValueError for LoRA matrices of the size of a rank's part: each rank would train its own as a copy."""
+    for name, layer in names.named_modules(root):
+        weight = getattr(getattr(layer, "base_layer", None), "weight", None)
+        if not isinstance(weight, DTensor) or weight.ndim != 2:
+            continue
+        for dim, attribute in enumerate(("lora_B", "lora_A")):
+            matrices: Any = getattr(layer, attribute, {})
+            if any(each.weight.shape[dim] != weight.shape[dim] for each in matrices.values()):
+                raise ValueError(
+                    f"{name!r} was adapted by PEFT after the model was cut, and its {attribute} is of the size of a "
+                    "rank's part: adapt the whole model and let shard() cut both, with tensor="
+                )
+
+
+def _refuse(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> None:
+    modules, ranks = dict(names.named_modules(root)), plan.tensor
+    for name, word in styles.items():
+        if name in modules:
+            _refuse_module(name, modules[name], word, ranks)
+    whole = {each.name for each in plan.replicated}
+    for held in names.held_tensors(root, "parameters"):
+        placements = [_placement(held, i, styles) for i in range(len(held.places))]
+        dims = {getattr(placement, "dim", None) for placement in placements}
+        if len(dims) > 1:
+            raise ValueError(
+                f"tensor: {' and '.join(held.names)} are one parameter, and their styles cut it differently"
+            )
+        dim = dims.pop()
+        if dim is None:
+            continue
+        if held.name in whole or not held.tensor.is_floating_point():
+            raise ValueError(
+                f"tensor: {held.name!r} is {held.tensor.dtype} and cannot be cut (a quantised base, or one of several "
+                "dtypes in a module): load the base in floating point, or leave out tensor"
+            )
+        if not all(rows_of(held.tensor.shape[dim], rank, ranks)[1] for rank in range(ranks)):
+            raise ValueError(
+                f"tensor={ranks} is too many for {held.name!r} of shape {tuple(held.tensor.shape)}, of which a rank "
+                f"would have nothing along dimension {dim}"
+            )
+    _refuse_heads(root, styles, ranks)
+    refuse_random(root, "tensor", ranks)
+    if plan.sequence:
+        parts_of(root, plan, styles)
+
+
+def _refuse_module(name: str, module: Any, word: str, ranks: int) -> None:
+    if STYLES[word].linear:
+        weight = _torch.own_parameters(module).get("weight")
+        shape = getattr(module, "out_features", None), getattr(module, "in_features", None)
+        if weight is None or tuple(weight.shape) != shape or not weight.is_floating_point():
+            raise ValueError(
+                f"tensor: {name!r} is a {type(module).__name__}, not a linear layer with a floating-point weight of "
+                f"(out_features, in_features), which {word!r} is for: give it another style, or leave out tensor"
+            )
+    if word.startswith("embedding") and not isinstance(module, nn.Embedding):
+        raise ValueError(f"tensor: {name!r} is a {type(module).__name__}, no embedding; {word!r} does not fit it")
+
+
+def _refuse_heads(root: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
+    """Raise ValueError where the ranks would share a head of attention."""
+    modules = dict(names.named_modules(root))
+    for name, word in styles.items():
+        width = getattr(modules.get(name), "out_features", None)
+        owner: Any = modules.get(name.rpartition(".")[0])
+        head = getattr(owner, "head_dim", None)
+        if word != "colwise" or width is None or not isinstance(head, int) or width % head:
+            continue
+        if (width // head) % ranks:
+            raise ValueError(
+                f"tensor={ranks} does not divide the {width // head} heads of {name!r}: choose a divisor, or give the "
+                "attention another style"
+            )
+
+
+def refuse_random(root: nn.Module, axis: str, ranks: int) -> None:
+    """Raise ValueError for what is drawn at random, or summed over a batch, inside a module that ranks share."""
+    for name, module in names.named_modules(root):
+        if isinstance(module, _DROPOUT) and module.p > 0:
+            raise ValueError(
+                f"{axis}={ranks}: {name!r} drops values at random (p={module.p}), and ranks that share its work would "
+                "drop different ones; set it to 0"
+            )
+        rate = getattr(module, "attention_dropout", 0.0)
+        if isinstance(rate, float) and rate > 0:
+            raise ValueError(f"{axis}={ranks}: {name!r} has attention_dropout={rate}; set it to 0")
+    config = getattr(names.unwrap(root), "config", None)
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            f"{axis}: a loss that balances routers is not the same on several ranks: set output_router_logits=False"
+        )
+
+
+# The cutting
+
+
+def _placement(held: Held, place: int, styles: Mapping[str, str]) -> Any:
+    """Return how the parameter is placed on the axis, as the style of one of its places says."""
+    return _style_of(held.names[place], styles).placement(held.tensor)
+
+
+def _style_of(parameter: str, styles: Mapping[str, str]) -> Style:
+    """Return a parameter's own style, or that of its module."""
+    return STYLES[styles.get(parameter) or styles.get(parameter.rpartition(".")[0], "replicate")]
+
+
+def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> Parts | None:
+    """Cut the parameters of ``root``, and let its modules compute with this rank's parts, in place.
+
+    Returns what computes on parts of sequences.
+    """
+    styles = by_name(root, plan, plan.styles or _reduced_by_hooks(root), strict=False)
+    whole = {each.name for each in plan.replicated}
+    parts = parts_of(root, plan, styles) if plan.sequence else None
+    sums: dict[nn.Module, set[str]] = {}
+    for held in names.held_tensors(root, "parameters"):
+        if held.name in whole or isinstance(held.tensor, DTensor):
+            continue
+        old: Any = held.tensor
+        placed = distribute_tensor(old.detach(), mesh, [_placement(held, 0, styles)], src_data_rank=None)
+        new = nn.Parameter(placed, requires_grad=old.requires_grad)
+        for name, (module, attribute) in zip(held.names, held.places, strict=True):
+            _torch.own_parameters(module)[attribute] = new
+            is_sum = _style_of(name, styles).sums or (parts is not None and parts.holds_parts(name))
+            sums.setdefault(module, set()).update([attribute] if is_sum else [])
+    for module, attributes in sums.items():
+        compute_with_parts(module, attributes)
+    for name, module in names.named_modules(root):
+        if name in styles:
+            if styles[name] == "mla_kv_a_proj":
+                config: Any = getattr(names.unwrap(root), "config", None)
+                module.__dict__["_trueshard_rope"] = config.get_text_config().qk_rope_head_dim
+            share_forward(module, styles[name], mesh, in_block=parts is not None and parts.scatters(name))
+    if parts is not None:
+        split_children(root, parts, mesh.get_group())
+    return parts
+
+
+def _reduced_by_hooks(root: nn.Module) -> dict[str, str]:
+    """Of a model that arrives cut: return the modules whose gradients transformers sums in a hook, without that hook.
+
+    It would sum them again with each microbatch.
+    """
+    found = {}
+    for name, module in names.named_modules(root):
+        forward = module.__dict__.get("forward")
+        if getattr(forward, "__qualname__", "").startswith("ReplicatedWithGradAllReduce."):
+            del module.__dict__["forward"]
+            found[name] = "replicated_with_grad_allreduce"
+    return found

@@ -1,0 +1,243 @@
+"""Styles: how the ranks of the tensor axis share a module. The words are those of transformers' plans.
+
+A module computes with plain tensors, this rank's part of each parameter. A style says along which dimension a parameter
+is cut, and what happens to the module's input and output: Megatron's two kinds of linear layers (Shoeybi et al., 2019,
+arXiv 1909.08053), embeddings by rows or columns, experts of which each rank has a slice, and modules that every rank
+has whole, on all of the activations (the gradients of ranks are equal) or on its own part (they are parts of a sum).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from trueshard import _torch
+from trueshard.model import names
+from trueshard.model.regions import rows_of
+from trueshard.parallel.collectives import gather, own_part, sum_gradients, sum_parts
+from trueshard.parallel.sequence import is_split
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_KEY, _SHARED = "_trueshard_sums", "_trueshard_shared_head"
+
+
+@dataclass(frozen=True)
+class Style:
+    """How ranks share a module, or a parameter."""
+
+    dim: int | None = None
+    """Dimension along which a parameter of two or more dimensions is cut; None: every rank has all of it."""
+    vectors: bool = False
+    """Cut parameters of one dimension, too (a bias)."""
+    halves: int = 1
+    """More than one: the dimension holds so many packed ones, of each of which a rank has its part."""
+    sums: bool = False
+    """Gradients of what every rank has whole are parts of a sum."""
+    enter: Callable[[nn.Module, Any, dist.ProcessGroup], Any] | None = None
+    """(module, first input, group) → what the module is given instead."""
+    leave: Callable[[nn.Module, Any, dist.ProcessGroup], Any] | None = None
+    """(module, output, group) → what the module returns instead."""
+    linear: bool = False
+    """For modules that multiply by ``weight`` of (out_features, in_features) alone."""
+    local: bool = False
+    """``enter`` communicates nothing."""
+    apart: str | None = None
+    """Attribute that the module computes without, and which is added to its output."""
+
+    def placement(self, parameter: torch.Tensor) -> Any:
+        """Return how the parameter is placed on the axis."""
+        if self.dim is None or parameter.ndim == 0 or (parameter.ndim == 1 and not self.vectors):
+            return Replicate()
+        dim = max(parameter.ndim + self.dim, 0)
+        return _torch.packed(dim, self.halves) if self.halves > 1 and parameter.ndim > 1 else Shard(dim)
+
+
+def _sum_gradients(_: nn.Module, value: Any, group: dist.ProcessGroup) -> Any:
+    return sum_gradients(value, group)
+
+
+def _sum(_: nn.Module, output: Any, group: dist.ProcessGroup) -> Any:
+    return sum_parts(output, group)
+
+
+def _gather_output(module: Any, output: Any, group: dist.ProcessGroup) -> Any:
+    return gather(output, -1, module.out_features, group)
+
+
+def _gather_vectors(module: Any, output: Any, group: dist.ProcessGroup) -> Any:
+    return gather(output, -1, module.embedding_dim, group)
+
+
+def _split_input(_: nn.Module, value: Any, group: dist.ProcessGroup) -> Any:
+    return own_part(value, -1, group)
+
+
+def _divide(_: nn.Module, value: Any, group: dist.ProcessGroup) -> Any:
+    return value / group.size()
+
+
+def _sum_rope_gradients(module: Any, output: Any, group: dist.ProcessGroup) -> Any:
+    """Of multi-head latent attention: what goes past the next projection to this rank's heads only."""
+    rope = module.__dict__["_trueshard_rope"]
+    passed, rotated = output.split([output.shape[-1] - rope, rope], dim=-1)
+    return torch.cat([passed, sum_gradients(rotated, group)], dim=-1)
+
+
+_COLUMNS = Style(dim=-2, vectors=True, enter=_sum_gradients, linear=True)
+_ROWS = Style(dim=-1, leave=_sum, linear=True, apart="bias")
+STYLES: dict[str, Style] = {
+    "colwise": _COLUMNS,
+    "colwise_gather_output": Style(dim=-2, vectors=True, enter=_sum_gradients, leave=_gather_output, linear=True),
+    "rowwise": _ROWS,
+    "rowwise_split_input": Style(dim=-1, enter=_split_input, leave=_sum, linear=True, apart="bias"),
+    "embedding_rowwise": Style(dim=-2),
+    "embedding_colwise": Style(dim=-1, leave=_gather_vectors),
+    "packed_colwise": Style(dim=-2, vectors=True, halves=2, enter=_sum_gradients),
+    "packed_rowwise": Style(dim=-1, halves=2),
+    "replicated_with_grad_allreduce": Style(sums=True),
+    "moe_tp_experts": Style(enter=_sum_gradients, leave=_sum),
+    "moe_identity_expert": Style(enter=_divide, local=True),
+    "mla_kv_a_proj": Style(leave=_sum_rope_gradients),
+    "all_reduce": Style(leave=_sum),
+    "local_params": Style(),
+    "replicate": Style(),
+}
+STYLES["colwise_rep"], STYLES["rowwise_rep"] = STYLES["colwise_gather_output"], STYLES["rowwise_split_input"]
+
+
+class ComputesWithParts(nn.Module):
+    """Mixin for the class of a module: what reads a gathered parameter gets this rank's part, a plain tensor."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        # Gathered over the data ranks, it is on the tensor axis alone; the shards are on more dimensions.
+        if isinstance(value, DTensor) and value.device_mesh.ndim == 1 and name in _torch.own_parameters(self):
+            placements = value.placements
+            if placements[0].is_replicate() and name in self.__dict__[_KEY]:
+                placements = (Partial(),)
+            return value.to_local(grad_placements=placements)
+        return value
+
+
+def compute_with_parts(module: nn.Module, sums: set[str]) -> None:
+    """Let ``module`` compute with parts of its parameters; ``sums``: those whose gradients are parts of a sum."""
+    module.__dict__[_KEY] = frozenset(sums)
+    names.mix_in(module, ComputesWithParts)
+
+
+def share_forward(module: nn.Module, word: str, mesh: DeviceMesh, *, in_block: bool = False) -> None:
+    """Put what a style does to inputs and outputs around ``module``'s own forward, in place.
+
+    ``in_block``: of a block that holds parts of sequences, whose own children communicate.
+    """
+    style, inner, group = STYLES[word], module.forward, mesh.get_group()
+    if word == "embedding_rowwise":
+        module.__dict__["forward"] = _own_rows_of(module, inner, group)
+    if not any((style.enter, style.leave, style.apart)):
+        return
+    if word == "colwise_gather_output":
+        module.__dict__[_SHARED] = SharedHead(module, group)
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        joins = not (in_block and is_split())
+        if style.enter is not None and (joins or style.local):
+            args, kwargs = _on_first(functools.partial(style.enter, module), args, kwargs, group)
+        if word == "moe_tp_experts" and joins:  # the weights of the experts of each token, too
+            args, kwargs = _on_weights(args, kwargs, group)
+        left_out, output = _without(module, style.apart, inner, args, kwargs)
+        if style.leave is not None and output is not None and joins:
+            output = style.leave(module, output, group)
+        if left_out is None:
+            return output
+        added = getattr(module, str(style.apart))
+        return output + (added if joins else added * float(group.rank() == 0))  # once in the sum
+
+    module.__dict__["forward"] = forward
+
+
+def _own_rows_of(module: Any, inner: Callable[..., Any], group: dist.ProcessGroup) -> Callable[..., Any]:
+    """Return the forward of an embedding of whose rows this rank has a part: zeros for the others, and then the sum."""
+    start, rows = rows_of(module.num_embeddings, group.rank(), group.size())
+    padding = module.padding_idx
+
+    @functools.wraps(inner)
+    def forward(ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        others = (ids < start) | (ids >= start + rows)
+        if padding is not None:  # an index, as the module sees it, of a row without gradient
+            module.padding_idx = padding - start if start <= padding < start + rows else None
+        try:
+            found = inner((ids - start).masked_fill(others, 0), *args, **kwargs)
+        finally:
+            module.padding_idx = padding
+        return sum_parts(found.masked_fill(others.unsqueeze(-1), 0), group)
+
+    return forward
+
+
+class SharedHead:
+    """A layer of whose outputs each rank computes a part, and which gives all of them."""
+
+    def __init__(self, module: Any, group: dist.ProcessGroup) -> None:
+        self._module, self.group, self._total = module, group, module.out_features
+        self.first = rows_of(self._total, group.rank(), group.size())[0]
+        """The first output that is this rank's."""
+
+    def part(self, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Return this rank's part of the outputs; the gradient of ``hidden`` is whole."""
+        found: torch.Tensor = type(self._module).forward(self._module, sum_gradients(hidden, self.group), **kwargs)
+        return found
+
+    def whole(self, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Return all outputs."""
+        return gather(self.part(hidden, **kwargs), -1, self._total, self.group)
+
+
+def shared_head(module: nn.Module) -> SharedHead | None:
+    """Return how ranks share the outputs of a layer; None if each computes all of them."""
+    return module.__dict__.get(_SHARED)
+
+
+def _on_first(function: Any, args: Any, kwargs: Any, group: dist.ProcessGroup) -> Arguments:
+    if args:
+        return (function(args[0], group), *args[1:]), kwargs
+    name = next(iter(kwargs))
+    return args, {**kwargs, name: function(kwargs[name], group)}
+
+
+def _on_weights(args: Any, kwargs: Any, group: dist.ProcessGroup) -> Arguments:
+    args = [sum_gradients(a, group) if i and _is_float(a) else a for i, a in enumerate(args)]
+    first = next(iter(kwargs), None) if not args else None
+    kwargs = {k: sum_gradients(v, group) if k != first and _is_float(v) else v for k, v in kwargs.items()}
+    return tuple(args), kwargs
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _without(
+    module: nn.Module, attribute: str | None, inner: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Return one parameter of ``module``, None if there is none, and what ``inner``, its forward, gives without it."""
+    held = _torch.own_parameters(module)
+    hidden = held.get(attribute) if attribute else None
+    if hidden is None:
+        return None, inner(*args, **kwargs)
+    if getattr(inner, "__func__", None) is nn.Linear.forward:  # a compiler recomputes nothing that hides a parameter
+        given = args[0] if args else kwargs["input"]
+        return hidden, F.linear(given, cast(Any, module).weight)
+    held[str(attribute)] = None
+    try:
+        return hidden, inner(*args, **kwargs)
+    finally:
+        held[str(attribute)] = hidden

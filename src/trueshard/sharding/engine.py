@@ -1,0 +1,237 @@
+"""Resolve a Plan on a model, apply it, and compare the Intent before and after; ``accumulate``; the setter."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from trueshard import _torch, choices, distributed
+from trueshard._torch import ShardedModule
+from trueshard.choices import Choices
+from trueshard.model import agreement, experts, intent, names
+from trueshard.model.intent import refuse
+from trueshard.model.names import Held
+from trueshard.model.snapshot import Snapshot
+from trueshard.model.units import Grouping, choose_units
+from trueshard.optim.classify import classify, manner, refusal
+from trueshard.optim.rebind import rebind
+from trueshard.optim.stepping import bind, unwatch, watch
+from trueshard.parallel import context
+from trueshard.parallel.experts import check as check_experts
+from trueshard.parallel.tensor import resolve as resolve_tensor
+from trueshard.plans import Plan
+from trueshard.sharding import apply, dtensor_compat, exact
+from trueshard.sharding.hooks import Runtime, runtime_of
+from trueshard.sharding.stall_watch import watch_ranks
+
+
+def shard(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    how: Plan | Choices,
+    mesh: DeviceMesh | None,
+) -> Plan:
+    """Shard ``model`` and ``optimizers`` by a plan, or by choices without ``"auto"``; see ``trueshard.shard``."""
+    axes = distributed.ensure_axes(mesh, _axes_asked(how), getattr(how, "experts", 1))
+    mesh = axes.all
+    if not distributed.is_simulated(mesh):
+        watch_ranks()
+    with agreement.together(mesh):
+        _torch.check_torch()
+        check_arguments(model, optimizers, how)
+        snapshot = Snapshot(model, optimizers)
+    replaced: dict[str, torch.Tensor] = {}
+    try:
+        with agreement.together(mesh):
+            names.hide_wrappers(model)
+            before, parameters, buffers = intent.capture(model, optimizers)
+            refuse(names.unwrap(model), parameters, buffers)
+            resolved = resolve(model, how, tuple(axes.data.shape))
+            check_experts(names.unwrap(model), resolved)
+            resolved = resolve_tensor(names.unwrap(model), resolved, axes.sizes)
+            context.refuse(names.unwrap(model), resolved)
+            exact.refuse(names.unwrap(model), resolved)
+            if resolved.exact and "cpu" in (mesh.device_type, resolved.offload):
+                exact.refuse_fused(optimizers)
+            verdicts = [classify(optimizer, exact=bool(resolved.exact)) for optimizer in optimizers]
+        facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key != "units"]
+        facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
+        facts += exact.kernels(axes.data) if resolved.exact else []
+        facts += [(f"optimizer {i}'s way to step", manner(each)) for i, each in enumerate(verdicts)]
+        agreement.agree_on_structure(before, facts, mesh)
+        hooked = [p.name for p in parameters if _torch.gradient_hooks(p.tensor)[0]]
+        hooked_anywhere: set[str] = set().union(*distributed.gather_objects(hooked, mesh))
+        with agreement.together(mesh):
+            _equalise(parameters, buffers, optimizers, mesh)
+            new_of = apply.apply(model, resolved, axes, hooked=hooked_anywhere)
+            for optimizer, verdict in zip(optimizers, verdicts, strict=True):
+                rebind(optimizer, new_of, [each.is_rows for each in verdict])
+            after, *_ = intent.capture(model, optimizers)
+            if words := intent.difference(before, after):
+                raise RuntimeError(f"sharding would change the model: {words}")
+            _warn(model, resolved, axes.data)
+            replaced = {p.name: p.tensor for p in parameters if new_of[id(p.tensor)] is not p.tensor}
+            watch(names.unwrap(model), replaced)
+            dtensor_compat.open_tensors()
+            for optimizer, verdict in zip(optimizers, verdicts, strict=True):
+                bind(optimizer, verdict)
+    except BaseException:
+        unwatch(names.unwrap(model), replaced, optimizers)
+        snapshot.restore()
+        raise
+    return resolved
+
+
+def _warn(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    if mesh.size() == 1:
+        return
+    split = [
+        name
+        for name, module in names.named_modules(model)
+        if isinstance(module, _torch.BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
+    ]
+    if split:
+        warnings.warn(
+            f"{split[0]!r} (and {len(split) - 1} more) normalises by the statistics of each rank's part of the batch, "
+            "which is not what one device computes; use nn.SyncBatchNorm.convert_sync_batchnorm(model) before shard()",
+            stacklevel=3,
+        )
+    if len(plan.units) == 1:
+        warnings.warn(
+            "the whole model is one unit, so each rank gathers all of it at once; name its blocks with units=...",
+            stacklevel=3,
+        )
+
+
+def check_arguments(model: Any, optimizers: Any, how: Any) -> None:
+    """Raise TypeError or ValueError for an argument of ``shard()`` that is wrong whatever the model holds."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard() takes a torch.nn.Module, not {type(model).__name__}")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"shard() takes torch.optim.Optimizer objects after the model, not {type(optimizer)!r}")
+        if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
+            raise refusal(optimizer, "it has no param_groups or no state", "the optimizer that it wraps")
+    if any(isinstance(module, ShardedModule) for module in names.unwrap(model).modules()):
+        raise ValueError("the model is sharded already; shard() is called once, on the unsharded model")
+    if not isinstance(how, (Plan, Choices)):
+        raise TypeError(f"plan must be a trueshard.Plan, not {type(how).__name__}")
+    if isinstance(how, Choices):
+        how.check()
+
+
+def _axes_asked(how: Any) -> dict[str, int]:
+    if isinstance(how, Choices):
+        return how.axes()
+    return {axis: getattr(how, axis) for axis in ("context", "tensor")} if isinstance(how, Plan) else {}
+
+
+def resolve(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> Plan:
+    """Return the plan with its units, for an unsharded model and ``Plan.ranks``; nothing is touched."""
+    root = names.unwrap(model)
+    plan, units = (how.plan(), how.units) if isinstance(how, Choices) else (how, "auto")
+    exact.check_globs(root, plan)
+    if plan.units:
+        found = Grouping.of_plan(root, plan).units()
+        for unit in found:
+            told = plan.unit(unit.name)
+            if (unit.parameters, unit.dtype) != (told.parameters, told.dtype):
+                raise ValueError(
+                    f"the plan's unit {unit.name or '(root)'!r} has {told.parameters:,} elements of {told.dtype}, the "
+                    f"model's has {unit.parameters:,} of {unit.dtype}: the plan was made for another model"
+                )
+            choices.reshard_values(plan, told.reshard_after_forward, ranks[-1])
+        plan = dataclasses.replace(plan, ranks=ranks)
+        return plan if plan.resolved_for == plan.policies else choices.apply_words(plan, ranks[-1])
+    # An embedding is a unit of its own where that saves a gathering: not inside one compiled graph, which it would
+    # break, and not where the root stays gathered to the end of backward anyway.
+    compiled = root is not model or _torch.is_compiled_in_place(root)
+    freed = isinstance(plan.reshard_after_forward, Mapping) or plan.reshard_after_forward not in ("default", "never")
+    grouping = Grouping(root)
+    # Units that were named are the only ones; and the stages of a pipeline run their backward in parts.
+    heads = units == "auto" and not compiled and not plan.pipeline
+    grouping.choose(
+        choose_units(root, units),
+        split_embeddings=freed and not compiled,
+        split_head=heads,
+        experts=experts.shared_out(root, plan.experts),
+    )
+    plan = dataclasses.replace(plan, units=grouping.units(), replicated=grouping.replications(), ranks=ranks)
+    return choices.apply_words(plan, ranks[-1])
+
+
+def _equalise(
+    parameters: list[Held], buffers: list[Held], optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh
+) -> None:
+    """Take rank 0's values where ranks were initialised differently, with a warning."""
+    name_of = {held.tensor: held.name for held in parameters}
+    kinds = {
+        "parameters": [(held.name, held.tensor) for held in parameters],
+        "buffers": [(held.name, held.tensor) for held in buffers],
+        "gradients": [(name, tensor.grad) for tensor, name in name_of.items() if tensor.grad is not None],
+        "tensors of optimizer state": [
+            (f"{name_of[parameter]}.{key}", value)
+            for optimizer in optimizers
+            for parameter, entries in optimizer.state.items()
+            if parameter in name_of
+            for key, value in entries.items()
+            if isinstance(value, torch.Tensor)
+        ],
+    }
+    for kind, tensors in kinds.items():
+        if differing := agreement.take_from_first_rank(tensors, mesh):
+            agreement.warn_of_differing(kind, differing, "the model", stacklevel=4)
+
+
+def sharded(model: nn.Module) -> Runtime:
+    """Return the runtime of a sharded model; raise ValueError if ``shard()`` was not called on it."""
+    runtime = runtime_of(names.unwrap(model))
+    if runtime is None:
+        raise ValueError(f"this {type(model).__name__} is not sharded; call trueshard.shard(model, ...) first")
+    return runtime
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module, *, last: bool) -> Iterator[None]:
+    """Reduce the gradients of backward passes inside only if ``last``; before that they add up on each rank.
+
+    Units with a gradient hook on a parameter reduce every time, since the hook means the global gradient.
+
+    Args:
+        model: a sharded model.
+        last: True for the last microbatch before the optimizer's step.
+    """
+    root = sharded(model).root
+    root.set_requires_gradient_sync(last)
+    try:
+        yield
+    finally:
+        root.set_requires_gradient_sync(True)
+
+
+def set_reshard_after_forward(model: nn.Module, policy: str | int | Mapping[str, str | int | bool]) -> None:
+    """Change when gathered parameters are freed, between steps.
+
+    Args:
+        model: a sharded model.
+        policy: as ``shard()``'s argument.
+
+    Raises:
+        ValueError: as in ``shard()``; nothing is changed then.
+    """
+    runtime = sharded(model)
+    plan = dataclasses.replace(runtime.plan, reshard_after_forward=policy)
+    values = choices.reshard_values(plan, policy, runtime.mesh.shape[-1])
+    plan = dataclasses.replace(plan, resolved_for=plan.policies)
+    for module, value in zip(runtime.units, values, strict=True):
+        module.reshard()
+        _torch.set_reshard_after_forward(module, value, runtime.meshes)
+    units = (dataclasses.replace(u, reshard_after_forward=v) for u, v in zip(plan.units, values, strict=True))
+    runtime.plan = dataclasses.replace(plan, units=tuple(units))

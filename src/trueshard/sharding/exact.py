@@ -1,0 +1,312 @@
+"""Gradients of the same bits at any number of ranks: ``shard(exact=True)``.
+
+- A microbatch is computed alike on any rank. What differs is the order in which gradients are added: over microbatches,
+  over ranks, in the collective. So each microbatch's gradient is rounded to a grid, of steps of 2**-40 or of another
+  power that the user chose for a parameter, by a hook on the gathered parameter, and FSDP2 itself adds and reduces in
+  float64, where such sums are exact (``optim/exact.py``). What it reduces is multiplied by one factor and rounded to
+  the stored dtype, once.
+- The grid is that of the finished gradient: where ranks are averaged, what each adds is rounded to so much more.
+- One microbatch on one rank is no sum: nothing is rounded, and the gradient is plain PyTorch's.
+- ``token_mean`` divides by the number of targets here, after the sum: a division before it would round differently for
+  each number of ranks.
+- That all sums were exact is checked at the end of the backward that reduces. Nothing wraps: what is too large would
+  be an ordinary sum.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import math
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from trueshard import _torch
+from trueshard._torch import ShardedModule
+from trueshard.distributed import all_reduce, device_of, is_simulated
+from trueshard.model import names
+from trueshard.optim.exact import DIGITS, Members, below, largest_of, to_grid
+from trueshard.plans import EXPONENTS, Plan
+from trueshard.text import logger, nearest
+
+if TYPE_CHECKING:
+    from trueshard.sharding.replicated import WholeParameter
+
+EXPONENT = -40
+"""Of the grid's step, for the finished gradient, where no other is asked for: 9.1e-13. What the largest elements of all
+microbatches of a step may add up to is 2**53 steps, here 8192."""
+MANTISSA = 24
+"""Bits of float32."""
+KEPT = 16
+"""Bits of a gradient's largest element that the grid is to keep; fewer are told of."""
+SHOWN = 3
+"""Parameters that a message names."""
+
+
+def check_globs(root: nn.Module, plan: Plan) -> None:
+    """Raise ValueError for a glob of ``exact`` that matches no parameter."""
+    if not isinstance(plan.exact, Mapping) or plan.pipeline:  # a stage has some of the parameters, and is refused
+        return
+    known = [name for name, *_ in names.named_tensors(root, "parameters")]
+    for glob in plan.exact:
+        if not any(fnmatch.fnmatchcase(name, glob) for name in known):
+            shown = ", ".join(map(repr, known[:8]))
+            raise ValueError(f"exact: {glob!r} matches no parameter.{nearest(glob, known)} Parameters: {shown}")
+
+
+def refuse(root: nn.Module, plan: Plan) -> None:
+    """Raise ValueError if gradients of this model or plan cannot be exact sums; names what does not fit."""
+    if not plan.exact:
+        return
+    for axis in ("tensor", "context", "experts"):
+        if (size := getattr(plan, axis)) > 1:
+            raise ValueError(
+                f"exact=True does not go with {axis}={size}, whose ranks add up inside of forward and backward, in an "
+                f"order that follows from their number; leave out {axis}"
+            )
+    if plan.pipeline:
+        raise ValueError("exact=True does not go with a pipeline: its schedule adds up microbatches itself")
+    if plan.mixed_precision is not None and plan.mixed_precision.compute == "float16":
+        raise ValueError(
+            "exact=True does not go with float16: gradients of a scaled loss leave the range of exact sums; compute in "
+            "bfloat16"
+        )
+    for name, parameter in root.named_parameters():
+        if parameter.requires_grad and (parameter.is_complex() or parameter.dtype == torch.float16):
+            raise ValueError(f"exact=True: {name!r} is {parameter.dtype}, of which there are no exact sums; convert it")
+    for name, module in root.named_modules():
+        if isinstance(module, _torch.BatchNorm) and module.training and module.track_running_stats:
+            raise ValueError(
+                f"exact=True: {name!r} keeps statistics of what a rank has seen, which follow from the number of "
+                "ranks; replace it (GroupNorm), or freeze it with eval()"
+            )
+
+
+def kernels(mesh: DeviceMesh) -> list[tuple[str, Any]]:
+    """Return what kernels' bits follow from besides their inputs, by what it is called: the same on all ranks."""
+    if mesh.device_type == "cpu":
+        return [("number of threads (torch.set_num_threads)", torch.get_num_threads())]
+    if not torch.are_deterministic_algorithms_enabled() and not is_simulated(mesh):
+        warnings.warn(
+            "exact=True: operations whose bits change from call to call are allowed; call "
+            "torch.use_deterministic_algorithms(True), so that they raise instead",
+            stacklevel=5,
+        )
+    device = torch.get_device_module(mesh.device_type)
+    return [("device", device.get_device_name() if hasattr(device, "get_device_name") else mesh.device_type)]
+
+
+def refuse_fused(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ValueError if the kernel of an optimizer on a CPU rounds by the place of an element in memory."""
+    for optimizer in optimizers:
+        if any(group.get("fused") for group in optimizer.param_groups):
+            raise ValueError(
+                f"exact=True: {type(optimizer).__name__} has fused=True, and the fused kernels of the CPU round the "
+                "last elements of a tensor otherwise than the rest; give it foreach=True"
+            )
+
+
+class ExactSums:
+    """What one sharded model needs to add up gradients exactly."""
+
+    def __init__(self, mesh: DeviceMesh, asked: bool | Mapping[str, int] = True) -> None:
+        self.mesh = mesh
+        self.coarse: list[str] = []
+        """What lost digits in the first step that was rounded, in sentences."""
+        self._globs = asked if isinstance(asked, Mapping) else {}
+        self._exponents: dict[str, int] = {}
+        """Name → exponent of the grid's step; a tie for each of its names."""
+        self._members = Members()
+        self._hooked: Any = WeakTensorKeyDictionary()
+        """Leaves that have the hook."""
+        self._largest: dict[str, torch.Tensor] = {}
+        """Name → sum over microbatches of the largest element of this rank's gradient, in units of the grid: 0-dim."""
+        self._peaks: dict[str, torch.Tensor] | None = {}
+        """Name → the largest element itself, in the first step that is rounded; None afterwards."""
+        self._rounds = True
+        self._reductions: dict[str, int] = {}
+        """Unit → how often FSDP2 has reduced its gradients in this backward."""
+        self.factor = 1.0 / mesh.size()
+        """By which the next sum over microbatches and ranks is multiplied."""
+
+    def install(self, units: Iterable[tuple[str, ShardedModule]]) -> None:
+        """Let FSDP2 add, and multiply the sum of each named unit once."""
+        for name, module in units:
+            module.set_gradient_divide_factor(1.0)
+            module.set_all_reduce_hook(functools.partial(self._unit_reduced, name))
+
+    def name(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take the names of sharded and whole parameters: for grids, messages and the order of what ranks exchange.
+
+        A tie goes by the first of its names, and has the grid of the first glob that matches any of them.
+        """
+        names_of: dict[int, list[str]] = {}
+        for name, parameter in parameters:
+            names_of.setdefault(id(parameter), []).append(name)
+        for key, called in names_of.items():
+            self._members.names[key] = called[0]
+            hits = (e for glob, e in self._globs.items() if any(fnmatch.fnmatchcase(name, glob) for name in called))
+            exponent = next(hits, EXPONENT)
+            for name in called:  # FSDP2 tells one name of a tie later
+                self._exponents.setdefault(name, exponent)
+
+    def knows(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """True if all ``parameters`` were named; an assigned state dict brings new ones."""
+        return all(id(parameter) in self._members.names for parameter in parameters)
+
+    def quantum(self, name: str) -> float:
+        """Return the step of the grid to which one microbatch's gradient of a parameter is rounded."""
+        return math.ldexp(1.0, self._exponents[name]) / below(self.factor)
+
+    def refuse_earlier(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raise RuntimeError if an earlier backward has reduced gradients that this one would be added to. Collective
+        where some are there.
+        """
+        found = [_torch.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if not found:
+            return
+        kept = torch.stack([grad.any() for grad in found]).any().to(device_of(self.mesh), torch.uint8)
+        if all_reduce(kept, self.mesh, dist.ReduceOp.MAX):
+            raise RuntimeError(
+                "exact=True: gradients of an earlier backward are there already, and reduced ones do not add up "
+                "exactly; run all backwards of a step but the last one inside accumulate(model, last=False)"
+            )
+
+    def begin(self, leaves: Iterable[tuple[torch.Tensor, torch.Tensor]], *, is_sum: bool) -> None:
+        """Begin a backward; ``leaves``: (parameter, its leaf in the graph); ``is_sum``: of more than one."""
+        self._rounds, self._reductions = is_sum, {}
+        weak = weakref.ref(self)
+        for parameter, leaf in leaves:
+            if leaf.requires_grad and leaf not in self._hooked:
+                self._hooked[leaf] = True
+                leaf.register_hook(_rounded(weak, self._members.names[id(parameter)]))
+
+    def round(self, name: str, grad: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient of one microbatch on the grid; None: as it is."""
+        if not self._rounds or grad.requires_grad or not grad.is_floating_point():
+            return None
+        quantum = self.quantum(name)
+        with torch.no_grad():
+            peak = largest_of(_torch.local(grad)).double() / quantum
+            earlier = self._largest.get(name)
+            self._largest[name] = peak if earlier is None else earlier + peak
+            if self._peaks is not None:
+                self._peaks[name] = torch.maximum(self._peaks.get(name, peak), peak)
+            return to_grid(grad, quantum)
+
+    def divide_by(self, total: int) -> float:
+        """Make the sum that is reduced next a mean over ``total`` terms.
+
+        Returns the power of two by which its losses are to be divided before.
+        """
+        power = 2.0 ** (total - 1).bit_length()
+        self.factor = power / total
+        return power
+
+    def _unit_reduced(self, name: str, reduced: torch.Tensor) -> None:
+        self._reductions[name] = self._reductions.get(name, 0) + 1
+        self.scale(reduced)
+
+    def scale(self, reduced: torch.Tensor) -> None:
+        """Multiply what FSDP2 has added up, in place."""
+        if self.factor != 1.0:
+            reduced.mul_(self.factor)
+
+    def end(self) -> None:
+        """End a backward that reduced: check the sums. Collective.
+
+        Raises OverflowError, on every rank, if a sum may not have been exact; names the parameter. RuntimeError if a
+        unit was reduced in parts, which FSDP2 rounds before it adds them.
+        """
+        if twice := [name for name, count in self._reductions.items() if count > 1]:
+            raise RuntimeError(
+                f"exact=True: unit {twice[0] or '(root)'!r} ran several times before this backward, so what had been "
+                "accumulated was reduced apart from what came last, and those do not add up exactly: call backward() "
+                "after each forward; for a module that the model itself calls again, choose larger units"
+            )
+        self.factor, found = 1.0 / self.mesh.size(), self._largest
+        self._largest = {}
+        if not self._rounds:
+            return
+        peaks, self._peaks = self._peaks, None
+        if is_simulated(self.mesh):
+            return
+        called = sorted(set(self._members.names.values()))
+        sums = all_reduce(self._in_order(called, found), self.mesh)
+        # What is not finite is the loss's or the gradient's own matter.
+        if (over := (sums > 2.0**DIGITS) & sums.isfinite()).any():
+            self._refuse(called, sums, over)
+        if peaks is not None:
+            most = all_reduce(self._in_order(called, peaks), self.mesh, dist.ReduceOp.MAX).tolist()
+            self._tell_of_coarse(dict(zip(called, most, strict=True)))
+
+    def _in_order(self, called: Sequence[str], found: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        zero = torch.zeros((), dtype=torch.float64, device=device_of(self.mesh))
+        return torch.stack([found.get(name, zero).to(zero) for name in called])
+
+    def _refuse(self, called: Sequence[str], sums: torch.Tensor, over: torch.Tensor) -> None:
+        worst = int(torch.where(over, sums, torch.zeros_like(sums)).argmax())
+        name, steps = called[worst], float(sums[worst])
+        exponent = self._exponents[name]
+        wider = exponent + math.frexp(steps)[1] - DIGITS
+        remedy = (
+            f"give it the exponent {wider} or more, such as exact={{{name!r}: {wider}}}, " if wider in EXPONENTS else ""
+        )
+        raise OverflowError(
+            f"exact: the largest gradients of {name!r} in the microbatches of this step add up to "
+            f"{math.ldexp(steps, exponent):.3g}, and sums on its grid of 2**{exponent} are exact up to "
+            f"{math.ldexp(1.0, exponent + DIGITS):g}: {remedy}use a mean for the loss (token_mean), or divide it by a "
+            "power of two; or train without exact"
+        )
+
+    def _tell_of_coarse(self, peaks: Mapping[str, float]) -> None:
+        """Log on rank 0 which gradients the grid takes digits from; ``peaks``: largest elements in steps of the grid.
+
+        Of float32's 24 bits, those of the largest element that are worth less than a step are lost. That element is of
+        one microbatch, so it is the same at any number of ranks.
+        """
+        found = {}
+        for name, peak in peaks.items():
+            if 0 < peak < 2.0**KEPT:
+                found[name] = max(self._exponents[name] + math.frexp(peak)[1] - MANTISSA, EXPONENTS[0])
+        if not found:
+            return
+        shown = ", ".join(f"{name!r}: {exponent}" for name, exponent in list(found.items())[:SHOWN])
+        more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
+        self.coarse.append(
+            f"Gradients are so small that exact sums keep fewer than {KEPT} of the {MANTISSA} bits of their largest "
+            f"elements; exponents that keep all: exact={{{shown}}}{more}."
+        )
+        if self.mesh.get_rank() == 0:
+            logger.warning("%s", self.coarse[-1])
+
+    def forget(self) -> None:
+        """Drop the record of a backward that was cut short; losses may have been divided already for what follows."""
+        self._largest = {}
+        self._peaks = None if self._peaks is None else {}
+
+
+def _rounded(weak: weakref.ref[ExactSums], name: str) -> Any:
+    def hook(grad: torch.Tensor) -> torch.Tensor | None:
+        sums = weak()
+        return None if sums is None else sums.round(name, grad)
+
+    return hook
+
+
+@torch.no_grad()
+def set_apart(parameters: Iterable[WholeParameter]) -> None:
+    """After a backward that did not reduce, add the gradients of whole parameters to sums in float64."""
+    for whole in parameters:
+        if whole.leaf.grad is not None:
+            added = whole.leaf.grad.double()
+            whole.summed = added if whole.summed is None else whole.summed.add_(added)
+            whole.leaf.grad = None

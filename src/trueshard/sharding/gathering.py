@@ -1,0 +1,229 @@
+"""An unsharded copy of a sharded model, for evaluation, generation and export.
+
+- Values are gathered unit by unit, with one collective each, in the dtype in which the unit computes. So the peak of
+  memory is the copy and one unit.
+- The copy is made of the modules as they were before sharding: adapters stay in their place, ties are ties. FSDP2 casts
+  what goes into a unit and what comes out; hooks of the copy do the same, so it computes the same bits.
+- It is no part of the sharded model: a rank may call it alone, in any order, and training goes on as without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from trueshard import _torch
+from trueshard._torch import ShardedModule
+from trueshard.distributed import device_of
+from trueshard.model import names
+from trueshard.sharding import methods
+from trueshard.sharding.apply import copy_modules
+from trueshard.sharding.engine import sharded
+from trueshard.sharding.hooks import Runtime
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_OWN = frozenset(nn.Module().__dict__)
+"""Attributes that every module has."""
+
+
+@contextlib.contextmanager
+def gathered(model: Model) -> Iterator[Model]:
+    """Give an unsharded copy of a sharded model, to evaluate, to generate with, or to export. Collective.
+
+    The copy has the values of now, in the dtype in which the model computes, whole on every rank: an ordinary module in
+    evaluation mode, whose parameters require no gradient. In float32 and under mixed precision it computes what the
+    sharded model computes under ``torch.no_grad()``, bit for bit, but for matrix products of inputs that are not
+    contiguous, which torch folds by whether the weight requires a gradient. Adapters stay adapters. It is not compiled.
+    Inside, no call of the copy is collective. At the end its memory is freed; the sharded model is not changed.
+
+    Args:
+        model: a sharded model. Every rank needs memory for all of it in its compute dtype, and for one unit more.
+
+    Raises:
+        ValueError: the model is not sharded, or has no values yet.
+        RuntimeError: a module cannot be copied; the message names it.
+    """
+    copied = GatheredCopy(model)
+    try:
+        yield copied.module
+    finally:
+        copied.close()
+
+
+class GatheredCopy:
+    """The copy that ``gathered`` gives, kept: ``update`` gathers later values into the same memory.
+
+    ``model``, what is raised, and which ranks call: as for ``gathered``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._runtime: Runtime | None = sharded(model)
+        runtime, root = self._runtime, self._runtime.root
+        if any(parameter.is_meta for parameter in root.parameters()):
+            raise ValueError("the model is on the meta device and has no values to gather: load or initialise it first")
+        compute, device = runtime.compute_dtype, device_of(runtime.mesh)
+
+        def made(parameter: torch.Tensor) -> nn.Parameter:
+            dtype = compute if compute is not None and parameter.is_floating_point() else parameter.dtype
+            return nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
+
+        with torch.inference_mode(False):
+            self.module: Any = copy_modules(runtime, root, made, {}).eval()
+        """The copy; it is the same object after ``update``."""
+        originals, copies = (dict(names.named_modules(each)) for each in (root, self.module))
+        self._twins = {originals[name]: twin for name, twin in copies.items()}
+        self._settings = {module: copy.deepcopy(_settings(module)) for module in self._twins}
+        self._cast_as_units_do(copies)
+        self.update()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Gather the present values, and take over settings that changed, as of adapters on or off. Collective.
+
+        Raises:
+            RuntimeError: the copy is closed, or the model was given modules or parameters since it was made.
+        """
+        runtime = self._runtime
+        if runtime is None:
+            raise RuntimeError("this copy of the model is closed; make another")
+        for unit in gather_each(runtime, runtime.units):
+            for (module, attribute), *_ in _torch.places_in_unit(unit):
+                whole = _torch.own_parameters(module)[attribute]
+                assert whole is not None
+                self._twin_of(module, attribute).copy_(whole)
+        for each in runtime.replicated:
+            self._twin_of(*each.places[0]).copy_(each.gathered())
+        for module, twin in self._twins.items():
+            self._follow(module, twin)
+
+    def close(self) -> None:
+        """Free the memory of the copy, also while somebody holds it."""
+        self._runtime, self._twins, self._settings = None, {}, {}
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            tensor.data = tensor.new_empty(0)
+
+    def _twin_of(self, module: nn.Module, attribute: str) -> torch.Tensor:
+        twin = self._twins.get(module)
+        found = None if twin is None else _torch.own_parameters(twin).get(attribute)
+        if found is None:
+            raise RuntimeError(
+                f"the model was given {attribute!r} of a {type(module).__name__} after its gathered copy was made: "
+                "make another copy"
+            )
+        return found
+
+    def _follow(self, module: nn.Module, twin: nn.Module) -> None:
+        """Copy buffers, and settings that changed."""
+        buffers = _torch.own_buffers(twin)
+        for name, new in _torch.own_buffers(module).items():
+            old = buffers.get(name)
+            if new is None or old is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+                buffers[name] = None if new is None else new.detach().clone()
+            else:
+                old.copy_(new)
+        now, before = _settings(module), self._settings[module]
+        changed = {key: value for key, value in now.items() if key not in before or before[key] != value}
+        if changed:
+            twin.__dict__.update(copy.deepcopy(changed))
+            before.update(copy.deepcopy(changed))
+
+    def _cast_as_units_do(self, copies: dict[str, nn.Module]) -> None:
+        """Cast what goes into and out of the modules of a unit, as FSDP2 does."""
+        assert self._runtime is not None
+        mixed = self._runtime.plan.mixed_precision
+        if mixed is None:
+            return
+        inputs = getattr(torch, mixed.compute) if mixed.compute and mixed.cast_inputs else None
+        output = getattr(torch, mixed.output) if mixed.output else None
+        for unit in self._runtime.plan.units:
+            if unit.kind == "experts":
+                continue
+            for module in (copies[name] for name in unit.modules):
+                casts = _Casts(inputs, output)
+                module.register_forward_pre_hook(casts.enter, prepend=True, with_kwargs=True)
+                module.register_forward_hook(casts.leave, always_call=True)
+                if unit.kind in ("root", "block") and len(unit.modules) == 1:
+                    for method in methods.methods_that_compute(module):
+                        module.__dict__[method] = casts.around(getattr(module, method))
+
+
+class _Casts:
+    """The casts of one unit: floating-point inputs and outputs of its forward, and of methods called outside it."""
+
+    def __init__(self, inputs: torch.dtype | None, output: torch.dtype | None) -> None:
+        self.inputs, self.output = inputs, output
+        self.depth = 0
+        """Forwards of the module that run."""
+
+    def enter(self, _: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.depth += 1
+        return _cast(args, self.inputs), _cast(kwargs, self.inputs)
+
+    def leave(self, _: Any, args: Any, output: Any) -> Any:
+        self.depth = max(0, self.depth - 1)
+        return _cast(output, self.output)
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function``, which outside the forward casts as the forward does."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.depth:
+                return function(*args, **kwargs)
+            args, kwargs = self.enter(None, args, kwargs)
+            output = None
+            try:
+                output = function(*args, **kwargs)
+            finally:
+                output = self.leave(None, args, output)
+            return output
+
+        return call
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    return value if dtype is None else _torch.cast_floating(value, dtype)
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of ``module`` that are numbers, text, or collections of them."""
+    return {key: value for key, value in module.__dict__.items() if key not in _OWN and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (dict, list, tuple, set)):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def gather_each(runtime: Runtime, units: Iterable[ShardedModule]) -> Iterator[ShardedModule]:
+    """Gather one unit after the other, with one collective each; free it when the iterator goes on or is closed.
+
+    What the forward of a pass left gathered for its backward stays so.
+    """
+    settle(runtime)
+    before = runtime.gathered()
+    for unit in units:
+        with torch.no_grad(), torch.inference_mode(False):
+            unit.unshard()
+        try:
+            yield unit
+        finally:
+            if unit not in before:
+                unit.reshard()
+
+
+def settle(runtime: Runtime) -> None:
+    """Do what comes before a pass: follow what was assigned and written, free what is outdated."""
+    with torch.no_grad(), torch.inference_mode(False):
+        try:
+            runtime.begin()
+        finally:
+            runtime.leave()

@@ -1,0 +1,126 @@
+"""`trueshard train` from its configuration to its exit code: as the launcher of workers, or as one of them.
+
+- Started by hand, it is the launcher: it checks the run, starts the same command once a rank, and restarts the ranks
+  where that can help: after a lost rank, up to `run.restarts` times; after memory ran out, as often as there is a
+  remedy. Each time the workers resume from the newest checkpoint. A wrong input and a stop are final.
+- Started by `torchrun` or `srun`, it is a worker at once. `torchrun --max-restarts`: see `World.ends_agent`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from trueshard.errors import UserError
+from trueshard.launching import FAILED, STOPPED, USER_ERROR, Ended, how, python_command, run_ranks
+from trueshard.train.config import Config
+from trueshard.train.run import checks, resuming
+from trueshard.train.run.worker import OUT_OF_MEMORY, RUN_ID, launcher_of, work
+
+if TYPE_CHECKING:
+    from trueshard.train.run.replay import Replayed
+
+STOP_GRACE = 600
+"""Seconds the workers have to save after a stop was asked for."""
+
+
+def start(
+    config: Config,
+    command: Sequence[str],
+    *,
+    nproc: int | None = None,
+    cpu_processes: int = 1,
+    override: bool = False,
+    profile: bool = False,
+    replayed: Replayed | None = None,
+) -> int:
+    """Train, or replay a step; return the exit code, with which a worker's process ends. Raises `UserError`.
+
+    ``command`` is the command line with which workers are started.
+    """
+    launcher = launcher_of(os.environ)
+    if launcher is not None:
+        if nproc is not None:
+            raise UserError(f"--nproc {nproc}: {launcher} has already started the processes; leave --nproc out")
+        work(config, override=override, profile=profile, replayed=replayed)
+    nproc = checks.default_nproc(cpu_processes) if nproc is None else nproc
+    checks.check_nproc(nproc)
+    with checks.held(config.run.folder):
+        ready = checks.check(checks.located(resuming.tightened(config, nproc)), nproc, override=override)
+    checks.tell_changes(ready)
+    if replayed is None and checks.tell_if_complete(config.run.folder, ready, aloud=True):
+        return 0
+    try:
+        code = _supervise(config, ready, command, nproc)
+    except KeyboardInterrupt:
+        code = STOPPED
+    if replayed is None and code == STOPPED and not checks.checkpoints_of(config).steps():
+        print("Stopped before the first checkpoint; the same command begins again.")
+    return code
+
+
+def _supervise(config: Config, ready: checks.Ready, command: Sequence[str], nproc: int) -> int:
+    """Start the workers until they are done or starting them again would not help; return the exit code."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    restarts = 0
+    while True:
+        ended = _launch(command, nproc)
+        codes = ended.codes.values()
+        if ended.signal is not None:
+            return STOPPED
+        final = next((code for code in (USER_ERROR, OUT_OF_MEMORY, STOPPED) if code in codes), FAILED if codes else 0)
+        if final == OUT_OF_MEMORY:
+            from trueshard.train.run.out_of_memory import find_remedy
+
+            remedy = find_remedy(resuming.tightened(config, nproc), ready.architecture, nproc, nproc, device)
+            if remedy is not None:
+                _say(remedy.message)
+            if remedy is None or remedy.settings is None:
+                return FAILED
+            continue
+        if final != FAILED:
+            return final
+        why = _killed(ended)
+        if restarts == config.run.restarts:
+            if why:
+                _say(why)
+            return FAILED
+        restarts += 1
+        count = f"{restarts} of {config.run.restarts}"
+        _say(f"{why or 'a rank failed'}; starting again from the newest checkpoint ({count})")
+
+
+def _launch(arguments: Sequence[str], nproc: int) -> Ended:
+    """Run the command line `arguments` once as `nproc` workers, which meet at a store of this process."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": RUN_ID + uuid.uuid4().hex,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    command = python_command("from trueshard.cli import main; sys.exit(main())", *arguments)
+    return run_ranks(command, nproc, environment=environment, grace=STOP_GRACE)
+
+
+def _killed(ended: Ended) -> str:
+    """Say which ranks were ended by a signal, and so could not say it themselves."""
+    return "; ".join(
+        f"rank {rank} {how(code)}" + (" (the machine may have run out of memory)" if code == -signal.SIGKILL else "")
+        for rank, code in ended.codes.items()
+        if code < 0
+    )
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        print(f"trueshard: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,328 @@
+"""One rank's training: its parts, what it resumes, its steps, and what it leaves and says afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import trueshard
+from trueshard import _torch
+from trueshard.checkpoint.state import seed_all
+from trueshard.distributed import device_of, replicated_mesh
+from trueshard.errors import UserError, one_line, written_to
+from trueshard.launching import STOPPED
+from trueshard.model import names
+from trueshard.sharding.engine import sharded
+from trueshard.train.config import Config, ShardSection
+from trueshard.train.data.loader import EvaluationLoader, Loader
+from trueshard.train.data.prepared import NOUNS, Prepared
+from trueshard.train.losses import CausalLoss, Loss, PreferenceLoss, logits_of
+from trueshard.train.metrics import metrics, report
+from trueshard.train.metrics.picture import draw_result
+from trueshard.train.models.build import build, fill, plain_settings, reference
+from trueshard.train.optimizer import build_optimizer, build_schedule
+from trueshard.train.run import resuming
+from trueshard.train.run.callbacks import ReplicaWatch, StateHashes
+from trueshard.train.run.checks import Ready, checkpoints_of
+from trueshard.train.trainer import Callback, NonFiniteLoss, Trainer, over_ranks
+
+PROFILED = (3, 5)
+"""First and last step that `--profile` records: caches and allocators are warm by then."""
+DOCUMENT = 16
+"""Tokens of each of the two documents by which packing is tested."""
+
+
+def train(
+    config: Config,
+    ready: Ready,
+    device: torch.device,
+    wants_stop: Callable[[], bool],
+    *,
+    profile: bool = False,
+    override: bool = False,
+) -> int:
+    """Train from the run's newest checkpoint, or from the start, to the last step; return the exit code. Collective."""
+    trainer, plan = build_trainer(config, ready, wants_stop, device=device, profile=profile)
+    is_first = trainer.rank == 0
+    if is_first:
+        ranks = f"{trainer.ranks} {device.type} rank{'s' if trainer.ranks > 1 else ''}"
+        every = list(trainer.model.parameters())
+        count = sum(parameter.numel() for parameter in every)
+        trained = sum(parameter.numel() for parameter in every if parameter.requires_grad)
+        size = f"{count:,} parameters" + (f" ({trained:,} trained)" if trained != count else "")
+        print(plan)
+        print(f"{size} on {ranks}, {_described(ready.data, config.data.format)}", flush=True)
+    resume(config, ready.data, trainer, override)
+    if is_first:  # only now: a run that cannot resume must not change what the next start compares with
+        resuming.write_settings(config, plain_settings(ready.architecture), trainer.step)
+        if device.type == "cpu":  # elsewhere it was written with its forecast
+            from trueshard.train.run import forecast  # the planner
+
+            forecast.write(config.run.folder, plan)
+    try:
+        with written_to(config.run.folder):
+            complete = trainer.fit()
+    except NonFiniteLoss as error:
+        raise UserError(f"{error}. Lower optimizer.lr, or set train.skip_nonfinite to leave such steps out") from error
+    is_stopped = not complete and trainer.stopped == "asked to"
+    if not is_stopped:
+        finish(config, ready.data, trainer)
+    elif is_first:
+        saved = checkpoints_of(config).path(trainer.step)
+        print(f"Stopped after step {trainer.step}; saved in {saved}. The same command resumes.", flush=True)
+    dist.barrier()
+    return STOPPED if is_stopped else 0
+
+
+def resume(config: Config, data: Prepared, trainer: Trainer, override: bool) -> None:
+    """Load the newest checkpoint in place; raise `UserError` if it is damaged, or of other data."""
+    path = checkpoints_of(config).latest()
+    if path is None:
+        return
+    try:
+        found = trainer.resume()
+    except (ValueError, KeyError, OSError) as error:
+        detail = " ".join(str(error).partition(" strict=False")[0].split())
+        remedy = "it is whole: set the configuration back to what it was made with, or choose another run.dir"
+        try:
+            trueshard.check(path)
+        except (ValueError, OSError):
+            remedy = "delete it to go on from the one before it"
+        raise UserError(f"{path} does not load: {detail}; {remedy}") from error
+    assert found is not None
+    if found["data"]["crc32"] != data.summary.crc32 and not override:
+        raise UserError(
+            f"data.path: what {data.folder} holds is not what {path} was trained on; put it back as it was, "
+            "choose another run.dir, or go on all the same with --override"
+        )
+    if trainer.rank == 0:
+        print(f"Resumed after step {trainer.step} from {path}", flush=True)
+
+
+def finish(config: Config, data: Prepared, trainer: Trainer) -> None:
+    """Sample, draw the loss, and list the files of the run. All ranks sample; rank 0 does the rest."""
+    folder, is_text = config.run.folder, config.data.format == "text"
+    continuation = sample(config, trainer, data.tokenizer) if config.sample.tokens and is_text else None
+    if trainer.rank != 0:
+        return
+    records = metrics.read_metrics(folder / "metrics.jsonl")
+    entropy = data.summary.unigram_entropy if is_text else None
+    draw_result(records, entropy, folder)
+    unit = getattr(trainer.loss, "unit", "token")
+    print(f"\n{report.final_line(records, entropy, unit)}")
+    if trainer.stopped:
+        print(f"Ended after step {trainer.step}: {trainer.stopped}")
+    if continuation is not None:
+        (folder / "sample.txt").write_text(continuation, encoding="utf-8")
+        print(f"\nA sampled continuation:\n\n{continuation}")
+    saved = checkpoints_of(config)
+    kept = [saved.path(step) for step in saved.steps()]
+    print(f"\nFiles made:\n{report.file_list(folder, kept, saved.best())}", flush=True)
+
+
+@torch.no_grad()
+def sample(config: Config, trainer: Trainer, tokenizer: Any) -> str:
+    """Return `sample.prompt` and `sample.tokens` sampled tokens after it. Collective.
+
+    Every rank runs the forward on the same tokens; rank 0 chooses the next one and sends it to the others, so that they
+    cannot drift apart. Each token is a whole forward pass: it works for every architecture.
+    """
+    section, model, device = config.sample, trainer.model, trainer.device
+    prompt = tokenizer(section.prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
+    tokens = torch.tensor([prompt], dtype=torch.int64, device=device)  # (1, length)
+    generator = torch.Generator().manual_seed(config.train.seed)
+    training = model.training
+    model.eval()
+    for _ in range(section.tokens):
+        context = tokens[:, -config.train.sequence_length :]
+        output = model(input_ids=context, use_cache=False)
+        logits = output.logits[0, -1, : len(tokenizer)].float().cpu()  # (vocabulary,)
+        if section.temperature == 0:
+            chosen = logits.argmax(keepdim=True)  # (1,)
+        else:
+            chosen = torch.multinomial(torch.softmax(logits / section.temperature, dim=0), 1, generator=generator)
+        chosen = chosen.to(device)
+        dist.broadcast(chosen, src=0)
+        tokens = torch.cat([tokens, chosen[None]], dim=1)
+    model.train(training)
+    return str(tokenizer.decode(tokens[0].tolist(), skip_special_tokens=True))
+
+
+def _described(data: Prepared, form: str) -> str:
+    summary = data.summary
+    if summary.documents is None:
+        return f"a stream of {NOUNS[form]}"
+    tokens = "" if summary.tokens is None else f"{summary.tokens:,} tokens of text in "
+    return f"{tokens}{summary.documents:,} {'documents' if form == 'text' else NOUNS[form]}"
+
+
+# The parts of a run
+
+
+def build_trainer(
+    config: Config, ready: Ready, wants_stop: Callable[[], bool], *, device: torch.device, profile: bool = False
+) -> tuple[Trainer, trueshard.Plan]:
+    """Build, shard and fill the model, and put the loop around it. Collective; raises `UserError` on every rank."""
+    train, settings, data, steps = config.train, ready.architecture, ready.data, ready.steps
+    model = build(config, settings)
+    optimizer = build_optimizer(config.optimizer, model.named_parameters())
+    seed_all(train.seed)  # which an optimizer draws from, if it does, and sums are exact
+    plan = shard(config.shard, model, optimizer)
+    fill(config, model)
+    seed = (train.seed + 1 + dist.get_rank()) % 2**63  # dropout draws from it: different on each rank
+    seed_all(seed)
+    reporters = _reporters(config, model, device, ready.memory_planned)
+    loader: Any
+    evaluation: Any
+    loss: Loss
+    if config.rl is None:
+        loss = choose_loss(config, settings, model)
+        loader, evaluation = _loaders(config, data, model, device)
+    else:
+        from trueshard.train.rl import run
+
+        parts = run.parts_of(config, settings, model, data)
+        loader, evaluation, loss = parts.rollouts, parts.evaluation, parts.loss
+        reporters = run.with_samples(parts, config, reporters)
+    reporters = _watches(config) + reporters
+    profiles = [metrics.Profile(config.run.folder / "profile", *PROFILED)] if profile else []
+    trainer = Trainer(
+        model,
+        optimizer,
+        loader,
+        loss=loss,
+        steps=steps,
+        accumulate=train.accumulation(sharded(model).axes.reader[1]),
+        seed=train.seed if train.exact else None,
+        scheduler=build_schedule(config.schedule, optimizer, steps),
+        scaler=torch.amp.GradScaler(device.type) if config.shard.mixed_precision == "fp16" else None,
+        max_grad_norm=train.max_grad_norm,
+        evaluation=evaluation,
+        evaluate_every=config.evaluation.every if config.evaluation else None,
+        patience=config.evaluation.patience if config.evaluation else None,
+        checkpoints=checkpoints_of(config),
+        checkpoint_every=train.checkpoint_every,
+        skip_nonfinite=train.skip_nonfinite,
+        callbacks=[*reporters, *profiles],
+        wants_stop=wants_stop,
+        saved={"tokenizer": data.tokenizer, "data": {"crc32": data.summary.crc32}},
+    )
+    return trainer, plan
+
+
+def shard(section: ShardSection, model: nn.Module, *optimizers: torch.optim.Optimizer) -> trueshard.Plan:
+    """Call `trueshard.shard()` with the words of `[shard]`. Collective. Raise `UserError` for what it refuses."""
+    mesh = None
+    try:
+        section.readers(dist.get_world_size() if dist.is_initialized() else 1)
+        if section.replicate > 1:
+            mesh = replicated_mesh(section.replicate, section.choices().axes())
+        return trueshard.shard(model, *optimizers, mesh=mesh, **vars(section.choices()))
+    except (ValueError, trueshard.NothingFits) as error:
+        raise UserError(f"[shard]: {one_line(error)}") from error
+
+
+def choose_loss(config: Config, settings: Any, model: nn.Module) -> Loss:
+    """Return the loss of a run, for a sharded model with its values. A reference is sharded alike. Collective."""
+    whole_logits = config.train.whole_logits
+    if config.data.format == "preference":
+        other = reference(config, settings, model)
+        return PreferenceLoss(other, config.preference.beta, config.preference.label_smoothing, whole_logits)
+    if config.data.format == "chat" and config.data.packing:
+        check_apart(model, device_of(sharded(model).mesh))
+    return CausalLoss(whole_logits)
+
+
+def check_apart(model: nn.Module, device: torch.device) -> None:
+    """Raise `UserError`, on every rank, unless a packed document is independent of the one before it. Collective.
+
+    ``position_ids`` restart at 0 with each document, and transformers' attention does not look across these places.
+    Recurrent and convolutional layers do, and some models make masks of their own. So it is tested, in three small
+    forwards without gradients and random numbers: one document is changed, and the output for the next must stay.
+    """
+    root = names.unwrap(model)
+    find = getattr(root, "get_base_model", None)
+    kind, remedy = _torch.own_class(find() if callable(find) else root).__name__, "set data.packing = false"
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            leak, noise = _influences(model, device)
+    except TypeError as error:
+        if "position_ids" not in str(error):
+            raise
+        raise UserError(f"data.packing: {kind} takes no position_ids, so packed documents mix; {remedy}") from error
+    finally:
+        model.train(training)
+    leak, noise = over_ranks([leak, noise], device, dist.ReduceOp.MAX)
+    if leak > 4 * (noise + torch.finfo(torch.float32).eps):
+        raise UserError(f"data.packing: {kind} lets a document in a packed sequence see those before it; {remedy}")
+
+
+def _influences(model: nn.Module, device: torch.device) -> tuple[float, float]:
+    """Return a first document's influence on the logits of the second, and the reverse (noise), of the largest one."""
+    vocabulary = int(names.unwrap(model).get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    positions = torch.arange(DOCUMENT, device=device).repeat(2).unsqueeze(0)
+
+    def logits(first: int, second: int) -> torch.Tensor:
+        steps = torch.arange(1, DOCUMENT + 1, device=device)
+        tokens = torch.cat([steps * first, steps * second]).unsqueeze(0) % vocabulary
+        return logits_of(model, {"input_ids": tokens, "position_ids": positions})[0].float()
+
+    def change(one: torch.Tensor, two: torch.Tensor) -> float:
+        return float((one - two).abs().max() / two.abs().max())
+
+    plain, other_first, other_second = logits(3, 7), logits(5, 7), logits(3, 11)
+    return change(other_first[DOCUMENT:], plain[DOCUMENT:]), change(other_second[:DOCUMENT], plain[:DOCUMENT])
+
+
+def loader_of(config: Config, data: Prepared, **here: Any) -> Loader:
+    """Return the loader of the training data; ``here``: rank, ranks, prefetch and device as ``Loader`` takes them."""
+    train = config.train
+    accumulate = train.accumulation(here.get("ranks", 1))
+    here |= {"batch_size": train.batch_size, "accumulate": accumulate, "seed": train.seed}
+    return Loader(data.train, data.collate, **here)
+
+
+def _loaders(
+    config: Config, data: Prepared, model: nn.Module, device: torch.device
+) -> tuple[Loader, EvaluationLoader | None]:
+    train, (rank, ranks) = config.train, sharded(model).axes.reader
+    here: dict[str, Any] = {"rank": rank, "ranks": ranks, "device": device}
+    loader = loader_of(config, data, prefetch=config.data.prefetch, **here)
+    if config.evaluation is None or data.evaluation is None:
+        return loader, None
+    size = train.microbatch or max(1, train.batch_size // (ranks * train.accumulate))
+    limit = config.evaluation.samples
+    return loader, EvaluationLoader(
+        data.evaluation, data.collate, batch_size=size, limit=limit, whole=bool(train.exact), **here
+    )
+
+
+def _watches(config: Config) -> list[Callback]:
+    """Return the callbacks that compare replicas and hash the state."""
+    found: list[Callback] = []
+    if config.train.watch_replicas is not None:
+        found.append(ReplicaWatch(config.train.watch_replicas))
+    if config.log.hash_every is not None:
+        found.append(StateHashes(config.log.hash_every))
+    return found
+
+
+def _reporters(config: Config, model: nn.Module, device: torch.device, memory_planned: int | None) -> list[Callback]:
+    """Return the callbacks that measure, write and draw each step; later ones read what earlier ones add."""
+    compute = {"bf16": torch.bfloat16, "fp16": torch.float16, None: getattr(torch, config.model.dtype)}
+    peak = metrics.peak_flops(device, compute[config.shard.mixed_precision])
+    countable = peak is not None and config.model.quantize == "none"  # packed weights do not tell how many they are
+    flops = metrics.flops_per_token(model, config.train.sequence_length) if countable else None
+    folder, plain = config.run.folder, config.model_dump(mode="json", by_alias=True)
+    return [
+        metrics.Measures(flops_per_token=flops, peak_flops=peak, memory_planned=memory_planned),
+        metrics.MetricsWriter(folder),
+        report.Display(config.train.log_every),
+        metrics.Tracking(metrics.trackers(config.log.to), plain, folder, config.log.project),
+    ]
