@@ -27,7 +27,7 @@ from benchmarks.published_pending import PENDING
 from benchmarks.published_rows import ROWS, SOURCES, Model, Row, Setting
 from benchmarks.published_traces import on_one_device
 from benchmarks.table import Table, Tell
-from trueshard.choices import Choices
+from trueshard.options import Options
 from trueshard.planner import ledger, pipelining
 from trueshard.planner.forecasting import MICROBATCHES, Cluster, in_precision
 from trueshard.planner.hardware import Hardware, hardware
@@ -238,14 +238,14 @@ def _axes(setting: Setting) -> dict[str, Any]:
     return found
 
 
-def _choices(setting: Setting) -> Choices:
+def _choices(setting: Setting) -> Options:
     block = BLOCKS[setting.model.kind] if setting.model.intermediate else "_Block"
     units = [block, *(["*embed_tokens", "*lm_head"] if setting.split else [])]
     reshard: Any = setting.reshard
     if setting.split:
         reshard = {"*lm_head": "never", "*": "always"}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, setting.reduce))
-    return Choices(
+    return Options(
         units=units if setting.pipe.stages == setting.experts == 1 else "auto",
         reshard_after_forward=reshard,
         mixed_precision=policy,

@@ -16,10 +16,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("sharding",),
     ("parallel",),
     ("optim",),
-    ("choices",),
     ("model",),
     ("distributed", "plans"),
+    ("options",),
     ("_torch",),
-    ("files", "launching", "machine", "text"),
+    ("axes", "files", "launching", "machine", "text"),
     ("errors",),
 )

@@ -20,7 +20,7 @@ from cpu_recorder import CpuRecorder
 from meter import Measured, gloo_lets_go, meter
 from models import CASES
 from traffic import Traffic
-from trueshard.choices import Choices
+from trueshard.options import Options
 from trueshard.planner.inputs.factories import Factory
 from trueshard.planner.simulation.simulate import Simulation, run_step, simulate
 from trueshard.planner.trace import Allocation, Free, Trace
@@ -60,7 +60,7 @@ class Setting:
             rank=self.rank,
             microbatch=self.microbatch,
             accumulation=self.accumulation,
-            choices=Choices(**self.words),
+            choices=Options(**self.words),
             on_cpu=True,
             recorder=CpuRecorder,
         )
@@ -127,7 +127,7 @@ def _steps(setting: Setting) -> Iterator[Callable[[], None]]:
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model = workload.model()
     optimizers = list(workload.optimizers(model))
-    engine.shard(model, optimizers, Choices(**setting.words), mesh)
+    engine.shard(model, optimizers, Options(**setting.words), mesh)
 
     def step() -> None:
         batches = [workload.batch(setting.microbatch, workload.sequence) for _ in range(setting.accumulation)]

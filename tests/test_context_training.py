@@ -105,7 +105,7 @@ def test_the_configuration_has_the_axes() -> None:
     from trueshard.train.config import ShardSection
 
     section = ShardSection(tensor={"ranks": 2, "sequence": True}, context=2, experts=2, replicate=2)
-    choices = section.choices()
+    choices = section.options()
     assert (choices.tensor, choices.context, choices.experts) == ({"ranks": 2, "sequence": True}, 2, 2)
     assert section.readers(16) == 4
     with pytest.raises(ValueError, match=naming("shard.replicate = 2", "shard.tensor = 2", "shard.context = 2", 12, 8)):

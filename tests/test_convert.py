@@ -33,6 +33,7 @@ from trueshard.convert.converting import Converted, convert
 from trueshard.convert.engine import Draft, Wrong, our_default
 from trueshard.convert.tables import FRAMEWORKS, Framework, spelled, table
 from trueshard.errors import UserError
+from trueshard.plans import Plan
 from trueshard.train.config import Config
 from trueshard.train.parse import fields, load_config
 
@@ -500,7 +501,7 @@ def from_degrees(folder: Path, degrees: str, ranks: int | None = 4, **more: Any)
 
 def axes(config: Config) -> tuple[int, bool, int, int]:
     """Ranks along tensor, whether they split the sequence, ranks along context, ranks that share experts."""
-    plan = config.shard.choices().plan()
+    plan = Plan.of(config.shard.options())
     return plan.tensor, plan.sequence, plan.context, plan.experts
 
 

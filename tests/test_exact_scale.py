@@ -17,8 +17,9 @@ import forks
 import trueshard
 from messages import lacking, naming
 from parity import Ranks, assert_same
-from trueshard.choices import Choices
 from trueshard.errors import UserError
+from trueshard.options import Options
+from trueshard.plans import check_options
 from trueshard.sharding import engine
 from trueshard.sharding.hooks import runtime_of
 from trueshard.train.parse import load_config
@@ -122,7 +123,7 @@ def test_a_glob_that_matches_nothing_and_a_wrong_exponent_are_refused_by_name() 
     ]
     for asked, named in every:
         with pytest.raises(ValueError, match=naming(named)):
-            Choices(exact=asked).check()
+            check_options(Options(exact=asked))
     plan = trueshard.Plan(exact={"*": -40, "first.wieght": -60})
     with pytest.raises(ValueError, match=naming("'first.wieght'")) as caught:
         engine.resolve(exactness.whole_ones(), plan, (2,))
@@ -145,9 +146,9 @@ def configured(*overrides: str) -> Any:
 def test_a_configuration_takes_a_table_of_exponents_which_no_resume_may_change() -> None:
     config = configured("train.exact={'*.embed_tokens.weight' = -60, '*' = -40}")
     exponents = {"*.embed_tokens.weight": -60, "*": -40}
-    assert config.shard.choices().exact == exponents
+    assert config.shard.options().exact == exponents
     assert config.identity()["train.exact"] == exponents
-    assert configured("shard.exact={'*' = -60}").shard.choices().exact == {"*": -60}
+    assert configured("shard.exact={'*' = -60}").shard.options().exact == {"*": -60}
     for refused in ("train.exact={}", "train.exact={'*' = -127}", "train.exact=1"):
         with pytest.raises(UserError, match=naming("train.exact")):
             configured(refused)

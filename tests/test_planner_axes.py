@@ -17,7 +17,7 @@ from planning import Setting, own_loss, text, traffic, train
 from resting import all_but
 from test_planner_exact import differences, simulated
 from test_planner_extend import assert_equal, job
-from trueshard.choices import Choices
+from trueshard.options import Options
 from trueshard.planner import ledger
 from trueshard.planner.simulation.fake_values import EQUAL_SHARES
 from trueshard.planner.simulation.repeats import FEWEST
@@ -130,7 +130,7 @@ def test_between_nodes_an_axis_takes_longer() -> None:
 def unbalanced(factor: float) -> tuple[int, int, list[str]]:
     """Bytes that travel to and from experts, FLOPs, and what is said of it, where routers decide."""
     workload = Setting("qwen3 moe, routed").workload()
-    found = simulate(Job(workload, (2,), microbatch=2, choices=Choices(experts=2), imbalance=factor))
+    found = simulate(Job(workload, (2,), microbatch=2, choices=Options(experts=2), imbalance=factor))
     return ledger.received_by_axis(found.steady)["experts"], ledger.flops(found.steady), found.warnings
 
 

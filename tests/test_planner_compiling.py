@@ -15,7 +15,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trueshard.choices import Choices
+from trueshard.options import Options
 from trueshard.planner import ledger
 from trueshard.planner.hardware import hardware
 from trueshard.planner.simulation.compiling import compiled
@@ -205,7 +205,7 @@ WORDS: dict[str, dict[str, Any]] = {
 def simulated(words: str, compile: bool, layers: int = 2) -> Simulation:
     workload = Workload("llama", lambda: LlamaForCausalLM(config(layers)), adamw, ids, loss, 64)
     return simulate(
-        Job(workload, (2,), microbatch=2, choices=Choices(**{**WORDS[words], "compile": compile})), whole=True
+        Job(workload, (2,), microbatch=2, choices=Options(**{**WORDS[words], "compile": compile})), whole=True
     )
 
 
@@ -298,7 +298,7 @@ def test_blocks_that_repeat_are_extended_to_the_whole(words: str) -> None:
         lambda model, batch: model(batch).pow(2).mean(),
         16,
     )
-    job = Job(workload, (2,), microbatch=2, choices=Choices(**{**WORDS[words], "units": "Block", "compile": True}))
+    job = Job(workload, (2,), microbatch=2, choices=Options(**{**WORDS[words], "units": "Block", "compile": True}))
     fewer, whole = simulate(job), simulate(job, whole=True)
     assert fewer.whole_because == ""
     assert fewer.models > 1

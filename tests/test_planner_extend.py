@@ -17,7 +17,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from trueshard.choices import Choices
+from trueshard.options import Options
 from trueshard.planner.inputs.factories import Factory
 from trueshard.planner.simulation.repeats import FEWEST, find_runs, shorten
 from trueshard.planner.simulation.simulate import Simulation, simulate
@@ -128,7 +128,7 @@ def job(model: Callable[[], nn.Module], optimizers: Any = None, ranks: tuple[int
         loss_of,
         SEQUENCE,
     )
-    return Job(workload, ranks, microbatch=2, choices=Choices(**words), **more)
+    return Job(workload, ranks, microbatch=2, choices=Options(**words), **more)
 
 
 def canonical(trace: Trace) -> list[tuple[Any, ...]]:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from resting import all_but
-from trueshard.choices import Choices
+from trueshard.options import Options
 from trueshard.planner import ledger
 from trueshard.planner.hardware import hardware
 from trueshard.planner.simulation.offloading import offloaded
@@ -208,7 +208,7 @@ WORDS: dict[str, dict[str, Any]] = {
 def simulated(words: str, offload: str, ranks: int = 4, blocks: int = 2, whole: bool = True) -> Simulation:
     workload = dataclasses.replace(WORKLOAD, model=lambda: Net(blocks))
     job = Job(
-        workload, (ranks,), microbatch=2, choices=Choices(**{**WORDS[words], "units": "Block", "offload": offload})
+        workload, (ranks,), microbatch=2, choices=Options(**{**WORDS[words], "units": "Block", "offload": offload})
     )
     return simulate(job, whole=whole)
 
@@ -294,7 +294,7 @@ def test_the_host_holds_up_the_next_forward() -> None:
 
 
 def test_a_trace_of_a_cpu_stays_as_it_is() -> None:
-    job = Job(WORKLOAD, (4,), microbatch=2, choices=Choices(units="Block", offload="cpu"), on_cpu=True)
+    job = Job(WORKLOAD, (4,), microbatch=2, choices=Options(units="Block", offload="cpu"), on_cpu=True)
     trace = simulate(job, whole=True).steady
     assert not [event for event in trace.events if isinstance(event, Transfer)]
     assert sum(each.bytes for each in trace.resident if each.kind == "parameters") == PARAMETERS * 4 // 4
@@ -310,7 +310,7 @@ def test_a_large_model_needs_less_of_the_device() -> None:
         loss=lambda model, ids: model(input_ids=ids, labels=ids).loss,
     )
     on_device, on_host = (
-        simulate(Job(workload, (2,), choices=Choices(mixed_precision="bf16", offload=word))) for word in ("none", "cpu")
+        simulate(Job(workload, (2,), choices=Options(mixed_precision="bf16", offload=word))) for word in ("none", "cpu")
     )
     peaks = [ledger.peak(each.steady) for each in (on_device, on_host)]
     assert peaks[1].by_kind["parameters"] < 1024  # the buffers of rotary embeddings

@@ -19,13 +19,14 @@ from resting import all_but
 from test_planner_axes import llama
 from traffic import Traffic
 from trueshard import _torch
-from trueshard.choices import Choices
+from trueshard.options import Options
 from trueshard.planner.forecasting import Cluster, peak_of
 from trueshard.planner.hardware import hardware
 from trueshard.planner.pipelining import Passed, Stage, stage_workload
 from trueshard.planner.schedules import Pipeline
 from trueshard.planner.simulation.simulate import Simulator, simulate
 from trueshard.planner.workload import Job
+from trueshard.plans import Plan
 from trueshard.sharding import engine
 
 STAGES, WIDTH, ROWS = 2, 6, 3
@@ -128,10 +129,10 @@ def test_stages_in_the_middle_have_what_is_left_over(stages: int, blocks: int, e
 
 def jobs(last: bool) -> Job:
     workload = Setting("llama deep, text").workload()
-    job = Job(workload, (2,), microbatch=2, choices=Choices())
+    job = Job(workload, (2,), microbatch=2, choices=Options())
     with _torch.fake_tensors():
         plan = engine.resolve(workload.model(), job.choices, job.ranks)
-    own = dataclasses.replace(job.choices.plan(), pipeline=True)
+    own = dataclasses.replace(Plan.of(job.choices), pipeline=True)
     cut = stage_workload(workload, plan, Pipeline(2), int(last), torch.float32)
     return dataclasses.replace(job, workload=cut, plan=own, accumulation=3, in_flight=1)
 
@@ -174,7 +175,7 @@ def test_a_stage_in_the_middle_has_blocks_alone() -> None:
     workload = Setting("llama deep, text").workload()
     found = []
     with _torch.fake_tensors():
-        plan = engine.resolve(workload.model(), Choices(), (2,))
+        plan = engine.resolve(workload.model(), Options(), (2,))
         for number in range(3):
             cut = stage_workload(workload, plan, Pipeline(3), number, torch.float32).model()
             found.append({".".join(name.split(".")[:3]) for name, _ in cut.named_parameters()})

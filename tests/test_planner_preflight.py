@@ -12,7 +12,7 @@ from torch import nn
 
 from messages import lacking
 from resting import all_but
-from trueshard.choices import Choices
+from trueshard.options import Options
 from trueshard.planner.inputs.workloads import workload_of
 from trueshard.planner.simulation.preflight import Problem, preflight
 from trueshard.planner.workload import Job
@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 def problems(model: Any, **given: Any) -> list[Problem]:
     shards = {key: given.pop(key) for key in ("plan", "microbatch") if key in given}
-    ranks, choices = given.pop("ranks", (8,)), Choices(**given.pop("words", {}))
+    ranks, choices = given.pop("ranks", (8,)), Options(**given.pop("words", {}))
     return preflight(Job(workload_of(model, **given), ranks, choices=choices, **shards))
 
 

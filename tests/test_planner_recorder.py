@@ -14,7 +14,7 @@ from torch.nn import functional
 from planning import OPTIMIZERS, Setting
 from resting import all_but
 from trueshard import _torch
-from trueshard.choices import Choices
+from trueshard.options import Options
 from trueshard.planner.simulation.fake_values import EQUAL_SHARES, EVERYTHING
 from trueshard.planner.simulation.recorder import Recorder
 from trueshard.planner.simulation.simulate import Simulation, simulate
@@ -74,7 +74,7 @@ def run(make: Callable[[], nn.Module], on_cpu: bool = False, **words: Any) -> Si
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return simulate(Job(workload, (2,), microbatch=2, choices=Choices(**words), on_cpu=on_cpu), whole=True)
+        return simulate(Job(workload, (2,), microbatch=2, choices=Options(**words), on_cpu=on_cpu), whole=True)
 
 
 def flops(found: Simulation, op: str = "") -> int:

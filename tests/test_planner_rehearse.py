@@ -18,8 +18,8 @@ from cpu_recorder import CpuRecorder
 from cpu_rehearsal import rehearsed
 from parity import Ranks
 from planning import Setting
-from trueshard.choices import Choices
 from trueshard.cli import main
+from trueshard.options import Options
 from trueshard.planner.forecasting import Cluster, study
 from trueshard.planner.hardware import hardware
 from trueshard.planner.inputs.factories import Factory
@@ -50,7 +50,7 @@ def job_for(setting: Setting) -> Job:
         setting.ranks,
         microbatch=setting.microbatch,
         accumulation=setting.accumulation,
-        choices=Choices(**setting.words),
+        choices=Options(**setting.words),
         on_cpu=True,
         recorder=CpuRecorder,
     )
@@ -131,7 +131,7 @@ def test_the_process_is_as_it_was(alone: Ranks) -> None:
 
 
 def test_the_plan_of_a_study_is_rehearsed() -> None:
-    choices = Choices(reshard_after_forward="never")
+    choices = Options(reshard_after_forward="never")
     job = Job(greedy(), (4,), microbatch=3, accumulation=2, choices=choices, recorder=CpuRecorder)
     found = study(job, Cluster(hardware("cpu"), 4, 4))
     again = job_of(found, job.workload)

@@ -13,8 +13,8 @@ from torch import nn
 
 from messages import lacking, naming
 from trueshard import _torch
-from trueshard import choices as policies
-from trueshard.choices import Choices
+from trueshard.model import policies
+from trueshard.options import Options
 from trueshard.planner.forecasting import Cluster, study
 from trueshard.planner.hardware import hardware
 from trueshard.planner.search.evaluator import Evaluator
@@ -103,7 +103,7 @@ def space(trained: Workload, budget: int | None = None, **more: Any) -> Space:
         "ranks": 8,
         "ranks_per_node": 8,
         "budget": budget,
-        "choices": Choices(**AUTO, mixed_precision="bf16"),
+        "choices": Options(**AUTO, mixed_precision="bf16"),
         "replicate": None,
         "microbatch": None,
         "accumulation": None,
@@ -176,7 +176,7 @@ ALWAYS, NONE = {"reshard_after_forward": "always"}, {"activation_checkpointing":
 def test_the_search_finds_hardly_more_than_the_least_time_of_all_plans(
     trained: Workload, fixed: dict[str, str], global_batch: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choices = Choices(**{**AUTO, **fixed}, mixed_precision="bf16", units="Block")
+    choices = Options(**{**AUTO, **fixed}, mixed_precision="bf16", units="Block")
     asked = space(trained, choices=choices, global_batch=global_batch)
     simulated = Remembered()
     monkeypatch.setattr("trueshard.planner.search.space.study", simulated.study)
@@ -281,7 +281,7 @@ def test_words_that_are_fixed_are_kept_and_only_the_rest_is_chosen() -> None:
         "activation_checkpointing": {"blocks.*": "full", "blocks.0": "auto"},
         "offload": "none",
     }
-    found = choose(space(workload(2), choices=Choices(**words)))
+    found = choose(space(workload(2), choices=Options(**words)))
     reshard = {unit.name: unit.reshard_after_forward for unit in found.plan.units}
     assert reshard == {"": True, "embed": True, "blocks.0": True, "blocks.1": False, "head": True}
     assert [unit.activation_checkpointing for unit in found.plan.units if unit.kind == "block"] == ["none", "full"]
@@ -290,7 +290,7 @@ def test_words_that_are_fixed_are_kept_and_only_the_rest_is_chosen() -> None:
 
 
 def test_a_global_batch_is_kept_and_the_largest_microbatch_that_fits_is_best() -> None:
-    asked = space(tower(2), global_batch=32, choices=Choices(mixed_precision="bf16"))
+    asked = space(tower(2), global_batch=32, choices=Options(mixed_precision="bf16"))
     assert batches(asked) == [(4, 1), (2, 2), (1, 4)]
     found = choose(asked).forecast
     assert (found.microbatch, found.accumulation) == (4, 1)
@@ -342,7 +342,7 @@ def nothing(asked: Space, budget: int) -> NothingFits:
 
 
 def test_where_nothing_fits_it_says_by_how_much_and_what_would() -> None:
-    asked = space(tower(2), microbatch=4, choices=Choices(**{**AUTO, "offload": "none"}, mixed_precision="bf16"))
+    asked = space(tower(2), microbatch=4, choices=Options(**{**AUTO, "offload": "none"}, mixed_precision="bf16"))
     refused = nothing(asked, 400 * MIB)
     lacks = refused.study.forecast.peak_reserved_bytes - 400 * MIB
     assert f"{size(lacks)} too much" in str(refused)
@@ -352,7 +352,7 @@ def test_where_nothing_fits_it_says_by_how_much_and_what_would() -> None:
 
 
 def test_a_word_that_is_fixed_is_the_first_to_give_way() -> None:
-    everything = Choices(**AUTO, mixed_precision="bf16")
+    everything = Options(**AUTO, mixed_precision="bf16")
     asked = space(tower(6), microbatch=4, choices=everything.replace(activation_checkpointing="none"))
     evaluator = Evaluator(dataclasses.replace(asked, choices=everything))
     full = evaluator.evaluate(evaluator.uniform(Setting(1, 4, 1, "none"), "always", "full"))

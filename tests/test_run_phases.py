@@ -17,8 +17,8 @@ import trueshard
 from meter import gloo_lets_go, meter, peak_and_rest
 from parity import Ranks
 from planning import Setting, sizes
-from trueshard.choices import Choices
 from trueshard.cli import main
+from trueshard.options import Options
 from trueshard.planner.simulation.simulate import Simulation, run_step
 from trueshard.planner.workload import Workload
 from trueshard.sharding import engine
@@ -49,7 +49,7 @@ def measured(rank: int, world: int, setting: Evaluated, folder: str) -> list[tup
         mesh = init_device_mesh("cpu", setting.ranks, mesh_dim_names=("shard",))
         model = workload.model()
         optimizers = list(workload.optimizers(model))
-        engine.shard(model, optimizers, Choices(**setting.words), mesh)
+        engine.shard(model, optimizers, Options(**setting.words), mesh)
 
         def batch() -> Any:
             return workload.batch(setting.microbatch, workload.sequence)

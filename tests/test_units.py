@@ -16,8 +16,9 @@ import trueshard
 from messages import lacking, naming
 from models.handmade import Block, ExpertsBlock, Stack, TiedBlocks
 from parity import Ranks
-from trueshard.choices import Choices, apply_words
+from trueshard.model.policies import apply_words
 from trueshard.model.units import LARGE_LIST, Grouping, choose_units
+from trueshard.options import Options, ShardOptions
 from trueshard.plans import Plan
 from trueshard.sharding.engine import resolve
 
@@ -194,7 +195,7 @@ def head_of(**fields: Any) -> Plan:
     sizes = {"vocab_size": 16402, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2} | fields
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
-    return resolve(model, Choices(**words), (4,))
+    return resolve(model, Options(**words), (4,))
 
 
 def test_a_large_head_is_a_unit_that_is_not_kept_to_the_end_of_backward() -> None:
@@ -270,14 +271,15 @@ def test_a_damaged_plan_is_refused_by_key() -> None:
 def test_every_option_of_shard_has_one_default() -> None:
     from trueshard.train.config import ShardSection
 
-    options = dict(vars(Choices()))
+    options = dict(vars(Options()))
     for function in (trueshard.shard, trueshard.verify):
         known = inspect.signature(function).parameters
         assert {name: known[name].default for name in options} == options
-    assert vars(ShardSection().choices()) == options
+    assert set(ShardOptions.__annotations__) == set(options)
+    assert vars(ShardSection().options()) == options
     assert set(ShardSection.model_fields) == set(options) | {"replicate"}
-    assert Choices().said() == []
-    assert Choices(compile=True, offload="cpu").said() == ["compile", "offload"]
+    assert Options().differing() == []
+    assert Options(compile=True, offload="cpu").differing() == ["compile", "offload"]
 
 
 def apply_a_plan(rank: int, world_size: int, text: str) -> Any:

@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,10 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trueshard import _torch
+from trueshard.axes import AXES, DATA, FOLDED, MESH, SHARED, ranks_along, sizes_of
 
-AXES = ("replicate", "shard", "context", "tensor")
-"""Names of the axes of a mesh, in order: copies, shards, parts of a sequence, parts of a matrix."""
-_SHARED = AXES[2:]
 SIMULATED = "simulated_"
 """Beginning of the names of a simulated mesh's dimensions, whose end is the name of an axis."""
 _OTHER_AXES = {"tp", "cp", "sp", "ep", "pp", "tensor", "context", "sequence", "expert", "experts", "pipeline", "stage"}
@@ -79,12 +77,9 @@ class Axes:
     """Every axis that there is, in the order of ``AXES``: the last one's ranks are neighbours."""
     data: DeviceMesh
     """(shard,) or (replicate, shard): the ranks over which gradients are averaged. Those of a context shard, too."""
-    tensor: DeviceMesh | None = None
-    """Ranks that share each matrix."""
-    context: DeviceMesh | None = None
-    """Ranks that share each sequence."""
-    experts: DeviceMesh | None = None
-    """Ranks that share the experts of each layer: neighbours, whatever other axes they are on."""
+    along: Mapping[str, DeviceMesh] = field(default_factory=dict)
+    """This rank's neighbours along each axis that an option asks for, by name; only axes of more than one rank, or that
+    the user's mesh has."""
     alike: DeviceMesh | None = None
     """(shard,) or (replicate, shard): the ranks that have the same experts as this one."""
 
@@ -92,22 +87,21 @@ class Axes:
     def sizes(self) -> dict[str, int]:
         """The number of ranks along each axis, by name."""
         names = _names(self.all)
-        if not names or not set(names) <= set(AXES):
-            names = AXES[:2][-self.all.ndim :]
+        if not names or not set(names) <= set(MESH):
+            names = DATA[-self.all.ndim :]
         return dict(zip(names, self.all.shape, strict=True))
 
     @property
     def groups(self) -> dict[str, list[str]]:
         """The axes of each process group, by the group's name; ``"shard"`` has the ranks of a context, too."""
-        parts = [("tensor", self.tensor), ("context", self.context), ("experts", self.experts)]
-        dims = [(axis, mesh, 0) for axis, mesh in parts]
-        for mesh in (self.data, self.alike):
-            dims += [(axis, mesh, dim) for dim, axis in enumerate(AXES[2 - mesh.ndim : 2])] if mesh is not None else []
-        found: dict[str, list[str]] = {}
-        for axis, mesh, dim in dims:
-            if mesh is not None:
-                found.setdefault(str(mesh.get_group(dim).group_name), []).append(axis)
-        return found
+        groups: dict[str, list[str]] = {}
+        for name in (*reversed(SHARED), *FOLDED):  # of several axes with one group, the innermost stands first
+            if name in self.along:
+                groups.setdefault(str(self.along[name].get_group().group_name), []).append(name)
+        for mesh in (self.data, self.alike) if self.alike is not None else (self.data,):
+            for dim, name in enumerate(DATA[-mesh.ndim :]):
+                groups.setdefault(str(mesh.get_group(dim).group_name), []).append(name)
+        return groups
 
     @property
     def reader(self) -> tuple[int, int]:
@@ -117,15 +111,17 @@ class Axes:
         """
         number, count = 0, 1
         for dim, (name, size) in enumerate(self.sizes.items()):
-            if name not in _SHARED:
+            if name not in SHARED:
                 number, count = number * size + self.all.get_local_rank(dim), count * size
         return number, count
 
+    def leads(self, axis: str) -> bool:
+        """True for the first rank along an axis, and where there is none."""
+        return axis not in self.along or self.along[axis].get_local_rank() == 0
 
-def ensure_axes(mesh: DeviceMesh | None, sizes: Mapping[str, int] | None = None, experts: int = 1) -> Axes:
-    """Return the axes of ``mesh``, or of a mesh over all ranks.
 
-    ``sizes``: of context and tensor, as asked for. ``experts``: ranks that share the experts of each layer.
+def ensure_axes(mesh: DeviceMesh | None, options: Any = None) -> Axes:
+    """Return the axes of ``mesh``, or of a mesh over all ranks, that a plan or options ask for.
 
     Collective where a mesh is made.
 
@@ -134,20 +130,21 @@ def ensure_axes(mesh: DeviceMesh | None, sizes: Mapping[str, int] | None = None,
         ValueError: its dimensions or their names do not fit, or the sizes do not fit the mesh or the ranks.
     """
     _settle_at_exit()
-    asked = {name: size for name, size in (sizes or {}).items() if name in _SHARED and size > 1}
+    asked = {name: size for name, size in sizes_of(options).items() if size > 1}
+    experts = ranks_along(options, "experts")
     if mesh is None:
         ensure_process_group()
         return _parts(_mesh_over_all(asked), experts)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch.distributed DeviceMesh, not {type(mesh).__name__}")
     names = _names(mesh)
-    if not set(names) & set(_SHARED):
+    if not set(names) & set(SHARED):
         _check_data_mesh(mesh)
-    elif tuple(name for name in AXES if name in names) != tuple(names) or "shard" not in names:
+    elif tuple(name for name in MESH if name in names) != tuple(names) or "shard" not in names:
         shown = ", ".join(map(repr, names))
         raise ValueError(
-            f"a mesh with an axis for tensor or context has axes out of {', '.join(AXES)}, in this order, and always "
-            f"shard, if of size 1; this one has {shown}"
+            f"a mesh with an axis for {' or '.join(SHARED)} has axes out of {', '.join(MESH)}, in this order, and "
+            f"always shard, if of size 1; this one has {shown}"
         )
     for name, size in asked.items():
         if name not in names or mesh.size(names.index(name)) != size:
@@ -163,7 +160,7 @@ def _mesh_over_all(asked: Mapping[str, int]) -> DeviceMesh:
     if world % shared:
         words = " × ".join(f"{name} {size}" for name, size in asked.items())
         raise ValueError(f"{words} = {shared} ranks do not divide the {world} ranks that there are")
-    shape = {"shard": world // shared} | {name: asked[name] for name in _SHARED if name in asked}
+    shape = {"shard": world // shared} | {name: asked[name] for name in SHARED if name in asked}
     mesh = init_device_mesh(_device_type(), tuple(shape.values()), mesh_dim_names=tuple(shape))
     if asked:
         _torch.limit_alike(mesh)
@@ -225,20 +222,23 @@ def _refolded(mesh: DeviceMesh, sizes: Mapping[str, int]) -> DeviceMesh:
 
 def _parts(mesh: DeviceMesh, experts: int) -> Axes:
     names = _names(mesh)
-    apart = _fold_experts(mesh, experts) if experts > 1 else {}
-    if not set(names) & set(_SHARED):
-        return Axes(mesh, mesh, **apart)
-    own, context = mesh, _part(mesh, "context") if "context" in names else None
-    if context is not None:  # the ranks of a context shard, too: one dimension over both
-        sizes = dict(zip(names, mesh.shape, strict=True))
-        sizes["shard"] *= sizes.pop("context")
-        own = _refolded(mesh, sizes)
-    data = _part(own, *(("replicate", "shard") if "replicate" in names else ("shard",)))
-    return Axes(mesh, data, _part(own, "tensor") if "tensor" in names else None, context, **apart)
+    folded = _fold_experts(mesh, experts) if experts > 1 else {}
+    along = {"experts": folded["experts"]} if folded else {}
+    alike = folded.get("alike")
+    if not set(names) & set(SHARED):
+        return Axes(mesh, mesh, along, alike)
+    sizes, rest = dict(zip(names, mesh.shape, strict=True)), mesh
+    sharding = [axis.name for axis in AXES if axis.name in SHARED and axis.gradients == "sharded"]
+    for name in set(sharding) & set(names):  # its ranks shard, too: FSDP2 takes one dimension over both
+        along[name] = _part(mesh, name)
+        sizes["shard"] *= sizes.pop(name)
+        rest = _refolded(mesh, sizes)
+    along |= {name: _part(rest, name) for name in SHARED if name in sizes}
+    return Axes(mesh, _part(rest, *(name for name in DATA if name in names)), along, alike)
 
 
 def _fold_experts(mesh: DeviceMesh, experts: int) -> dict[str, DeviceMesh]:
-    """Return ``Axes.experts`` and ``Axes.alike``: the ranks that are not copies, in another order of axes."""
+    """Return the meshes of ranks that share experts, and of those with the same ones: the ranks of a copy, refolded."""
     copies = Axes(mesh, mesh).sizes.get("replicate", 1)
     each = mesh.size() // copies
     if each % experts:
@@ -261,7 +261,7 @@ def replicated_mesh(copies: int, sizes: Mapping[str, int] | None = None) -> Devi
 
     Collective. Its ranks wait for one another as long as those of the process group.
     """
-    asked = {name: size for name in _SHARED if (size := (sizes or {}).get(name, 1)) > 1}
+    asked = {name: size for name in SHARED if (size := (sizes or {}).get(name, 1)) > 1}
     rest = dist.get_world_size() // copies // math.prod(asked.values())
     mesh = init_device_mesh(
         _device_type(), (copies, rest, *asked.values()), mesh_dim_names=("replicate", "shard", *asked)

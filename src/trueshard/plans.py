@@ -10,12 +10,23 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
+from trueshard.axes import OPTIONS
+from trueshard.options import (
+    EXPONENTS,
+    OFFLOAD_WORDS,
+    PRECISION_WORDS,
+    TENSOR_KEYS,
+    AppliedOptions,
+    Options,
+    Precision,
+    Recompute,
+)
 from trueshard.text import nearest, size, table
 
-EXPONENTS = range(-126, 75)
-"""Of the steps that a grid of ``exact`` may have: steps and ranges are numbers that float32 holds."""
+VERSION = 2
+"""Version of a plan's JSON."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +93,7 @@ class Forecast:
         return "tokens" if self.sequence > 1 else "samples"
 
 
-Recompute = Literal["none", "full", "selective"]
 UnitKind = Literal["root", "block", "embedding", "head", "experts", "tied", "dtype"]
-
-Offload = Literal["none", "cpu"]
 
 #: Dtype names that a mixed-precision choice may hold.
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -118,6 +126,26 @@ class MixedPrecision:
         for name in ("compute", "reduce", "output"):
             if (dtype := getattr(self, name)) is not None and dtype not in DTYPES:
                 raise ValueError(f"mixed_precision.{name}={dtype!r} is no dtype name; use one of {', '.join(DTYPES)}")
+
+
+def precision_of(given: Precision) -> MixedPrecision | None:
+    """Return a plan's mixed precision for ``shard()``'s option; raise ValueError for an unknown word."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        if given not in PRECISION_WORDS:
+            known = ", ".join(f'"{word}"' for word in PRECISION_WORDS)
+            raise ValueError(f"mixed_precision={given!r} is not known; use {known} or a MixedPrecisionPolicy")
+        return MixedPrecision(compute=SHORT_DTYPES[given], reduce="float32")
+    dtypes = (given.param_dtype, given.reduce_dtype, given.output_dtype)
+    compute, reduce, output = (None if dtype is None else str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return MixedPrecision(compute, reduce, output, given.cast_forward_inputs)
+
+
+def check_options(options: Options) -> None:
+    """Raise ValueError for a value that no model and no number of ranks could make valid."""
+    Plan.of(options)
+    options.budget()
 
 
 @dataclass(frozen=True)
@@ -161,7 +189,7 @@ class Replicated:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(AppliedOptions):
     """Units, when they are freed and what they recompute, dtypes, and where shards rest.
 
     ``Plan(...)`` without ``units`` is resolved by ``shard(model, plan=...)``; the plan that it returns has them.
@@ -169,11 +197,7 @@ class Plan:
 
     units: tuple[Unit, ...] = ()
     replicated: tuple[Replicated, ...] = ()
-    reshard_after_forward: str | int | Mapping[str, str | int | bool] = "default"
-    activation_checkpointing: str | Mapping[str, str] = "none"
     mixed_precision: MixedPrecision | None = None
-    compile: bool = False
-    offload: Offload = "none"
     pipeline: bool = False
     """The model is one stage of a pipeline: a stage runs many microbatches in a row, so ``default`` means ``never``."""
     tensor: int = 1
@@ -182,12 +206,6 @@ class Plan:
     """Glob over names of modules and parameters → how ``tensor`` ranks share them; empty: as the model's plan says."""
     sequence: bool = False
     """Between matrices, each of the ``tensor`` ranks holds a part of the sequence."""
-    context: int = 1
-    """Ranks that share each sequence; their parameters are sharded over them, too."""
-    experts: int = 1
-    """Ranks that share the experts of each layer, out of those that share or shard anything."""
-    exact: bool | Mapping[str, int] = False
-    """Gradients are the same bits at any number of ranks; or globs of parameters → exponent of their grid's step."""
     ranks: tuple[int, ...] = ()
     """Ranks over which gradients are averaged: (shard,) or (replicate, shard), where those of a context shard, too;
     empty before the plan is resolved."""
@@ -195,15 +213,15 @@ class Plan:
     """The two policies that the units' values were resolved for; with other policies they are resolved again."""
     forecast: Forecast | None = dataclasses.field(default=None, compare=False)
     """The planner's; not read when the plan is applied."""
-    version: int = 2
+    version: int = VERSION
 
     def __post_init__(self) -> None:
-        _one_of("offload", self.offload, get_args(Offload))
+        _one_of("offload", self.offload, OFFLOAD_WORDS)
         _a_bool("compile", self.compile)
         _a_bool("pipeline", self.pipeline)
         _a_bool("sequence", self.sequence)
         _check_exact(self.exact)
-        for axis in ("tensor", "context", "experts"):
+        for axis in OPTIONS:
             if type(size := getattr(self, axis)) is not int or size < 1:
                 raise ValueError(f"{axis} must be a number of ranks, at least 1, not {size!r}")
         if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):
@@ -211,6 +229,24 @@ class Plan:
         if self.pipeline and self.reshard_after_forward == "default":
             kept = tuple(dataclasses.replace(unit, reshard_after_forward=False) for unit in self.units)
             object.__setattr__(self, "units", kept)
+
+    @classmethod
+    def of(cls, options: Options) -> Plan:
+        """Return the plan, without units, that holds options (``units`` and ``memory`` are not part of it).
+
+        Raises:
+            ValueError: a value that no model and no number of ranks could make valid.
+        """
+        tensor = options.tensor if isinstance(options.tensor, Mapping) else {"ranks": options.tensor}
+        applied = {field.name: getattr(options, field.name) for field in dataclasses.fields(AppliedOptions)}
+        applied["exact"] = dict(options.exact) if isinstance(options.exact, Mapping) else options.exact
+        return cls(
+            mixed_precision=precision_of(options.mixed_precision),
+            tensor=cast(int, tensor.get("ranks", 1)),
+            styles={glob: str(style) for glob, style in tensor.items() if glob not in TENSOR_KEYS},
+            sequence=cast(bool, tensor.get("sequence", False)),
+            **applied | {"compile": bool(options.compile)},
+        )
 
     @property
     def policies(self) -> str:
@@ -254,8 +290,8 @@ class Plan:
             raise ValueError("a plan must be a JSON object")
         if isinstance(data.get("plan"), dict):
             data = data["plan"]
-        if (version := data.pop("version", 1)) not in (1, 2):
-            raise ValueError(f"plan version {version} is newer than this library reads (2); update trueshard")
+        if (version := data.pop("version", VERSION)) != VERSION:
+            raise ValueError(f"plan version {version} is not the one that this library reads ({VERSION})")
         data["ranks"] = tuple(_list(data, "ranks"))
         for key, kind in (("units", Unit), ("replicated", Replicated)):
             data[key] = tuple(_build(kind, each, f"{key}[{i}]") for i, each in enumerate(_list(data, key)))

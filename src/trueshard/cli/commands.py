@@ -10,33 +10,17 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
 import trueshard
-from trueshard.choices import Choices, PrecisionWord, reshard_word
-from trueshard.cli.options import (
-    ActivationCheckpointing,
-    Compile,
-    Context,
-    Exact,
-    Experts,
-    Json,
-    Nproc,
-    Offload,
-    Optimizer,
-    Overrides,
-    PlanFile,
-    ReshardAfterForward,
-    Tensor,
-    Tokens,
-    Units,
-)
+from trueshard.cli.options import Json, Nproc, Optimizer, Overrides, PlanFile, Tokens, takes_options
 from trueshard.cli.planning import plan
 from trueshard.errors import UserError, refused
 from trueshard.launching import STOPPED
 from trueshard.machine import PROCESSES_PER_CORE, cpu_cores
+from trueshard.options import ShardOptions
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -186,7 +170,9 @@ def _run(
     raise typer.Exit(start(config, command, nproc=nproc, cpu_processes=on_cpu, profile=profile, override=override))
 
 
+@takes_options()
 def verify(
+    *,
     subject: Annotated[
         str, typer.Argument(help="A training configuration, or file.py:factory.", metavar="CONFIG.toml|FILE.py:FACTORY")
     ],
@@ -200,26 +186,15 @@ def verify(
     optimizer: Optimizer = None,
     sequence: Tokens = None,
     given: PlanFile = None,
-    units: Units = None,
-    reshard_after_forward: ReshardAfterForward = str(Choices.reshard_after_forward),
-    mixed_precision: Annotated[
-        str | None, typer.Option(help=f"{' or '.join(get_args(PrecisionWord))}.", metavar="DTYPE")
-    ] = None,
-    activation_checkpointing: ActivationCheckpointing = str(Choices.activation_checkpointing),
-    compiled: Compile = Choices.compile,
-    offload: Offload = Choices.offload,
+    options: ShardOptions,
     replicate: Annotated[int, typer.Option(help="Copies of the model (HSDP).", metavar="N", min=1)] = 1,
-    tensor: Tensor = 1,
-    context: Context = 1,
-    experts: Experts = 1,
-    exact: Exact = False,
     timeout: Annotated[float, typer.Option(help="For each of the three runs.", metavar="SECONDS", min=1)] = 600.0,
     html: Annotated[Path | None, typer.Option(help="Write the report as a page.", metavar="FILE")] = None,
     as_json: Json = False,
 ) -> None:
     """Train sharded and on one process, and say whether anything differs; exit code 1 if it does.
 
-    A configuration has its own optimizer and [shard]: change them by --set. Their options here are for a factory.
+    A configuration has its own optimizer and sharding: change them by --set. Their options here are for a factory.
     """
     from trueshard.planner.planning import check_writable, read_plan
 
@@ -240,18 +215,9 @@ def verify(
             optimizer=optimizer,
             sequence=sequence,
             plan=None if given is None else read_plan(given),
-            units=units or Choices.units,
-            reshard_after_forward=reshard_word(reshard_after_forward),
-            mixed_precision=mixed_precision,
-            activation_checkpointing=activation_checkpointing,
-            compile=compiled,
-            offload=offload,
             replicate=replicate,
-            tensor=tensor,
-            context=context,
-            experts=experts,
-            exact=exact,
             timeout=timeout,
+            **options,
         )
         if html is not None:
             from trueshard.verification.report import write_page

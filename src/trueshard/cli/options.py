@@ -1,18 +1,20 @@
-"""Options that several commands have; those of sharding have the words of `shard()`'s own."""
+"""Options that several commands have; those of sharding are made from the record of ``shard()``'s own."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from trueshard.choices import OFFLOAD_WORDS, RECOMPUTE_WORDS, RESHARD_WORDS
+from trueshard.options import FIELDS, NAMES, OFFLOAD_WORDS, RECOMPUTE_WORDS, RESHARD_WORDS
 
 Nproc = Annotated[
     int | None, typer.Option("--nproc", help="Processes to start on this machine.", metavar="N", show_default=False)
 ]
-
 Units = Annotated[list[str] | None, typer.Option(help="What is gathered together; repeatable.", metavar="NAME")]
 ReshardAfterForward = Annotated[
     str, typer.Option(help=f"{', '.join(RESHARD_WORDS)}, a number of ranks, or auto.", metavar="WORD")
@@ -34,3 +36,73 @@ Overrides = Annotated[
     typer.Option("--set", help="Override a setting, such as train.steps=100; repeatable.", metavar="KEY=VALUE"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def takes_options(leave_out: tuple[str, ...] = (), **defaults: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator for a command with an argument ``options``: the options of ``shard()``, one each on the line.
+
+    Args:
+        leave_out: options that the command has in a form of its own.
+        defaults: where they are not those of ``shard()``.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        names = [name for name in NAMES if name not in leave_out]
+        hints = get_type_hints(command, include_extras=True)
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(command).parameters.values():
+            if parameter.name == "options":
+                parameters += [_parameter(name, defaults.get(name, FIELDS[name].default)) for name in names]
+            else:
+                parameters.append(parameter.replace(annotation=hints[parameter.name]))
+
+        @functools.wraps(command)
+        def wrapper(**arguments: Any) -> Any:
+            options = {name: _value(name, arguments.pop(_of_typer(name))) for name in names}
+            return command(**arguments, options=options)
+
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return wrapper
+
+    return decorate
+
+
+def _of_typer(name: str) -> str:
+    """Return the name of an option's parameter: none that a command may have for itself, such as ``context``."""
+    return f"option_{name}"
+
+
+def _parameter(name: str, default: Any) -> inspect.Parameter:
+    """Return an option as typer reads it; its kind follows from the type of its value in text and its default."""
+    metadata, flag = FIELDS[name].metadata, f"--{name.replace('_', '-')}"
+    help = f"{metadata['help'].split('. ')[0].rstrip('.')}."
+    words = _words(metadata["text"])
+    if words:
+        number = ", or a number of ranks" if int in get_args(metadata["text"]) else ""
+        help = f"{help[:-1]}: {', '.join(words)}{number}."
+    annotation: Any
+    if isinstance(default, bool):
+        annotation = Annotated[bool, typer.Option(flag, help=help)]
+    elif isinstance(default, int):
+        annotation = Annotated[int, typer.Option(flag, help=help, metavar="N", min=metadata["least"])]
+    elif list[str] in get_args(metadata["text"]):
+        annotation, default = Annotated[list[str] | None, typer.Option(flag, help=help, metavar="NAME")], None
+    else:
+        metavar = "WORD" if words else "VALUE"
+        annotation = Annotated[str | None, typer.Option(flag, help=help, metavar=metavar)]
+    return inspect.Parameter(_of_typer(name), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _words(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    words = [word for argument in get_args(annotation) for word in _words(argument)]
+    return list(dict.fromkeys(words))
+
+
+def _value(name: str, text: Any) -> Any:
+    """Return an option's value for what the command line gave."""
+    if isinstance(text, str) and text.isdecimal() and int in get_args(FIELDS[name].metadata["text"]):
+        return int(text)
+    return FIELDS[name].default if text is None else text

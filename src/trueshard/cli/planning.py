@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from trueshard.choices import Choices, reshard_word
 from trueshard.cli.options import (
     ActivationCheckpointing,
     Compile,
@@ -29,6 +28,7 @@ from trueshard.cli.options import (
 )
 from trueshard.errors import UserError, refused
 from trueshard.files import replace_text
+from trueshard.options import Options, reshard_word
 from trueshard.planner.inputs import architectures
 from trueshard.plans import dtype_name
 
@@ -111,7 +111,7 @@ def plan(
     offload: Annotated[
         str | None, typer.Option(help="none, cpu, or auto (left out: if nothing else fits).", metavar="WORD")
     ] = None,
-    compiled: Compile = Choices.compile,
+    compiled: Compile = Options.compile,
     memory: Annotated[
         str | None, typer.Option(help="What torch may reserve on a rank, such as 70GiB.", metavar="SIZE")
     ] = None,
@@ -205,7 +205,7 @@ def plan(
             optimizer=optimizer,
             storage_dtype=storage_dtype,
             matmul=matmul,
-            units=units or Choices.units,
+            units=units or Options.units,
             reshard_after_forward=reshard_word(reshard_after_forward),
             activation_checkpointing=activation_checkpointing,
             mixed_precision=_precision(param_dtype, reduce_dtype) or "auto",

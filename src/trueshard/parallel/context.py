@@ -22,7 +22,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,10 +65,15 @@ def language_model(root: nn.Module) -> Any:
     return next(iter(found.values()))
 
 
+def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
+    """Return ``plan``; raise ValueError if ranks cannot share the sequences of this model."""
+    if plan.context > 1:
+        refuse(root, plan)
+    return plan
+
+
 def refuse(root: nn.Module, plan: Plan) -> None:
     """Raise ValueError if ranks cannot share the sequences of this model; names what does not fit."""
-    if plan.context == 1:
-        return
     model = language_model(root)
     config = model.config
     kind = _torch.own_class(model).__name__

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +31,14 @@ from trueshard.parallel.collectives import exchange_rows, gather, own_part, scal
 from trueshard.plans import Plan
 
 
-def check(root: nn.Module, plan: Plan) -> None:
-    """Raise ValueError if ranks cannot share the experts of ``root`` as ``plan`` says; names what does not fit."""
-    if plan.experts == 1:
-        return
+def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
+    """Return ``plan``; raise ValueError, naming what does not fit, if ranks cannot share the experts of ``root`` so."""
+    if plan.experts > 1:
+        _refuse(root, plan)
+    return plan
+
+
+def _refuse(root: nn.Module, plan: Plan) -> None:
     if any(isinstance(each, DTensor) for each in root.parameters()):
         raise ValueError(f"experts={plan.experts}: the model is cut already; give shard() the model before that")
     found = experts.shared_out(root, plan.experts)
@@ -90,19 +94,19 @@ Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def cut(root: nn.Module, plan: Plan, axes: Axes) -> None:
     """Cut the experts of ``root``, and let tokens travel to this rank's part and back, in place."""
-    assert axes.experts is not None
-    assert axes.alike is not None
+    group, alike = axes.along["experts"], axes.alike
+    assert alike is not None
     modules = dict(names.named_modules(root))
-    tensor = axes.tensor.get_group() if axes.tensor is not None else None
-    factor = axes.alike.size() / axes.data.size()
+    tensor = axes.along["tensor"].get_group() if "tensor" in axes.along else None
+    factor = alike.size() / axes.data.size()
     for name in plan.modules_apart:
         module = modules[name]
         own = _torch.own_parameters(module)
         for attribute, old in own.items():
             if old is not None:
-                placed = distribute_tensor(old.detach(), axes.experts, [Shard(0)], src_data_rank=None)
+                placed = distribute_tensor(old.detach(), group, [Shard(0)], src_data_rank=None)
                 own[attribute] = nn.Parameter(placed, requires_grad=old.requires_grad)
-        _route(module, axes.experts.get_group(), tensor, factor)
+        _route(module, group.get_group(), tensor, factor)
 
 
 def _route(module: Any, group: dist.ProcessGroup, tensor: dist.ProcessGroup | None, factor: float) -> None:

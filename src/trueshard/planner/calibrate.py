@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trueshard.choices import Choices
+from trueshard.options import Options
 from trueshard.planner.hardware import Hardware, hardware
 from trueshard.planner.simulation.rehearse import STEPS, ready, seconds_alone, world
 from trueshard.planner.simulation.simulate import simulate
@@ -280,7 +280,7 @@ def _collective_seconds(device: torch.device, known: Hardware) -> float:
 
     The step runs as rank 0 of eight, in a world whose collectives return at once.
     """
-    job = Job(_tiny_units(), (8,), choices=Choices(units="Linear", reshard_after_forward="always"))
+    job = Job(_tiny_units(), (8,), choices=Options(units="Linear", reshard_after_forward="always"))
     made = simulate(job)
     free = hardware(known.name, **_without_collectives(known))
     forecast = seconds_alone(made, free)

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from trueshard import _torch
-from trueshard.choices import DEFAULTS, Choices, is_free
+from trueshard.axes import ranks_along
 from trueshard.model import names
+from trueshard.options import DEFAULTS, Options, is_free
 from trueshard.planner import pipelining, process
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.inputs.workloads import is_size, workload_of
@@ -30,7 +31,7 @@ from trueshard.planner.workload import Job, NothingFits, Study
 from trueshard.plans import Plan
 from trueshard.text import size
 
-FREE = Choices(reshard_after_forward="auto", activation_checkpointing="auto")
+FREE = Options(reshard_after_forward="auto", activation_checkpointing="auto")
 """Defaults of ``trueshard.plan``."""
 
 
@@ -100,14 +101,14 @@ def best_plan_for(
     optimizers: Sequence[torch.optim.Optimizer],
     device: Hardware,
     ranks: tuple[int, ...],
-    choices: Choices,
+    choices: Options,
 ) -> Plan:
     """Return the fastest plan for the arguments of ``shard()``; ``ranks``: as ``Plan.ranks``."""
     name_of = {id(tensor): name for name, _, _, tensor in names.named_tensors(model, "parameters")}
     request = Request(
         model=model,
         hardware=device,
-        ranks=math.prod(ranks) * choices.axes()["tensor"],
+        ranks=math.prod(ranks) * ranks_along(choices, "tensor"),
         replicate=ranks[0] if len(ranks) == 2 else 1,
         microbatch=1,
         accumulation=1,

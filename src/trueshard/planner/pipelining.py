@@ -290,7 +290,7 @@ class Stage:
     @classmethod
     def simulated(cls, whole: Job, cluster: Cluster, number: int, count: int, simulator: Simulator) -> Stage:
         """Simulate a stage, from 0, of the job of a whole model; it stands for ``count`` of them."""
-        own = dataclasses.replace(whole.choices.plan() if whole.plan is None else whole.plan, pipeline=True)
+        own = dataclasses.replace(Plan.of(whole.choices) if whole.plan is None else whole.plan, pipeline=True)
         workload = simulator.workload
         own = dataclasses.replace(own, units=(), replicated=(), resolved_for="", styles=_styles_left(own, workload))
         job = dataclasses.replace(whole, workload=workload, plan=own, in_flight=1)

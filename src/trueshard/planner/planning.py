@@ -6,19 +6,18 @@ import dataclasses
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trueshard import distributed
-from trueshard.choices import Choices
 from trueshard.distributed import Axes
 from trueshard.model.names import nearest
+from trueshard.options import Options, Precision, Recomputation, Reshard
 from trueshard.planner import process
 from trueshard.planner.hardware import Hardware, hardware, hardware_here
 from trueshard.planner.inputs.fake_tensors import refuse_sharded
@@ -30,13 +29,12 @@ from trueshard.text import logger, timed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """Arguments of ``trueshard.plan``."""
+class Request(Options):
+    """Arguments of ``trueshard.plan``: the options of ``shard()``, of which some are chosen unless given, and a job."""
 
     model: nn.Module | Callable[[], Any] | str | os.PathLike[str]
     hardware: str | os.PathLike[str] | Hardware = "h100"
     ranks: int = 8
-    memory: str | int | None = None
     batch: Any = None
     ranks_per_node: int | None = None
     """Devices of a node; None: as the hardware usually comes."""
@@ -65,23 +63,15 @@ class Request:
     matmul: str | None = None
     """Products of the blocks' linear layers: ``"float8"``, ``"float8-rowwise"`` or ``"mxfp8"``, torchao's
     recipes; None: in the compute dtype. For a forecast alone: ``shard()`` does not do that."""
-    units: Any = "auto"
-    reshard_after_forward: Any = "auto"
-    activation_checkpointing: Any = "auto"
-    mixed_precision: MixedPrecisionPolicy | str | None = "auto"
-    """As of ``shard``; ``"auto"``: ``"bf16"`` for a model given as words (a configuration, a name, a file), but not on
-    a CPU; for a module or a function None, as ``shard`` has it."""
-    compile: bool = False
-    offload: str | None = None
-    """As of ``shard``; ``"auto"``: if nothing fits without; None: that where anything is free, else not."""
+    reshard_after_forward: Reshard = "auto"
+    activation_checkpointing: Recomputation = "auto"
+    mixed_precision: Precision = "auto"
+    """``"auto"``: ``"bf16"`` for a model given as words (a configuration, a name, a file), but not on a CPU; for a
+    module or a function None, as ``shard`` has it."""
+    offload: Any = None
+    """``"auto"``: if nothing fits without; None: that where anything is free, else not."""
     plan: Plan | None = None
     """Plan to forecast; nothing is chosen, and the other choices of ``shard`` are left out."""
-    tensor: int | Mapping[str, str | int | bool] = 1
-    """Ranks that share each matrix, as of ``shard``."""
-    context: int = 1
-    """Ranks that share each sequence."""
-    experts: int = 1
-    """Ranks that share the experts of each layer."""
     pipeline: int = 1
     """Stages of a pipeline, each of some of the blocks on ranks of its own; of ``accumulation`` microbatches."""
     schedule: str | None = None
@@ -92,8 +82,6 @@ class Request:
     """Choose ``tensor``, ``context``, ``experts`` and ``pipeline``, too, from what they are upwards."""
     imbalance: float = 1.0
     """Tokens that arrive for the experts of the slowest rank, over their mean over ranks, at least 1."""
-    exact: bool | Mapping[str, int] = False
-    """As of ``shard``: gradients are reduced in float64."""
 
     def __post_init__(self) -> None:
         for key in ("ranks", "ranks_per_node", "replicate", "sequence", "microbatch", "accumulation", "global_batch"):
@@ -106,13 +94,13 @@ class Request:
                 f"imbalance={self.imbalance!r} must be 1 or more: it is the slowest rank's share of tokens"
             )
 
-    def choices(self) -> Choices:
+    def choices(self) -> Options:
         """Return the options of ``shard()``."""
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Choices)}
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Options)}
         if self.mixed_precision == "auto":
             is_words = isinstance(self.model, (str, os.PathLike))
             given["mixed_precision"] = "bf16" if is_words and self.plan is None and self.device().streams else None
-        return Choices(**given | {"offload": self.offload or "none"})
+        return Options(**given | {"offload": self.offload or "none"})
 
     def pipe(self) -> Pipeline:
         """Return the pipeline; raise ValueError for what no model could be run by."""
@@ -185,7 +173,7 @@ def _said(plan: Plan) -> str:
     )
 
 
-def plan_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], axes: Axes, choices: Choices) -> Plan:
+def plan_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], axes: Axes, choices: Options) -> Plan:
     """Return the best plan that fits ``choices.memory`` for the arguments of ``shard()``.
 
     Collective: the first rank works it out, all get it, or all raise: ``NothingFits``, or ``ValueError`` if the model

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trueshard.choices import DEFAULTS, Choices
+from trueshard.options import DEFAULTS, Options
 from trueshard.planner.timeline import Timeline
 from trueshard.planner.trace import Trace
 from trueshard.plans import Forecast, Plan
@@ -60,7 +60,7 @@ class Job:
     """Plan to apply; None: ``choices`` decide."""
     optimizer: str = "adamw"
     """Optimizer's name in tables."""
-    choices: Choices = DEFAULTS
+    choices: Options = DEFAULTS
     """Options of ``shard()``."""
     imbalance: float = 1.0
     """Tokens that arrive for the experts of the rank, where ranks share experts, over their mean over ranks."""
@@ -78,7 +78,7 @@ class Job:
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh by axis, in order; tensor and context only where ranks share anything."""
-        shared = self.plan or self.choices.plan()
+        shared = self.plan or Plan.of(self.choices)
         names = ("shard",) if len(self.ranks) == 1 else ("replicate", "shard")
         sizes = dict(zip(names, self.ranks, strict=True))
         if sizes["shard"] % shared.context:

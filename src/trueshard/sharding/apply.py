@@ -159,10 +159,10 @@ def apply(
     arrived = arrived_on(root)
     if plan.experts > 1:
         experts.cut(root, plan, axes)
-    shared = axes.tensor or arrived
+    shared = axes.along.get("tensor") or arrived
     parts = cut(root, plan, shared) if shared is not None else None
-    if axes.context is not None and plan.context > 1:
-        share_attention(root, axes.context)
+    if "context" in axes.along and plan.context > 1:
+        share_attention(root, axes.along["context"])
     for unit in plan.units:
         _prepare_modules(unit, [modules[name] for name in unit.modules], plan)
     if shared is not None and parts is not None:

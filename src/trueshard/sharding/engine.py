@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trueshard import _torch, choices, distributed
+from trueshard import _torch, distributed
 from trueshard._torch import ShardedModule
-from trueshard.choices import Choices
-from trueshard.model import agreement, experts, intent, names
+from trueshard.axes import AXES
+from trueshard.model import agreement, experts, intent, names, policies
 from trueshard.model.intent import refuse
 from trueshard.model.names import Held
 from trueshard.model.snapshot import Snapshot
@@ -23,10 +23,8 @@ from trueshard.model.units import Grouping, choose_units
 from trueshard.optim.classify import classify, manner, refusal
 from trueshard.optim.rebind import rebind
 from trueshard.optim.stepping import bind, unwatch, watch
-from trueshard.parallel import context
-from trueshard.parallel.experts import check as check_experts
-from trueshard.parallel.tensor import resolve as resolve_tensor
-from trueshard.plans import Plan
+from trueshard.options import Options
+from trueshard.plans import Plan, check_options
 from trueshard.sharding import apply, dtensor_compat, exact
 from trueshard.sharding.hooks import Runtime, runtime_of
 from trueshard.sharding.stall_watch import watch_ranks
@@ -35,11 +33,11 @@ from trueshard.sharding.stall_watch import watch_ranks
 def shard(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
-    how: Plan | Choices,
+    how: Plan | Options,
     mesh: DeviceMesh | None,
 ) -> Plan:
     """Shard ``model`` and ``optimizers`` by a plan, or by choices without ``"auto"``; see ``trueshard.shard``."""
-    axes = distributed.ensure_axes(mesh, _axes_asked(how), getattr(how, "experts", 1))
+    axes = distributed.ensure_axes(mesh, how)
     mesh = axes.all
     if not distributed.is_simulated(mesh):
         watch_ranks()
@@ -54,9 +52,8 @@ def shard(
             before, parameters, buffers = intent.capture(model, optimizers)
             refuse(names.unwrap(model), parameters, buffers)
             resolved = resolve(model, how, tuple(axes.data.shape))
-            check_experts(names.unwrap(model), resolved)
-            resolved = resolve_tensor(names.unwrap(model), resolved, axes.sizes)
-            context.refuse(names.unwrap(model), resolved)
+            for axis in reversed(AXES):  # from the innermost outwards: one may read what an inner one has resolved
+                resolved = axis.resolved(names.unwrap(model), resolved, axes.sizes)
             exact.refuse(names.unwrap(model), resolved)
             if resolved.exact and "cpu" in (mesh.device_type, resolved.offload):
                 exact.refuse_fused(optimizers)
@@ -121,22 +118,16 @@ def check_arguments(model: Any, optimizers: Any, how: Any) -> None:
             raise refusal(optimizer, "it has no param_groups or no state", "the optimizer that it wraps")
     if any(isinstance(module, ShardedModule) for module in names.unwrap(model).modules()):
         raise ValueError("the model is sharded already; shard() is called once, on the unsharded model")
-    if not isinstance(how, (Plan, Choices)):
+    if not isinstance(how, (Plan, Options)):
         raise TypeError(f"plan must be a trueshard.Plan, not {type(how).__name__}")
-    if isinstance(how, Choices):
-        how.check()
+    if isinstance(how, Options):
+        check_options(how)
 
 
-def _axes_asked(how: Any) -> dict[str, int]:
-    if isinstance(how, Choices):
-        return how.axes()
-    return {axis: getattr(how, axis) for axis in ("context", "tensor")} if isinstance(how, Plan) else {}
-
-
-def resolve(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> Plan:
+def resolve(model: nn.Module, how: Plan | Options, ranks: tuple[int, ...]) -> Plan:
     """Return the plan with its units, for an unsharded model and ``Plan.ranks``; nothing is touched."""
     root = names.unwrap(model)
-    plan, units = (how.plan(), how.units) if isinstance(how, Choices) else (how, "auto")
+    plan, units = (Plan.of(how), how.units) if isinstance(how, Options) else (how, "auto")
     exact.check_globs(root, plan)
     if plan.units:
         found = Grouping.of_plan(root, plan).units()
@@ -147,9 +138,9 @@ def resolve(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> Pl
                     f"the plan's unit {unit.name or '(root)'!r} has {told.parameters:,} elements of {told.dtype}, the "
                     f"model's has {unit.parameters:,} of {unit.dtype}: the plan was made for another model"
                 )
-            choices.reshard_values(plan, told.reshard_after_forward, ranks[-1])
+            policies.reshard_values(plan, told.reshard_after_forward, ranks[-1])
         plan = dataclasses.replace(plan, ranks=ranks)
-        return plan if plan.resolved_for == plan.policies else choices.apply_words(plan, ranks[-1])
+        return plan if plan.resolved_for == plan.policies else policies.apply_words(plan, ranks[-1])
     # An embedding is a unit of its own where that saves a gathering: not inside one compiled graph, which it would
     # break, and not where the root stays gathered to the end of backward anyway.
     compiled = root is not model or _torch.is_compiled_in_place(root)
@@ -164,7 +155,7 @@ def resolve(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> Pl
         experts=experts.shared_out(root, plan.experts),
     )
     plan = dataclasses.replace(plan, units=grouping.units(), replicated=grouping.replications(), ranks=ranks)
-    return choices.apply_words(plan, ranks[-1])
+    return policies.apply_words(plan, ranks[-1])
 
 
 def _equalise(
@@ -228,7 +219,7 @@ def set_reshard_after_forward(model: nn.Module, policy: str | int | Mapping[str,
     """
     runtime = sharded(model)
     plan = dataclasses.replace(runtime.plan, reshard_after_forward=policy)
-    values = choices.reshard_values(plan, policy, runtime.mesh.shape[-1])
+    values = policies.reshard_values(plan, policy, runtime.mesh.shape[-1])
     plan = dataclasses.replace(plan, resolved_for=plan.policies)
     for module, value in zip(runtime.units, values, strict=True):
         module.reshard()

@@ -31,10 +31,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueshard import _torch
 from trueshard._torch import ShardedModule
+from trueshard.axes import OPTIONS
 from trueshard.distributed import all_reduce, device_of, is_simulated
 from trueshard.model import names
 from trueshard.optim.exact import DIGITS, Members, below, largest_of, to_grid
-from trueshard.plans import EXPONENTS, Plan
+from trueshard.options import EXPONENTS
+from trueshard.plans import Plan
 from trueshard.text import logger, nearest
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def refuse(root: nn.Module, plan: Plan) -> None:
     """Raise ValueError if gradients of this model or plan cannot be exact sums; names what does not fit."""
     if not plan.exact:
         return
-    for axis in ("tensor", "context", "experts"):
+    for axis in OPTIONS:
         if (size := getattr(plan, axis)) > 1:
             raise ValueError(
                 f"exact=True does not go with {axis}={size}, whose ranks add up inside of forward and backward, in an "

@@ -60,7 +60,7 @@ def split_sequence(model: nn.Module, batch: Mapping[str, Any], *, ignore_index: 
             every rank of the context.
     """
     runtime = runtime_of(names.unwrap(model))
-    mesh = None if runtime is None else runtime.axes.context
+    mesh = None if runtime is None else runtime.axes.along.get("context")
     _check(batch)
     ids = batch["input_ids"]
     if runtime is None or mesh is None:

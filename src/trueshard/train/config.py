@@ -8,20 +8,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, Field, StrictBool, model_validator
+from pydantic import Field, create_model, model_validator
 
-from trueshard.choices import Choices, PrecisionWord, RecomputeWord, ReshardWord
-from trueshard.plans import EXPONENTS, Offload
-from trueshard.text import parse_size
+from trueshard.axes import OPTIONS, ranks_along, sizes_of
+from trueshard.options import EXPONENTS, FIELDS, NAMES, Options
+from trueshard.plans import check_options
 from trueshard.train.models.config import AdapterSection, ModelSection, TokenizerSection
 from trueshard.train.rl.config import RewardSection, RLSection, RolloutSection
 from trueshard.train.section import Fraction, Section, Text, one_of
 
-GroupSize = Annotated[int, Field(ge=2)]
 Exponents = Annotated[dict[Text, Annotated[int, Field(ge=EXPONENTS[0], le=EXPONENTS[-1])]], Field(min_length=1)]
 
 TEXT_FILES = [
@@ -29,11 +31,6 @@ TEXT_FILES = [
     *("*.py", "*.c", "*.h", "*.cc", "*.cpp", "*.hpp", "*.java", "*.js", "*.ts", "*.go", "*.rs", "*.rb", "*.sh"),
     *("*.toml", "*.yaml", "*.yml"),
 ]
-
-
-def _is_size(text: str) -> str:
-    parse_size("shard.memory", text)
-    return text
 
 
 class RunSection(Section):
@@ -255,47 +252,63 @@ class ScheduleSection(Section):
         return self
 
 
-class ShardSection(Section):
-    """The options of `trueshard.shard()`, which explains them."""
+def _in_toml(name: str, annotation: Any = None) -> Any:
+    """Return the type of an option's value in TOML: its record's, with no empty text and with bounded numbers."""
+    metadata = FIELDS[name].metadata
+    annotation = metadata["text"] if annotation is None else annotation
+    arguments = tuple(_in_toml(name, argument) for argument in get_args(annotation))
+    if annotation is int:
+        return annotation if metadata["least"] is None else Annotated[int, Field(ge=metadata["least"])]
+    if annotation is str:
+        return Text
+    if get_origin(annotation) in (Union, UnionType):
+        return functools.reduce(operator.or_, arguments)
+    if get_origin(annotation) in (list, dict):
+        return Annotated[get_origin(annotation)[arguments], Field(min_length=1)]
+    return annotation
 
-    units: Text | Annotated[list[Text], Field(min_length=1)] = "auto"
-    """Modules that are gathered together: "auto", class names, or globs over module names."""
-    reshard_after_forward: ReshardWord | GroupSize | dict[str, ReshardWord | GroupSize] = "default"
-    """Freeing of a unit's gathered parameters: a word, a group size, or a table from glob to one of these."""
-    mixed_precision: PrecisionWord | None = None
-    """Compute in it, reduce in float32. With "fp16" the loss is scaled, and steps that overflow are left out."""
-    activation_checkpointing: RecomputeWord | dict[str, RecomputeWord] = "none"
-    """Recomputation of activations in backward: a word, or a table from glob to word."""
-    compile: bool = False
-    """Compile each unit."""
+
+def _option_keys() -> type[Section]:
+    """Return a section with a key for each option of ``shard()``."""
+    fields: dict[str, Any] = {
+        name: (_in_toml(name), Field(FIELDS[name].default, description=FIELDS[name].metadata["help"])) for name in NAMES
+    }
+    return create_model("OptionKeys", __base__=Section, **fields)
+
+
+if TYPE_CHECKING:
+    _OptionKeys = Section  # so that everything reads them through ``ShardSection.options()``, whose types are known
+else:
+    _OptionKeys = _option_keys()
+
+
+class ShardSection(_OptionKeys):
+    """The options of `trueshard.shard()`, and the copies of the model."""
+
     replicate: Annotated[int, Field(ge=1)] = 1
     """Copies of the whole model: each is sharded over ranks / `replicate` ranks (HSDP)."""
-    offload: Offload = "none"
-    """Place of the shards between uses."""
-    memory: Annotated[Text, AfterValidator(_is_size)] | None = None
-    """A budget for each rank, such as "70GiB", for what is "auto"."""
-    tensor: Annotated[int, Field(ge=1)] | dict[Text, StrictBool | Annotated[int, Field(ge=1)] | Text] = 1
-    """Ranks that share each matrix; or a table from glob to style, with `ranks`, and `sequence = true` if each has its
-    part of the sequence between matrices. They read the same samples."""
-    context: Annotated[int, Field(ge=1)] = 1
-    """Ranks that share each sequence: each has a part of its tokens. They read the same samples."""
-    experts: Annotated[int, Field(ge=1)] = 1
-    """Ranks that share the experts of each layer."""
-    exact: bool | Exponents = False
-    """Gradients are the same bits at any number of ranks, or such a table; `train.exact` makes the whole run so."""
+
+    def options(self) -> Options:
+        """Return the options of `trueshard.shard()`."""
+        return Options(**{name: getattr(self, name) for name in NAMES})
 
     def readers(self, ranks: int) -> int:
         """Return how many of `ranks` read different samples; raise ValueError if the axes do not divide them."""
-        axes = {"shard.tensor": self.choices().axes()["tensor"], "shard.context": self.context}
+        axes = {f"shard.{name}": size for name, size in sizes_of(self).items()}
         sizes = {"shard.replicate": self.replicate} | axes
         if ranks % (product := math.prod(sizes.values())):
             said = " × ".join(f"{key} = {size}" for key, size in sizes.items() if size > 1)
             raise ValueError(f"{said}: {ranks} ranks do not divide by {product}; choose others")
         return ranks // math.prod(axes.values())
 
-    def choices(self) -> Choices:
-        """Return the options of `trueshard.shard()`."""
-        return Choices(**self.model_dump(exclude={"replicate"}))
+    @model_validator(mode="after")
+    def _checked(self) -> ShardSection:
+        """Raise ValueError, with the key, for what is no valid option whatever the model."""
+        try:
+            check_options(self.options())
+        except ValueError as error:
+            raise ValueError(f"shard.{error}") from None
+        return self
 
 
 class LogSection(Section):
@@ -375,7 +388,7 @@ class Config(Section):
 
     def _exactly(self) -> None:
         """Set `shard.exact`; raise ValueError if a run of these settings cannot be exact."""
-        if self.shard.exact not in (False, True, self.train.exact):
+        if self.shard.options().exact not in (False, True, self.train.exact):
             raise ValueError("shard.exact has a table, which belongs into train.exact here; move it")
         object.__setattr__(self, "shard", self.shard.model_copy(update={"exact": self.train.exact}))
         if self.rollout.engine == "vllm":
@@ -387,10 +400,10 @@ class Config(Section):
             raise ValueError(
                 "train.exact does not go with rollout.continuous, which rounds by what a rank has to answer; remove it"
             )
-        if self.shard.mixed_precision == "fp16":
+        if self.shard.options().mixed_precision == "fp16":
             raise ValueError('train.exact does not go with shard.mixed_precision = "fp16"; use "bf16"')
-        for axis in ("tensor", "context", "experts"):
-            if getattr(self.shard.choices(), axis) != 1:
+        for axis in OPTIONS:
+            if ranks_along(self.shard, axis) != 1:
                 raise ValueError(
                     f"train.exact does not go with shard.{axis}: its ranks add up by themselves; remove it"
                 )
@@ -405,7 +418,7 @@ class Config(Section):
             if self.data.format == "prompt":
                 raise ValueError('data.format = "prompt" has no answers to learn from; add [rl] and [reward]')
             return
-        if shared := [axis for axis, size in self.shard.choices().axes().items() if size > 1]:
+        if shared := [axis for axis, size in sizes_of(self.shard.options()).items() if size > 1]:
             raise ValueError(
                 f"shard.{shared[0]} does not go with [rl], whose ranks answer different prompts; remove it"
             )

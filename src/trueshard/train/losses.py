@@ -213,7 +213,7 @@ class PreferenceLoss:
             before = self._margins(self._other, model if self.reference is None else self.reference, batch)
         margins = self.beta * (self._margins(self._policy, model, batch) - before)
         runtime = runtime_of(names.unwrap(model))
-        shared = None if runtime is None else runtime.axes.context
+        shared = None if runtime is None else runtime.axes.along.get("context")
         if shared is not None:  # so far of a part of each answer
             margins = sum_parts(margins, shared.get_group())
         right, wrong = F.logsigmoid(margins), F.logsigmoid(-margins)

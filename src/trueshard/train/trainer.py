@@ -163,9 +163,9 @@ class Trainer:
         self._sharded = runtime is not None
         self._axes = None if runtime is None else runtime.axes
         self._exact = runtime is not None and runtime.exact is not None
-        self._leads_context = not (self._axes and self._axes.context and self._axes.context.get_local_rank())
-        self._leads_tensor = not (self._axes and self._axes.tensor and self._axes.tensor.get_local_rank())
-        if self._axes and self._axes.context and isinstance(self.loss, Mean):
+        self._leads_context = self._axes is None or self._axes.leads("context")
+        self._leads_tensor = self._axes is None or self._axes.leads("tensor")
+        if self._axes and "context" in self._axes.along and isinstance(self.loss, Mean):
             raise ValueError(
                 "loss: ranks that share a sequence have parts of different numbers of terms, and the mean of their "
                 "means is not that of the whole; give a Loss, which counts them"
@@ -432,7 +432,7 @@ class Trainer:
 
     def _own(self, batch: Any) -> Any:
         """Return what this rank computes of a microbatch, on its device: a part of each sequence if ranks share it."""
-        if self._axes is None or self._axes.context is None:
+        if self._axes is None or "context" not in self._axes.along:
             return self._to_device(batch)
         return split_sequence(self.model, batch)
 

@@ -26,11 +26,12 @@ from torch import nn
 
 import trueshard
 from trueshard._torch import own_class
+from trueshard.axes import sizes_of
 from trueshard.checkpoint.state import seed_all
-from trueshard.choices import Choices
 from trueshard.distributed import replicated_mesh
 from trueshard.errors import one_line
 from trueshard.model import names
+from trueshard.options import Options
 from trueshard.planner.inputs import factories
 from trueshard.planner.inputs.batches import model_loss
 from trueshard.planner.inputs.factories import Original, Parts
@@ -57,7 +58,7 @@ class Case:
     folder: Path  # temporary folder for what the processes leave to each other
     source: Any  # ``"file.py:factory"``, a function, a module as an ``Original``, or a training configuration
     plan: Plan | None
-    choices: Choices
+    choices: Options
     replicate: int  # copies of the model: a mesh (replicate, shard, …) if more than one
     ranks: int
     other_ranks: int  # ranks on which the checkpoint is loaded, on the axis of shards alone
@@ -81,7 +82,7 @@ class Case:
     @property
     def axes(self) -> dict[str, int]:
         """Ranks along the axes on which the same samples are read."""
-        return self.choices.axes() if self.plan is None else {"context": self.plan.context, "tensor": self.plan.tensor}
+        return sizes_of(self.plan or self.choices)
 
     def on_other_ranks(self) -> Case:
         """Return the case of a run without choices that depend on the number of ranks."""

@@ -208,7 +208,7 @@ def train(
 def _accumulate(setup: TrainingSetup, microbatches: list[tuple[int, int, Any]], step: int, seed: int) -> float:
     """Run forward and backward of all microbatches; return the mean loss over the global batch."""
     runtime = runtime_of(unwrap(setup.model))
-    context = None if runtime is None else runtime.axes.context
+    context = None if runtime is None else runtime.axes.along.get("context")
     count = sum(setup.loss.count(batch) for *_, batch in microbatches)
     if context is not None and context.get_local_rank():
         count = 0  # of sequences that another rank counts

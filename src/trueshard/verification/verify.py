@@ -19,18 +19,18 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from trueshard.choices import Choices, UnitWords
+from trueshard.axes import sizes_of
 from trueshard.distributed import ensure_process_group
 from trueshard.errors import UserError, one_line, with_extra
 from trueshard.launching import how, last_lines, python_command, run_ranks
 from trueshard.machine import cpu_cores
+from trueshard.options import Options, ShardOptions, options_of, show_options
 from trueshard.planner.inputs.factories import Original
 from trueshard.plans import Plan
 from trueshard.verification import runs
@@ -38,10 +38,14 @@ from trueshard.verification.report import Failure, Verified, contract
 from trueshard.verification.subjects import Case, ShardRefused, other_ranks
 from trueshard.verification.training import Progress
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 COLLECTIVE = 0.5  # of the time limit: a rank that waits for another in vain says so before all are ended
 LEAST_SPACE = 1 << 20  # free bytes below which what the processes leave to each other may be cut off
 
 
+@show_options
 def verify(
     factory: Callable[..., Any] | nn.Module | str | Path,
     *,
@@ -55,17 +59,7 @@ def verify(
     replicate: int = 1,
     timeout: float = 600.0,
     plan: Plan | None = None,
-    units: UnitWords = "auto",
-    reshard_after_forward: str | int | Mapping[str, str | int | bool] = "default",
-    mixed_precision: MixedPrecisionPolicy | str | None = None,
-    activation_checkpointing: str | Mapping[str, str] = "none",
-    compile: bool = False,
-    offload: str = "none",
-    memory: str | None = None,
-    tensor: int | Mapping[str, str | int | bool] = 1,
-    context: int = 1,
-    experts: int = 1,
-    exact: bool | Mapping[str, int] = False,
+    **options: Unpack[ShardOptions],
 ) -> Verified:
     """Train a few steps sharded over processes of this machine, and compare everything with one process that is not.
 
@@ -92,11 +86,10 @@ def verify(
         overrides: with a configuration, settings such as ``"train.batch_size=8"``.
         replicate: copies of the model (HSDP): a mesh (replicate, shard).
         timeout: seconds for each of the three runs; then every process's stack is reported.
-        plan: as for ``shard()``, and so are ``units``, ``reshard_after_forward``, ``mixed_precision``,
-            ``activation_checkpointing``, ``compile``, ``offload``, ``memory``, ``tensor``, ``context``,
-            ``experts`` and ``exact``. A configuration brings its own. With ``exact`` no bit may differ: the one process
-            has the same plan, and each step's hash is in the report. With ``context`` a batch is a dict with
+        plan: as for ``shard()``. A configuration brings its own options. With ``exact`` no bit may differ: the one
+            process has the same plan, and each step's hash is in the report. With ``context`` a batch is a dict with
             ``input_ids`` and ``labels``, and the loss the model's own.
+        options: as for ``shard()``.
 
     Returns:
         The report. ``report.held`` says whether all of the contract holds; ``print`` shows a line for each point.
@@ -105,19 +98,7 @@ def verify(
         ValueError: an argument is wrong, the factory fails on one process, or ``shard()`` refuses; one line.
     """
     _check(nproc, steps, layers, replicate, seed, timeout)
-    choices = Choices(
-        units=units,
-        reshard_after_forward=reshard_after_forward,
-        mixed_precision=mixed_precision,
-        activation_checkpointing=activation_checkpointing,
-        compile=compile,
-        offload=offload,
-        memory=memory,
-        tensor=tensor,
-        context=context,
-        experts=experts,
-        exact=exact,
-    )
+    choices = options_of("verify", options)
     choices.check_alone(plan)
     with tempfile.TemporaryDirectory(prefix="trueshard-verify-") as name:
         folder, notes = Path(name), list[str]()
@@ -125,14 +106,15 @@ def verify(
         if isinstance(factory, (str, Path)) and ".py" not in str(factory):
             said = (
                 ["plan"] * (plan is not None)
-                + choices.replace(exact=False).said()
+                + choices.replace(exact=False).differing()
                 + ["optimizer"] * (optimizer is not None)
             )
             from trueshard.verification.config_subject import small_configuration  # the trainer's libraries
 
             source, notes = small_configuration(Path(factory), overrides, folder, nproc, said)
-            exact = exact if isinstance(exact, Mapping) else source.shard.exact or exact
-            choices, replicate = source.shard.choices().replace(exact=exact), source.shard.replicate
+            choices, replicate, exact = source.shard.options(), source.shard.replicate, choices.exact
+            if isinstance(exact, Mapping) or not choices.exact:
+                choices = choices.replace(exact=exact)
             source = source.model_copy(update={"shard": type(source.shard)()})
         elif overrides:
             raise ValueError("overrides go with a training configuration; leave them out")
@@ -207,9 +189,9 @@ def _check(nproc: int, steps: int, layers: int | None, replicate: int, seed: int
         raise ValueError(f"replicate={replicate}: {nproc} processes do not divide into so many copies")
 
 
-def _readers(nproc: int, replicate: int, choices: Choices, plan: Plan | None) -> int:
+def _readers(nproc: int, replicate: int, choices: Options, plan: Plan | None) -> int:
     """Return how many processes read different samples; raise ValueError if the axes do not divide them."""
-    axes = choices.axes() if plan is None else {"context": plan.context, "tensor": plan.tensor}
+    axes = sizes_of(plan or choices)
     if nproc % (replicate * math.prod(axes.values())):
         words = " × ".join(f"{name} {size}" for name, size in {"replicate": replicate, **axes}.items() if size > 1)
         raise ValueError(f"{words}: {nproc} processes do not divide by it; choose others")

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from trueshard.axes import OPTIONS
 from trueshard.planner import ledger
 from trueshard.planner.ledger import UnitUse
 from trueshard.planner.report.compare import collapse, times
@@ -99,7 +100,7 @@ def settings(study: Study) -> str:
     words.append(forecast.optimizer)
     if len(plan.ranks) > 1:
         words.append(f"{plan.ranks[0]} replicas of {plan.ranks[1]} shards")
-    words += [f"{axis} {ranks}" for axis in ("tensor", "context", "experts") if (ranks := getattr(plan, axis)) > 1]
+    words += [f"{axis} {ranks}" for axis in OPTIONS if (ranks := getattr(plan, axis)) > 1]
     if forecast.pipeline > 1:
         chunks = f" of {forecast.virtual} chunks" if forecast.virtual > 1 else ""
         words.append(f"pipeline of {forecast.pipeline} stages{chunks}, {forecast.schedule}")

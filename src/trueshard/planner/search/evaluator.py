@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trueshard import choices
-from trueshard.choices import DEFAULTS
+from trueshard.model import policies
+from trueshard.options import DEFAULTS, Recompute
 from trueshard.planner.forecasting import MICROBATCHES, Cluster
 from trueshard.planner.hardware import Mode
 from trueshard.planner.inputs.batches import quietly
@@ -36,7 +36,7 @@ from trueshard.planner.simulation.repeats import FEWEST, find_runs
 from trueshard.planner.simulation.simulate import Short, Simulator, Steps
 from trueshard.planner.workers import Task, Workers
 from trueshard.planner.workload import Job, Study, Workload
-from trueshard.plans import Forecast, Plan, Recompute, Unit
+from trueshard.plans import Forecast, Plan, Unit
 
 PROBED = 3
 """Blocks of a run in a probe: the one in the middle has neighbours on both sides."""
@@ -215,8 +215,8 @@ class Evaluator:
 
     def _values(self, base: Plan, reshard: str | int, recompute: Recompute) -> tuple[Values, ...]:
         given = self.space.given(reshard_after_forward=reshard, activation_checkpointing=recompute)
-        freed = choices.reshard_values(base, given.reshard_after_forward, base.ranks[-1])
-        return tuple(zip(freed, choices.recompute_values(base.units, given.activation_checkpointing), strict=True))
+        freed = policies.reshard_values(base, given.reshard_after_forward, base.ranks[-1])
+        return tuple(zip(freed, policies.recompute_values(base.units, given.activation_checkpointing), strict=True))
 
     def _options(self, replicate: int) -> dict[bool, list[list[Values]]]:
         """Return all values that each unit may have, by whether embeddings are split off."""
@@ -240,7 +240,7 @@ class Evaluator:
             activation_checkpointing=recompute_word(base, [again for _, again in candidate.values]),
             offload=candidate.setting.offload,
         )
-        return choices.apply_words(plan, base.ranks[-1])
+        return policies.apply_words(plan, base.ranks[-1])
 
     def budget(self, replicate: int) -> int:
         """Return the bytes for torch on a rank: no more than the device has besides the communicators of that mesh."""
@@ -265,7 +265,7 @@ class Evaluator:
         plan = dataclasses.replace(base, reshard_after_forward="always", offload="none")
         given = self.space.given(reshard_after_forward="always", activation_checkpointing=recompute)
         plan = dataclasses.replace(plan, activation_checkpointing=given.activation_checkpointing)
-        plan = choices.apply_words(plan, base.ranks[-1])
+        plan = policies.apply_words(plan, base.ranks[-1])
         runs = find_runs(self.simulations.simulator.model, plan)
         job = Job(self.space.workload, cluster.mesh, microbatch=size, on_cpu=not cluster.hardware.streams)
         return self.simulations.probe(Short(job, plan, runs, [PROBED] * len(runs)), cluster, self._mode)

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from trueshard.choices import is_free
+from trueshard.options import Offload, is_free
 from trueshard.planner.hardware import hardware, known
 from trueshard.planner.report.compare import collapse
 from trueshard.planner.search.evaluator import MARGIN, Evaluator, Expected
 from trueshard.planner.search.frontier import proposal
 from trueshard.planner.search.space import RECOMPUTE, Candidate, Setting, Space, batches
 from trueshard.planner.workload import NothingFits
-from trueshard.plans import MixedPrecision, Offload, Plan, Unit
+from trueshard.plans import MixedPrecision, Plan, Unit
 from trueshard.text import size
 
 SHORTEST = 128

@@ -15,12 +15,12 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 
+from trueshard.options import Offload
 from trueshard.planner.search import explain
 from trueshard.planner.search.evaluator import MARGIN, Evaluator
 from trueshard.planner.search.frontier import ENOUGH, frugal, proposal
 from trueshard.planner.search.space import Candidate, Setting, Space, batches
 from trueshard.planner.workload import Alternative, Study
-from trueshard.plans import Offload
 
 UNCERTAIN = 0.02
 """Part of its memory by which a plan that is expected not to fit is still studied where no other fits."""

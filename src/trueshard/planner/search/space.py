@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from trueshard import choices
-from trueshard.choices import Choices
+from trueshard.axes import sizes_of
+from trueshard.model import policies
+from trueshard.options import Offload, Options, Recompute
 from trueshard.planner.forecasting import Cluster, study
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.schedules import Pipeline
 from trueshard.planner.simulation.simulate import Simulator
 from trueshard.planner.workload import Job, Study, Workload
-from trueshard.plans import Offload, Plan, Recompute
+from trueshard.plans import Plan
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 """From the fastest to the one that takes the least memory."""
@@ -31,7 +32,7 @@ class Space:
     ranks_per_node: int
     budget: int | None
     """Bytes that torch's allocator may reserve on each rank; None: all that the device has."""
-    choices: Choices
+    choices: Options
     """``shard()``'s options. ``reshard_after_forward`` and ``activation_checkpointing`` may be or contain ``"auto"``,
     ``offload`` may be it: chosen. All else is taken as it is; ``memory`` is ``budget``."""
     replicate: int | None
@@ -50,7 +51,7 @@ class Space:
 
     def cluster(self, replicate: int) -> Cluster:
         """Return the ranks as a cluster of ``replicate`` replicas."""
-        shared = self.choices.axes()
+        shared = sizes_of(self.choices)
         return Cluster(
             self.hardware,
             self.ranks,
@@ -68,7 +69,7 @@ class Space:
         word = self.choices.offload
         return ("none", "cpu") if word == "auto" else (cast(Offload, word),)
 
-    def given(self, **instead: Any) -> Choices:
+    def given(self, **instead: Any) -> Options:
         """Return the choices with ``instead`` in the place of every ``"auto"``, without offload."""
         settled = {key: _without_auto(getattr(self.choices, key), value) for key, value in instead.items()}
         return self.choices.replace(offload="none", **settled)
@@ -130,8 +131,8 @@ def reshard_word(plan: Plan, values: list[bool | int]) -> Any:
     """Return the shortest word that means these values of the units."""
     ranks = plan.ranks[-1]
     numbers = [value for value in values if not isinstance(value, bool)]
-    for word in (*choices.RESHARD_WORDS, *numbers[:1]):
-        meant = choices.reshard_values(plan, word, ranks)
+    for word in (*policies.RESHARD_WORDS, *numbers[:1]):
+        meant = policies.reshard_values(plan, word, ranks)
         if meant == values and list(map(type, meant)) == list(map(type, values)):  # True is not 1 rank
             return word
     words = ["always" if value is True else "never" if value is False else value for value in values]
@@ -143,7 +144,7 @@ def reshard_word(plan: Plan, values: list[bool | int]) -> Any:
 def recompute_word(plan: Plan, values: list[Recompute]) -> Any:
     """Return the shortest word that means these values of the units."""
     for word in RECOMPUTE:
-        if choices.recompute_values(plan.units, word) == values:
+        if policies.recompute_values(plan.units, word) == values:
             return word
     return {glob.escape(unit.name): word for unit, word in zip(plan.units, values, strict=True) if word != "none"}
 
@@ -169,7 +170,7 @@ def batches(space: Space) -> list[tuple[int, int]]:
     """
     if space.global_batch is None:
         return [(space.microbatch or 1, space.accumulation or 1)]
-    readers = space.ranks // math.prod(space.choices.axes().values()) // space.pipe.stages
+    readers = space.ranks // math.prod(sizes_of(space.choices).values()) // space.pipe.stages
     each, rest = divmod(space.global_batch, readers)
     sizes = range(each, 0, -1) if space.microbatch is None else [space.microbatch]
     found = [(size, each // size) for size in sizes if each % size == 0 and space.accumulation in (None, each // size)]

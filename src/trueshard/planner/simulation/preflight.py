@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueshard import _torch
-from trueshard.choices import Choices
 from trueshard.errors import one_line
 from trueshard.model import names
 from trueshard.optim.norms import clip_grad_norm_
+from trueshard.options import Options
 from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.inputs.fake_tensors import plain_attributes
 from trueshard.planner.simulation.fake_values import KnownValues, code_line, innermost_frame, is_of_library
@@ -83,7 +83,7 @@ def preflight(job: Job) -> list[Problem]:
 
 
 def _try(
-    job: Job, model: nn.Module, how: Plan | Choices, mesh: DeviceMesh, problems: list[Problem], values: KnownValues
+    job: Job, model: nn.Module, how: Plan | Options, mesh: DeviceMesh, problems: list[Problem], values: KnownValues
 ) -> None:
     """Shard the model and run a step of it; inside ``values``."""
     workload = job.workload
@@ -98,7 +98,7 @@ def _try(
         _step(workload, model, [] if problems else optimizers, batch, problems, values)
 
 
-def _shorten(model: nn.Module, how: Plan | Choices, ranks: tuple[int, ...]) -> Plan | None:
+def _shorten(model: nn.Module, how: Plan | Options, ranks: tuple[int, ...]) -> Plan | None:
     """Shorten the model in place to ``_BLOCKS`` of each run; return its plan, None if there is no run."""
     names.hide_wrappers(model)
     try:

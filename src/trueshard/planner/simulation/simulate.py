@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from trueshard import _torch, distributed
-from trueshard.choices import Choices
 from trueshard.model import names
 from trueshard.optim.norms import clip_grad_norm_
+from trueshard.options import Options
 from trueshard.parallel.tensor import resolve as resolve_tensor
 from trueshard.planner import ledger
 from trueshard.planner.simulation.extension import KEPT, NotPeriodicError, extend
@@ -112,7 +112,7 @@ def own_part(model: nn.Module, batch: Any) -> Any:
     Raises ValueError if it cannot be told what of the batch is a sequence.
     """
     runtime = runtime_of(names.unwrap(model))
-    if runtime is None or runtime.axes.context is None:
+    if runtime is None or "context" not in runtime.axes.along:
         return batch
     if not isinstance(batch, Mapping):
         raise ValueError(
@@ -230,7 +230,7 @@ class Simulator:
         with self._mode:
             return self.workload.model()
 
-    def resolve(self, how: Plan | Choices, ranks: tuple[int, ...]) -> Plan:
+    def resolve(self, how: Plan | Options, ranks: tuple[int, ...]) -> Plan:
         """Return a plan with its units; raise ValueError if ``shard()`` refuses it."""
         model = self.model
         job = Job(self.workload, ranks, plan=how) if isinstance(how, Plan) else Job(self.workload, ranks, choices=how)

@@ -91,7 +91,7 @@ def study(
             score=score,
             beside=rl_forecast.beside(config, settings, copy),
             clip=train.max_grad_norm,
-            **vars(config.shard.choices()),
+            **vars(config.shard.options()),
         )
         found: Study = process.call("trueshard.planner.choose_plan:solve", request, in_place=in_place)
         if config.rl is not None:

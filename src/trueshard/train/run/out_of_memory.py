@@ -183,11 +183,11 @@ class _RemedySearch:
             yield most
         if most and accumulations and self._fits({**most, **accumulations[-1]}):
             yield from ({**most, **each} for each in accumulations)
-        if self._config.shard.offload == "none" and self._device.type != "cpu":
+        if self._config.shard.options().offload == "none" and self._device.type != "cpu":
             yield {"shard.offload": "cpu"}
 
     def _reshard(self) -> dict[str, Any]:
-        word = self._config.shard.reshard_after_forward
+        word = self._config.shard.options().reshard_after_forward
         return {} if word == "always" or self._ranks == 1 else {"shard.reshard_after_forward": "always"}
 
     def _copies(self) -> list[dict[str, Any]]:
@@ -198,7 +198,7 @@ class _RemedySearch:
         return [{"rollout.copy": each} for each in ways[self._config.rollout.copy_]]
 
     def _recomputations(self) -> list[dict[str, Any]]:
-        word = self._config.shard.activation_checkpointing
+        word = self._config.shard.options().activation_checkpointing
         stronger = {"none": ["selective", "full"], "full": []}.get(str(word), ["full"])
         return [{"shard.activation_checkpointing": each} for each in stronger]
 

@@ -33,7 +33,7 @@ from trueshard.planner.simulation.simulate import attention_as_on_a_device, fake
 from trueshard.planner.timeline import communication_seconds, schedule
 from trueshard.planner.trace import Communication, Trace
 from trueshard.planner.workload import StepPhase, Study
-from trueshard.plans import MixedPrecision, Plan
+from trueshard.plans import MixedPrecision, Plan, precision_of
 from trueshard.text import size
 from trueshard.train.config import Config
 from trueshard.train.data.samples import IGNORED, Batch
@@ -135,7 +135,7 @@ def copy_word(config: Config, settings: Any, device: Hardware, ranks: int) -> st
     if config.rollout.copy_ != "auto":
         return config.rollout.copy_
     compute, model = compute_dtype(config), empty(config, settings)
-    models = 0 if config.shard.offload == "cpu" else 1 + has_reference(config)
+    models = 0 if config.shard.options().offload == "cpu" else 1 + has_reference(config)
     shards = sum(each.nbytes for each in model.parameters()) * config.shard.replicate // ranks
     free = device.memory_bytes - device.context_bytes - models * shards
     whole = sum(each.numel() * _width(each, compute) for each in model.parameters())
@@ -157,8 +157,8 @@ def beside(config: Config, settings: Any, copy: str | None) -> tuple[tuple[str, 
 
 def compute_dtype(config: Config) -> torch.dtype | None:
     """Return the dtype of mixed precision; None without."""
-    word = config.shard.mixed_precision
-    return None if word is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[word]
+    precision = precision_of(config.shard.options().mixed_precision)
+    return None if precision is None or precision.compute is None else getattr(torch, precision.compute)
 
 
 # Generating

@@ -11,11 +11,13 @@ from torch import nn
 
 import trueshard
 from trueshard import _torch
+from trueshard.axes import sizes_of
 from trueshard.checkpoint.state import seed_all
 from trueshard.distributed import device_of, replicated_mesh
 from trueshard.errors import UserError, one_line, written_to
 from trueshard.launching import STOPPED
 from trueshard.model import names
+from trueshard.plans import precision_of
 from trueshard.sharding.engine import sharded
 from trueshard.train.config import Config, ShardSection
 from trueshard.train.data.loader import EvaluationLoader, Loader
@@ -199,7 +201,7 @@ def build_trainer(
         accumulate=train.accumulation(sharded(model).axes.reader[1]),
         seed=train.seed if train.exact else None,
         scheduler=build_schedule(config.schedule, optimizer, steps),
-        scaler=torch.amp.GradScaler(device.type) if config.shard.mixed_precision == "fp16" else None,
+        scaler=torch.amp.GradScaler(device.type) if config.shard.options().mixed_precision == "fp16" else None,
         max_grad_norm=train.max_grad_norm,
         evaluation=evaluation,
         evaluate_every=config.evaluation.every if config.evaluation else None,
@@ -220,8 +222,8 @@ def shard(section: ShardSection, model: nn.Module, *optimizers: torch.optim.Opti
     try:
         section.readers(dist.get_world_size() if dist.is_initialized() else 1)
         if section.replicate > 1:
-            mesh = replicated_mesh(section.replicate, section.choices().axes())
-        return trueshard.shard(model, *optimizers, mesh=mesh, **vars(section.choices()))
+            mesh = replicated_mesh(section.replicate, sizes_of(section.options()))
+        return trueshard.shard(model, *optimizers, mesh=mesh, **vars(section.options()))
     except (ValueError, trueshard.NothingFits) as error:
         raise UserError(f"[shard]: {one_line(error)}") from error
 
@@ -315,8 +317,9 @@ def _watches(config: Config) -> list[Callback]:
 
 def _reporters(config: Config, model: nn.Module, device: torch.device, memory_planned: int | None) -> list[Callback]:
     """Return the callbacks that measure, write and draw each step; later ones read what earlier ones add."""
-    compute = {"bf16": torch.bfloat16, "fp16": torch.float16, None: getattr(torch, config.model.dtype)}
-    peak = metrics.peak_flops(device, compute[config.shard.mixed_precision])
+    precision = precision_of(config.shard.options().mixed_precision)
+    compute = getattr(torch, config.model.dtype if precision is None or not precision.compute else precision.compute)
+    peak = metrics.peak_flops(device, compute)
     countable = peak is not None and config.model.quantize == "none"  # packed weights do not tell how many they are
     flops = metrics.flops_per_token(model, config.train.sequence_length) if countable else None
     folder, plain = config.run.folder, config.model_dump(mode="json", by_alias=True)

@@ -1,0 +1,100 @@
+"""Words for resharding and activation checkpointing, resolved into one value for each unit of a plan.
+
+The only place that compares these words: everything else reads ``Unit.reshard_after_forward`` and
+``Unit.activation_checkpointing``, or asks here which values a word means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trueshard.options import RECOMPUTE_WORDS, RESHARD_WORDS, Recompute
+from trueshard.plans import Plan, Unit
+from trueshard.text import nearest
+
+
+def apply_words(plan: Plan, shard_ranks: int) -> Plan:
+    """Turn a plan's reshard and activation-checkpointing words into one value for each unit.
+
+    Raises ValueError for an unknown word, an integer that does not divide the ranks that shard a parameter, or a glob
+    that matches no unit.
+    """
+    reshard = reshard_values(plan, plan.reshard_after_forward, shard_ranks)
+    recompute = recompute_values(plan.units, plan.activation_checkpointing)
+    units = tuple(
+        dataclasses.replace(unit, reshard_after_forward=freed, activation_checkpointing=again)
+        for unit, freed, again in zip(plan.units, reshard, recompute, strict=True)
+    )
+    return dataclasses.replace(plan, units=units, resolved_for=plan.policies)
+
+
+def reshard_values(plan: Plan, policy: Any, shard_ranks: int) -> list[bool | int]:
+    """Return ``Unit.reshard_after_forward`` for each unit of ``plan``, in order."""
+    last = next((unit.name for unit in reversed(plan.units) if unit.kind == "block"), None)
+
+    def value(unit: Unit, word: Any) -> bool | int:
+        if isinstance(word, bool) or word in ("always", "never"):
+            return word in (True, "always")
+        if isinstance(word, int) and unit.kind == "experts":
+            return word != 1  # its parameters are sharded over fewer ranks: there are no smaller groups of them
+        if isinstance(word, int):
+            if word < 1 or shard_ranks % word:
+                divisors = [str(d) for d in range(1, shard_ranks + 1) if shard_ranks % d == 0]
+                raise ValueError(
+                    f"reshard_after_forward={word} must divide the {shard_ranks} ranks that share a parameter; "
+                    f"use one of {', '.join(divisors)}"
+                )
+            # One rank means no resharding, all ranks mean plain resharding.
+            return word == shard_ranks if word in (1, shard_ranks) else word
+        if word not in ("default", "last_layer"):
+            raise ValueError(_unknown("reshard_after_forward", word, (*RESHARD_WORDS, "an integer", "{glob: word}")))
+        kept = {last} if word == "last_layer" else {last, ""}
+        inside_last = unit.kind == "experts" and last is not None and unit.name.startswith(f"{last}.")
+        return (
+            unit.name not in kept
+            and not inside_last
+            and unit.kind != "head"
+            and not (word == "default" and plan.pipeline)
+        )
+
+    return list(map(value, plan.units, _by_unit("reshard_after_forward", plan.units, policy, "default")))
+
+
+def recompute_values(units: Sequence[Unit], words: Any) -> list[Recompute]:
+    """Return ``Unit.activation_checkpointing`` for each unit: a single word means every block."""
+    for word in words.values() if isinstance(words, Mapping) else [words]:
+        if word not in RECOMPUTE_WORDS:
+            raise ValueError(_unknown("activation_checkpointing", word, (*RECOMPUTE_WORDS, "{glob: word}")))
+    if isinstance(words, Mapping):
+        return _by_unit("activation_checkpointing", units, words, "none")
+    return [words if unit.kind == "block" else "none" for unit in units]
+
+
+def _by_unit(option: str, units: Sequence[Unit], words: Any, rest: str) -> list[Any]:
+    """Return a word for each unit: the same, or that of the last glob that matches its name, else ``rest``.
+
+    Raises ValueError for a glob that matches no unit.
+    """
+    if not isinstance(words, Mapping):
+        return [words] * len(units)
+    chosen: list[Any] = [rest] * len(units)
+    for glob, word in words.items():
+        called = [(unit.name, *unit.modules) for unit in units]
+        hits = [i for i, each in enumerate(called) if any(fnmatch.fnmatchcase(name, glob) for name in each)]
+        if not hits:
+            near = nearest(glob, [unit.name for unit in units])
+            shown = ", ".join(repr(unit.name) for unit in units[:8])
+            raise ValueError(f'{option}: {glob!r} matches no unit.{near} Units ("" is the root): {shown}')
+        for i in hits:
+            chosen[i] = word
+    return chosen
+
+
+def _unknown(option: str, word: Any, known: Sequence[str]) -> str:
+    if word == "auto":
+        return f'{option}="auto" is a word of shard() and trueshard.plan(); here use one of {", ".join(known)}'
+    near = nearest(word, known) if isinstance(word, str) else ""
+    return f"{option}={word!r} is not known.{near} Use one of {', '.join(known)}"
