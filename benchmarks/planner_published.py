@@ -27,6 +27,7 @@ from benchmarks.published_pending import PENDING
 from benchmarks.published_rows import ROWS, SOURCES, Model, Row, Setting
 from benchmarks.published_traces import on_one_device
 from benchmarks.table import Table, Tell
+from trueshard.axes import OPTIONS, ranks_along
 from trueshard.options import Options
 from trueshard.planner import ledger, pipelining
 from trueshard.planner.forecasting import MICROBATCHES, Cluster, in_precision
@@ -277,15 +278,8 @@ def _of_pipeline(row: Row) -> Forecast:
     """Return the forecast of a pipeline's stage that takes most."""
     setting, device = row.setting, device_of(row)
     whole = replace(job(setting, setting.accumulation), matmul=row.matmul, async_tensor=row.async_tensor)
-    cluster = Cluster(
-        device,
-        setting.ranks,
-        device.ranks_per_node,
-        tensor=setting.tensor,
-        context=setting.context,
-        experts=setting.experts,
-        pipeline=setting.pipe.stages,
-    )
+    sizes = {name: ranks_along(setting, name) for name in OPTIONS} | {"pipeline": setting.pipe.stages}
+    cluster = Cluster(device, setting.ranks, device.ranks_per_node, sizes)
     with pipelining.ends_of(whole, setting.pipe) as ends:
         found = pipelining.study(whole, cluster, setting.pipe, ends)
     assert found is not None

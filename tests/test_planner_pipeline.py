@@ -143,7 +143,7 @@ def test_a_microbatch_in_flight_adds_what_its_forward_leaves(last: bool) -> None
     """Held against the real order of a schedule, in which two microbatches run forward before the first backward."""
     job = jobs(last)
     one, two = simulate(job), simulate(dataclasses.replace(job, in_flight=2))
-    cluster = Cluster(hardware("h100"), 4, 4, pipeline=2)
+    cluster = Cluster(hardware("h100"), 4, 4, {"pipeline": 2})
     whole = dataclasses.replace(job, plan=None, in_flight=0)
     stage = Stage.simulated(whole, cluster, int(last), 1, Simulator(job.workload))
     assert peak_of(two).bytes - peak_of(one).bytes == pytest.approx(stage.activations, rel=0.03)
@@ -225,7 +225,7 @@ def test_other_models_are_not_cut() -> None:
 def test_the_last_stage_keeps_its_outputs_and_joins_them() -> None:
     """Of all microbatches: once as they were computed, and when a step ends once more, in one block."""
     job = dataclasses.replace(jobs(True), plan=None, in_flight=0)
-    cluster = Cluster(hardware("h100"), 4, 4, pipeline=2)
+    cluster = Cluster(hardware("h100"), 4, 4, {"pipeline": 2})
     stage = Stage.simulated(job, cluster, 1, 1, Simulator(job.workload))
     without, with_outputs = (
         stage.forecast(Pipeline(2), cluster, 1 << 40, Passed(64, each), [stage]) for each in (0, 512)

@@ -47,7 +47,14 @@ class Axis:
 
 
 AXES = (
-    Axis(name="pipeline", words="run some of the blocks each", is_option=False, place="stages", gradients="apart"),
+    Axis(
+        name="pipeline",
+        words="run some of the blocks each",
+        is_option=False,
+        place="stages",
+        gradients="apart",
+        same_samples=True,
+    ),
     Axis(name="replicate", words="hold a copy of the model each", is_option=False, gradients="summed"),
     Axis(name="shard", words="hold a shard of each parameter", is_option=False, gradients="sharded"),
     Axis(

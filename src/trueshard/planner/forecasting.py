@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from trueshard.axes import AXES, FOLDED, SHARED
 from trueshard.planner import ledger
 from trueshard.planner.hardware import Hardware, Mode
 from trueshard.planner.inputs.batches import quietly
@@ -24,57 +26,57 @@ MICROBATCHES = 3
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices, nodes and replicas."""
+    """Devices, nodes, and how many ranks lie along each axis."""
 
     hardware: Hardware
     ranks: int
     ranks_per_node: int
-    replicate: int = 1
-    """Replicas; each is sharded over ``ranks / replicate`` neighbouring ranks."""
-    tensor: int = 1
-    """Ranks that share each matrix."""
-    context: int = 1
-    """Ranks that share each sequence."""
-    experts: int = 1
-    """Ranks that share the experts of each layer."""
-    pipeline: int = 1
-    """Stages, each on ranks of its own: the outermost axis."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Ranks along an axis, by its name in ``trueshard.axes``; 1 for those left out, and the rest shards."""
 
     def __post_init__(self) -> None:
-        if self.ranks > self.ranks_per_node and self.ranks % self.ranks_per_node:
-            raise ValueError(f"ranks={self.ranks} is not a whole number of nodes of {self.ranks_per_node} ranks")
-        if self.ranks % self.replicate:
-            raise ValueError(f"ranks={self.ranks} cannot be divided into {self.replicate} replicas")
-        if self.ranks % (self.pipeline * self.replicate):
-            raise ValueError(f"ranks={self.ranks} cannot be divided into {self.pipeline} stages (pipeline)")
-        each = self.ranks // self.pipeline // self.replicate
-        for words, size in (
-            (f"tensor={self.tensor} × context={self.context}", self.tensor * self.context),
-            (f"experts={self.experts}", self.experts),
-        ):
-            if each % size:
-                copy = f"{each} ranks" + (" of a replica" if self.replicate > 1 else "")
-                copy += " of a stage" if self.pipeline > 1 else ""
+        ranks, copies, stages = self.ranks, self.along("replicate"), self.along("pipeline")
+        if ranks > self.ranks_per_node and ranks % self.ranks_per_node:
+            raise ValueError(f"ranks={ranks} is not a whole number of nodes of {self.ranks_per_node} ranks")
+        if ranks % copies:
+            raise ValueError(f"ranks={ranks} cannot be divided into {copies} replicas")
+        if ranks % (stages * copies):
+            raise ValueError(f"ranks={ranks} cannot be divided into {stages} stages (pipeline)")
+        for axes in (tuple(reversed(SHARED)), *((name,) for name in FOLDED)):
+            if self.ranks_of_copy % math.prod(map(self.along, axes)):
+                words = " × ".join(f"{name}={self.along(name)}" for name in axes)
+                copy = f"{self.ranks_of_copy} ranks" + (" of a replica" if copies > 1 else "")
+                copy += " of a stage" if stages > 1 else ""
                 raise ValueError(f"{words} does not divide the {copy}")
+
+    def along(self, axis: str) -> int:
+        """Return the ranks along an axis."""
+        return self.sizes.get(axis, 1)
+
+    @property
+    def ranks_of_copy(self) -> int:
+        """Ranks that hold one copy of the model or, with a pipeline, of a stage."""
+        return self.ranks // self.along("pipeline") // self.along("replicate")
 
     @property
     def mesh(self) -> tuple[int, ...]:
         """Ranks over which gradients are averaged, as ``Plan.ranks``: (shard,) or (replicate, shard), of a stage."""
-        shard = self.ranks // self.pipeline // self.replicate // self.tensor
-        return (shard,) if self.replicate == 1 else (self.replicate, shard)
+        apart = [axis.name for axis in AXES if axis.place == "mesh" and axis.gradients == "apart"]
+        shard = self.ranks_of_copy // math.prod(map(self.along, apart))
+        return (shard,) if self.along("replicate") == 1 else (self.along("replicate"), shard)
 
     @property
     def readers_share(self) -> int:
         """Ranks that have the same samples, and so share their tokens."""
-        return self.tensor * self.context * self.pipeline
+        return math.prod(self.along(axis.name) for axis in AXES if axis.same_samples)
 
     @property
     def overhead_bytes(self) -> int:
         """Bytes of a device outside of torch's allocator: the context, and a communicator for each mesh dimension."""
-        dimensions = [*self.mesh, self.tensor, self.context, self.pipeline]
-        if self.experts > 1:  # and those that have the same experts
-            each = self.ranks // self.pipeline // self.replicate
-            dimensions += [self.experts, each // self.experts, self.replicate]
+        dimensions = [*self.mesh, *map(self.along, SHARED), self.along("pipeline")]
+        for name in FOLDED:
+            if (size := self.along(name)) > 1:  # a mesh of its own, whose other dimensions hold the same part
+                dimensions += [size, self.ranks_of_copy // size, self.along("replicate")]
         communicators = sum(size > 1 for size in dimensions)
         return self.hardware.context_bytes + communicators * self.hardware.communicator_bytes
 

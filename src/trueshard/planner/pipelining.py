@@ -236,7 +236,7 @@ def study(
     """
     budget = budget_on(cluster, budget)
     job = dataclasses.replace(job, on_cpu=not cluster.hardware.streams)
-    length = job.workload.sequence // cluster.context
+    length = job.workload.sequence // cluster.along("context")
     element = job.microbatch * length * ends.dtype.itemsize // pipe.parts
     passed = Passed(element * ends.width, element * ends.outputs if pipe.outputs else 0)
     every: list[Stage] = []
@@ -402,7 +402,7 @@ def part(trace: Trace, line: Timeline, begin: int, end: int) -> Timeline:
 def transfer_seconds(size: int, cluster: Cluster) -> float:
     """Return the seconds in which activations reach the next stage, whose ranks are ranks / P behind."""
     hardware = cluster.hardware
-    if cluster.ranks // cluster.pipeline < cluster.ranks_per_node:
+    if cluster.ranks // cluster.along("pipeline") < cluster.ranks_per_node:
         rate, latency = hardware.link_bandwidth * hardware.link_efficiency, hardware.link_latency
     else:
         rate, latency = hardware.network_bandwidth * hardware.network_efficiency, hardware.network_latency

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trueshard.axes import AXES, DATA, sizes_of
 from trueshard.options import DEFAULTS, Options
 from trueshard.planner.timeline import Timeline
 from trueshard.planner.trace import Trace
@@ -78,13 +79,15 @@ class Job:
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh by axis, in order; tensor and context only where ranks share anything."""
-        shared = self.plan or Plan.of(self.choices)
-        names = ("shard",) if len(self.ranks) == 1 else ("replicate", "shard")
-        sizes = dict(zip(names, self.ranks, strict=True))
-        if sizes["shard"] % shared.context:
-            raise ValueError(f"context={shared.context} does not divide the {sizes['shard']} ranks that shard")
-        sizes["shard"] //= shared.context
-        return sizes | {axis: n for axis in ("context", "tensor") if (n := getattr(shared, axis)) > 1}
+        asked = {name: size for name, size in sizes_of(self.plan or self.choices).items() if size > 1}
+        sizes = dict(zip(DATA[-len(self.ranks) :], self.ranks, strict=True))
+        for axis in AXES:
+            if axis.name in asked and axis.gradients == "sharded":  # ``ranks`` has them among those that shard
+                if sizes["shard"] % asked[axis.name]:
+                    words = f"{axis.name}={asked[axis.name]} does not divide the {sizes['shard']} ranks that shard"
+                    raise ValueError(words)
+                sizes["shard"] //= asked[axis.name]
+        return sizes | asked
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ class Layout:
 
     def _microbatch(self, units: Sequence[Laid], group: int, *, reduces: bool) -> float:
         """Return the seconds of forward and backward: one queue of collectives beside the compute stream."""
-        replicas = self.cluster.replicate
+        replicas = self.cluster.along("replicate")
         compute = queue = copied = before = reduced = 0.0
         for each in units:
             cost = each.cost

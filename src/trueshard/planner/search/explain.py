@@ -94,14 +94,15 @@ def check_largest_unit(evaluator: Evaluator) -> None:
     """
     space, replicate = evaluator.space, evaluator.replicas[0]
     budget, cluster = evaluator.budget(replicate), space.cluster(replicate)
+    tensor = cluster.along("tensor")
     plan = list(evaluator.bases(replicate).values())[-1]
     compute = (plan.mixed_precision or MixedPrecision()).compute
 
     def sizes(unit: Unit) -> tuple[int, int, int]:
         """Return the bytes that a unit takes at least, gathered, and its shard's."""
-        parts = cluster.tensor if unit.kind != "experts" else max(cluster.tensor, cluster.experts)
+        parts = max(tensor, cluster.along("experts") if unit.kind == "experts" else 1)
         gathered = (unit.parameters * getattr(torch, compute).itemsize if compute else unit.bytes) // parts
-        shard = unit.bytes // (plan.ranks[-1] * cluster.tensor)
+        shard = unit.bytes // (plan.ranks[-1] * tensor)
         return gathered + (0 if "cpu" in space.offloads else shard), gathered, shard
 
     unit = max(plan.units, key=lambda each: sizes(each)[0])

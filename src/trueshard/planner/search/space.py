@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from trueshard.axes import sizes_of
+from trueshard.axes import OPTIONS, ranks_along, sizes_of
 from trueshard.model import policies
 from trueshard.options import Offload, Options, Recompute
 from trueshard.planner.forecasting import Cluster, study
@@ -51,17 +51,9 @@ class Space:
 
     def cluster(self, replicate: int) -> Cluster:
         """Return the ranks as a cluster of ``replicate`` replicas."""
-        shared = sizes_of(self.choices)
-        return Cluster(
-            self.hardware,
-            self.ranks,
-            self.ranks_per_node,
-            replicate,
-            shared["tensor"],
-            shared["context"],
-            self.choices.experts,
-            self.pipe.stages,
-        )
+        sizes = {name: ranks_along(self.choices, name) for name in OPTIONS}
+        sizes |= {"replicate": replicate, "pipeline": self.pipe.stages}
+        return Cluster(self.hardware, self.ranks, self.ranks_per_node, sizes)
 
     @property
     def offloads(self) -> tuple[Offload, ...]:
@@ -193,5 +185,5 @@ def reshard_words(space: Space, replicate: int) -> tuple[str | int, ...]:
     A node's ranks are one of them where a replica spans several nodes.
     """
     cluster = space.cluster(replicate)
-    shard, node = cluster.mesh[-1], max(1, space.ranks_per_node // cluster.tensor)
+    shard, node = cluster.mesh[-1], max(1, space.ranks_per_node // cluster.along("tensor"))
     return ("never", "default", *([node] if shard > node > 1 and shard % node == 0 else []), "always")
