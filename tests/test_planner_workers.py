@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from typing import Any
 
+import psutil
 import pytest
+
+import forks
 
 from trueshard.planner.workers import Workers
 
@@ -74,18 +78,14 @@ def test_an_error_that_cannot_be_sent_is_told() -> None:
         workers.result(workers.start("fail_unsendably"))
 
 
-def test_a_worker_that_dies_is_an_error() -> None:
-    with Workers(FUNCTIONS, 2) as workers, pytest.raises(RuntimeError, match="SIGKILL"):
-        workers.result(workers.start("die"))
-
-
-def test_the_task_of_a_worker_that_died_is_an_error_to_whoever_asks_and_others_go_on() -> None:
+def test_every_task_is_an_error_once_a_worker_has_died() -> None:
     with Workers(FUNCTIONS, 2) as workers:
-        first, fine, last, never = (workers.start(*each) for each in (("die",), ("double", 9), ("die",), ("double", 1)))
-        assert workers.result(fine) == 18
-        for task in (last, first, never, workers.start("process")):  # no worker is left for the last two
-            with pytest.raises(RuntimeError, match="was ended by SIGKILL before it was done"):
+        tasks = [workers.start(*each) for each in (("die",), ("sleep", 60), ("double", 1))]
+        for task in tasks:
+            with pytest.raises(RuntimeError, match="was ended by SIGKILL before it was done; .* memory"):
                 workers.result(task)
+        with pytest.raises(RuntimeError, match="SIGKILL"):
+            workers.start("process")
 
 
 def test_a_ctrl_c_does_not_end_them() -> None:
@@ -101,3 +101,24 @@ def test_the_processes_are_gone_behind_the_context_also_in_the_middle_of_work() 
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+KILLED = """
+import os, signal, time
+from trueshard.planner.workers import Workers
+with Workers({"pid": os.getpid, "sleep": time.sleep}, 2) as workers:
+    print(workers.result(workers.start("pid")), flush=True)
+    workers.start("sleep", 60), workers.start("sleep", 60)
+    time.sleep(60)
+"""
+
+
+def test_the_processes_are_gone_if_the_one_that_forked_them_is_killed() -> None:
+    with forks.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(pid)

@@ -18,11 +18,11 @@ import io
 import os
 import pickle
 import pkgutil
-import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
@@ -63,19 +63,19 @@ def call(function: str, *arguments: Any, in_place: bool = False) -> Any:
     """
     if in_place or _serves:
         return pkgutil.resolve_name(function)(*arguments)
-    around = {
+    surroundings = {
         "folder": os.getcwd(),
         "environment": dict(os.environ),
         "path": sys.path,
         "dtype": torch.get_default_dtype(),
         "readers": [name for name in READERS if name in sys.modules],
     }
-    request = pickle.dumps((around, _packed((function, arguments))))
+    request = pickle.dumps((surroundings, _packed(function, arguments)))
     with _lock:
-        answer, raised, where = _answer(request)
-    if raised is not None:
-        raise raised from _Remote(where)
-    return answer
+        value, error, trace = _answer(request)
+    if error is not None:
+        raise error from _Remote(trace)
+    return value
 
 
 def is_planners() -> bool:
@@ -99,6 +99,7 @@ class _Child:
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
         with theirs:
+            # Not by multiprocessing, whose spawn imports __main__: a script without a guard would run twice.
             command = python_command(f"from {__name__} import serve; serve(int(sys.argv[1]))", str(theirs.fileno()))
             # A session of its own: a Ctrl-C in a terminal reaches the caller alone.
             self.process = subprocess.Popen(
@@ -109,22 +110,19 @@ class _Child:
         """Return (value, error, its traceback), or None if the process has gone; show what it prints."""
         try:
             self.connection.send_bytes(request)
-        except OSError:
-            return None
-        while True:
-            try:
+            while True:
                 message = self.connection.recv_bytes()
-            except (EOFError, OSError):
-                return None
-            kind, content = pickle.loads(message)
-            if kind == "answer":
-                return content
-            if (stream := getattr(sys, kind)) is not None:
-                stream.write(content)
-                stream.flush()
+                kind, content = pickle.loads(message)
+                if kind == "answer":
+                    return content
+                if (stream := getattr(sys, kind)) is not None:
+                    stream.write(content)
+                    stream.flush()
+        except (EOFError, ConnectionError):
+            return None
 
     def end(self, grace: float = 0.0) -> int:
-        """Return the exit code; after ``grace`` seconds the process is killed."""
+        """Return the exit code; after ``grace`` seconds the process is killed, with those that it forked."""
         self.connection.close()
         try:
             return self.process.wait(grace)
@@ -142,8 +140,7 @@ def _answer(request: bytes) -> Any:
         try:
             answer = child.ask(request)
         except BaseException:  # such as a Ctrl-C
-            _child = None
-            child.end()
+            _end()
             raise
         if answer is not None:
             return answer
@@ -156,12 +153,14 @@ def _answer(request: bytes) -> Any:
 
 @atexit.register
 def _end() -> None:
+    global _child
     if _child is not None:
-        _child.end()
+        child, _child = _child, None
+        child.end()
 
 
 def _forget() -> None:
-    """In a fork of this process: the planner's process is the parent's."""
+    """Leave the process to the parent; runs in a fork of this one."""
     global _child, _lock
     _child, _lock = None, threading.Lock()
 
@@ -187,7 +186,7 @@ class _Pickler(cloudpickle.Pickler):
             if is_parametrized(value):  # its class refuses to be pickled
                 return object.__new__, (type(value),), vars(value), None, None, _set_attributes
         if isinstance(value, torch.optim.Optimizer):
-            kept = {key: OrderedDict() if "_hooks" in key else each for key, each in vars(value).items()}
+            kept = {key: OrderedDict() if "_hooks" in key else held for key, held in vars(value).items()}
             kept["state"] = defaultdict(dict)
             kept.pop("step", None)  # a scheduler's
             return object.__new__, (type(value),), kept, None, None, _set_attributes
@@ -235,11 +234,11 @@ def dumped(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _packed(asked: tuple[str, tuple[Any, ...]]) -> bytes:
+def _packed(function: str, arguments: tuple[Any, ...]) -> bytes:
     try:
-        return dumped(asked)
+        return dumped((function, arguments))
     except Exception as error:
-        name, part = _unsendable("", asked[1], set())
+        name, part = _unsendable("", arguments, set())
         raise ValueError(
             f"{name.lstrip('.')} ({type(part).__name__}) cannot be sent to the planner's process "
             f"({with_kind(error)}): take it out, or give a function that makes the model, and make it there"
@@ -260,17 +259,18 @@ def _unsendable(name: str, value: Any, seen: set[int]) -> tuple[str, Any]:
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
+    """Return the parts of a value, each with what its name has behind that of the value."""
     if isinstance(value, nn.Module):
         attributes = {**plain_attributes(value), **dict(value.named_children())}
-        return [(f".{key}", each) for key, each in attributes.items()]
+        return [(f".{key}", part) for key, part in attributes.items()]
     if isinstance(value, Mapping):
-        return [(f"[{key!r}]", each) for key, each in value.items()]
+        return [(f"[{key!r}]", part) for key, part in value.items()]
     if isinstance(value, (list, tuple)):
-        return [("" if len(value) == 1 else f"[{i}]", each) for i, each in enumerate(value)]
+        return [("" if len(value) == 1 else f"[{i}]", part) for i, part in enumerate(value)]
     if inspect.isfunction(value):
         used = inspect.getclosurevars(value)
-        return [(f".{value.__name__}: {key}", each) for key, each in {**used.globals, **used.nonlocals}.items()]
-    return [(f".{key}", each) for key, each in getattr(value, "__dict__", {}).items()]
+        return [(f".{value.__name__}: {key}", part) for key, part in {**used.globals, **used.nonlocals}.items()]
+    return [(f".{key}", part) for key, part in getattr(value, "__dict__", {}).items()]
 
 
 # The planner's process
@@ -282,8 +282,8 @@ def serve(descriptor: int) -> NoReturn:
     """Answer the calls that come over a connection."""
     global _serves
     _serves = True
-    connection, requests, sending = Connection(descriptor), queue.SimpleQueue[bytes](), threading.Lock()
-    threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
+    threading.Thread(target=_end_with_caller, args=(os.getppid(),), daemon=True).start()
+    connection, sending = Connection(descriptor), threading.Lock()
 
     def send(message: bytes) -> None:
         with sending:
@@ -291,19 +291,25 @@ def serve(descriptor: int) -> NoReturn:
 
     sys.stdout, sys.stderr = _Stream(send, "stdout"), _Stream(send, "stderr")
     modified: dict[str, float] = {}
-    while True:
-        try:
-            request = requests.get(timeout=IDLE)
-        except queue.Empty:
-            os._exit(0)
-        if any(_modified(file) != then for file, then in modified.items()):
-            os._exit(0)  # the caller starts another, which imports anew
-        answer = _worked_out(request)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        files = [str(getattr(module, "__file__", None)) for module in list(sys.modules.values())]
-        modified = {file: _modified(file) for file in files}
-        send(answer)
+    with contextlib.suppress(EOFError, ConnectionError):  # the caller has gone
+        while connection.poll(IDLE):
+            request = connection.recv_bytes()
+            if any(_modified(file) != before for file, before in modified.items()):
+                break  # the caller starts another process, which imports anew
+            answer = _answered(request)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            files = [str(getattr(module, "__file__", None)) for module in list(sys.modules.values())]
+            modified = {file: _modified(file) for file in files}
+            send(answer)
+    os._exit(0)
+
+
+def _end_with_caller(caller: int) -> None:
+    """End this process, whatever it does, when the caller has gone and another process has inherited this one."""
+    while os.getppid() == caller:
+        time.sleep(0.5)
+    os._exit(0)
 
 
 class _Stream(io.TextIOBase):
@@ -324,15 +330,6 @@ class _Stream(io.TextIOBase):
             self._send(pickle.dumps((self._name, begun)))
 
 
-def _receive(connection: Connection, requests: queue.SimpleQueue[bytes]) -> NoReturn:
-    """Put requests into the queue; end the process, whatever it does, when the caller has gone."""
-    while True:
-        try:
-            requests.put(connection.recv_bytes())
-        except (EOFError, OSError):
-            os._exit(0)
-
-
 def _modified(file: str) -> float:
     """Return the time of a file's last change; 0.0 if there is none."""
     try:
@@ -341,23 +338,23 @@ def _modified(file: str) -> float:
         return 0.0
 
 
-def _worked_out(request: bytes) -> bytes:
+def _answered(request: bytes) -> bytes:
     """Return the message with the function's value, or with the error and its traceback."""
     try:
-        around, packed = pickle.loads(request)
-        os.chdir(around["folder"])
+        surroundings, packed = pickle.loads(request)
+        os.chdir(surroundings["folder"])
         os.environ.clear()
-        os.environ.update(around["environment"])
-        sys.path[:] = around["path"]
-        torch.set_default_dtype(around["dtype"])
-        for name in around["readers"]:
+        os.environ.update(surroundings["environment"])
+        sys.path[:] = surroundings["path"]
+        torch.set_default_dtype(surroundings["dtype"])
+        for name in surroundings["readers"]:
             importlib.import_module(name)
         function, arguments = pickle.loads(packed)
         return dumped(("answer", (pkgutil.resolve_name(function)(*arguments), None, "")))
     except BaseException as error:
         error.is_defect = is_defect(error)  # type: ignore[attr-defined] # its traceback stays here
-        where = f"\n{traceback.format_exc()}"
+        trace = f"\n{traceback.format_exc()}"
         try:
-            return dumped(("answer", (None, error, where)))
+            return dumped(("answer", (None, error, trace)))
         except Exception:  # it holds what cannot be sent
-            return pickle.dumps(("answer", (None, RuntimeError(with_kind(error)), where)))
+            return pickle.dumps(("answer", (None, RuntimeError(with_kind(error)), trace)))
