@@ -281,7 +281,7 @@ def _of_pipeline(row: Row) -> Forecast:
     sizes = {name: ranks_along(setting, name) for name in OPTIONS} | {"pipeline": setting.pipe.stages}
     cluster = Cluster(device, setting.ranks, device.ranks_per_node, sizes)
     with pipelining.ends_of(whole, setting.pipe) as ends:
-        found = pipelining.study(whole, cluster, setting.pipe, ends)
+        found = pipelining.study_pipeline(whole, cluster, setting.pipe, ends)
     assert found is not None
     return found.forecast
 

@@ -16,8 +16,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from trueshard.planner import ledger
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.simulation import rehearse
+from trueshard.planner.simulation.environment import without_garbage_collection
 from trueshard.planner.simulation.rehearse import STEPS, Pair
-from trueshard.planner.simulation.simulate import simulate, without_garbage_collection
+from trueshard.planner.simulation.simulate import simulate
 from trueshard.planner.workload import Job
 
 _NAME = "rehearsed steps"

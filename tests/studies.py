@@ -9,11 +9,11 @@ from trueshard.planner.trace import (
     Collective,
     Communication,
     Event,
+    EventPlace,
     Free,
     Kernel,
     Kind,
     Phase,
-    Place,
     Stream,
     Trace,
 )
@@ -29,11 +29,11 @@ class Writer:
 
     def __init__(self) -> None:
         self.trace = Trace()
-        self.place = Place("between", "")
+        self.place = EventPlace("between", "")
         self._bytes: dict[int, int] = {}
 
     def at(self, phase: Phase, unit: str) -> None:
-        self.place = Place(phase, unit)
+        self.place = EventPlace(phase, unit)
 
     def rest(self, bytes: int, kind: Kind, unit: str = "", what: str = "") -> int:
         """Something that is there when the step begins."""

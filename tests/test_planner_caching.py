@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plain_allocators import Plain
-from trueshard.planner.reserve import Block, CachingAllocator
+from trueshard.planner.reserve import CachingAllocator, MemoryBlock
 from trueshard.planner.trace import Stream
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -57,7 +57,7 @@ def test_an_expandable_segment_grows_behind_its_last_block() -> None:
     assert allocator.reserved == 82 * MIB
 
 
-def cached(allocator: CachingAllocator) -> list[Block]:
+def cached(allocator: CachingAllocator) -> list[MemoryBlock]:
     """Return the free blocks, by pool, size and address."""
     return [block for pool in allocator.pools.values() for _, _, block in pool.free]
 
@@ -169,7 +169,7 @@ REQUESTS = st.lists(st.one_of(st.tuples(SIZES, STREAMS), st.integers(0, 1000)), 
 @given(REQUESTS)
 def test_it_decides_as_a_plain_one(requests: list[tuple[int, Stream] | int]) -> None:
     allocator, plain = CachingAllocator(), Plain()
-    live: list[tuple[Block, list[int | str]]] = []
+    live: list[tuple[MemoryBlock, list[int | str]]] = []
     for request in requests:
         if isinstance(request, tuple):
             block, expected = allocator.allocate(*request), plain.allocate(*request)
@@ -188,7 +188,7 @@ def test_it_decides_as_a_plain_one(requests: list[tuple[int, Stream] | int]) -> 
 @given(REQUESTS)
 def test_what_always_holds(requests: list[tuple[int, Stream] | int]) -> None:
     allocator = CachingAllocator()
-    live: list[Block] = []
+    live: list[MemoryBlock] = []
     before = 0
     for request in requests:
         if isinstance(request, tuple):

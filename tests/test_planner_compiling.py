@@ -21,7 +21,7 @@ from trueshard.planner.hardware import hardware
 from trueshard.planner.simulation.compiling import compiled
 from trueshard.planner.simulation.simulate import Simulation, simulate
 from trueshard.planner.timeline import schedule
-from trueshard.planner.trace import Allocation, Event, Free, Kernel, Place, Trace
+from trueshard.planner.trace import Allocation, Event, EventPlace, Free, Kernel, Trace
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan, Unit
 
@@ -35,7 +35,7 @@ def unit(checkpointing: str = "none") -> Plan:
 
 
 def kernel(phase: str, op: str, reads: str, makes: str = "", size: int = SIZE, unit: str = "a") -> list[Event]:
-    place = Place(phase, unit)  # type: ignore[arg-type]
+    place = EventPlace(phase, unit)  # type: ignore[arg-type]
     flops = 1 if op in ("mm", "attention") else 0
     moved = SIZE * len(reads), size * len(makes)
     made: list[Event] = [
@@ -45,12 +45,12 @@ def kernel(phase: str, op: str, reads: str, makes: str = "", size: int = SIZE, u
 
 
 def end(phase: str, numbers: str, size: int = SIZE) -> list[Event]:
-    return [Free(Place(phase, "a"), int(number), size) for number in numbers]  # type: ignore[arg-type]
+    return [Free(EventPlace(phase, "a"), int(number), size) for number in numbers]  # type: ignore[arg-type]
 
 
 def trace(*parts: list[Event]) -> Trace:
     """Storage 0 is the input, there from the beginning and for ever."""
-    made = Trace([*itertools.chain(*parts)], [Allocation(Place("between", ""), 0, SIZE, kind="inputs")])
+    made = Trace([*itertools.chain(*parts)], [Allocation(EventPlace("between", ""), 0, SIZE, kind="inputs")])
     ledger.lifetimes(made)
     return made
 

@@ -12,7 +12,7 @@ import studies
 from messages import naming
 from studies import Writer
 from trueshard.planner import ledger
-from trueshard.planner.trace import KINDS, Allocation, Free, Kernel, Place, Trace
+from trueshard.planner.trace import KINDS, Allocation, EventPlace, Free, Kernel, Trace
 
 
 def small() -> Trace:
@@ -66,13 +66,13 @@ def test_the_peak_is_the_first_maximum_with_its_place_and_kinds() -> None:
         "b",
         {"parameters": 60, "gradients": 60, "optimizer": 40, "activations": 30},
     )
-    place = Place("clip", "")
+    place = EventPlace("clip", "")
     trace.events += [Allocation(place, 90, 90), Free(place, 90, 90)]
     assert ledger.peak(trace).position == 4
 
 
 def test_the_peak_can_be_before_the_first_event() -> None:
-    trace = Trace(resident=[Allocation(Place("between", ""), 0, 10)])
+    trace = Trace(resident=[Allocation(EventPlace("between", ""), 0, 10)])
     assert ledger.peak(trace) == ledger.Peak(10, -1, "between", "", {"temporary": 10})
     assert ledger.peak(Trace()).bytes == 0
 
@@ -105,10 +105,10 @@ def test_by_unit_has_memory_traffic_and_operations() -> None:
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        (Free(Place("forward", ""), 77, 1), naming("event 9", "storage 77", "not alive")),
-        (Free(Place("forward", ""), 2, 50), naming("event 9", "storage 2", "not alive")),
-        (Free(Place("forward", ""), 0, 61), naming("event 9", "61 bytes", "storage 0", "a.weight", 60)),
-        (Allocation(Place("forward", ""), 1, 40), naming("event 9", "storage 1", "second")),
+        (Free(EventPlace("forward", ""), 77, 1), naming("event 9", "storage 77", "not alive")),
+        (Free(EventPlace("forward", ""), 2, 50), naming("event 9", "storage 2", "not alive")),
+        (Free(EventPlace("forward", ""), 0, 61), naming("event 9", "61 bytes", "storage 0", "a.weight", 60)),
+        (Allocation(EventPlace("forward", ""), 1, 40), naming("event 9", "storage 1", "second")),
     ],
 )
 def test_a_trace_that_cannot_be_is_refused(event: Allocation | Free, message: str) -> None:
@@ -122,7 +122,7 @@ def test_a_trace_that_cannot_be_is_refused(event: Allocation | Free, message: st
 
 
 def test_a_number_may_be_taken_again_once_it_is_free() -> None:
-    place = Place("forward", "")
+    place = EventPlace("forward", "")
     ledger.lifetimes(Trace([Allocation(place, 1, 5), Free(place, 1, 5), Allocation(place, 1, 6)]))
 
 
@@ -143,7 +143,7 @@ class Counted(list[Any]):
 
 
 def test_no_figure_reads_events_more_than_a_few_times() -> None:
-    place = Place("forward", "a")
+    place = EventPlace("forward", "a")
     trace = Trace()
     for number in range(3_000):
         trace.events += [

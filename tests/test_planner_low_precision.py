@@ -11,14 +11,14 @@ from trueshard.planner import ledger
 from trueshard.planner.hardware import hardware
 from trueshard.planner.low_precision import RECIPES, cast, dimensions, recipe_of
 from trueshard.planner.timeline import operation_seconds
-from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Place, Trace
+from trueshard.planner.trace import Allocation, Communication, Event, EventPlace, Free, Kernel, Trace
 from trueshard.plans import Plan, Unit
 
-BLOCK, HEAD = Place("forward", "layers.0"), Place("forward", "head")
+BLOCK, HEAD = EventPlace("forward", "layers.0"), EventPlace("forward", "head")
 M, K, N = 8192, 4096, 14336
 
 
-def product(place: Place = BLOCK, m: int = M, k: int = K, n: int = N, op: str = "aten.mm") -> Kernel:
+def product(place: EventPlace = BLOCK, m: int = M, k: int = K, n: int = N, op: str = "aten.mm") -> Kernel:
     return Kernel(place, op, 2 * m * k * n, 2 * (m * k + k * n), 2 * m * n, "bfloat16")
 
 
@@ -41,7 +41,7 @@ def test_a_products_dimensions_follow_from_what_it_computes_and_moves(m: int, k:
 def test_linear_layers_of_blocks_are_cast_and_nothing_else() -> None:
     adapter = product(n=16)
     attention = product(op="aten.bmm")
-    events: list[Event] = [product(), product(HEAD), adapter, attention, product(Place("optimizer", "layers.0"))]
+    events: list[Event] = [product(), product(HEAD), adapter, attention, product(EventPlace("optimizer", "layers.0"))]
     found = kernels(cast(Trace(events), plan(), RECIPES["float8-rowwise"]))
     assert [each.dtype for each in found] == ["float8", *["bfloat16"] * 4]
     assert found[0].cast == 4 * (M * K + K * N)

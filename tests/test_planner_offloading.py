@@ -18,23 +18,25 @@ from trueshard.planner.hardware import hardware
 from trueshard.planner.simulation.offloading import offloaded
 from trueshard.planner.simulation.simulate import Simulation, simulate
 from trueshard.planner.timeline import schedule
-from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Place, Trace, Transfer
+from trueshard.planner.trace import Allocation, Communication, Event, EventPlace, Free, HostCopy, Kernel, Trace
 from trueshard.planner.workload import Job, Workload
 
 FORWARD, BACKWARD, CLIP, STEP, BETWEEN = (
-    Place("forward", "a"),
-    Place("backward", "a"),
-    Place("clip", ""),
-    Place("optimizer", ""),
-    Place("between", ""),
+    EventPlace("forward", "a"),
+    EventPlace("backward", "a"),
+    EventPlace("clip", ""),
+    EventPlace("optimizer", ""),
+    EventPlace("between", ""),
 )
 
 
-def taking(place: Place, storage: int, size: int, kind: str, stream: str = "compute", what: str = "") -> Allocation:
+def taking(
+    place: EventPlace, storage: int, size: int, kind: str, stream: str = "compute", what: str = ""
+) -> Allocation:
     return Allocation(place, storage, size, stream, kind, "a", what)  # type: ignore[arg-type]
 
 
-def kernel(place: Place, op: str, reads=(), writes=(), stream: str = "compute", after=()) -> Kernel:
+def kernel(place: EventPlace, op: str, reads=(), writes=(), stream: str = "compute", after=()) -> Kernel:
     return Kernel(place, op, 0, 8, 8, "float32", after, stream=stream, reads=reads, writes=writes)  # type: ignore[arg-type]
 
 
@@ -87,7 +89,7 @@ def names(trace: Trace) -> list[str]:
         event.op
         if isinstance(event, (Kernel, Communication))
         else event.direction
-        if isinstance(event, Transfer)
+        if isinstance(event, HostCopy)
         else f"{'+' if isinstance(event, Allocation) else '-'}{event.bytes}"
         for event in trace
     ]
@@ -122,7 +124,7 @@ def test_a_gradient_leaves_the_device_as_soon_as_it_is_reduced() -> None:
         "aten._foreach_mul_",
     ]
     transfer, clip = made.events[3], made.events[-1]
-    assert isinstance(transfer, Transfer)
+    assert isinstance(transfer, HostCopy)
     assert isinstance(clip, Kernel)
     assert (transfer.bytes, transfer.unit, transfer.stream) == (8, "a", "reduce_scatter")
     assert (clip.stream, clip.after) == ("host", (3,))
@@ -130,7 +132,7 @@ def test_a_gradient_leaves_the_device_as_soon_as_it_is_reduced() -> None:
 
 def test_what_replicas_reduce_stays_until_backward_ends() -> None:
     made = offloaded(numbered([*reduce(replicas=True), kernel(CLIP, "aten.mul", (21,), (21,))]), {"w"})
-    transfer = next(event for event in made if isinstance(event, Transfer))
+    transfer = next(event for event in made if isinstance(event, HostCopy))
     assert transfer.stream == "all_reduce"
     assert names(made)[3:] == ["all_reduce", "to_host", "aten.mm", "-8", "aten.mul"]
 
@@ -214,7 +216,7 @@ def simulated(words: str, offload: str, ranks: int = 4, blocks: int = 2, whole: 
 
 
 def moved(trace: Trace, direction: str) -> int:
-    return sum(each.bytes for each in trace.events if isinstance(each, Transfer) and each.direction == direction)
+    return sum(each.bytes for each in trace.events if isinstance(each, HostCopy) and each.direction == direction)
 
 
 PARAMETERS = sum(parameter.numel() for parameter in Net().parameters())
@@ -231,7 +233,7 @@ def test_every_shard_comes_before_each_gather_and_every_gradient_goes_once(words
             for event in trace.events:
                 if event.place.phase != phase:
                     continue
-                if isinstance(event, Transfer) and event.direction == "to_device":
+                if isinstance(event, HostCopy) and event.direction == "to_device":
                     shards[event.unit] = shards.get(event.unit, 0) + event.bytes
                 if isinstance(event, Communication) and event.op == "all_gather":
                     size = 2 if event.dtype == "bfloat16" else 4
@@ -249,7 +251,7 @@ def test_device_memory_is_that_without_offloading_less_what_rests_on_the_host(wo
     rests = {kind: ledger.peak(on_device).by_kind.get(kind, 0) for kind in ("parameters", "optimizer")}
     assert sum(rests.values()) >= PARAMETERS * 12 // 4
     before, after = ledger.peak(on_device), ledger.peak(on_host)
-    shards = [event for event in on_host if isinstance(event, Transfer) and event.direction == "to_host"]
+    shards = [event for event in on_host if isinstance(event, HostCopy) and event.direction == "to_host"]
     reduced = sum(event.bytes for event in shards)
     assert before.bytes - after.bytes >= sum(rests.values())
     assert before.bytes - after.bytes <= sum(rests.values()) + reduced
@@ -296,7 +298,7 @@ def test_the_host_holds_up_the_next_forward() -> None:
 def test_a_trace_of_a_cpu_stays_as_it_is() -> None:
     job = Job(WORKLOAD, (4,), microbatch=2, choices=Options(units="Block", offload="cpu"), on_cpu=True)
     trace = simulate(job, whole=True).steady
-    assert not [event for event in trace.events if isinstance(event, Transfer)]
+    assert not [event for event in trace.events if isinstance(event, HostCopy)]
     assert sum(each.bytes for each in trace.resident if each.kind == "parameters") == PARAMETERS * 4 // 4
 
 

@@ -20,7 +20,7 @@ from parity import Ranks
 from planning import Setting
 from trueshard.cli import main
 from trueshard.options import Options
-from trueshard.planner.forecasting import Cluster, study
+from trueshard.planner.forecasting import Cluster, study_job
 from trueshard.planner.hardware import hardware
 from trueshard.planner.inputs.factories import Factory
 from trueshard.planner.inputs.workloads import workload_of
@@ -114,7 +114,7 @@ def test_the_time_of_a_step_leaves_communication_out() -> None:
     slow = hardware("cpu", link_bandwidth=1e3, network_bandwidth=1e3)
     job = Job(greedy(), (2,), on_cpu=True)
     _, seconds = rehearsed(job, slow)
-    assert seconds.forecast < study(job, Cluster(slow, 2, 2)).forecast.step_seconds / 2
+    assert seconds.forecast < study_job(job, Cluster(slow, 2, 2)).forecast.step_seconds / 2
 
 
 def beside_a_group(rank: int, world_size: int) -> None:
@@ -133,7 +133,7 @@ def test_the_process_is_as_it_was(alone: Ranks) -> None:
 def test_the_plan_of_a_study_is_rehearsed() -> None:
     choices = Options(reshard_after_forward="never")
     job = Job(greedy(), (4,), microbatch=3, accumulation=2, choices=choices, recorder=CpuRecorder)
-    found = study(job, Cluster(hardware("cpu"), 4, 4))
+    found = study_job(job, Cluster(hardware("cpu"), 4, 4))
     again = job_of(found, job.workload)
     assert (again.ranks, again.microbatch, again.accumulation, again.plan) == ((4,), 3, 2, found.plan)
     allocated, _ = rehearsed(dataclasses.replace(again, recorder=CpuRecorder), hardware("cpu"))

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from trueshard.planner.reserve import replay
-from trueshard.planner.trace import Allocation, Free, Kernel, Phase, Place, Stream, Trace
+from trueshard.planner.trace import Allocation, EventPlace, Free, Kernel, Phase, Stream, Trace
 
 KIB, MIB = 1 << 10, 1 << 20
-PLACE = Place("forward", "")
+PLACE = EventPlace("forward", "")
 
 
 def take(storage: int, bytes: int, stream: Stream = "compute", what: str = "") -> Allocation:
@@ -86,7 +86,7 @@ def test_storages_of_no_bytes_take_nothing() -> None:
 
 
 def kernel(op: str, phase: Phase) -> Kernel:
-    return Kernel(Place(phase, ""), op, 0, 0, 0, "bfloat16")
+    return Kernel(EventPlace(phase, ""), op, 0, 0, 0, "bfloat16")
 
 
 def test_a_workspace_for_each_thread_that_multiplies_matrices() -> None:

@@ -15,7 +15,7 @@ from messages import lacking, naming
 from trueshard import _torch
 from trueshard.model import policies
 from trueshard.options import Options
-from trueshard.planner.forecasting import Cluster, study
+from trueshard.planner.forecasting import Cluster, study_job
 from trueshard.planner.hardware import hardware
 from trueshard.planner.search.evaluator import Evaluator
 from trueshard.planner.search.search import choose
@@ -126,7 +126,7 @@ class Remembered:
         assert job.plan is not None
         key = job.plan.units, job.plan.offload, job.microbatch, job.accumulation
         if key not in self.made:
-            self.made[key] = study(job, cluster)
+            self.made[key] = study_job(job, cluster)
         found = self.made[key]
         budget = cluster.available_bytes if budget is None else budget
         fits = found.forecast.peak_reserved_bytes <= budget
@@ -179,7 +179,7 @@ def test_the_search_finds_hardly_more_than_the_least_time_of_all_plans(
     choices = Options(**{**AUTO, **fixed}, mixed_precision="bf16", units="Block")
     asked = space(trained, choices=choices, global_batch=global_batch)
     simulated = Remembered()
-    monkeypatch.setattr("trueshard.planner.search.space.study", simulated.study)
+    monkeypatch.setattr("trueshard.planner.search.space.study_job", simulated.study)
     everything = list(every_plan(asked, simulated))
     peaks = sorted({peak for _, peak in everything})
     assert len(peaks) > 1

@@ -9,7 +9,7 @@ from trueshard.planner import ledger
 from trueshard.planner.ledger import Series
 from trueshard.planner.report import page
 from trueshard.planner.timeline import Span, Timeline
-from trueshard.planner.trace import Allocation, Communication, Free, Kernel, Place, Trace
+from trueshard.planner.trace import Allocation, Communication, EventPlace, Free, Kernel, Trace
 
 
 def test_thinning_keeps_the_extremes_of_every_bucket() -> None:
@@ -33,7 +33,7 @@ def test_runs_say_where_a_sequence_changes() -> None:
 
 
 def test_memory_is_drawn_when_the_compute_stream_gets_there() -> None:
-    place = Place("forward", "a")
+    place = EventPlace("forward", "a")
     trace = Trace(
         [
             Allocation(place, 0, 8),
@@ -51,7 +51,7 @@ def test_memory_is_drawn_when_the_compute_stream_gets_there() -> None:
 
 
 def test_short_spans_are_put_together_and_stay_as_busy() -> None:
-    place = Place("forward", "a")
+    place = EventPlace("forward", "a")
     trace = Trace([Kernel(place, "aten.mm", 1, 0, 0, "", recomputed=i >= 900) for i in range(1000)])
     spans = [
         Span(

@@ -9,7 +9,7 @@ import pytest
 from trueshard.planner import timeline
 from trueshard.planner.hardware import Hardware, hardware
 from trueshard.planner.timeline import schedule
-from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Place, Trace, Transfer
+from trueshard.planner.trace import Allocation, Communication, Event, EventPlace, Free, HostCopy, Kernel, Trace
 
 # A device on which a kernel takes flops seconds, a collective received seconds, and nothing has a latency.
 PLAIN = {"matmul": 1.0, "attention": 1.0, "memory": 1.0}
@@ -36,16 +36,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Hardware:
 
 
 def compute(seconds: int, phase: str = "forward", unit: str = "a", after: tuple[int, ...] = (), op: str = "aten.mm"):
-    return Kernel(Place(phase, unit), op, seconds, 0, 0, "bfloat16", after)  # type: ignore[arg-type]
+    return Kernel(EventPlace(phase, unit), op, seconds, 0, 0, "bfloat16", after)  # type: ignore[arg-type]
 
 
 def collective(op: str, seconds: int, phase: str = "forward", stream: str | None = None, after=(), ranks=8, stride=1):
-    place = Place(phase, "a")  # type: ignore[arg-type]
+    place = EventPlace(phase, "a")  # type: ignore[arg-type]
     return Communication(place, op, stream or op, ranks, stride, seconds, seconds, "bfloat16", after=after)  # type: ignore[arg-type]
 
 
 def elementwise(read: int, written: int, op: str = "aten.mul", unit: str = "a", phase: str = "forward") -> Kernel:
-    return Kernel(Place(phase, unit), op, 0, read, written, "bfloat16")  # type: ignore[arg-type]
+    return Kernel(EventPlace(phase, unit), op, 0, read, written, "bfloat16")  # type: ignore[arg-type]
 
 
 def spans(device: Hardware, *events: Event, mode: str = "eager", ranks_per_node: int = 8):
@@ -204,7 +204,7 @@ def test_asynchronous_products_hide_collectives_of_the_tensor_axis(
 
 
 def test_transfers_have_their_own_stream(device: Hardware) -> None:
-    down = Transfer(Place("forward", "a"), "to_device", 4)
+    down = HostCopy(EventPlace("forward", "a"), "to_device", 4)
     at, _ = spans(device, compute(1), down, compute(1), compute(1, after=(1,)))
     assert at[1] == (0, 4)
     assert at[2] == (1, 2)
@@ -289,9 +289,9 @@ def test_a_long_trace_is_scheduled_in_seconds(device: Hardware) -> None:
 def test_a_kernel_is_bound_by_arithmetic_or_by_memory() -> None:
     h100 = hardware("h100")
     rate = h100.peak_flops["bfloat16"] * h100.eager.matmul
-    big = Kernel(Place("forward", "a"), "aten.mm", 2 * 8192**3, 4 * 8192**2, 2 * 8192**2, "bfloat16")
+    big = Kernel(EventPlace("forward", "a"), "aten.mm", 2 * 8192**3, 4 * 8192**2, 2 * 8192**2, "bfloat16")
     assert timeline.operation_seconds(big, h100, "eager") == pytest.approx(2 * 8192**3 / rate)
-    thin = Kernel(Place("forward", "a"), "aten.mm", 2 * 8192**2, 2 * 8192**2, 16384, "bfloat16")
+    thin = Kernel(EventPlace("forward", "a"), "aten.mm", 2 * 8192**2, 2 * 8192**2, 16384, "bfloat16")
     assert timeline.operation_seconds(thin, h100, "eager") == pytest.approx(
         (2 * 8192**2 + 16384) / (3.35e12 * h100.eager.memory)
     )
@@ -301,7 +301,7 @@ def test_a_kernel_is_bound_by_arithmetic_or_by_memory() -> None:
 
 def test_float32_is_without_tf32() -> None:
     h100 = hardware("h100")
-    kernel = Kernel(Place("forward", "a"), "aten.mm", 10**13, 1, 1, "float32")
+    kernel = Kernel(EventPlace("forward", "a"), "aten.mm", 10**13, 1, 1, "float32")
     halves = dataclasses.replace(kernel, dtype="bfloat16")
     ratio = timeline.operation_seconds(kernel, h100, "eager") / timeline.operation_seconds(halves, h100, "eager")
     assert ratio == pytest.approx(989.4 / 66.9)
@@ -320,7 +320,7 @@ def test_what_is_overwritten_moves_once_and_a_gather_reads_what_it_writes() -> N
 
 
 def test_compiled_neighbours_move_memory_once(device: Hardware) -> None:
-    place = Place("forward", "a")
+    place = EventPlace("forward", "a")
     events: list[Event] = [
         elementwise(10, 10),
         Allocation(place, 1, 10),
@@ -337,7 +337,7 @@ def test_compiled_neighbours_move_memory_once(device: Hardware) -> None:
 
 
 def test_what_outlives_a_fused_kernel_is_written(device: Hardware) -> None:
-    place = Place("forward", "a")
+    place = EventPlace("forward", "a")
     events: list[Event] = [elementwise(10, 10), Allocation(place, 1, 10), elementwise(10, 10), Allocation(place, 2, 10)]
     assert sum(timeline.all_seconds(events, device, "compile")) == 30
 

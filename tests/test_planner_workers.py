@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 import forks
-
 from trueshard.planner.workers import Workers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
@@ -82,7 +81,7 @@ def test_every_task_is_an_error_once_a_worker_has_died() -> None:
     with Workers(FUNCTIONS, 2) as workers:
         tasks = [workers.start(*each) for each in (("die",), ("sleep", 60), ("double", 1))]
         for task in tasks:
-            with pytest.raises(RuntimeError, match="was ended by SIGKILL before it was done; .* memory"):
+            with pytest.raises(RuntimeError, match=r"was ended by SIGKILL before it was done; .* memory"):
                 workers.result(task)
         with pytest.raises(RuntimeError, match="SIGKILL"):
             workers.start("process")

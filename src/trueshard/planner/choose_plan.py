@@ -216,7 +216,7 @@ def _of_pipeline(space: Space, plan: Plan | None, workers: int | None) -> Study:
     with pipelining.ends_of(jobs[0], space.pipe, workers) as ends:
         for job in jobs:
             must_fit = free and job is not jobs[-1]
-            found = pipelining.study(job, cluster, space.pipe, ends, space.budget, must_fit=must_fit)
+            found = pipelining.study_pipeline(job, cluster, space.pipe, ends, space.budget, must_fit=must_fit)
             if found is not None and (found.forecast.fits or not free):
                 return found
     assert found is not None

@@ -1,4 +1,4 @@
-"""From a job on a cluster to a study: simulate, reserve, lay on a time line, and put the figures together."""
+"""Study a job on a cluster: simulate it, reserve its memory, lay it on a time line, and put the figures together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trueshard.planner.low_precision import cast, recipe_of
 from trueshard.planner.reserve import replay
 from trueshard.planner.simulation.simulate import Simulation, Simulator
 from trueshard.planner.timeline import Timeline, schedule
-from trueshard.planner.trace import KINDS, Allocation, Communication, Kernel, Place, Trace
+from trueshard.planner.trace import KINDS, Allocation, Communication, EventPlace, Kernel, Trace
 from trueshard.planner.workload import Job, Study
 from trueshard.plans import Forecast, MixedPrecision, Plan
 
@@ -87,7 +87,7 @@ class Cluster:
 
 
 @quietly()
-def study(job: Job, cluster: Cluster, budget: int | None = None, simulator: Simulator | None = None) -> Study:
+def study_job(job: Job, cluster: Cluster, budget: int | None = None, simulator: Simulator | None = None) -> Study:
     """Return what a job costs on a cluster, whose mesh is the job's.
 
     Args:
@@ -173,7 +173,7 @@ def forecast_of(job: Job, cluster: Cluster, budget: int, made: Simulation, sums:
 
 def peak_of(made: Simulation) -> ledger.Peak:
     """Return the larger peak of the first and of a later step."""
-    return max((ledger.peak(made.first), ledger.peak(made.steady)), key=lambda each: each.bytes)
+    return max((ledger.peak(made.first), ledger.peak(made.steady)), key=lambda peak: peak.bytes)
 
 
 def in_precision(made: Simulation, matmul: str | None, hardware: Hardware) -> Simulation:
@@ -192,10 +192,12 @@ def in_precision(made: Simulation, matmul: str | None, hardware: Hardware) -> Si
 
 def _beside(job: Job, trace: Trace) -> list[Allocation]:
     """Return what lies beside the model, as allocations; ``None`` bytes are those of the model's shards and buffers."""
-    alike = sum(each.bytes for each in trace.resident if each.kind == "parameters")
+    of_model = sum(held.bytes for held in trace.resident if held.kind == "parameters")
     return [
-        Allocation(Place("between", name), -1 - number, alike if size is None else size, "compute", "parameters", name)
-        for number, (name, size) in enumerate(job.workload.beside)
+        Allocation(
+            EventPlace("between", name), -1 - i, of_model if size is None else size, kind="parameters", unit=name
+        )
+        for i, (name, size) in enumerate(job.workload.beside)
     ]
 
 
@@ -207,7 +209,7 @@ def _without_second_microbatch(trace: Trace) -> Trace:
     events = list(trace.events[:begin])
     for event in trace.events[end:]:
         if isinstance(event, (Kernel, Communication)) and event.after:
-            kept = (each if each < begin else each - (end - begin) for each in event.after if not begin <= each < end)
+            kept = (i if i < begin else i - (end - begin) for i in event.after if not begin <= i < end)
             event = dataclasses.replace(event, after=tuple(kept))
         events.append(event)
     return Trace(events)
@@ -237,13 +239,14 @@ def added(sums: Mapping[str, Any], one: Mapping[str, Any], times: int) -> dict[s
     return _combined(sums, one, lambda value, more: value + times * more)
 
 
-def _combined(sums: Mapping[str, Any], less: Mapping[str, Any], function: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    def of(key: str, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return _combined(value, less.get(key, {}), function)
-        return function(value, less.get(key, 0))
-
-    return {key: of(key, value) for key, value in sums.items()}
+def _combined(sums: Mapping[str, Any], other: Mapping[str, Any], function: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """Return ``function`` of each number of ``sums`` and its like in ``other``; some are in mappings by name."""
+    return {
+        key: _combined(value, other.get(key, {}), function)
+        if isinstance(value, Mapping)
+        else function(value, other.get(key, 0))
+        for key, value in sums.items()
+    }
 
 
 def compute_dtype(plan: Plan) -> str:
@@ -255,20 +258,21 @@ def compute_dtype(plan: Plan) -> str:
 
 
 def assumptions_of(job: Job, made: Simulation) -> tuple[str, ...]:
-    told = list(job.workload.assumptions)
+    """Return what a forecast takes for granted, one sentence each."""
+    said = list(job.workload.assumptions)
     if made.plan.experts > 1:
         more = "as many tokens as to any other" if job.imbalance == 1 else f"{job.imbalance:g} times the mean of tokens"
-        told.append(f"To the experts of this rank go {more} (imbalance).")
+        said.append(f"To the experts of this rank go {more} (imbalance).")
     if job.matmul is not None:
-        told.append(
+        said.append(
             f"Linear layers of blocks multiply in {job.matmul} (matmul), as torchao's recipe does; shard() does not do "
             "that, and MFU is that of the compute dtype."
         )
     if made.whole_because:
-        told.append(f"Every block was simulated, since blocks could not be extended: {made.whole_because}.")
+        said.append(f"Every block was simulated, since blocks could not be extended: {made.whole_because}.")
     if job.accumulation > MICROBATCHES:
-        told.append(
+        said.append(
             f"The memory curve and the time line show {MICROBATCHES} microbatches of {job.accumulation}; "
             "the figures are for all."
         )
-    return tuple(told + made.warnings)
+    return tuple(said + made.warnings)

@@ -38,7 +38,7 @@ def _has_float32(peaks: Mapping[str, float]) -> Mapping[str, float]:
 
 
 Rate = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
-"""Of bytes or operations a second."""
+"""Bytes or operations a second."""
 Share = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
 Seconds = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, BeforeValidator(_number), Field(ge=0)]
@@ -52,11 +52,11 @@ class Efficiency:
     """Shares of a device's peak that kernels reach, from 0 to 1, and the fixed cost of each kernel."""
 
     matmul: Share
-    """Of ``peak_flops``, in matrix products and convolutions."""
+    """Share of ``peak_flops`` in matrix products and convolutions."""
     attention: Share
-    """Of ``peak_flops``, in fused attention, counting only operations that a causal mask leaves."""
+    """Share of ``peak_flops`` in fused attention, counting only operations that a causal mask leaves."""
     memory: Share
-    """Of ``memory_bandwidth``, in memory-bound kernels."""
+    """Share of ``memory_bandwidth`` in memory-bound kernels."""
     launch_seconds: Seconds
     """Host time to launch one operation."""
     collective_seconds: Seconds
@@ -64,7 +64,7 @@ class Efficiency:
     kernel_seconds: Seconds
     """Shortest time that an operation occupies the device."""
     low_precision: Share = 0.85
-    """Of the share that ``matmul`` reaches, in products of 8 bits or fewer."""
+    """Share of what ``matmul`` reaches, in products of 8 bits or fewer."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -84,21 +84,21 @@ class Hardware:
     link: str
     """Name of the link between devices of a node."""
     link_bandwidth: Rate
-    """Of one device, one direction."""
+    """Bandwidth of one device, one direction."""
     link_efficiency: Share
     """Share of the bandwidth that a ring collective reaches."""
     link_latency: Seconds
-    """Of one step of a ring."""
+    """Latency of one step of a ring."""
     network_bandwidth: Rate
-    """Between nodes: a device's share of its node's adapters, one direction."""
+    """Device's share of its node's adapters, one direction."""
     network_efficiency: Share
     network_latency: Seconds
     ranks_per_node: Count
     """Devices of a usual node."""
     host_bandwidth: Rate
-    """Of copies between the device and pinned host memory, one direction."""
+    """Bandwidth of copies between the device and pinned host memory, one direction."""
     host_memory_bandwidth: Rate
-    """Of the node's main memory, a device's share."""
+    """Device's share of the bandwidth of the node's main memory."""
     context_bytes: Bytes
     """Allocated by the driver and loaded kernels, outside of torch's allocator."""
     communicator_bytes: Bytes
@@ -140,10 +140,10 @@ def hardware(name: str, **overrides: Any) -> Hardware:
         return Hardware(**{**_merged(row, overrides), "name": key})
     except ValidationError as error:
         problem = error.errors()[0]
-    *outer, last = [str(each) for each in problem["loc"]]
+    *outer, last = map(str, problem["loc"])
     path = ".".join([*outer, last])
     if problem["type"] == "unexpected_keyword_argument":
-        valid = [each.name for each in fields(Efficiency if outer else Hardware)]
+        valid = [field.name for field in fields(Efficiency if outer else Hardware)]
         raise ValueError(f"hardware {name!r}: {path!r} is no key.{nearest(last, valid)} Known: {', '.join(valid)}")
     if problem["type"] == "missing":
         raise ValueError(f"hardware {name!r}: {path} is missing")
@@ -164,7 +164,7 @@ def recognise(title: str, memory_bytes: int) -> str | None:
     """
     words = _model_words(title.lower().replace("rtx ", "rtx"))
     found = {name: hardware(name).memory_bytes for name in known() if name != "cpu" and _model_words(name) == words}
-    name = min(found, key=lambda each: abs(found[each] - memory_bytes), default=None)
+    name = min(found, key=lambda name: abs(found[name] - memory_bytes), default=None)
     return name if name is not None and abs(found[name] / memory_bytes - 1) < _SAME_MEMORY else None
 
 
@@ -194,7 +194,7 @@ _INDIFFERENT = {"nvidia", "amd", "instinct", "geforce", "tesla", "sxm", "sxm4", 
 
 
 def _model_words(title: str) -> set[str]:
-    return {each for each in re.findall(r"[a-z0-9]+", title) if not re.fullmatch(r"\d+gb", each)} - _INDIFFERENT
+    return {word for word in re.findall(r"[a-z0-9]+", title) if not re.fullmatch(r"\d+gb", word)} - _INDIFFERENT
 
 
 @functools.cache
@@ -211,8 +211,8 @@ def _row(name: str) -> dict[str, Any]:
 
 
 def _with_base(row: Mapping[str, Any]) -> dict[str, Any]:
-    own = {key: value for key, value in row.items() if key != "base"}
-    return _merged(_row(row["base"]), own) if "base" in row else own
+    changes = {key: value for key, value in row.items() if key != "base"}
+    return _merged(_row(row["base"]), changes) if "base" in row else changes
 
 
 def _of_file(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trueshard.planner.trace import KINDS, Allocation, Communication, Free, Kernel, Kind, Phase, Place, Trace
+from trueshard.planner.trace import KINDS, Allocation, Communication, EventPlace, Free, Kernel, Kind, Phase, Trace
 
 Numbers: TypeAlias = NDArray[np.int64]
 
@@ -36,7 +36,7 @@ class Series:
 
 @dataclass(slots=True)
 class Lifetime:
-    """When a storage is live."""
+    """Positions between which a storage is live."""
 
     allocation: Allocation
     made: int
@@ -78,7 +78,7 @@ class UnitUse:
     bytes_maximum: int
     """Largest live bytes at any position."""
     bytes_received: int
-    """From other ranks."""
+    """Bytes received from other ranks."""
     flops: int
     """FLOPs while the unit's forward or backward runs, recomputation included."""
 
@@ -90,8 +90,8 @@ def lifetimes(trace: Trace) -> list[Lifetime]:
         ValueError: a storage is freed that is not alive, allocated twice, or freed with another size.
     """
     end = len(trace.events)
-    found = [Lifetime(each, -1, end) for each in trace.resident]
-    live = {each.allocation.storage: each for each in found}
+    found = [Lifetime(allocation, -1, end) for allocation in trace.resident]
+    live = {lifetime.allocation.storage: lifetime for lifetime in found}
     for position, event in enumerate(trace.events):
         if type(event) is Allocation:
             if event.storage in live:
@@ -120,9 +120,9 @@ def curve(trace: Trace) -> Curve:
     every = lifetimes(trace)
     by_kind: dict[Kind, list[Lifetime]] = {kind: [] for kind in KINDS}
     by_unit: dict[str, list[Lifetime]] = {}
-    for each in every:
-        by_kind[each.allocation.kind].append(each)
-        by_unit.setdefault(each.allocation.unit, []).append(each)
+    for lifetime in every:
+        by_kind[lifetime.allocation.kind].append(lifetime)
+        by_unit.setdefault(lifetime.allocation.unit, []).append(lifetime)
     total = _series(every, len(trace.events), start=[-1])
     return Curve(
         total,
@@ -133,10 +133,10 @@ def curve(trace: Trace) -> Curve:
 
 def _series(lives: Sequence[Lifetime], end: int, start: Sequence[int] = ()) -> Series:
     """Sum lifetimes up, with one entry for each position of ``start`` and each at which one begins or ends."""
-    freed = [each for each in lives if each.freed < end]
-    positions = np.array([*start, *(each.made for each in lives), *(each.freed for each in freed)], np.int64)
-    sizes = [each.allocation.bytes for each in lives]
-    changes = np.array([0] * len(start) + sizes + [-each.allocation.bytes for each in freed], np.int64)
+    freed = [life for life in lives if life.freed < end]
+    positions = np.array([*start, *(life.made for life in lives), *(life.freed for life in freed)], np.int64)
+    sizes = [life.allocation.bytes for life in lives]
+    changes = np.array([0] * len(start) + sizes + [-life.allocation.bytes for life in freed], np.int64)
     unique, index = np.unique(positions, return_inverse=True)
     sums = np.zeros(len(unique), np.int64)
     np.add.at(sums, index, changes)
@@ -145,7 +145,7 @@ def _series(lives: Sequence[Lifetime], end: int, start: Sequence[int] = ()) -> S
 
 def peak(trace: Trace) -> Peak:
     """Return the first maximum of a step's live memory."""
-    now = most = sum(each.bytes for each in trace.resident)
+    now = most = sum(allocation.bytes for allocation in trace.resident)
     position = -1
     for i, event in enumerate(trace.events):
         if type(event) is Allocation:
@@ -154,16 +154,16 @@ def peak(trace: Trace) -> Peak:
                 most, position = now, i
         elif type(event) is Free:
             now -= event.bytes
-    place = trace.events[position].place if position >= 0 else Place("between", "")
+    place = trace.events[position].place if position >= 0 else EventPlace("between", "")
     by_kind = dict.fromkeys(KINDS, 0)
-    for each in alive(trace, position):
-        by_kind[each.kind] += each.bytes
+    for allocation in alive(trace, position):
+        by_kind[allocation.kind] += allocation.bytes
     return Peak(most, position, place.phase, place.unit, {kind: count for kind, count in by_kind.items() if count})
 
 
 def alive(trace: Trace, position: int) -> list[Allocation]:
     """Return the allocations that are live at a position, oldest first."""
-    return [each.allocation for each in lifetimes(trace) if each.made <= position < each.freed]
+    return [lifetime.allocation for lifetime in lifetimes(trace) if lifetime.made <= position < lifetime.freed]
 
 
 def received(trace: Trace) -> dict[str, int]:

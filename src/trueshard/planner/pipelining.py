@@ -63,7 +63,7 @@ from trueshard.sharding import engine
 
 
 class _Received(nn.Module):
-    """In the place of the embeddings, on all stages but the first: activations of the stage before."""
+    """Stands for the embeddings on all stages but the first, and returns activations of the stage before."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def stage_workload(workload: Workload, plan: Plan, pipe: Pipeline, number: int, 
     Its ``loss`` is the workload's, or the sum of what the stage sends on.
     """
     blocks = [unit.name for unit in plan.units if unit.kind == "block"]
-    start = sum(pipe.blocks(before, len(blocks)) for before in range(number))
+    start = sum(pipe.blocks(stage, len(blocks)) for stage in range(number))
     kept = blocks[start : start + pipe.blocks(number, len(blocks))]
     last = number == pipe.stages - 1
 
@@ -94,8 +94,7 @@ def stage_workload(workload: Workload, plan: Plan, pipe: Pipeline, number: int, 
         if last:
             return made
         for name, module in above.named_children():  # norms of what the last stage has
-            sizes = [each.ndim for each in module.parameters()]
-            if sizes and max(sizes) == 1:
+            if max((parameter.ndim for parameter in module.parameters()), default=0) == 1:
                 _forget_style(root, module)
                 setattr(above, name, nn.Identity())
         if (head := root.get_output_embeddings()) is not None:
@@ -125,24 +124,21 @@ def _keep(root: nn.Module, blocks: list[str]) -> nn.Module:
     The blocks that are left are counted anew.
     """
     modules = dict(names.named_modules(root))
-    listed = blocks[0].rpartition(".")[0]
-    container = modules[listed]
-    left = [modules[name] for name in blocks]
-    held = _torch.own_modules(container)
+    container = blocks[0].rpartition(".")[0]
+    held = _torch.own_modules(modules[container])
     held.clear()
-    held.update({str(number): each for number, each in enumerate(left)})
-    return modules[listed.rpartition(".")[0]]
+    held.update({str(number): modules[name] for number, name in enumerate(blocks)})
+    return modules[container.rpartition(".")[0]]
 
 
 def _forget_style(root: nn.Module, module: nn.Module) -> None:
     """Take a module that will be replaced out of the model's own plan for sharing matrices."""
-    name = next((name for name, each in names.named_modules(root) if each is module), "")
+    name = next((name for name, other in names.named_modules(root) if other is module), "")
     for above, holder in names.named_modules(root):
-        own: Mapping[str, str] | None = vars(holder).get("_tp_plan")
-        if own:
+        if styles := vars(holder).get("_tp_plan"):
             start = f"{above}." if above else ""
-            left = {glob: word for glob, word in own.items() if not fnmatch.fnmatchcase(name, start + glob)}
-            holder.__dict__["_tp_plan"] = left
+            left = {glob: style for glob, style in styles.items() if not fnmatch.fnmatchcase(name, start + glob)}
+            vars(holder)["_tp_plan"] = left
 
 
 def _styles_left(plan: Plan, workload: Workload) -> Mapping[str, str]:
@@ -152,8 +148,8 @@ def _styles_left(plan: Plan, workload: Workload) -> Mapping[str, str]:
     with _torch.fake_tensors():
         stage = workload.model()
     owners = [name for name, module in names.named_modules(stage) if any(True for _ in module.parameters())]
-    known = [*owners, *(name for held in names.held_tensors(stage, "parameters") for name in held.names)]
-    return {glob: word for glob, word in plan.styles.items() if fnmatch.filter(known, glob)}
+    left = [*owners, *(name for held in names.held_tensors(stage, "parameters") for name in held.names)]
+    return {glob: style for glob, style in plan.styles.items() if fnmatch.filter(left, glob)}
 
 
 def _sent_on(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -171,15 +167,15 @@ class Ends:
     """The stages of a model that are simulated, and the processes that do it, for several studies."""
 
     blocks: int
-    """Of the whole model."""
+    """Blocks of the full model."""
     width: int
     """Elements of an activation for each token."""
     outputs: int
     """Elements of the last stage's output for each token."""
     dtype: torch.dtype
-    """Of activations."""
+    """Dtype of activations."""
     stages: Mapping[int, Simulations]
-    """By number: the first, the last, and one in the middle if some of those have more blocks."""
+    """The first stage, the last, and one in the middle if some of those have more blocks, by number."""
 
     def like(self, number: int, pipe: Pipeline) -> int:
         """Return how many stages of the pipeline a simulated one stands for."""
@@ -208,17 +204,17 @@ def ends_of(job: Job, pipe: Pipeline, workers: int | None = 0) -> Iterator[Ends]
         number: Simulations(stage_workload(job.workload, plan, pipe, number, dtype), workers)
         for number in (0, pipe.stages - 1, *([1] if pipe.middle(blocks) else []))
     }
-    with quietly():
-        for each in stages.values():
-            each.prepare()
     with contextlib.ExitStack() as running:
-        for each in stages.values():
-            running.enter_context(each.workers)
+        with quietly():
+            for simulations in stages.values():
+                simulations.prepare()
+        for simulations in stages.values():
+            running.enter_context(simulations.workers)
         yield Ends(blocks, width, outputs, dtype, stages)
 
 
 @quietly()
-def study(
+def study_pipeline(
     job: Job, cluster: Cluster, pipe: Pipeline, ends: Ends, budget: int | None = None, *, must_fit: bool = False
 ) -> Study | None:
     """Return what a pipeline costs: memory of the stage that takes most, and the time of a step of all.
@@ -228,43 +224,43 @@ def study(
         cluster: of all stages.
         pipe: stages and schedule.
         ends: of a job that differs in the choices for units alone.
-        budget: as of ``forecasting.study``.
+        budget: as of ``forecasting.study_job``.
         must_fit: return None, perhaps after the first stage alone, if it does not fit.
 
     Raises:
-        ValueError: as ``forecasting.study``.
+        ValueError: as ``forecasting.study_job``.
     """
     budget = budget_on(cluster, budget)
     job = dataclasses.replace(job, on_cpu=not cluster.hardware.streams)
     length = job.workload.sequence // cluster.along("context")
     element = job.microbatch * length * ends.dtype.itemsize // pipe.parts
     passed = Passed(element * ends.width, element * ends.outputs if pipe.outputs else 0)
-    every: list[Stage] = []
+    stages: list[Stage] = []
     for number, simulations in ends.stages.items():
-        every.append(Stage.simulated(job, cluster, number, ends.like(number, pipe), simulations.simulator))
-        forecasts = [each.forecast(pipe, cluster, budget, passed, every) for each in every]
-        if must_fit and not all(each.fits for each in forecasts):
+        stages.append(Stage.simulated(job, cluster, number, ends.like(number, pipe), simulations.simulator))
+        forecasts = [stage.forecast(pipe, cluster, budget, passed, stages) for stage in stages]
+        if must_fit and not all(forecast.fits for forecast in forecasts):
             return None
-    heaviest = max(range(len(every)), key=lambda number: forecasts[number].peak_reserved_bytes)
-    stage, forecast = every[heaviest], forecasts[heaviest]
-    said = (
+    heaviest = max(range(len(stages)), key=lambda number: forecasts[number].peak_reserved_bytes)
+    stage, forecast = stages[heaviest], forecasts[heaviest]
+    assumptions = (
+        *assumptions_of(dataclasses.replace(job, accumulation=1), stage.made),
         f"Memory, bytes and units are those of stage {stage.number + 1} of {pipe.stages}, whose ranks take the most; "
         "the stage is simulated, the schedule modelled (planner/pipelining.py).",
         f"The memory curve and the time line show {MICROBATCHES} microbatches of {job.accumulation} on that stage, one "
         f"in flight of {forecast.in_flight:g}; the figures are for all.",
     )
-    told = (*assumptions_of(dataclasses.replace(job, accumulation=1), stage.made), *said)
-    made = dataclasses.replace(stage.made.plan, forecast=forecast)
-    return Study(made, forecast, stage.made.steady, stage.line, assumptions=told)
+    plan = dataclasses.replace(stage.made.plan, forecast=forecast)
+    return Study(plan, forecast, stage.made.steady, stage.line, assumptions=assumptions)
 
 
 @dataclass(frozen=True)
 class Passed:
-    """Bytes of what stages hand on of a microbatch, on each rank."""
+    """Bytes that stages hand on of a microbatch, on each rank."""
 
     activation: int
     output: int
-    """Of the last stage, if it keeps it; else 0."""
+    """Bytes of what the last stage keeps; 0: nothing."""
 
 
 @dataclass(frozen=True)
@@ -273,32 +269,34 @@ class Stage:
 
     number: int
     job: Job
-    """With the microbatches of a step as ``accumulation``."""
+    """The stage's job, with the microbatches of a step as ``accumulation``."""
     made: Simulation
     line: Timeline
     sums: dict[str, Any]
-    """What adds up over a step of all microbatches, by field of ``Forecast``."""
+    """Sums over a step of all microbatches, by field of ``Forecast``."""
     seconds: float
-    """Of one microbatch between the first and the last."""
+    """Time of one microbatch between the first and the last."""
     activations: int
     """Bytes that a microbatch's forward leaves for its backward."""
     of_blocks: int
-    """Those that belong to blocks: not embeddings, logits and losses."""
+    """Part of ``activations`` that belongs to blocks: not to embeddings, logits and losses."""
     count: int = 1
     """Stages of the pipeline that this one stands for."""
 
     @classmethod
-    def simulated(cls, whole: Job, cluster: Cluster, number: int, count: int, simulator: Simulator) -> Stage:
-        """Simulate a stage, from 0, of the job of a whole model; it stands for ``count`` of them."""
-        own = dataclasses.replace(Plan.of(whole.choices) if whole.plan is None else whole.plan, pipeline=True)
+    def simulated(cls, full: Job, cluster: Cluster, number: int, count: int, simulator: Simulator) -> Stage:
+        """Simulate a stage, from 0, of the job of a full model; it stands for ``count`` of them."""
         workload = simulator.workload
-        own = dataclasses.replace(own, units=(), replicated=(), resolved_for="", styles=_styles_left(own, workload))
-        job = dataclasses.replace(whole, workload=workload, plan=own, in_flight=1)
+        plan = Plan.of(full.choices) if full.plan is None else full.plan
+        plan = dataclasses.replace(
+            plan, pipeline=True, units=(), replicated=(), resolved_for="", styles=_styles_left(plan, workload)
+        )
+        job = dataclasses.replace(full, workload=workload, plan=plan, in_flight=1)
         made, line = simulated(dataclasses.replace(job, accumulation=MICROBATCHES), cluster, simulator)
         begin, turn = span(made.steady, "forward", 2)
         end = span(made.steady, "backward", 2)[1]
         one = sums_of(Trace(made.steady.events[begin:end]), part(made.steady, line, begin, end))
-        sums, times = sums_of(made.steady, line), whole.accumulation - MICROBATCHES
+        sums, times = sums_of(made.steady, line), full.accumulation - MICROBATCHES
         live, outer = ledger.curve(made.steady), {unit.name for unit in made.plan.units if unit.kind == "root"}
         left = {unit: np.diff(series.at(np.array([begin - 1, turn - 1]))) for unit, series in live.by_unit.items()}
         kept = sum(int(more[0]) for more in left.values())
@@ -307,22 +305,22 @@ class Stage:
         return cls(number, job, made, line, sums, one["step_seconds"], max(0, kept), max(0, blocks), count)
 
     def forecast(
-        self, pipe: Pipeline, cluster: Cluster, budget: int, passed: Passed, every: Sequence[Stage]
+        self, pipe: Pipeline, cluster: Cluster, budget: int, passed: Passed, stages: Sequence[Stage]
     ) -> Forecast:
         """Return the forecast of the pipeline with this stage's memory."""
         microbatches = self.job.accumulation
-        sums = self._step(pipe, cluster, passed.activation, every)
-        found = forecast_of(self.job, cluster, budget, self.made, sums)
-        kinds = dict(found.peak_by_kind)
+        sums = self._step(pipe, cluster, passed.activation, stages)
+        one = forecast_of(self.job, cluster, budget, self.made, sums)
+        kinds = dict(one.peak_by_kind)
         # A rank of several chunks has many of them in flight, but one of them has the head.
-        each = self.of_blocks if self.number and pipe.virtual > 1 else self.activations
+        microbatch = self.of_blocks if self.number and pipe.virtual > 1 else self.activations
         # A stage was simulated with whole activations, of which a rank may be given a part.
         unsent = passed.activation * (pipe.parts - 1) if self.number else 0
-        each -= unsent if pipe.virtual == 1 else 0
+        microbatch -= unsent if pipe.virtual == 1 else 0
         held, unreduced = max(
-            pipe.backwards(self.number, microbatches), key=lambda at: at[0] * each + at[1] * kinds["gradients"]
+            pipe.backwards(self.number, microbatches), key=lambda at: at[0] * microbatch + at[1] * kinds["gradients"]
         )
-        more = int((held - 1) * each) - unsent
+        more = int((held - 1) * microbatch) - unsent
         outputs = passed.output * microbatches if self.number == pipe.stages - 1 else 0
         more += outputs
         buffers = pipe.received(self.number, microbatches) * passed.activation
@@ -334,30 +332,30 @@ class Stage:
         kinds["gradients"] -= reduced
         more += buffers - reduced
         # When a step ends, torch joins the outputs in one tensor: larger than any block that the allocator has free.
-        reserved = found.peak_reserved_bytes + more + outputs
-        flops = sum(each.count * each.sums["model_flops_per_step"] for each in every) / pipe.stages
+        reserved = one.peak_reserved_bytes + more + outputs
+        flops = sum(stage.count * stage.sums["model_flops_per_step"] for stage in stages) / pipe.stages
         return dataclasses.replace(
-            found,
-            peak_live_bytes=found.peak_live_bytes + more,
+            one,
+            peak_live_bytes=one.peak_live_bytes + more,
             peak_by_kind=kinds,
             peak_reserved_bytes=reserved,
             fits=reserved <= budget,
-            mfu=found.mfu * flops / max(1, found.model_flops_per_step),
+            mfu=one.mfu * flops / max(1, one.model_flops_per_step),
             pipeline=pipe.stages,
             schedule=pipe.schedule,
             virtual=pipe.virtual,
             in_flight=pipe.in_flight(self.number, microbatches),
-            bubble_seconds=_bubble(pipe, every),
+            bubble_seconds=_bubble(pipe, stages),
         )
 
-    def _step(self, pipe: Pipeline, cluster: Cluster, transfer: int, every: Sequence[Stage]) -> dict[str, Any]:
-        """Return what adds up over a step: this stage's work and bytes, and the time of the slowest stage."""
+    def _step(self, pipe: Pipeline, cluster: Cluster, transfer: int, stages: Sequence[Stage]) -> dict[str, Any]:
+        """Return the sums over a step: this stage's work and bytes, and the time of the slowest stage."""
         sums = dict(self.sums)
         count = pipe.received(self.number, self.job.accumulation)
         one = transfer_seconds(transfer, cluster)
         sent = 2 * (self.job.accumulation * pipe.virtual + pipe.stages - 1) * one
-        waiting = _bubble(pipe, every) + sent
-        slowest = max(each.sums["step_seconds"] for each in every)
+        waiting = _bubble(pipe, stages) + sent
+        slowest = max(stage.sums["step_seconds"] for stage in stages)
         sums["step_seconds"] = slowest + waiting
         idle = slowest - self.sums["step_seconds"]
         for key, name, more in (
@@ -370,32 +368,32 @@ class Stage:
         return sums
 
 
-def _bubble(pipe: Pipeline, every: Sequence[Stage]) -> float:
+def _bubble(pipe: Pipeline, stages: Sequence[Stage]) -> float:
     """Return the seconds in which all stages but the slowest fill and drain the pipeline: 1 / V microbatches each."""
-    whole = sum(each.count * each.seconds for each in every)
-    return (whole - max(each.seconds for each in every)) / pipe.virtual
+    total = sum(stage.count * stage.seconds for stage in stages)
+    return (total - max(stage.seconds for stage in stages)) / pipe.virtual
 
 
 def span(trace: Trace, phase: Phase, number: int) -> tuple[int, int]:
     """Return (start, end) of the events of the ``number``-th forward or backward of a step, counted from 1."""
-    runs = [list(run) for _, run in itertools.groupby(range(len(trace.events)), lambda i: trace.events[i].place.phase)]
-    found = [run for run in runs if trace.events[run[0]].place.phase == phase]
-    return found[number - 1][0], found[number - 1][-1] + 1
+    runs = itertools.groupby(range(len(trace.events)), lambda i: trace.events[i].place.phase)
+    positions = [list(run) for phase_of_run, run in runs if phase_of_run == phase][number - 1]
+    return positions[0], positions[-1] + 1
 
 
 def part(trace: Trace, line: Timeline, begin: int, end: int) -> Timeline:
     """Return the part of a time line in which the compute stream is at events from ``begin`` to ``end``."""
-    compute = [each for each in line.spans if each.stream == "compute"]
-    own = [each for each in compute if begin <= each.event < end]
-    before = max((each.end for each in compute if each.event < begin), default=0.0)
-    last = max((each.end for each in own), default=before)
-    slower = line.seconds / max(each.end for each in line.spans)  # ranks wait for the slowest
+    compute = [span for span in line.spans if span.stream == "compute"]
+    inside = [span for span in compute if begin <= span.event < end]
+    before = max((span.end for span in compute if span.event < begin), default=0.0)
+    last = max((span.end for span in inside), default=before)
+    slower = line.seconds / max(span.end for span in line.spans)  # ranks wait for the slowest
     waited: dict[str, float] = defaultdict(float)
-    for each in own:
-        event = trace.events[each.event]
+    for span in inside:
+        event = trace.events[span.event]
         if isinstance(event, Communication):
-            waited[event.axis] += each.end - each.start
-    computed = sum(each.end - each.start for each in own) - sum(waited.values())
+            waited[event.axis] += span.end - span.start
+    computed = sum(span.end - span.start for span in inside) - sum(waited.values())
     return Timeline([], (last - before) * slower, computed, sum(waited.values()), dict(waited))
 
 

@@ -59,8 +59,8 @@ def replay(
 class _Replay:
     def __init__(self, workspace_bytes: int, expandable: bool) -> None:
         self.allocator = CachingAllocator(expandable)
-        self.live: dict[int, tuple[Allocation, Block | None]] = {}
-        """By number; no block for storages of 0 bytes."""
+        self.live: dict[int, tuple[Allocation, MemoryBlock | None]] = {}
+        """Storages by number; no block for those of 0 bytes."""
         self.workspace_bytes = workspace_bytes
         self.without_workspace = {False, True} if workspace_bytes else set()
         """Threads whose cuBLAS handle has no workspace yet; True: autograd's, which runs backward."""
@@ -99,7 +99,7 @@ class _Replay:
         block = self.allocator.allocate(allocation.bytes, allocation.stream) if allocation.bytes else None
         self.live[allocation.storage] = allocation, block
 
-    def _free(self, block: Block | None) -> None:
+    def _free(self, block: MemoryBlock | None) -> None:
         if block is not None:
             self.allocator.free(block)
 
@@ -111,9 +111,9 @@ class _Replay:
 
 
 _KEYS: tuple[Callable[[Allocation], Hashable], ...] = (
-    lambda each: (each.storage, each.bytes),
-    lambda each: (each.kind, each.unit, each.what, each.bytes, each.stream),
-    lambda each: each.bytes,
+    lambda held: (held.storage, held.bytes),
+    lambda held: (held.kind, held.unit, held.what, held.bytes, held.stream),
+    lambda held: held.bytes,
 )
 """Ways to tell that a resident is a storage of the last step, the surest first."""
 
@@ -131,13 +131,13 @@ LARGE_SEGMENT = 20 << 20
 MIN_LARGE = 10 << 20
 """Requests from this size on get a segment of their own (kMinLargeAlloc)."""
 ROUND_LARGE = 2 << 20
-"""Such a segment's size is a multiple of it (kRoundLarge)."""
+"""Multiple to which such a segment is rounded up (kRoundLarge)."""
 _ADDRESSES = 1 << 50
 """Distance between expandable segments."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen, by which making one would take three times as long
-class Block:
+class MemoryBlock:
     """A part of a segment, in use or free; it is not changed."""
 
     pool: Pool
@@ -163,27 +163,27 @@ class Pool:
         """Address of an expandable segment; None: segments are of fixed size."""
         self.mapped = 0
         """Bytes of the expandable segment."""
-        self.free: list[tuple[int, int, Block]] = []
+        self.free: list[tuple[int, int, MemoryBlock]] = []
         """(size, address, block), sorted; addresses are unique."""
-        self.edges: dict[tuple[int, int], Block] = {}
+        self.edges: dict[tuple[int, int], MemoryBlock] = {}
         """(segment, address) where a free block begins or ends → the block."""
 
-    def add(self, block: Block) -> None:
+    def add(self, block: MemoryBlock) -> None:
         """Add a free block, coalesced with adjacent free ones."""
         for edge in (block.address, block.end):
             if (near := self.edges.get((block.segment, edge))) is not None:
                 self.remove(near)
-                block = Block(self, block.segment, min(near.address, block.address), near.size + block.size)
+                block = MemoryBlock(self, block.segment, min(near.address, block.address), near.size + block.size)
         for edge in (block.address, block.end):
             self.edges[block.segment, edge] = block
         insort(self.free, (block.size, block.address, block))
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: MemoryBlock) -> None:
         for edge in (block.address, block.end):
             del self.edges[block.segment, edge]
         del self.free[bisect_left(self.free, (block.size, block.address))]
 
-    def take(self, size: int) -> Block | None:
+    def take(self, size: int) -> MemoryBlock | None:
         """Remove and return the best fit for ``size`` bytes; None if no free block is large enough."""
         index = bisect_left(self.free, (size,))
         if index == len(self.free):
@@ -199,26 +199,26 @@ class CachingAllocator:
     def __init__(self, expandable: bool = False) -> None:
         self.expandable = expandable
         self.allocated = 0
-        """In blocks in use, as ``torch.cuda.memory_allocated``."""
+        """Bytes of blocks in use, as ``torch.cuda.memory_allocated``."""
         self.reserved = 0
-        """In segments, as ``torch.cuda.max_memory_reserved``: nothing that is reserved goes back to the device."""
+        """Bytes of segments, as ``torch.cuda.max_memory_reserved``: none go back to the device."""
         self.peak_allocated = 0
-        """In blocks, which are rounded up, as ``torch.cuda.max_memory_allocated``."""
+        """Bytes of blocks, which are rounded up, as ``torch.cuda.max_memory_allocated``."""
         self.pools: dict[tuple[Stream, bool], Pool] = {}
 
-    def allocate(self, bytes: int, stream: Stream = "compute") -> Block:
+    def allocate(self, bytes: int, stream: Stream = "compute") -> MemoryBlock:
         """Return a block of at least ``bytes`` (which must be positive), to be used on ``stream``."""
         size = _round_up(bytes, MINIMUM)
         pool = self._pool(stream, size <= SMALL)
         block = pool.take(size) or (self._extended if self.expandable else self._new_segment)(pool, size)
         if block.size - size >= pool.remainder:
-            pool.add(Block(pool, block.segment, block.address + size, block.size - size))
-            block = Block(pool, block.segment, block.address, size)
+            pool.add(MemoryBlock(pool, block.segment, block.address + size, block.size - size))
+            block = MemoryBlock(pool, block.segment, block.address, size)
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         """Return a block to its pool; it must not be used afterwards."""
         self.allocated -= block.size
         block.pool.add(block)
@@ -229,7 +229,7 @@ class CachingAllocator:
             self.pools[stream, small] = Pool(small, base)
         return self.pools[stream, small]
 
-    def _extended(self, pool: Pool, size: int) -> Block:
+    def _extended(self, pool: Pool, size: int) -> MemoryBlock:
         """Map pages behind the last block of an expandable segment; a free last block is part of the result."""
         assert pool.base is not None
         end = pool.base + pool.mapped
@@ -241,11 +241,11 @@ class CachingAllocator:
         more = _round_up(start + size - end, pool.segment)
         pool.mapped += more
         self.reserved += more
-        return Block(pool, pool.base, start, end + more - start)
+        return MemoryBlock(pool, pool.base, start, end + more - start)
 
-    def _new_segment(self, pool: Pool, size: int) -> Block:
+    def _new_segment(self, pool: Pool, size: int) -> MemoryBlock:
         total = pool.segment if size < MIN_LARGE else _round_up(size, ROUND_LARGE)
-        block = Block(pool, self.reserved, self.reserved, total)
+        block = MemoryBlock(pool, self.reserved, self.reserved, total)
         self.reserved += total
         return block
 

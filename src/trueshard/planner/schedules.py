@@ -12,7 +12,7 @@ SCHEDULES = get_args(ScheduleWord)
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a model is cut into stages, and in which order microbatches run through them."""
+    """Stages of a model, and the order in which microbatches run through them."""
 
     stages: int = 1
     schedule: str = "1f1b"
@@ -20,11 +20,11 @@ class Pipeline:
     """Chunks of blocks a rank, one after another in the model; more than one for ``"interleaved"`` alone."""
 
     parts: int = 1
-    """Of an activation, sent by as many ranks of the tensor axis; 1: each sends all, as stages of ``shard()`` do."""
+    """Parts of an activation, sent by as many ranks of the tensor axis; 1: each sends all, as in ``shard()``."""
     outputs: bool = False
-    """The last stage keeps its outputs of all microbatches to the end of a step, each rank its part, as torch's
-    schedules do unless they are told not to (``output_chunks`` of torch/distributed/pipelining/stage.py),
-    and joins them in one tensor then (``_merge_outputs`` of schedules.py)."""
+    """True if the last stage keeps its outputs of all microbatches to the end of a step, each rank its part, as torch's
+    schedules do by default (``output_chunks`` of torch/distributed/pipelining/stage.py), and joins them in one tensor
+    then (``_merge_outputs`` of schedules.py)."""
 
     def __post_init__(self) -> None:
         for key, value in (("pipeline", self.stages), ("virtual", self.virtual)):
@@ -60,8 +60,8 @@ class Pipeline:
 
         The first and the last have embeddings and the head besides.
         """
-        each, more = divmod(blocks, self.stages)
-        return each + (stage <= more if 0 < stage < self.stages - 1 else stage == 0 and more == self.stages - 1)
+        fewest, left = divmod(blocks, self.stages)
+        return fewest + (stage <= left if 0 < stage < self.stages - 1 else stage == 0 and left == self.stages - 1)
 
     def middle(self, blocks: int) -> int:
         """Return how many stages in the middle have more blocks than the first one."""
@@ -92,13 +92,9 @@ class Pipeline:
         for done in range(every):
             chunk = self.virtual - 1 - done // self.stages % self.virtual
             forwards = min(every, forwards + 1)
-            begun = sum(0 < each < microbatches for number, each in enumerate(left) if number != chunk)
+            begun = sum(0 < count < microbatches for number, count in enumerate(left) if number != chunk)
             yield (forwards - done) / self.virtual, (begun + 1) / self.virtual
             left[chunk] -= 1
-
-    def bubble(self, microbatches: int) -> float:
-        """Return the part of a step in which a rank has nothing to compute, if all stages take equally long."""
-        return (self.stages - 1) / (microbatches * self.virtual + self.stages - 1)
 
     def received(self, stage: int, microbatches: int) -> int:
         """Return how many activations and gradients of a microbatch a rank of a stage receives in a step."""

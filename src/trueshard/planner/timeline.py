@@ -39,7 +39,7 @@ from typing import Any, Literal
 
 from trueshard.planner.async_tensor import exposed_seconds
 from trueshard.planner.hardware import Hardware, Mode
-from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Phase, Stream, Trace, Transfer
+from trueshard.planner.trace import Allocation, Communication, Event, Free, HostCopy, Kernel, Phase, Stream, Trace
 
 SHARD = "shard"
 """Axis of what is not said to be of another one."""
@@ -66,7 +66,7 @@ class Gap:
     """A time in which the compute stream computes nothing."""
 
     kind: Literal["waiting", "host", "ranks"]
-    """For communication, for the host to issue work, for the slowest rank."""
+    """Reason: it waits for communication, for the host to issue work, for the slowest rank."""
     start: float
     end: float
 
@@ -80,13 +80,13 @@ class Timeline:
 
     spans: list[Span] = field(default_factory=list)
     seconds: float = 0.0
-    """Until the last stream of the slowest rank is done."""
+    """Time until the last stream of the slowest rank is done."""
     compute_seconds: float = 0.0
     """Computation on the compute stream."""
     exposed_seconds: float = 0.0
     """Compute stream waits for another stream."""
     exposed_by_axis: dict[str, float] = field(default_factory=dict)
-    """The same, by the axis of the collective that it waits for."""
+    """Parts of ``exposed_seconds``, by the axis of the collective that it waits for."""
     host_seconds: float = 0.0
     """Compute stream waits for the host."""
     straggling_seconds: float = 0.0
@@ -150,9 +150,9 @@ class _Scheduler:
         self.copied_out = 0.0
         self.in_forward = False
         self.before_forward = 0.0
-        """When the compute stream is done with the events before this forward."""
+        """End of the events before this forward on the compute stream."""
         self.reduced = 0.0
-        """When the last reduce-scatter is done."""
+        """End of the last reduce-scatter."""
         self.nodes = 1
         """Nodes of the largest group."""
 
@@ -163,7 +163,7 @@ class _Scheduler:
                 self._kernel(i, event)  # type: ignore[arg-type]
             elif kind is Communication:
                 self._communication(i, event)  # type: ignore[arg-type]
-            elif kind is Transfer:
+            elif kind is HostCopy:
                 self._transfer(i, event)  # type: ignore[arg-type]
         line = self.line
         end = max(self.compute, self.host, *self.free.values())
@@ -230,7 +230,7 @@ class _Scheduler:
         if event.op == "reduce_scatter":
             self.reduced = end
 
-    def _transfer(self, i: int, event: Transfer) -> None:
+    def _transfer(self, i: int, event: HostCopy) -> None:
         self.host += self.launch
         wait = self._buffer_free(event.place.phase) if event.direction == "to_device" else 0.0
         self._move(i, event.stream, wait, event.bytes / self.hardware.host_bandwidth)
@@ -436,7 +436,7 @@ def _runs(events: Sequence[Event]) -> list[list[int]]:
         return (phase, unit) if fusable else None
 
     kernels = [i for i, event in enumerate(events) if type(event) is Kernel]
-    runs = [list(run) for found, run in itertools.groupby(kernels, graph) if found is not None]
+    runs = [list(run) for key, run in itertools.groupby(kernels, graph) if key is not None]
     return [run for run in runs if len(run) > 1]
 
 

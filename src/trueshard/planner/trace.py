@@ -40,7 +40,7 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all",
 
 
 @dataclass(slots=True)
-class Place:
+class EventPlace:
     """Phase and unit of an event."""
 
     phase: Phase
@@ -52,7 +52,7 @@ class Place:
 class Allocation:
     """A storage is allocated."""
 
-    place: Place
+    place: EventPlace
     storage: int
     """Number of its own: a storage that is freed and allocated again gets a new one."""
     bytes: int
@@ -70,7 +70,7 @@ class Allocation:
 class Free:
     """A storage is freed."""
 
-    place: Place
+    place: EventPlace
     storage: int
     bytes: int
 
@@ -79,7 +79,7 @@ class Free:
 class Kernel:
     """An operator that runs a kernel."""
 
-    place: Place
+    place: EventPlace
     op: str
     """torch's name, for example ``aten.mm``."""
     flops: int
@@ -110,7 +110,7 @@ class Kernel:
 class Communication:
     """A collective."""
 
-    place: Place
+    place: EventPlace
     op: Collective
     stream: Stream
     ranks: int
@@ -131,10 +131,10 @@ class Communication:
 
 
 @dataclass(slots=True)
-class Transfer:
+class HostCopy:
     """A copy between host and device, for offloaded parameters."""
 
-    place: Place
+    place: EventPlace
     direction: Literal["to_device", "to_host"]
     bytes: int
     unit: str = ""
@@ -142,7 +142,7 @@ class Transfer:
     """Gradients are copied to the host on the stream that reduced them."""
 
 
-Event: TypeAlias = Allocation | Free | Kernel | Communication | Transfer
+Event: TypeAlias = Allocation | Free | Kernel | Communication | HostCopy
 
 
 @dataclass

@@ -34,7 +34,7 @@ from trueshard.model import names
 from trueshard.options import Options
 from trueshard.planner.inputs import factories
 from trueshard.planner.inputs.batches import model_loss
-from trueshard.planner.inputs.factories import Original, Parts
+from trueshard.planner.inputs.factories import Original, TrainingParts
 from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.planner.inputs.optimizers import checked, optimizers_of
 from trueshard.planner.inputs.workloads import model_feed
@@ -272,13 +272,13 @@ class FactorySubject:
         batch = self._part(self._batch(step), part, self.case.parts)
         return [batch] * (2 - step % 2)  # every second step accumulates
 
-    def _build(self) -> Parts:
+    def _build(self) -> TrainingParts:
         factory = self._factory
         seed_all(self.case.seed)
         if isinstance(factory, Original):
             given = factory.beside
             optimizers = factories.optimizers_among(given)
-            return Parts(*copy.deepcopy((factory.module, given.get("batch"), given.get("loss"), optimizers)))
+            return TrainingParts(*copy.deepcopy((factory.module, given.get("batch"), given.get("loss"), optimizers)))
         function: Callable[..., Any] = factory.function
         if self.case.layers is not None and "layers" in inspect.signature(function).parameters:
             function = functools.partial(function, layers=self.case.layers)

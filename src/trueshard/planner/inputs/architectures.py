@@ -34,7 +34,7 @@ class Architecture:
     """Other short names."""
     parameters: int
     fields: Mapping[str, Any]
-    """Of ``config.json``."""
+    """Settings of ``config.json``."""
 
 
 @functools.cache
@@ -46,26 +46,25 @@ def known() -> dict[str, Architecture]:
         import tomli as tomllib
     text = resources.files("trueshard.planner.inputs").joinpath("architectures.toml").read_text(encoding="utf-8")
     table = tomllib.loads(text)
-    own = ("like", "hub", "also", "parameters")
 
     def fields(name: str) -> dict[str, Any]:
         entry = table[name]
         inherited = fields(entry["like"]) if "like" in entry else {}
-        return inherited | {key: value for key, value in entry.items() if key not in own}
+        return inherited | {k: value for k, value in entry.items() if k not in ("like", "hub", "also", "parameters")}
 
     return {
-        name: Architecture(name, tuple(each["hub"]), tuple(each.get("also", ())), each["parameters"], fields(name))
-        for name, each in table.items()
+        name: Architecture(name, tuple(entry["hub"]), tuple(entry.get("also", ())), entry["parameters"], fields(name))
+        for name, entry in table.items()
     }
 
 
 def architecture(words: str) -> Architecture | None:
     """Return the architecture of a short name or of a name on the hub, in any case; None if it is not known."""
-    wanted = words.lower()
-    for each in known().values():
-        names = {name.lower() for name in (each.name, *each.also, *each.hub)}
-        if names & {wanted, _TUNED.sub("", wanted)} or _TUNED.sub("", wanted) in map(_untuned, each.hub):
-            return each
+    wanted = {words.lower(), _untuned(words)}
+    for entry in known().values():
+        names = {name.lower() for name in (entry.name, *entry.also, *entry.hub)} | set(map(_untuned, entry.hub))
+        if names & wanted:
+            return entry
     return None
 
 
@@ -99,40 +98,37 @@ def listed() -> str:
 
 def unknown(words: str, folder: Path) -> str:
     """Return what to do about a model that is neither on disk nor known, in one line; ``folder``: where it would be."""
-    own = words.rpartition("/")[2].lower()
-    known_ones = (
-        f"the nearest known architecture is {near} (--help lists all)"
-        if (near := _nearest(own))
-        else f"known are {listed()}"
-    )
+    name = words.rpartition("/")[2].lower()
+    near = _nearest(name)
+    known_ones = f"the nearest known architecture is {near} (--help lists all)" if near else f"known are {listed()}"
     if _HUB_NAME.fullmatch(words) and not folder.is_dir():
         return (
             f"{words!r} is not on this machine: the planner needs its config.json alone, no weights "
-            f"(hf download {words} config.json --local-dir {own}; then give {own}); {known_ones}"
+            f"(hf download {words} config.json --local-dir {name}; then give {name}); {known_ones}"
         )
-    beside = nearest(Path(words).name, [each.name for each in folder.glob("[!.]*")])
+    beside = nearest(Path(words).name, [path.name for path in folder.glob("[!.]*")])
     return (
         f"there is no model {words!r}: give a folder with a config.json, that file, file.py:factory, or a known "
         f"architecture; {known_ones}.{beside}"
     )
 
 
-def _nearest(own: str) -> str:
+def _nearest(name: str) -> str:
     """Return the short name nearest to the last part of a name: of its family if there is one, then in size.
 
     "" if it tells neither, and is like no name.
     """
-    plain = _TUNED.sub("", own).removeprefix("meta-")
+    plain = _untuned(name).removeprefix("meta-")
     family = re.match(r"[a-z]*", plain)[0]  # type: ignore[index]
-    candidates = [name for name in known() if family and name.startswith(family)] or list(known())
+    candidates = [key for key in known() if family and key.startswith(family)] or list(known())
     size = _billions(plain)
     if size is None:
         found = difflib.get_close_matches(plain, candidates, n=1, cutoff=0.5)
         return found[0] if found else ""
 
-    def distance(name: str) -> tuple[float, float]:
-        factor = abs(math.log(known()[name].parameters / 1e9 / size))
-        return round(factor, 1), -difflib.SequenceMatcher(None, plain, name).ratio()
+    def distance(key: str) -> tuple[float, float]:
+        factor = abs(math.log(known()[key].parameters / 1e9 / size))
+        return round(factor, 1), -difflib.SequenceMatcher(None, plain, key).ratio()
 
     return min(candidates, key=distance)
 

@@ -20,7 +20,7 @@ from trueshard import _torch
 from trueshard.model import names
 from trueshard.planner.inputs.fake_tensors import mapped
 
-Batch = Callable[[int, int], Any]
+MakeBatch = Callable[[int, int], Any]
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 TARGETS = ("labels", "targets", "target", "label")
@@ -38,7 +38,7 @@ HOW = "give batch=, a batch of example tensors or a function (microbatch, sequen
 class Feed:
     """Batches of any microbatch and sequence, and the loss of one."""
 
-    batch: Batch
+    batch: MakeBatch
     loss: Loss
     sequence: int
     assumptions: tuple[str, ...] = ()
@@ -65,11 +65,11 @@ def example_feed(example: Any, loss: Loss) -> Feed:
 
     Raises ValueError if ``example`` holds no tensor with a dimension.
     """
-    tensors = [each for each in _torch.tensors_in(example) if each.ndim]
+    tensors = [tensor for tensor in _torch.tensors_in(example) if tensor.ndim]
     if not tensors:
         raise ValueError(f"the batch holds no tensors: {HOW}")
     rows = tensors[0].shape[0]
-    ids = [each for each in tensors if not each.is_floating_point() and each.ndim == 2]
+    ids = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.ndim == 2]
 
     def batch(microbatch: int, sequence: int) -> Any:
         def alike(value: Any) -> Any:
@@ -93,12 +93,13 @@ def module_feed(model: nn.Module, sequence: int | None) -> Feed:
     """
     root = names.unwrap(model)
     wanted, targets = _wanted(root)
-    holding = [(name, each) for name, each in root.named_modules() if _torch.own_parameters(each)]
-    layers = [(name, each) for name, each in holding if not list(each.children()) or isinstance(each, _LAYERS)]
+    holding = [(name, module) for name, module in root.named_modules() if _torch.own_parameters(module)]
+    layers = [(name, layer) for name, layer in holding if not list(layer.children()) or isinstance(layer, _LAYERS)]
     name, first = [*layers, *holding, ("", nn.Identity())][0]  # a parameter of a model itself tells nothing
     if isinstance(first, (nn.Embedding, nn.EmbeddingBag)):
         return _token_feed(root, wanted, targets, first.num_embeddings, sequence)
-    dtype = next((each.dtype for each in first.parameters(recurse=False) if each.is_floating_point()), torch.float32)
+    dtypes = (parameter.dtype for parameter in first.parameters(recurse=False))
+    dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
     shapes = _shapes(first, sequence)
     if targets or not shapes:
         raise ValueError(
@@ -109,8 +110,7 @@ def module_feed(model: nn.Module, sequence: int | None) -> Feed:
     long = shape[0] if len(shape) > 1 and isinstance(first, (nn.Linear, nn.MultiheadAttention)) else 1
 
     def batch(microbatch: int, sequence: int) -> Any:
-        own = (sequence, *shape[1:]) if long > 1 else shape
-        return torch.randn(microbatch, *own, dtype=dtype)
+        return torch.randn(microbatch, *((sequence, *shape[1:]) if long > 1 else shape), dtype=dtype)
 
     said = f"The batch is random numbers of shape (microbatch, {', '.join(map(str, shape))}), read off {name!r}"
     return Feed(batch, model_loss, long, (f"{said}; the loss is what forward returns, or its mean square.",))
@@ -119,13 +119,12 @@ def module_feed(model: nn.Module, sequence: int | None) -> Feed:
 def _wanted(root: nn.Module) -> tuple[str, str]:
     """Return the names of the one input of ``forward`` and of its targets ("" if it takes none)."""
     parameters = inspect.signature(root.forward).parameters.values()
-    by_place = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    needed = [each.name for each in by_place if each.default is each.empty]
-    inputs = [name for name in needed if name not in TARGETS] or [each.name for each in by_place][:1]
+    by_place = {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    needed = [name for name, default in by_place.items() if default is inspect.Parameter.empty]
+    inputs = [name for name in needed if name not in TARGETS] or [*by_place][:1]
     if len(inputs) > 1:
         raise ValueError(f"{type(root).__name__}.forward wants {', '.join(needed)}, and nothing says what: {HOW}")
-    targets = next((each.name for each in by_place if each.name in TARGETS), "")
-    return (inputs[0] if inputs else ""), targets
+    return next(iter(inputs), ""), next((name for name in by_place if name in TARGETS), "")
 
 
 def _token_feed(root: nn.Module, wanted: str, targets: str, vocabulary: int, sequence: int | None) -> Feed:
@@ -176,7 +175,7 @@ def _fitting(model: nn.Module, shapes: list[tuple[int, ...]], dtype: torch.dtype
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Silence logging: what goes wrong on fake tensors is raised as well."""
+    """Silence logging: an error on fake tensors is raised as well."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -188,13 +187,13 @@ def quietly() -> Iterator[None]:
 def _split(model: nn.Module, batch: Any) -> tuple[Any, Any]:
     """Return the input of ``forward``, and the target, which may be None."""
     parameters = inspect.signature(names.unwrap(model).forward).parameters
-    takes_all = {each.kind for each in parameters.values()}
+    kinds = {parameter.kind for parameter in parameters.values()}
     if isinstance(batch, Mapping):
         target = next((batch[key] for key in TARGETS if key in batch), None)
-        if inspect.Parameter.VAR_KEYWORD in takes_all:
+        if inspect.Parameter.VAR_KEYWORD in kinds:
             return batch, target
         return {key: value for key, value in batch.items() if key in parameters or key not in TARGETS}, target
-    if isinstance(batch, (tuple, list)) and len(batch) == 2 and inspect.Parameter.VAR_POSITIONAL not in takes_all:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
         second = list(parameters)[1:2]
         if not second or (second[0] not in TARGETS and parameters[second[0]].default is not inspect.Parameter.empty):
             return (batch[0],), batch[1]
@@ -205,18 +204,18 @@ def _scalar(output: Any) -> torch.Tensor | None:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss if loss.ndim == 0 else loss.mean()
-    for each in output if isinstance(output, (tuple, list)) else [output]:
-        if isinstance(each, torch.Tensor) and each.ndim == 0 and each.is_floating_point():
-            return each
+    for item in output if isinstance(output, (tuple, list)) else [output]:
+        if isinstance(item, torch.Tensor) and item.ndim == 0 and item.is_floating_point():
+            return item
     return None
 
 
 def output_of(output: Any) -> torch.Tensor:
     """Return the tensor with a gradient that a model returns: its logits, or the first of all."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    for each in _torch.tensors_in([logits, output]):
-        if each.is_floating_point() and each.requires_grad:
-            return each
+    for tensor in _torch.tensors_in([logits, output]):
+        if tensor.is_floating_point() and tensor.requires_grad:
+            return tensor
     raise ValueError("the model's output holds no tensor with a gradient; give loss=, a function (model, batch)")
 
 

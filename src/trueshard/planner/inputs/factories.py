@@ -34,7 +34,7 @@ _BESIDE = ("batch", "loss", "optimizers", "optimizer")
 
 
 @dataclass
-class Parts:
+class TrainingParts:
     """A model, and perhaps what goes with it."""
 
     model: nn.Module
@@ -58,7 +58,7 @@ class Factory:
     folder: Path | None = None
     """Folder on ``sys.path`` while it runs."""
 
-    def build(self, dtype: torch.dtype | None = None) -> Parts:
+    def build(self, dtype: torch.dtype | None = None) -> TrainingParts:
         """Call the function on the meta device and return its result on fake tensors. Inside ``fake_tensors``.
 
         Args:
@@ -71,17 +71,17 @@ class Factory:
             result = self.function()
         parts = self.parts_of(result)
         model = parts.model
-        if all(each.is_meta and not _torch.is_fake(each) for each in model.parameters()):
+        if all(parameter.is_meta and not _torch.is_fake(parameter) for parameter in model.parameters()):
             stand_ins = make_fake(model, dtype)
         else:  # made elsewhere, and perhaps used there
             parts.model, stand_ins = fake_copy(model, dtype)
         given = parts.optimizers
         for optimizer in given if isinstance(given, (list, tuple)) else [given]:
             for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
-                group["params"] = [stand_ins.get(id(each), each) for each in group["params"]]
+                group["params"] = [stand_ins.get(id(parameter), parameter) for parameter in group["params"]]
         return parts
 
-    def parts_of(self, result: Any) -> Parts:
+    def parts_of(self, result: Any) -> TrainingParts:
         """Return the parts of the function's result, completed by its file's; raise ValueError if there is no model."""
         parts = self._returned(result)
         parts.batch = self.beside.get("batch") if parts.batch is None else parts.batch
@@ -97,21 +97,21 @@ class Factory:
             raise ValueError(f"{self.name}: its loss must be a function (model, batch) → scalar, not {parts.loss!r}")
         return parts
 
-    def _returned(self, result: Any) -> Parts:
+    def _returned(self, result: Any) -> TrainingParts:
         if isinstance(result, nn.Module):
-            return Parts(result)
+            return TrainingParts(result)
         if isinstance(result, Sequence) and 2 <= len(result) <= 4 and isinstance(result[0], nn.Module):
             optimizers = [each for each in result[1:] if _are_optimizers(each)]
             rest = [each for each in result[1:] if not _are_optimizers(each)]
             if len(optimizers) > 1 or len(rest) > 2:
                 raise ValueError(f"{self.name} returns {len(result)} things: {_RESULT}")
-            return Parts(result[0], *rest, **({"optimizers": optimizers[0]} if optimizers else {}))
+            return TrainingParts(result[0], *rest, **({"optimizers": optimizers[0]} if optimizers else {}))
         given = result if isinstance(result, Mapping) else getattr(result, "__dict__", {})
         given = {key: given.get(key, getattr(result, key, None)) for key in ("model", *_BESIDE)}
         if not isinstance(given["model"], nn.Module):
             held = "" if given["model"] is None else f" whose model is a {type(given['model']).__name__}"
             raise ValueError(f"{self.name} returns a {type(result).__name__}{held}: {_RESULT}")
-        return Parts(given["model"], given["batch"], given["loss"], optimizers_among(given))
+        return TrainingParts(given["model"], given["batch"], given["loss"], optimizers_among(given))
 
 
 @dataclass
@@ -127,10 +127,10 @@ class Original:
         """Name of the module's class."""
         return type(names.unwrap(self.module)).__name__
 
-    def build(self, dtype: torch.dtype | None = None) -> Parts:
+    def build(self, dtype: torch.dtype | None = None) -> TrainingParts:
         """Return a copy on fake tensors. Inside ``fake_tensors``. Raises ValueError as ``fake_copy``."""
         made = optimizers_among(self.beside)
-        return Parts(
+        return TrainingParts(
             fake_copy(self.module, dtype)[0],
             self.beside.get("batch"),
             self.beside.get("loss"),
@@ -147,7 +147,7 @@ def optimizers_among(given: Mapping[str, Any]) -> Any:
 def _are_optimizers(value: Any) -> bool:
     several = list(value.values()) if isinstance(value, Mapping) else value
     several = several if isinstance(several, (list, tuple)) else [several]
-    return bool(several) and all(isinstance(each, torch.optim.Optimizer) for each in several)
+    return bool(several) and all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in several)
 
 
 def from_callable(function: Callable[..., Any], name: str = "", beside: Mapping[str, Any] | None = None) -> Factory:
@@ -184,7 +184,7 @@ def from_file(words: str, guarded: bool = True) -> Factory | Original:
     if not path or not attribute:
         raise ValueError(f"{words!r} names no function; write file.py:function")
     if not file.is_file():
-        known = [each.name for each in file.parent.glob("*.py")]
+        known = [path.name for path in file.parent.glob("*.py")]
         raise ValueError(f"there is no file {path!r}.{names.nearest(file.name, known)}")
     module = _imported(file, words, guarded)
     target: Any = module
@@ -288,7 +288,7 @@ class Configuration:
         if getattr(self.settings, "quantization_config", None) is not None:
             self.assumptions.append("The configuration's quantization is left out: parameters are stored whole.")
 
-    def build(self, dtype: torch.dtype | None = None) -> Parts:
+    def build(self, dtype: torch.dtype | None = None) -> TrainingParts:
         """Return a new model on fake tensors, stored in ``dtype``; None: float32, whatever the configuration says."""
         try:
             with _torch.real_tensors(), torch.device("meta"):
@@ -299,7 +299,7 @@ class Configuration:
                 "correct its configuration"
             ) from error
         make_fake(model)
-        return Parts(model)
+        return TrainingParts(model)
 
 
 def read_configuration(path: Path) -> Configuration:

@@ -74,7 +74,7 @@ def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[nn.Mo
     """
     refuse_sharded(model)
     stand_ins = _stand_ins(model, dtype)
-    plain = (each for module in model.modules() for each in _torch.tensors_in(plain_attributes(module)))
+    plain = (tensor for module in model.modules() for tensor in _torch.tensors_in(plain_attributes(module)))
     memo: dict[int, Any] = {id(each): each if _torch.is_fake(each) else _stand_in(each) for each in plain} | stand_ins
     try:
         copied: nn.Module = copy.deepcopy(model, memo)
@@ -217,7 +217,7 @@ class _OnMeta(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
-            if len({each.is_meta for each in _torch.tensors_in((args, kwargs))}) < 2:
+            if len({tensor.is_meta for tensor in _torch.tensors_in((args, kwargs))}) < 2:
                 raise
             args, kwargs = _torch.map_only(torch.Tensor, lambda each: each.to("meta"), (args, kwargs))
             return func(*args, **kwargs)

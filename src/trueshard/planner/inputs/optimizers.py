@@ -43,7 +43,7 @@ def optimizers_of(words: str | Callable[[nn.Module], Any]) -> Make:
     accepted = inspect.signature(cls).parameters
     if "lr" in accepted and accepted["lr"].default is inspect.Parameter.empty:
         settings.setdefault("lr", 1e-3)
-    if not any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
         for key in settings:
             if key not in accepted:
                 near = names.nearest(key, list(accepted)[1:])
@@ -52,13 +52,13 @@ def optimizers_of(words: str | Callable[[nn.Module], Any]) -> Make:
         settings.setdefault("foreach", True)
 
     def make(model: nn.Module) -> Sequence[torch.optim.Optimizer]:
-        parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not parameters:
             raise ValueError("no parameter requires a gradient: there is nothing to train")
         try:
             if cls is torch.optim.Muon:
                 return _muon(model, parameters, settings)
-            return [cls([each for _, each in parameters], **settings)]
+            return [cls([name for _, name in parameters], **settings)]
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"optimizer {words!r}: {cls.__name__} refuses: {one_line(error)}") from None
 
@@ -70,9 +70,9 @@ def checked(given: Any, name: str, model: nn.Module) -> list[torch.optim.Optimiz
     made = given(model) if callable(given) and not isinstance(given, torch.optim.Optimizer) else given
     made = made.values() if isinstance(made, Mapping) else made
     several = list(made) if isinstance(made, Iterable) else [made]
-    for each in several:
-        if not isinstance(each, torch.optim.Optimizer):
-            raise ValueError(f"{name} gives a {type(each).__name__}, not torch.optim.Optimizer object(s)")
+    for optimizer in several:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(f"{name} gives a {type(optimizer).__name__}, not torch.optim.Optimizer object(s)")
     return several
 
 
@@ -126,9 +126,9 @@ def _settings(text: str, words: str) -> dict[str, Any]:
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         assert isinstance(call, ast.Call)
-        if call.args or any(each.arg is None for each in call.keywords):
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
             raise SyntaxError
-        return {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError):
         raise ValueError(f"optimizer {words!r}: {text!r} is no list of settings; write key=value,key=value") from None
 
@@ -138,9 +138,11 @@ def _muon(
 ) -> list[torch.optim.Optimizer]:
     """Make Muon for the matrices inside blocks, AdamW for embeddings, heads, gains and biases, as its author does."""
     blocks = tuple(f"{name}." for name in choose_units(model, "auto"))
-    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-    chosen = {id(each) for name, each in parameters if each.ndim == 2 and name.startswith(blocks)} - tables
-    matrices = [each for _, each in parameters if id(each) in chosen]
-    others = [each for _, each in parameters if id(each) not in chosen]
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in parameters:
+        is_matrix = parameter.ndim == 2 and name.startswith(blocks) and id(parameter) not in tables
+        (matrices if is_matrix else others).append(parameter)
     made: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, **settings)] if matrices else []
     return [*made, torch.optim.AdamW(others, foreach=True)] if others else made

@@ -18,12 +18,12 @@ from trueshard import _torch
 from trueshard.checkpoint.catalogue import resolve_latest
 from trueshard.model import names
 from trueshard.planner.inputs.architectures import unknown
-from trueshard.planner.inputs.batches import Batch, Feed, Loss, example_feed, model_loss, module_feed
+from trueshard.planner.inputs.batches import Feed, Loss, MakeBatch, example_feed, model_loss, module_feed
 from trueshard.planner.inputs.factories import (
     Configuration,
     Factory,
     Original,
-    Parts,
+    TrainingParts,
     from_callable,
     from_file,
     named_configuration,
@@ -114,7 +114,7 @@ class _Made:
 
     source: Source
     dtype: torch.dtype | None
-    parts: Parts = field(init=False)
+    parts: TrainingParts = field(init=False)
     """Set by ``model``."""
 
     def model(self) -> nn.Module:
@@ -156,7 +156,7 @@ def _feed_of(batch: Any, loss: Loss, sequence: int | None) -> Feed:
     return Feed(batch, loss, _length(batch, sequence or 2048)) if callable(batch) else example_feed(batch, loss)
 
 
-def _length(batch: Batch, sequence: int) -> int:
+def _length(batch: MakeBatch, sequence: int) -> int:
     """Return the tokens of a sample of ``batch``: ``sequence`` where its shapes follow it, else what ``batch`` holds.
 
     What ``batch`` raises is left to the simulation, which names it.
@@ -164,7 +164,7 @@ def _length(batch: Batch, sequence: int) -> int:
     try:
         with _torch.fake_tensors():
             shown, longer = batch(1, sequence), batch(1, 2 * sequence)
-            shapes = [[tuple(each.shape) for each in _torch.tensors_in(value)] for value in (shown, longer)]
+            shapes = [[tuple(tensor.shape) for tensor in _torch.tensors_in(value)] for value in (shown, longer)]
             return sequence if shapes[0] != shapes[1] else example_feed(shown, model_loss).sequence
     except Exception:
         return sequence

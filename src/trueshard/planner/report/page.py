@@ -20,7 +20,7 @@ from trueshard.planner.report import report
 from trueshard.planner.report.compare import Collapsed, collapse
 from trueshard.planner.report.frame import SHOWING, framed
 from trueshard.planner.timeline import Span, Timeline
-from trueshard.planner.trace import Allocation, Communication, Kernel, Kind, Place, Trace
+from trueshard.planner.trace import Allocation, Communication, EventPlace, Kernel, Kind, Trace
 from trueshard.planner.workload import Study
 from trueshard.text import size
 
@@ -31,11 +31,11 @@ STACK: tuple[Kind, ...] = (
 """Kinds from the bottom up: those that stay, then those that come and go."""
 
 BUCKETS = 1500
-"""Of the memory curve; each keeps its highest and its lowest value."""
+"""Buckets of the memory curve; each keeps its highest and its lowest value."""
 BANDS = 36
 """Units that the curve tells apart; of more, neighbours are merged."""
 SPANS = 6000
-"""Of the time line; of more, short neighbours of one unit are merged."""
+"""Spans of the time line; of more, short neighbours of one unit are merged."""
 TENSORS = 25
 
 
@@ -101,7 +101,7 @@ def _tiles(study: Study) -> list[dict[str, Any]]:
 def _memory(study: Study, live: Curve, peak: Peak) -> dict[str, Any]:
     """Return the curve at the positions kept; parts as ``[index, bytes, index, bytes, ...]`` where they change."""
     kept = positions(live.total, BUCKETS)
-    places = [study.trace.events[p].place if p >= 0 else Place("between", "") for p in kept.tolist()]
+    places = [study.trace.events[p].place if p >= 0 else EventPlace("between", "") for p in kept.tolist()]
     units = list(dict.fromkeys(place.unit for place in places))
     phases = list(dict.fromkeys(place.phase for place in places))
     return {
@@ -131,10 +131,10 @@ def _bands(study: Study, live: Curve) -> list[Collapsed[str]]:
     """Return units in the plan's order, merged so that there are at most ``BANDS``."""
     names = [unit.name for unit in study.plan.units if unit.name in live.by_unit]
     names += [name for name in live.by_unit if name not in set(names)]
-    each = max(1, math.ceil(len(names) / BANDS))
+    merged = max(1, math.ceil(len(names) / BANDS))
     found = []
-    for start in range(0, len(names), each):
-        band = names[start : start + each]
+    for start in range(0, len(names), merged):
+        band = names[start : start + merged]
         rows = collapse(band, lambda name: name)
         label = rows[0].name if len(rows) == 1 else ", ".join(row.name or "(root)" for row in rows)
         found.append(Collapsed(label, tuple(band)))
@@ -144,13 +144,13 @@ def _bands(study: Study, live: Curve) -> list[Collapsed[str]]:
 def _tensors(study: Study, peak: Peak) -> list[dict[str, Any]]:
     """Return the largest tensors at the peak, equal ones of repeated units as one: by one, and by all together."""
 
-    def what(each: Allocation) -> str:
-        return each.what.removeprefix(f"{each.unit}.") if each.unit else each.what
+    def what(held: Allocation) -> str:
+        return held.what.removeprefix(f"{held.unit}.") if held.unit else held.what
 
-    def same(each: Allocation) -> tuple[Any, ...]:
-        return (what(each), each.kind, each.shape, each.dtype, each.bytes)
+    def same(held: Allocation) -> tuple[Any, ...]:
+        return (what(held), held.kind, held.shape, held.dtype, held.bytes)
 
-    rows = collapse(ledger.alive(study.trace, peak.position), lambda each: each.unit, same)
+    rows = collapse(ledger.alive(study.trace, peak.position), lambda allocation: allocation.unit, same)
     by_each = sorted(rows, key=lambda row: (-row.items[0].bytes, -len(row.items)))
     by_sum = sorted(rows, key=lambda row: -row.items[0].bytes * len(row.items))
     chosen = {id(row): row for row in (*by_each[:TENSORS], *by_sum[:TENSORS])}
@@ -203,7 +203,7 @@ def phases(timeline: Timeline) -> list[dict[str, Any]]:
     """Return stretches of the compute stream in one phase; ``between`` is left out."""
     spans = [span for span in timeline.spans if span.stream == "compute" and span.phase != "between"]
     stretches = (list(stretch) for _, stretch in itertools.groupby(spans, lambda span: span.phase))
-    return [{"name": each[0].phase, "start": each[0].start, "end": each[-1].end} for each in stretches]
+    return [{"name": spans[0].phase, "start": spans[0].start, "end": spans[-1].end} for spans in stretches]
 
 
 def time_parts(study: Study) -> list[dict[str, Any]]:
@@ -232,7 +232,7 @@ def gaps(timeline: Timeline) -> list[list[Any]]:
             last[2] = round(gap.end, 9)
         else:
             found.append([gap.kind, round(gap.start, 9), round(gap.end, 9)])
-    return found if len(found) <= SPANS else [each for each in found if each[2] - each[1] > shortest]
+    return found if len(found) <= SPANS else [gap for gap in found if gap[2] - gap[1] > shortest]
 
 
 def lanes(trace: Trace, timeline: Timeline, limit: int) -> list[dict[str, Any]]:
@@ -245,7 +245,7 @@ def lanes(trace: Trace, timeline: Timeline, limit: int) -> list[dict[str, Any]]:
     for span in timeline.spans:
         streams.setdefault(span.stream, []).append(_Merged(span, _group(trace, span)))
     for spans in streams.values():
-        spans.sort(key=lambda each: each.start)
+        spans.sort(key=lambda span: span.start)
     return [_lane(stream, _thinned(spans, timeline.seconds, limit)) for stream, spans in streams.items()]
 
 
@@ -301,7 +301,7 @@ def _lane(stream: str, spans: Iterable[_Merged]) -> dict[str, Any]:
     words: dict[str, dict[str, int]] = {"name": {}, "group": {}, "unit": {}}
     rows = []
     for span in spans:
-        seconds = (round(each, 9) for each in (span.start, span.end, span.busy))
+        seconds = (round(second, 9) for second in (span.start, span.end, span.busy))
         indices = (known.setdefault(getattr(span, key), len(known)) for key, known in words.items())
         rows.append([*seconds, span.count, *indices])
     return {"stream": stream, "spans": rows} | {f"{key}s": list(known) for key, known in words.items()}

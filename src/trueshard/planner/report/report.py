@@ -53,7 +53,7 @@ def as_json(study: Study) -> dict[str, Any]:
             {**dataclasses.asdict(unit), **dataclasses.asdict(uses.get(unit.name, _NOTHING))}
             for unit in study.plan.units
         ],
-        **({"phases": [dataclasses.asdict(each) for each in study.phases]} if study.phases else {}),
+        **({"phases": [dataclasses.asdict(phase) for phase in study.phases]} if study.phases else {}),
         "plan": json.loads(study.plan.to_json()),
         "reasons": list(study.reasons),
         "assumptions": list(study.assumptions),
@@ -64,7 +64,7 @@ def as_json(study: Study) -> dict[str, Any]:
 def every_plan(study: Study) -> list[dict[str, Any]]:
     """Return ``words``, ``on_front`` and the forecast's fields of this plan, then of all alternatives."""
     every = [Alternative("this plan", study.forecast), *study.alternatives]
-    front = pareto([each.forecast for each in every])
+    front = pareto([plan.forecast for plan in every])
     return [
         {"words": each.words, "on_front": number in front, **dataclasses.asdict(each.forecast)}
         for number, each in enumerate(every)
@@ -76,8 +76,8 @@ def pareto(forecasts: Sequence[Forecast]) -> list[int]:
 
     Of several with equal speed and memory the first one counts.
     """
-    speeds = [each.tokens_per_second_per_rank for each in forecasts]
-    fitting = [number for number, each in enumerate(forecasts) if each.fits]
+    speeds = [forecast.tokens_per_second_per_rank for forecast in forecasts]
+    fitting = [number for number, forecast in enumerate(forecasts) if forecast.fits]
     found: list[int] = []
     for number in sorted(fitting, key=lambda each: (forecasts[each].peak_reserved_bytes, -speeds[each])):
         if not found or speeds[number] > speeds[found[-1]]:
@@ -147,7 +147,7 @@ def unit_rows(study: Study) -> list[dict[str, Any]]:
     for row in collapse(
         study.plan.units, lambda unit: unit.name, lambda unit: dataclasses.replace(unit, name="", modules=())
     ):
-        unit, mine = row.items[0], [uses.get(each.name, _NOTHING) for each in row.items]
+        unit, mine = row.items[0], [uses.get(item.name, _NOTHING) for item in row.items]
         policy = unit.reshard_after_forward
         rows.append(
             {
@@ -185,8 +185,8 @@ def _units(study: Study) -> list[str]:
     ]
     empty = dict.fromkeys(("", "size", "dtype", "recompute", "at peak", "received"), "")
     cells += [
-        empty | {"unit": each.name, "parameters": f"{each.parameters:,}", "reshard": "replicated"}
-        for each in study.plan.replicated
+        empty | {"unit": parameter.name, "parameters": f"{parameter.parameters:,}", "reshard": "replicated"}
+        for parameter in study.plan.replicated
     ]
     head = ["unit", "", "parameters", "size", "dtype", "reshard", "recompute", "at peak", "received"]
     lines = _narrowed(head, cells)
@@ -234,18 +234,18 @@ def phase_rows(study: Study) -> list[dict[str, Any]]:
 
     Shares are of the time of a run, in which a phase comes once in ``every`` steps.
     """
-    every = [None if each.seconds is None else each.seconds / each.every for each in study.phases]
-    whole = 0.0 if None in every else sum(each or 0.0 for each in every)
-    most = max((each.live_bytes for each in study.phases), default=0)
+    every = [None if phase.seconds is None else phase.seconds / phase.every for phase in study.phases]
+    total = 0.0 if None in every else sum(seconds or 0.0 for seconds in every)
+    most = max((phase.live_bytes for phase in study.phases), default=0)
     return [
         {
-            "name": each.name,
-            "live": size(each.live_bytes) + (" (largest)" if each.live_bytes == most else ""),
-            "time": "unknown" if each.seconds is None else duration(each.seconds) if each.seconds else "none",
-            "share": f"{each.seconds / each.every / whole:.0%}" if each.seconds is not None and whole else "",
-            "needs": " · ".join([*(f"{name} {size(count)}" for name, count in each.needs.items()), *each.notes]),
+            "name": phase.name,
+            "live": size(phase.live_bytes) + (" (largest)" if phase.live_bytes == most else ""),
+            "time": "unknown" if phase.seconds is None else duration(phase.seconds) if phase.seconds else "none",
+            "share": f"{phase.seconds / phase.every / total:.0%}" if phase.seconds is not None and total else "",
+            "needs": " · ".join([*(f"{name} {size(count)}" for name, count in phase.needs.items()), *phase.notes]),
         }
-        for each in study.phases
+        for phase in study.phases
     ]
 
 
@@ -263,7 +263,7 @@ def _phases(study: Study) -> list[str]:
 
 def phases_title(study: Study) -> str:
     """Return a heading for the phases."""
-    return "Phases of a run" if any(each.name == "saving" for each in study.phases) else "Phases of a step"
+    return "Phases of a run" if any(phase.name == "saving" for phase in study.phases) else "Phases of a step"
 
 
 def _communication(forecast: Forecast) -> list[str]:
@@ -335,17 +335,17 @@ def _unit_reasons(study: Study) -> Iterator[str]:
     for row in collapse(study.plan.units, lambda unit: unit.name, lambda unit: unit.why):
         if row.items[0].why not in ("", "root"):
             yield f"{row}: {row.items[0].why}."
-    for each in study.plan.replicated:
-        yield f"{each.name} is replicated: {each.why}."
+    for parameter in study.plan.replicated:
+        yield f"{parameter.name} is replicated: {parameter.why}."
 
 
 def _alternatives(study: Study) -> list[str]:
     if not study.alternatives:
         return []
-    front = [each for each in every_plan(study) if each["on_front"]]
+    front = [row for row in every_plan(study) if row["on_front"]]
     rows = [
-        (size(each["peak_reserved_bytes"]), f"{each['tokens_per_second_per_rank']:,.0f}", _short(each["words"], 72))
-        for each in sorted(front, key=lambda each: each["peak_reserved_bytes"])
+        (size(key["peak_reserved_bytes"]), f"{key['tokens_per_second_per_rank']:,.0f}", _short(key["words"], 72))
+        for key in sorted(front, key=lambda each: each["peak_reserved_bytes"])
     ]
     count = f"{len(study.alternatives):,} other plan{'s were' if len(study.alternatives) > 1 else ' was'} worked out"
     if not rows:

@@ -23,7 +23,7 @@ from trueshard.planner import ledger
 from trueshard.planner.forecasting import Cluster
 from trueshard.planner.hardware import Mode
 from trueshard.planner.timeline import STRAGGLING, all_seconds, communication_seconds
-from trueshard.planner.trace import Collective, Communication, Kernel, Place, Trace
+from trueshard.planner.trace import Collective, Communication, EventPlace, Kernel, Trace
 
 _COPY_OUT = "fsdp.split_with_sizes_copy"
 """Operator that copies a unit's parameters out of a gather's buffer."""
@@ -185,7 +185,7 @@ class Layout:
         key = (op, ranks, stride, size)
         if key not in self._collectives:
             received = int(size * (ranks - 1) / ranks) * (2 if op == "all_reduce" else 1)
-            event = Communication(Place("between", ""), op, "compute", ranks, stride, received, int(size), "")
+            event = Communication(EventPlace("between", ""), op, "compute", ranks, stride, received, int(size), "")
             self._collectives[key] = communication_seconds(event, self.cluster.hardware, self.cluster.ranks_per_node)
         return self._collectives[key]
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from trueshard.axes import OPTIONS, ranks_along, sizes_of
 from trueshard.model import policies
 from trueshard.options import Offload, Options, Recompute
-from trueshard.planner.forecasting import Cluster, study
+from trueshard.planner.forecasting import Cluster, study_job
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.schedules import Pipeline
 from trueshard.planner.simulation.simulate import Simulator
@@ -71,7 +71,7 @@ class Space:
     ) -> Study:
         """Return the study of a plan; None: of the one that the choices mean."""
         cluster = self.cluster(setting.replicate)
-        return study(self.job(plan, setting), cluster, budget, simulator)
+        return study_job(self.job(plan, setting), cluster, budget, simulator)
 
     def job(self, plan: Plan | None, setting: Setting) -> Job:
         """Return a plan, or what the choices mean, as a job."""

@@ -84,7 +84,7 @@ class _DataFlow:
         self.trace = trace
         self.events = trace.events
         self.storages = {
-            each.allocation.storage: _Storage(each.allocation, each.made, each.freed) for each in lifetimes(trace)
+            life.allocation.storage: _Storage(life.allocation, life.made, life.freed) for life in lifetimes(trace)
         }
         self.kernels: dict[_Graph, list[int]] = defaultdict(list)
         self.graph_of: dict[int, _Graph] = {}
@@ -130,9 +130,9 @@ class _DataFlow:
 
     def rewritten(self) -> Trace:
         moved: dict[int, list[_Storage]] = defaultdict(list)
-        for each in self.storages.values():
-            if each.freed < len(self.events) and each.exists:
-                moved[each.freed].append(each)
+        for storage in self.storages.values():
+            if storage.freed < len(self.events) and storage.exists:
+                moved[storage.freed].append(storage)
         events: list[Event] = []
         at: list[int] = []
         for i, event in enumerate(self.events):
@@ -141,7 +141,7 @@ class _DataFlow:
                 if (storage := self.storages[event.storage]).exists:
                     events.append(self._allocation(storage))
             elif isinstance(event, (Kernel, Communication)) and event.after:
-                events.append(dataclasses.replace(event, after=tuple(at[each] for each in event.after)))
+                events.append(dataclasses.replace(event, after=tuple(at[position] for position in event.after)))
             elif not isinstance(event, Free):
                 events.append(event)
             events += [Free(event.place, each.allocation.storage, each.allocation.bytes) for each in moved[i]]

@@ -25,7 +25,7 @@ from typing import Any
 
 from trueshard.planner import ledger
 from trueshard.planner.simulation.repeats import Run
-from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Place, Trace, Transfer
+from trueshard.planner.trace import Allocation, Communication, Event, EventPlace, Free, HostCopy, Kernel, Trace
 
 KEPT = 6
 """Blocks of a run that are simulated."""
@@ -74,11 +74,11 @@ def labelled(trace: Trace, runs: Sequence[Run]) -> Labelled:
 
     residents = len(trace.resident)
     items = [*trace.resident, *trace.events]
-    labels = [label_of(each.unit) for each in trace.resident]
+    labels = [label_of(allocation.unit) for allocation in trace.resident]
     made = {item.storage: at for at, item in enumerate(items) if isinstance(item, Allocation)}
     for event in trace.events:
         label = label_of(event.place.unit)
-        if label is None and isinstance(event, (Allocation, Communication, Transfer)):
+        if label is None and isinstance(event, (Allocation, Communication, HostCopy)):
             label = label_of(event.unit)
         labels.append(label)
     _fill_gaps(items, labels, residents)
@@ -93,7 +93,7 @@ def labelled(trace: Trace, runs: Sequence[Run]) -> Labelled:
 
 
 def _fill_gaps(events: Sequence[Event], labels: list[Label], start: int) -> None:
-    """From ``start`` on, label events between a block and the next, in forward or backward, with the block before."""
+    """Label events between a block and the next, in forward or backward, with the block before, from ``start`` on."""
     before: int | None = None
     for at in range(start, len(labels)):
         if (label := labels[at]) is None:
@@ -160,9 +160,11 @@ def _amounts(event: Event) -> dict[str, int]:
 def _block_trace(base: Labelled, label: Label) -> list[tuple[Any, ...]]:
     """Return one block's items, in order, with references relative to the block."""
     found: list[tuple[Any, ...]] = []
-    for at, (item, own) in enumerate(zip(base.items, base.labels, strict=True)):
-        if own == label:
-            references = (_relative(base.labels[each], base.ordinals[each], label) for each in _references(base, item))
+    for at, (item, block) in enumerate(zip(base.items, base.labels, strict=True)):
+        if block == label:
+            references = (
+                _relative(base.labels[index], base.ordinals[index], label) for index in _references(base, item)
+            )
             found.append((at < base.residents, *_kind(item), *_amounts(item).values(), *references))
     return found
 
@@ -170,7 +172,7 @@ def _block_trace(base: Labelled, label: Label) -> list[tuple[Any, ...]]:
 def _references(base: Labelled, item: Event) -> list[int]:
     if isinstance(item, Free):
         return [base.made[item.storage]]
-    return [base.residents + each for each in item.after] if isinstance(item, (Kernel, Communication)) else []
+    return [base.residents + position for position in item.after] if isinstance(item, (Kernel, Communication)) else []
 
 
 def _relative(label: Label, ordinal: Ordinal, origin: Label) -> tuple[Any, ...]:
@@ -228,7 +230,7 @@ class _Extension:
         self.indices: defaultdict[Label, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         """New label → indices of its new items that are no allocations, and of those that are, each in order."""
         self.name = functools.cache(self._name)
-        self.place = functools.cache(lambda phase, unit, old, new: Place(phase, self.name(unit, old, new)))
+        self.place = functools.cache(lambda phase, unit, old, new: EventPlace(phase, self.name(unit, old, new)))
         self.targets = functools.cache(self._targets)
 
     def trace(self) -> Trace:
@@ -247,7 +249,7 @@ class _Extension:
         """Return the blocks that an old block stands for, in the order in which they run at ``index``."""
         new = list(self.targets(label, None, None))
         if label is not None and label[1] == COPIED:
-            before = (each for each in reversed(self.base.labels[:index]) if each is not None)
+            before = (near for near in reversed(self.base.labels[:index]) if near is not None)
             neighbour = next((block for r, block in before if r == label[0] and block != COPIED), 0)
             if neighbour > COPIED:
                 new.reverse()
@@ -296,14 +298,14 @@ class _Extension:
 
     def _positions(self, after: Sequence[int], old: Label, new: Label) -> tuple[int, ...]:
         indices = self._indices([self.base.residents + each for each in after], old, new)
-        return tuple(sorted(each - self.residents for each in indices))
+        return tuple(sorted(index - self.residents for index in indices))
 
     def _indices(self, references: Sequence[int], old: Label, new: Label) -> list[int]:
         """Return the new indices of what an item refers to by old indices, when ``old`` becomes ``new``."""
         found: list[int] = []
-        for each in references:
-            is_allocation, number = self.base.ordinals[each]
-            targets = self.targets(self.base.labels[each], old, new)
+        for index in references:
+            is_allocation, number = self.base.ordinals[index]
+            targets = self.targets(self.base.labels[index], old, new)
             found += [self.indices[target][is_allocation][number] for target in targets]
         return found
 
@@ -327,7 +329,7 @@ class _Extension:
         return name
 
 
-def _kernel_like(item: Kernel, place: Place, after: tuple[int, ...]) -> Kernel:
+def _kernel_like(item: Kernel, place: EventPlace, after: tuple[int, ...]) -> Kernel:
     return Kernel(
         place,
         item.op,

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.planner.simulation import operators
 from trueshard.planner.simulation.operators import run_operator, short_name, tensors_of, written_arguments
 
@@ -73,10 +72,10 @@ _TARGETS = ("ne", -100)
 
 @dataclass(slots=True)
 class _Facts:
-    """What is known of a fake storage."""
+    """Facts about a fake storage."""
 
     real: torch.Tensor | None = None
-    """Its values: 1-D, uint8, as long as the storage."""
+    """Values of the storage: 1-D, uint8, as long as it is."""
     rarely_true: bool = False
     """A flag that usually is false."""
     extreme: str = ""
@@ -101,14 +100,14 @@ class KnownValues(_torch.SimulationMode):
         self.guesses = 0
         self._drawn: int | None = None  # random tensors so far, inside ``drawing``
         self._facts: weakref.WeakKeyDictionary[Any, _Facts] = weakref.WeakKeyDictionary()
-        """By storage."""
+        """Facts by storage."""
         self.imbalance = 1.0
         """Tokens that arrive for this rank's experts, over their mean over ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (known := _torch.device_asked(func, args)) is not None:
             return known
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
         if not _torch.makes_fake_tensors():
@@ -191,7 +190,7 @@ class KnownValues(_torch.SimulationMode):
                 self._known(tensor).real = _zeroed(tensor)
         with _torch.real_tensors():
             real_args, real_kwargs = _torch.map_only(
-                torch.Tensor, lambda each: each if (real := self._real_view(each)) is None else real, (args, kwargs)
+                torch.Tensor, lambda fake: fake if (real := self._real_view(fake)) is None else real, (args, kwargs)
             )
             if real_kwargs.get("device") is not None:
                 real_kwargs = {**real_kwargs, "device": torch.device("cpu")}
@@ -230,8 +229,8 @@ class KnownValues(_torch.SimulationMode):
             self._known(outputs[0]).extreme = name
         if len(outputs) != 1 or (outputs[0].dtype != torch.bool and name != "_to_copy"):
             return
-        known = [self._known(each) for each in inputs]
-        derived = name in _TRUTH_PRESERVING and any(each.rarely_true for each in known)
+        known = [self._known(tensor) for tensor in inputs]
+        derived = name in _TRUTH_PRESERVING and any(facts.rarely_true for facts in known)
         checked = bool(known) and (known[0].extreme, name) in _RARELY_TRUE_OF_EXTREMES
         if name in _RARELY_TRUE or derived or checked:
             self._known(outputs[0]).rarely_true = True
@@ -241,21 +240,21 @@ class KnownValues(_torch.SimulationMode):
             return False
         if not inputs:
             return bool(outputs)
-        known = (self._known(each).real is not None or not _torch.is_fake(each) for each in inputs)
+        known = (self._known(tensor).real is not None or not _torch.is_fake(tensor) for tensor in inputs)
         return name in _OVERWRITING or any(known)
 
     def _is_computable(self, func: Any, name: str, inputs: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
         if not inputs:  # numbers may stand where an operator takes tensors
             first = next(iter(_torch.schema_of(func).arguments), None)
             return name in _FACTORIES or (first is not None and str(first.type) == "Tensor")
-        if any(each.untyped_storage().nbytes() > LARGEST for each in inputs):
+        if any(tensor.untyped_storage().nbytes() > LARGEST for tensor in inputs):
             return False
         read = inputs
         if name in _OVERWRITING:
-            whole = all(each.numel() * each.itemsize == each.untyped_storage().nbytes() for each in written)
-            if not whole and any(self._real_view(each) is None for each in written):
+            whole = all(tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes() for tensor in written)
+            if not whole and any(self._real_view(tensor) is None for tensor in written):
                 return False
-            read = [each for each in inputs if not any(each is other for other in written)]
+            read = [tensor for tensor in inputs if not any(tensor is other for other in written)]
         return all(not _torch.is_fake(each) or self._real_view(each) is not None for each in read)
 
     def _real_view(self, fake: torch.Tensor) -> torch.Tensor | None:
@@ -299,10 +298,10 @@ class KnownValues(_torch.SimulationMode):
 
     def _run_with_unknown_size(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Run ``func``, whose results' shapes depend on values; return its fake result and its values, or None."""
-        given = {id(each): self._real_view(each) for each in _torch.tensors_in((args, kwargs))}
-        if all(each is not None for each in given.values()):
+        given = {id(tensor): self._real_view(tensor) for tensor in _torch.tensors_in((args, kwargs))}
+        if all(value is not None for value in given.values()):
             with _torch.real_tensors():
-                real = func(*_torch.map_only(torch.Tensor, lambda each: given[id(each)], args), **kwargs)
+                real = func(*_torch.map_only(torch.Tensor, lambda fake: given[id(fake)], args), **kwargs)
             return _torch.map_only(torch.Tensor, _empty_like, real), real
         self.guesses += 1
         made = _RULES[func](self, *args, **kwargs)
@@ -329,8 +328,8 @@ class KnownValues(_torch.SimulationMode):
 
     def index(self, source: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
         given: list[Any] = []
-        for each in indices:
-            given += self.nonzero(each).unbind(1) if _is_mask(each) else [each]
+        for index in indices:
+            given += self.nonzero(index).unbind(1) if _is_mask(index) else [index]
         return _ATEN.index.Tensor(source, given)
 
     def masked_select(self, source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -428,39 +427,6 @@ def _size(tensor: torch.Tensor, dim: int) -> int:
 
 def _empty_like(real: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
-
-
-# What else reads values
-
-_ARRAY, _FORMAT, _TENSOR = torch.Tensor.numpy, torch.Tensor.__format__, torch.tensor
-_MANY = 4096
-"""Elements of the largest tensor that is read one by one."""
-
-
-def values_as_array(tensor: torch.Tensor, **options: Any) -> Any:
-    """Return ``tensor.numpy()``; of a fake tensor with its values as ``item`` gives them, zeros if it is large."""
-    if not _torch.is_fake(tensor):
-        return _ARRAY(tensor, **options)
-    with _torch.real_tensors():
-        shaped = torch.zeros(tensor.shape, dtype=tensor.dtype)
-    if tensor.numel() > _MANY:
-        tensor.flatten()[0].item()  # to count as a guess
-        return _ARRAY(shaped)
-    listed = tensor.tolist()
-    with _torch.real_tensors():
-        return _ARRAY(torch.tensor(listed, dtype=tensor.dtype).reshape(shaped.shape))
-
-
-def tensor_of_values(data: Any, **options: Any) -> torch.Tensor:
-    """Return ``torch.tensor(data)``, where lists may hold fake tensors: their values are as ``item`` gives them."""
-    if isinstance(data, (list, tuple)) and any(map(_torch.is_fake, _torch.tensors_in(data))):
-        data = mapped(lambda each: each.tolist() if isinstance(each, torch.Tensor) else each, data)
-    return _TENSOR(data, **options)
-
-
-def value_as_text(tensor: torch.Tensor, spec: str) -> str:
-    """Return ``format(tensor, spec)``; of a fake number with its value as ``item`` gives it."""
-    return format(tensor.item(), spec) if _torch.is_fake(tensor) and not tensor.ndim else _FORMAT(tensor, spec)
 
 
 # Where the code is that reads a value

@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Collection
 
 from trueshard.planner import ledger
-from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Stream, Trace, Transfer
+from trueshard.planner.trace import Allocation, Communication, Event, Free, HostCopy, Kernel, Stream, Trace
 
 _REDUCING: tuple[Stream, ...] = ("reduce_scatter", "all_reduce")
 _ON_HOST = ("clip", "optimizer")
@@ -48,12 +48,12 @@ class _Offloading:
         """Copies of shards on the device, until the gather has read them; the newest first."""
         self.kept: list[Allocation] = []
         """Gradients that were copied to the host but keep their memory on the device."""
-        made = (each.storage for each in (*trace.resident, *trace.events) if isinstance(each, Allocation))
-        self.numbers = max(made, default=0)
+        storages = [event.storage for event in (*trace.resident, *trace.events) if isinstance(event, Allocation)]
+        self.numbers = max(storages, default=0)
         self.last_kernel: Kernel | None = None
 
     def trace(self) -> Trace:
-        resident = [each for each in self.old.resident if not self._register_on_host(each)]
+        resident = [allocation for allocation in self.old.resident if not self._register_on_host(allocation)]
         gradients = _reduced_gradients(self.old)
         for i, event in enumerate(self.old.events):
             if event.place.phase != "backward":
@@ -89,23 +89,23 @@ class _Offloading:
         return storage in self.host and self.host[storage].kind == "parameters"
 
     def _runs_on_host(self, kernel: Kernel) -> bool:
-        if any(each in self.host for each in kernel.reads):
-            return kernel.place.phase in _ON_HOST or all(each in self.host for each in kernel.reads)
+        if any(storage in self.host for storage in kernel.reads):
+            return kernel.place.phase in _ON_HOST or all(storage in self.host for storage in kernel.reads)
         return kernel.place.phase in _ON_HOST and not kernel.reads
 
-    def _operate(self, i: int, event: Kernel | Communication | Transfer) -> None:
+    def _operate(self, i: int, event: Kernel | Communication | HostCopy) -> None:
         if isinstance(event, Kernel):
-            after = tuple(self.at[each] for each in event.after)
+            after = tuple(self.at[position] for position in event.after)
             if event.place.phase in ("forward", "backward") and any(map(self._is_shard, event.reads)):
                 event = dataclasses.replace(event, after=(*after, *self._to_device(event)))
             elif self._runs_on_host(event):
-                after = tuple(sorted({self.sent.get(each, self.at[each]) for each in event.after}))
+                after = tuple(sorted({self.sent.get(position, self.at[position]) for position in event.after}))
                 event = dataclasses.replace(event, after=after, stream="host")
             elif event.after:
                 event = dataclasses.replace(event, after=after)
             self.last_kernel = event
         elif isinstance(event, Communication):
-            event = dataclasses.replace(event, after=tuple(self.at[each] for each in event.after))
+            event = dataclasses.replace(event, after=tuple(self.at[position] for position in event.after))
         self.at[i] = len(self.events)
         self.events.append(event)
         if isinstance(event, Communication) and event.op == "all_gather":
@@ -119,7 +119,7 @@ class _Offloading:
                 continue
             shard = self.host[storage]
             found.append(len(self.events))
-            self.events.append(Transfer(kernel.place, "to_device", shard.bytes, shard.unit))
+            self.events.append(HostCopy(kernel.place, "to_device", shard.bytes, shard.unit))
             self.numbers += 1
             copy = dataclasses.replace(
                 shard, place=kernel.place, storage=self.numbers, stream=kernel.stream, kind="communication"
@@ -137,15 +137,15 @@ class _Offloading:
 
     def _free(self, held: list[Allocation]) -> None:
         """Free what a list holds, in its order, and empty it."""
-        for each in held:
-            self.events.append(Free(self.events[-1].place, each.storage, each.bytes))
+        for allocation in held:
+            self.events.append(Free(self.events[-1].place, allocation.storage, allocation.bytes))
         held.clear()
 
     def _to_host(self, gradient: Allocation, reductions: list[int], stream: Stream, is_kept: bool) -> None:
-        for each in reductions:
-            self.sent[each] = len(self.events)
+        for position in reductions:
+            self.sent[position] = len(self.events)
         place = self.events[-1].place
-        self.events.append(Transfer(place, "to_host", gradient.bytes, gradient.unit, stream))
+        self.events.append(HostCopy(place, "to_host", gradient.bytes, gradient.unit, stream))
         self.kept.append(gradient)
         if not is_kept:
             self._free(self.kept)
@@ -160,11 +160,11 @@ def _reduced_gradients(trace: Trace) -> dict[int, tuple[Allocation, list[int], S
     """
     events = trace.events
     found: dict[int, tuple[Allocation, list[int], Stream, bool]] = {}
-    for each in ledger.lifetimes(trace):
-        made, i = each.allocation, each.made
+    for lifetime in ledger.lifetimes(trace):
+        made, i = lifetime.allocation, lifetime.made
         if i < 0 or made.kind != "gradients" or made.stream not in _REDUCING:
             continue
-        if each.freed < len(events) and events[each.freed].place.phase in ("forward", "backward"):
+        if lifetime.freed < len(events) and events[lifetime.freed].place.phase in ("forward", "backward"):
             continue
         last, stream, reductions, is_kept = i, made.stream, [], False
         for direction in (range(i, -1, -1), range(i, len(events))):

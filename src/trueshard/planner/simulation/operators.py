@@ -43,17 +43,17 @@ def short_name(func: Any) -> str:
 def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
     """Return every tensor among an operator's arguments or results, which nest lists and tuples, nothing else."""
     found: list[torch.Tensor] = []
-    for each in values:
-        if isinstance(each, torch.Tensor):
-            found.append(each)
-        elif isinstance(each, (list, tuple)):
-            found += tensors_of(each)
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_of(value)
     return found
 
 
 def nbytes(value: torch.Tensor | Iterable[Any]) -> int:
     """Return the bytes of a tensor's elements, or of all tensors in a nested list."""
-    return sum(each.nbytes for each in tensors_of([value]))
+    return sum(tensor.nbytes for tensor in tensors_of([value]))
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -64,7 +64,11 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 @functools.cache
 def _written_positions(func: Any) -> tuple[tuple[int, str], ...]:
     arguments = enumerate(_torch.schema_of(func).arguments)
-    return tuple((i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write)
+    return tuple(
+        (i, argument.name)
+        for i, argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 @functools.cache

@@ -26,10 +26,11 @@ from trueshard.optim.norms import clip_grad_norm_
 from trueshard.options import Options
 from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.inputs.fake_tensors import plain_attributes
+from trueshard.planner.simulation.environment import fake_tensors_look_real
 from trueshard.planner.simulation.fake_values import KnownValues, code_line, innermost_frame, is_of_library
 from trueshard.planner.simulation.recorder import watching_forwards
 from trueshard.planner.simulation.repeats import find_runs, shorten
-from trueshard.planner.simulation.simulate import fake_tensors_look_real, own_part, simulated_mesh
+from trueshard.planner.simulation.simulate import own_part, simulated_mesh
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan
 from trueshard.sharding import engine
@@ -79,7 +80,7 @@ def preflight(job: Job) -> list[Problem]:
                     _try(job, model, short_plan or how, mesh, problems, values)
             if not problems:
                 break
-    return sorted(problems, key=lambda each: each.severity)
+    return sorted(problems, key=lambda problem: problem.severity)
 
 
 def _try(
@@ -175,7 +176,7 @@ def _forward(
 
 
 def _unused(model: nn.Module, problems: list[Problem]) -> None:
-    found = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]
+    found = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         what = f"{len(found)} parameter{'s get' if len(found) > 1 else ' gets'} no gradient from this batch"
@@ -237,7 +238,7 @@ class _Watch(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.found: dict[str, Problem] = {}
-        """One for each line of code, whichever modules run it; one for each attribute and table."""
+        """Problems: one for each line of code, whichever modules run it; one for each attribute and table."""
         self.first_guess = ""
         """``file:line`` that first read a value that depends on data; "" if none did."""
         self.operation = ""
@@ -292,7 +293,7 @@ class _Watch(TorchFunctionMode):
             return out
         if name in _PRODUCTS:
             self._check_dtypes(name, tensors)
-        problems = ((each, self._attributes.get(id(each)) or self._on_cpu.get(each)) for each in tensors)
+        problems = ((tensor, self._attributes.get(id(tensor)) or self._on_cpu.get(tensor)) for tensor in tensors)
         on_cpu = [(each, problem) for each, problem in problems if problem is not None]
         if not on_cpu:
             return out
@@ -307,14 +308,14 @@ class _Watch(TorchFunctionMode):
         return out
 
     def _check_dtypes(self, name: str, tensors: list[torch.Tensor]) -> None:
-        dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in tensors if each.is_floating_point()})
+        dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors if tensor.is_floating_point()})
         if len(dtypes) > 1 and not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
             what = f"{name.strip('_')} of {' and '.join(dtypes)}{_line()}: its operands must have one dtype"
             self._add(Problem(self.where() or "loss", what, "cast one of them", "error"))
 
     def _mark(self, out: Any, problem: Problem) -> None:
-        for each in _torch.tensors_in(out):
-            self._on_cpu[each] = problem
+        for tensor in _torch.tensors_in(out):
+            self._on_cpu[tensor] = problem
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         before = self._values.guesses

@@ -22,7 +22,7 @@ from trueshard.model import names
 from trueshard.planner.simulation import operators
 from trueshard.planner.simulation.fake_values import KnownValues
 from trueshard.planner.simulation.operators import nbytes, tensors_of, written_arguments
-from trueshard.planner.trace import Allocation, Collective, Communication, Event, Free, Kernel, Kind, Place, Stream
+from trueshard.planner.trace import Allocation, Collective, Communication, Event, EventPlace, Free, Kernel, Kind, Stream
 from trueshard.plans import Plan
 
 _SILENT = ("prim", "profiler")
@@ -33,7 +33,7 @@ _INTO_ZEROS = {
     torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
     torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
 }
-"""By which autograd puts gradients into zeros that it just made, and in training does so in their place.
+"""Operators by which autograd puts gradients into zeros that it just made; in training it does so in their place.
 
 Source: ``index_backward``, ``value_selecting_reduction_backward_symint`` of torch/csrc/autograd/FunctionsManual.cpp.
 """
@@ -54,7 +54,7 @@ class Recorder(_torch.SimulationMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.place = Place("between", "")
+        self.place = EventPlace("between", "")
         self.unit: str | None = None
         self.stream: Stream = "compute"
         self.members: dict[str, list[str]] = {}
@@ -87,7 +87,7 @@ class Recorder(_torch.SimulationMode):
 
     def alive(self) -> list[Allocation]:
         """Return all current allocations, oldest first."""
-        return sorted(self._alive.values(), key=lambda each: each.storage)
+        return sorted(self._alive.values(), key=lambda allocation: allocation.storage)
 
     def mark(self, tensors: Iterable[torch.Tensor], use: Kind, name: str = "") -> None:
         """Set kind and (if given) name of the tensors' current allocations; the last call for an allocation counts."""
@@ -160,7 +160,7 @@ class Recorder(_torch.SimulationMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (known := _torch.device_asked(func, args)) is not None:
             return known
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operators on local tensors are dispatched here afterwards
         kwargs = kwargs or {}
         if func.namespace in _SILENT:
@@ -220,11 +220,11 @@ class Recorder(_torch.SimulationMode):
         units = {each.unit for tensor in tensors if (each := self.allocation_of(tensor)) is not None and each.bytes > 8}
         if units:  # a lone scalar belongs to the operators around it
             named = units - {""}
-            self.place = Place(self.place.phase, named.pop() if len(named) == 1 else "")
+            self.place = EventPlace(self.place.phase, named.pop() if len(named) == 1 else "")
 
     def _storages(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-        held = [self.allocation_of(each) for each in tensors]
-        return tuple(dict.fromkeys(each.storage for each in held if each is not None))
+        held = [self.allocation_of(tensor) for tensor in tensors]
+        return tuple(dict.fromkeys(allocation.storage for allocation in held if allocation is not None))
 
     def _communications_before(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
         return tuple(sorted({self._written_by[key] for key in map(_identity, tensors) if key in self._written_by}))
@@ -234,7 +234,7 @@ class Recorder(_torch.SimulationMode):
     ) -> Kernel:
         inputs = list({id(each): each for each in given}.values())
         read = nbytes(inputs)
-        first = next((each for each in (*inputs, *results) if each.is_floating_point()), None)
+        first = next((tensor for tensor in (*inputs, *results) if tensor.is_floating_point()), None)
         made = Kernel(
             self.place,
             str(_torch.packet_of(func)),
@@ -267,7 +267,9 @@ class Recorder(_torch.SimulationMode):
         freed = next((e for e in self.events[start:] if isinstance(e, Free) and e.bytes == made.bytes), None)
         for before in reversed(self.events[:start]):
             if freed is not None and isinstance(before, Allocation) and before.storage == freed.storage:
-                self.events[start:] = [each for each in self.events[start:] if each is not made and each is not freed]
+                self.events[start:] = [
+                    event for event in self.events[start:] if event is not made and event is not freed
+                ]
                 self._alive[_identity(scores)] = before
                 return
 
@@ -356,10 +358,10 @@ def track_units(recorder: Recorder, model: nn.Module, plan: Plan) -> Iterator[No
     modules = dict(names.named_modules(names.unwrap(model)))
     unit_of = {modules[name]: unit.name for unit in plan.units for name in unit.modules}
     outer_units: list[str] = []
-    before: list[tuple[str | None, Stream, Place]] = []
+    before: list[tuple[str | None, Stream, EventPlace]] = []
 
     def enter(unit: str) -> None:
-        recorder.place = Place(recorder.place.phase, unit)
+        recorder.place = EventPlace(recorder.place.phase, unit)
 
     def begin_forward(module: nn.Module, args: Any) -> None:
         if module in unit_of:

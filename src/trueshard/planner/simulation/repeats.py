@@ -118,16 +118,18 @@ def _classes(
 ) -> list[int]:
     """Return a number for each block; equal blocks have equal numbers."""
     traits = [_traits(names.unwrap(block), f"{prefix}{i}", policies, tied) for i, block in enumerate(blocks)]
-    for i, each in enumerate(traits):
+    for i, of_block in enumerate(traits):
         start = f"{prefix}{i}."
-        each["", "styles"] = {name[len(start) :]: word for name, word in styles.items() if name.startswith(start)}
+        of_block["", "styles"] = {name[len(start) :]: style for name, style in styles.items() if name.startswith(start)}
     _equate_positions(traits)
-    return [traits.index(each) for each in traits]
+    return [traits.index(of_block) for of_block in traits]
 
 
 def _traits(block: nn.Module, name: str, policies: Mapping[str, Any], tied: set[int]) -> dict[Any, Any]:
     """Return all that must be equal for a block to be equal to another; an ``object()`` equals no other."""
-    traits: dict[Any, Any] = {("", "shares"): object() if tied & {id(each) for each in block.parameters()} else None}
+    traits: dict[Any, Any] = {
+        ("", "shares"): object() if tied & {id(parameter) for parameter in block.parameters()} else None
+    }
     if not _is_gathered_inside(block, name, policies):
         traits["", "gathered outside"] = object()
     for inner, module in names.named_modules(block):
@@ -148,17 +150,17 @@ def _is_gathered_inside(block: nn.Module, name: str, policies: Mapping[str, Any]
     units = [unit for unit in policies if unit == name or unit.startswith(f"{name}.")]
     if name in units:
         return True
-    held = [f"{name}.{each}" for each, _, _, _ in names.named_tensors(block, "parameters")]
-    return all(any(each.startswith(f"{unit}.") for unit in units) for each in held)
+    parameters = [f"{name}.{inner}" for inner, _, _, _ in names.named_tensors(block, "parameters")]
+    return all(any(parameter.startswith(f"{unit}.") for unit in units) for parameter in parameters)
 
 
 def _equate_positions(traits: list[dict[Any, Any]]) -> None:
     """Make equal all whole numbers that count along the list (``layer_idx``)."""
     for key in [key for key in traits[0] if isinstance(key, tuple) and len(key) == 3]:
-        values: list[Any] = [each.get(key) for each in traits]
+        values: list[Any] = [of_block.get(key) for of_block in traits]
         if all(type(value) is int for value in values) and len({value - i for i, value in enumerate(values)}) == 1:
-            for each in traits:
-                each[key] = "position"
+            for of_block in traits:
+                of_block[key] = "position"
 
 
 # Fewer blocks
@@ -189,7 +191,7 @@ def shorten(model: nn.Module, plan: Plan, runs: Sequence[Run], count: int) -> Pl
         return all((run.block_of(name) or 0) < count for run in runs)
 
     units = tuple(unit for unit in plan.units if all(map(is_left, unit.modules)))
-    replicated = tuple(each for each in plan.replicated if is_left(each.name))
+    replicated = tuple(parameter for parameter in plan.replicated if is_left(parameter.name))
     # Globs of ``exact`` may name parameters that are gone; what they choose costs nothing.
     return dataclasses.replace(plan, units=units, replicated=replicated, exact=bool(plan.exact))
 

@@ -5,21 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import math
-import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional
 
 from trueshard import _torch, distributed
 from trueshard.model import names
@@ -27,12 +22,16 @@ from trueshard.optim.norms import clip_grad_norm_
 from trueshard.options import Options
 from trueshard.parallel.tensor import resolve as resolve_tensor
 from trueshard.planner import ledger
+from trueshard.planner.simulation.environment import (
+    attention_as_on_a_device,
+    fake_tensors_look_real,
+    without_garbage_collection,
+)
 from trueshard.planner.simulation.extension import KEPT, NotPeriodicError, extend
-from trueshard.planner.simulation.fake_values import tensor_of_values, value_as_text, values_as_array
 from trueshard.planner.simulation.offloading import offloaded
 from trueshard.planner.simulation.recorder import Recorder, track_units
 from trueshard.planner.simulation.repeats import Run, find_runs, short_copy
-from trueshard.planner.trace import Kernel, Phase, Place, Trace
+from trueshard.planner.trace import EventPlace, Kernel, Phase, Trace
 from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Plan
 from trueshard.sharding import engine
@@ -72,20 +71,20 @@ def run_stage(
     in_flight: int,
     enter: Callable[[Phase], None] = lambda phase: None,
 ) -> None:
-    """As ``run_step``, in the order of a stage of a pipeline: ``in_flight`` forwards before the first backward."""
+    """Run a step as ``run_step`` does, in the order of a pipeline's stage: ``in_flight`` forwards, then a backward."""
     root = engine.sharded(model).root
-    waiting: deque[torch.Tensor] = deque()
+    losses: deque[torch.Tensor] = deque()
     for i in range(len(batches) + in_flight - 1):
         if i < len(batches):
             enter("forward")
-            waiting.append(workload.loss(model, own_part(model, batches[i])))
+            losses.append(workload.loss(model, own_part(model, batches[i])))
         if i >= in_flight - 1:
             last = i == len(batches) + in_flight - 2
             root.set_is_last_backward(last)  # as torch.distributed.pipelining's stages do
             root.set_reshard_after_backward(last)
             root.set_requires_gradient_sync(last)
             enter("backward")
-            waiting.popleft().backward()
+            losses.popleft().backward()
     _update(workload, model, optimizers, enter)
 
 
@@ -133,10 +132,10 @@ def run_score(workload: Workload, model: nn.Module, batch: Any, enter: Callable[
 
 @dataclass
 class Simulation:
-    """One rank's first and later steps."""
+    """Traces of one rank's first and later steps."""
 
     plan: Plan
-    """With its units."""
+    """The plan with its units."""
     first: Trace
     """First step, in which optimizer state and FSDP2's buffers are made."""
     steady: Trace
@@ -169,7 +168,7 @@ class Short:
 
     job: Job
     plan: Plan
-    """Of the whole model, with its units."""
+    """The plan of the full model, with its units."""
     runs: Sequence[Run]
     kept: Sequence[int]
     """Blocks of each run that are left."""
@@ -179,8 +178,10 @@ class Short:
         job = self.job
 
         def labelled(name: str) -> Any:
-            places = ((r, run.place_of(name)) for r, run in enumerate(self.runs))
-            return next((each for each in places if each[1] is not None and each[1][0] < self.kept[each[0]]), name)
+            for r, run in enumerate(self.runs):
+                if (place := run.place_of(name)) is not None and place[0] < self.kept[r]:
+                    return r, place
+            return name
 
         def is_left(name: str) -> bool:
             return all((run.block_of(name) or 0) < kept for run, kept in zip(self.runs, self.kept, strict=True))
@@ -200,14 +201,14 @@ class Short:
 
 @dataclass
 class Steps:
-    """What running a short model recorded."""
+    """Traces that running a short model recorded."""
 
     first: Trace
     steady: Trace
     score: Trace | None
     warnings: set[str]
     runs: Sequence[Run]
-    """Of the model that was run."""
+    """Runs of equal blocks in the full model."""
 
 
 class Simulator:
@@ -220,7 +221,7 @@ class Simulator:
 
     def __init__(self, workload: Workload, run_all: Callable[[list[Short]], list[Steps]] | None = None) -> None:
         self.workload = workload
-        self._run_all = run_all or (lambda shorts: [self.run(each) for each in shorts])
+        self._run_all = run_all or (lambda shorts: [self.run(short) for short in shorts])
         self._mode = _torch.fake_tensors()
         self._known: dict[Hashable, Steps] = {}
 
@@ -248,7 +249,7 @@ class Simulator:
         except NotPeriodicError as reason:
             made = self._extended(Short(job, plan, [], []))
             made.whole_because = str(reason)
-        made.warnings = sorted({*made.warnings, *_told(caught)})
+        made.warnings = sorted({*made.warnings, *_messages(caught)})
         return made
 
     def _extended(self, short: Short) -> Simulation:
@@ -256,24 +257,24 @@ class Simulator:
         runs = short.runs
         less = ([KEPT - (r == other) for other in range(len(runs))] for r in range(len(runs)))
         shorts = [short, *(dataclasses.replace(short, kept=kept) for kept in less)]
-        keys = [each.key() for each in shorts]
+        keys = [short.key() for short in shorts]
         missing = [key for key in keys if key not in self._known]
         made = self._run_all([shorts[keys.index(key)] for key in missing])
         base, *fewer = [{**self._known, **dict(zip(missing, made, strict=True))}[key] for key in keys]
-        told = sorted(set().union(base.warnings, *(each.warnings for each in fewer)))
-        if not runs:
-            return Simulation(short.plan, base.first, base.steady, base.score, warnings=told)
+        messages = sorted(set().union(base.warnings, *(steps.warnings for steps in fewer)))
+        if not runs:  # nothing to share with other jobs: the traces may be large
+            return Simulation(short.plan, base.first, base.steady, base.score, warnings=messages)
         self._known.update(zip(missing, made, strict=True))
-        first = extend(base.first, [each.first for each in fewer], runs, base.runs)
-        steady = extend(base.steady, [each.steady for each in fewer], runs, base.runs)
-        score = base.score and extend(base.score, [each.score for each in fewer if each.score], runs, base.runs)
-        return Simulation(short.plan, first, steady, score, models=len(shorts), warnings=told)
+        first = extend(base.first, [steps.first for steps in fewer], runs, base.runs)
+        steady = extend(base.steady, [steps.steady for steps in fewer], runs, base.runs)
+        score = base.score and extend(base.score, [steps.score for steps in fewer if steps.score], runs, base.runs)
+        return Simulation(short.plan, first, steady, score, models=len(shorts), warnings=messages)
 
     def run(self, short: Short) -> Steps:
         """Run two steps, and the score if there is one, of a short model."""
-        with self._prepared(short) as (mesh, model, plan, told):
-            traces = _run(short.job, mesh, model, plan)
-        return Steps(traces[0], traces[1], traces[2] if len(traces) > 2 else None, told, short.runs)
+        with self._prepared(short) as (mesh, model, plan, messages):
+            first, steady, *score = _run(short.job, mesh, model, plan)
+        return Steps(first, steady, score[0] if score else None, messages, short.runs)
 
     def probe(self, short: Short) -> Trace:
         """Run one step alone of a short model, whose optimizers have stepped before: less than half of ``run``."""
@@ -283,23 +284,22 @@ class Simulator:
     @contextlib.contextmanager
     def _prepared(self, short: Short) -> Iterator[tuple[DeviceMesh, nn.Module, Plan, set[str]]]:
         """Yield a mesh, a model of few blocks, its plan, and a set to which warnings are added at the end."""
-        told: set[str] = set()
-        whole = self.model if short.runs else None
+        messages: set[str] = set()
         # Modules that torch.compile returned run eagerly: it would compile what follows the operators, too.
         eagerly = torch.compiler.set_stance("force_eager")
         with warnings.catch_warnings(record=True) as caught, simulated_mesh(short.job, "cpu") as mesh, eagerly:
             warnings.simplefilter("always")
             with self._mode, _torch.unseen_propagation():
-                if whole is None:
-                    yield mesh, self.workload.model(), short.plan, told
+                if short.runs:
+                    yield mesh, *short_copy(self.model, short.plan, short.runs, short.kept), messages
                 else:
-                    yield mesh, *short_copy(whole, short.plan, short.runs, short.kept), told
-        told |= _told(caught)
+                    yield mesh, self.workload.model(), short.plan, messages
+        messages |= _messages(caught)
 
 
-def _told(caught: list[warnings.WarningMessage]) -> set[str]:
+def _messages(caught: list[warnings.WarningMessage]) -> set[str]:
     of_libraries = (DeprecationWarning, FutureWarning)  # about their own use of other libraries
-    return {str(each.message) for each in caught if not issubclass(each.category, of_libraries)}
+    return {str(warning.message) for warning in caught if not issubclass(warning.category, of_libraries)}
 
 
 @contextlib.contextmanager
@@ -327,8 +327,8 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, *, probe: boo
 
     def enter(phase: Phase) -> None:
         if phase == "clip":
-            recorder.mark([each.grad for each in model.parameters() if each.grad is not None], "gradients")
-        recorder.place = Place(phase, "")
+            recorder.mark([p.grad for p in model.parameters() if p.grad is not None], "gradients")
+        recorder.place = EventPlace(phase, "")
 
     traces = []
     attention = contextlib.nullcontext() if job.on_cpu else attention_as_on_a_device()
@@ -392,10 +392,10 @@ def _optimizer_state(
 
 def _mark_activations(trace: Trace) -> None:
     """Set the kind of memory made in forward and freed in backward, unless it is known to be of another one."""
-    for each in ledger.lifetimes(trace):
-        made = each.allocation
-        if made.kind == "temporary" and each.made >= 0 and each.freed < len(trace.events):
-            phases = made.place.phase, trace.events[each.freed].place.phase
+    for lifetime in ledger.lifetimes(trace):
+        made = lifetime.allocation
+        if made.kind == "temporary" and lifetime.made >= 0 and lifetime.freed < len(trace.events):
+            phases = made.place.phase, trace.events[lifetime.freed].place.phase
             made.kind = "activations" if phases == ("forward", "backward") else "temporary"
 
 
@@ -411,91 +411,3 @@ def _as_planned(trace: Trace, job: Job, plan: Plan, members: Mapping[str, Sequen
         if isinstance(event, Kernel):
             event.reads = event.writes = ()
     return trace
-
-
-# The environment of a simulation. torch chooses the kernel of attention by fake CPU tensors, and the fused one of a CPU
-# accepts neither dropout nor values of another width than queries, nor a trained mask: the scores would lie in memory,
-# as they never do on an accelerator.
-
-_ALIGNED = 16
-"""A mask's rows are a multiple of so many elements. Source: ``pad_bias`` of ATen/native/transformers/attention.cpp."""
-_WIDEST = 256
-"""Largest head of flash attention. Source: ``check_head_dim_size_flash`` of cuda/sdp_utils.cpp."""
-
-
-def attention_as_on_a_device() -> AbstractContextManager[Any]:
-    """Let ``scaled_dot_product_attention`` use CUDA's fused kernels on fake tensors for which the CPU has none."""
-    original = functional.scaled_dot_product_attention
-
-    def attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        trained = attn_mask is not None and attn_mask.requires_grad
-        fused = dropout_p == 0 and query.shape[-1] == value.shape[-1] and not trained
-        if fused or query.dim() != 4 or query.dtype == torch.float64:
-            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= _WIDEST:
-            return torch.ops.aten._scaled_dot_product_flash_attention(  # accepts fewer key heads than query heads
-                query, key, value, dropout_p, is_causal, False, scale=scale
-            )[0]
-        if (groups := query.shape[-3] // key.shape[-3]) > 1:
-            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-        bias = None if attn_mask is None else _bias(attn_mask, query, key)
-        needs_grad = any(each is not None and each.requires_grad for each in (query, key, value, bias))
-        return torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
-        )[0]
-
-    return mock.patch.object(functional, "scaled_dot_product_attention", attention)
-
-
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return a mask as numbers to add, with aligned rows, expanded to (batch, heads, queries, keys)."""
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
-    if (missing := -mask.shape[-1] % _ALIGNED) and mask.shape[-1] == key.shape[-2]:
-        mask = functional.pad(mask, (0, missing))[..., : key.shape[-2]]
-    return mask.expand(*query.shape[:-1], key.shape[-2])
-
-
-@contextlib.contextmanager
-def fake_tensors_look_real() -> Iterator[None]:
-    """Let transformers take fake tensors for real ones, and let numpy and strings have their values.
-
-    transformers materialises attention masks while it is traced; in training it reads their values, and leaves them out
-    where attention is causal and nothing is padded. Labels for a profiler, several at each unit, are left out.
-    """
-    imported = sys.modules.get("transformers.utils.import_utils")
-    patches: list[tuple[Any, str, Any]] = [
-        (torch.Tensor, "numpy", values_as_array),
-        (torch.Tensor, "__format__", value_as_text),
-        (torch, "tensor", tensor_of_values),
-        (torch.profiler.record_function, "__enter__", lambda label: label),
-        (torch.profiler.record_function, "__exit__", lambda label, *error: None),
-    ]
-    if hasattr(imported, "is_fake_tensor"):
-        patches.append((imported, "is_fake_tensor", lambda tensor: False))
-    with contextlib.ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(mock.patch.object(*patch))
-        yield
-
-
-@contextlib.contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Collect garbage now and not inside, where it would free cycles at arbitrary times."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

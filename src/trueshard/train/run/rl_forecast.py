@@ -27,9 +27,9 @@ from trueshard.planner import ledger
 from trueshard.planner.hardware import Hardware, Mode
 from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.inputs.factories import from_callable
+from trueshard.planner.simulation.environment import attention_as_on_a_device, fake_tensors_look_real
 from trueshard.planner.simulation.fake_values import KnownValues
 from trueshard.planner.simulation.recorder import Recorder
-from trueshard.planner.simulation.simulate import attention_as_on_a_device, fake_tensors_look_real
 from trueshard.planner.timeline import communication_seconds, schedule
 from trueshard.planner.trace import Communication, Trace
 from trueshard.planner.workload import StepPhase, Study
