@@ -20,7 +20,7 @@ class Axis:
     name: str
     """Its name in meshes, forecasts and reports; of an axis with ``is_option`` also the option with its ranks."""
     words: str
-    """What its ranks do, after "ranks that"."""
+    """Its ranks' part in the work, to be read after "ranks that"."""
     is_option: bool = True
     """``shard()`` and ``Plan`` have an option of its name. The mesh alone says how many ranks replicate or shard, and a
     pipeline is cut by the user."""
@@ -31,9 +31,9 @@ class Axis:
     """``"summed"``: added up over its ranks. ``"sharded"``: reduced over its ranks as shards. ``"apart"``: each rank
     has those of its own parameters, so they are not averaged over it."""
     same_samples: bool = False
-    """Its ranks read the same samples, of which each computes a part."""
+    """True if its ranks read the same samples, of which each computes a part."""
     in_node: bool = False
-    """It talks inside of every block, so the search keeps it inside a node, where links are fast."""
+    """True if its ranks talk inside of every block: the search keeps them inside a node, where links are fast."""
     resolve: str = ""
     """``"module:function"`` under ``trueshard``: (root, plan, sizes of the mesh) → the plan for this model; raises
     ValueError, naming the module that does not fit. Nothing is touched."""

@@ -13,7 +13,7 @@ PROCESSES_PER_CORE = 4
 """CPU processes that may share a core: a larger number is surely a slip, and each loads its own libraries."""
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where Linux shows the limits of the container that this process runs in (version 2)."""
+"""Folder in which Linux shows the limits of the container that this process runs in (version 2)."""
 
 
 def cpu_cores() -> int:

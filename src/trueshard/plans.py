@@ -51,9 +51,9 @@ class Forecast:
     peak_live_bytes: int
     """Peak of the memory that tensors take."""
     peak_reserved_bytes: int
-    """As ``torch.cuda.max_memory_reserved()`` counts it."""
+    """Peak of what torch's allocator takes from the device, as ``torch.cuda.max_memory_reserved()`` counts it."""
     overhead_bytes: int
-    """Taken outside of torch's allocator: the device's context and the communicators' buffers."""
+    """Memory outside of torch's allocator: the device's context and the communicators' buffers."""
     peak_phase: str
     peak_unit: str
     peak_by_kind: Mapping[str, int]
@@ -61,9 +61,9 @@ class Forecast:
     bytes_received_per_step: int
     received_by_collective: Mapping[str, int]
     flops_per_step: int
-    """This rank's, recomputation included."""
+    """Operations of this rank, recomputation included."""
     model_flops_per_step: int
-    """This rank's without recomputation, as MFU counts."""
+    """Operations of this rank without recomputation, as MFU counts."""
     step_seconds: float
     compute_seconds: float
     exposed_communication_seconds: float
@@ -73,7 +73,7 @@ class Forecast:
     mfu: float
     """Model operations a second over the device's peak in the compute dtype, between 0 and 1."""
     received_by_axis: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """As ``received_by_collective``, by axis of the mesh: shard, replicate, tensor, context, experts, pipeline."""
+    """Bytes received by axis: shard, replicate, tensor, context, experts, pipeline."""
     exposed_by_axis: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Seconds of ``exposed_communication_seconds`` by axis."""
     pipeline: int = 1
@@ -89,7 +89,7 @@ class Forecast:
 
     @property
     def counted(self) -> str:
-        """What ``tokens_per_second_per_rank`` counts: "tokens", or "samples" where these are no sequences."""
+        """Unit of ``tokens_per_second_per_rank``: "tokens", or "samples" where these are no sequences."""
         return "tokens" if self.sequence > 1 else "samples"
 
 
@@ -205,7 +205,7 @@ class Plan(AppliedOptions):
     styles: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Glob over names of modules and parameters → how ``tensor`` ranks share them; empty: as the model's plan says."""
     sequence: bool = False
-    """Between matrices, each of the ``tensor`` ranks holds a part of the sequence."""
+    """True if each of the ``tensor`` ranks holds a part of the sequence between matrices."""
     ranks: tuple[int, ...] = ()
     """Ranks over which gradients are averaged: (shard,) or (replicate, shard), where those of a context shard, too;
     empty before the plan is resolved."""

@@ -41,7 +41,7 @@ class Finding:
     says: str
     level: Level = "ok"
     remedy: str = ""
-    """What to do about it; empty where there is nothing to do."""
+    """Remedy; empty where there is nothing to do."""
 
 
 def judged(name: str, says: str, wrong: bool, remedy: str, level: Level = "warning") -> Finding:

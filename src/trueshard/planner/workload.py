@@ -66,7 +66,7 @@ class Job:
     imbalance: float = 1.0
     """Tokens that arrive for the experts of the rank, where ranks share experts, over their mean over ranks."""
     in_flight: int = 0
-    """Of a stage of a pipeline: microbatches that run forward before the first runs backward; 0: no pipeline."""
+    """Microbatches that a stage of a pipeline runs forward before the first runs backward; 0: no pipeline."""
     on_cpu: bool = False
     """Train on CPUs: attention by the CPU's kernels, and offloaded shards in the one memory there is."""
     matmul: str | None = None
@@ -133,7 +133,7 @@ class Study:
     score: Trace | None = None
     """Pass of ``Workload.score``."""
     phases: tuple[StepPhase, ...] = ()
-    """Of reinforcement learning, where the forecast is that of the update; or of a training run."""
+    """Phases of reinforcement learning, where the forecast is that of the update, or of a training run."""
 
 
 class NothingFits(ValueError):

@@ -54,9 +54,9 @@ class SourceSection(Section):
     """One of several sources of data: `[[data.sources]]`."""
 
     path: Text
-    """As `data.path`."""
+    """Path of the source, as `data.path`."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Its share of the samples, relative to the other sources'."""
+    """Share of the samples, relative to the other sources'."""
 
 
 class DataSection(Section):
@@ -71,10 +71,10 @@ class DataSection(Section):
     sources: list[SourceSection] = []
     """Several sources, mixed by weight."""
     include: Annotated[list[Text], Field(min_length=1)] = TEXT_FILES
-    """In a folder: file name patterns to read, in all subfolders; names that start with "." are left out. Left out:
+    """File name patterns to read in a folder and all its subfolders; names that start with "." are left out. Left out:
     text files or, where there are none, .jsonl and .parquet."""
     field: Text = "text"
-    """With format "text", in files of records: the key that holds the text."""
+    """Key that holds the text, in files of records with format "text"."""
     subset: Text | None = None
     """Configuration of a data set on the hub."""
     split: Text = "train"
@@ -82,11 +82,11 @@ class DataSection(Section):
     streaming: bool = False
     """Read during training instead of preparing all data first."""
     packing: bool = True
-    """With format "chat": several conversations share a sequence without seeing each other. False: one, padded."""
+    """Several conversations share a sequence without seeing each other (format "chat"). False: one, padded."""
     answers_only: bool = True
-    """With formats "chat" and "vision": only tokens of the assistant count in the loss."""
+    """Only tokens of the assistant count in the loss (formats "chat" and "vision")."""
     images: bool = False
-    """With format "prompt": every record has `images`, as with format "vision"."""
+    """Every record has `images`, as with format "vision" (format "prompt")."""
     prefetch: Annotated[int, Field(ge=0)] = 2
     """Steps whose batches are prepared in the background."""
 
@@ -99,7 +99,7 @@ class EvaluationSection(Section):
     path: Text | None = None
     """Path of the samples, of the same format as the data. Left out, they are held out of the data."""
     fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Without `path`: fraction of the data that is held out."""
+    """Fraction of the data that is held out, without `path`."""
     every: Annotated[int, Field(ge=1)] = 100
     """Steps between evaluations; there is one at the end too."""
     samples: Annotated[int, Field(ge=1)] | None = None
@@ -107,13 +107,13 @@ class EvaluationSection(Section):
     patience: Annotated[int, Field(ge=1)] | None = None
     """Stop training after so many evaluations without a better one, and keep the best checkpoint."""
     answers: Annotated[int, Field(ge=1)] = 1
-    """With `[rl]`: answers to each prompt, whose mean reward is the evaluation."""
+    """Answers to each prompt, whose mean reward is the evaluation; with `[rl]`."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    """With `[rl]`: 0 always takes the likeliest token."""
+    """Temperature of an evaluation's answers, with `[rl]`; 0 always takes the likeliest token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """With `[rl]`: draw from the likeliest tokens that together have at least this probability."""
+    """Draw from the likeliest tokens that together have at least this probability; with `[rl]`."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """With `[rl]`: draw from so many likeliest tokens; 0: from all."""
+    """Draw from so many likeliest tokens; 0: from all; with `[rl]`."""
 
 
 class TrainSection(Section):
@@ -122,7 +122,7 @@ class TrainSection(Section):
     steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps in the whole run, those before a resume included."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Instead of `steps`: passes over the data."""
+    """Passes over the data, instead of `steps`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights and of the order of the data, which is the same for every number of ranks."""
     sequence_length: Annotated[int, Field(ge=2)] = 256
@@ -132,15 +132,15 @@ class TrainSection(Section):
     accumulate: Annotated[int, Field(ge=1)] = 1
     """Microbatches a rank splits its part of the batch into; gradients are communicated once, after the last."""
     microbatch: Annotated[int, Field(ge=1)] | None = None
-    """Instead of `accumulate`: sequences, or answers, of one forward. `accumulate` follows, and `batch_size` is a
+    """Sequences, or answers, of one forward, instead of `accumulate`, which follows then; and `batch_size` is a
     multiple of ranks × `microbatch`."""
     exact: bool | Exponents = False
-    """The same bits at any number of ranks: losses, gradients, parameters, optimizer state, and after a resume; with
-    `[rl]` answers and rewards. Needs `microbatch`, which is what one forward computes whatever the ranks are. Or a
+    """Compute the same bits at any number of ranks: losses, gradients, parameters, optimizer state, and after a resume;
+    with `[rl]` answers and rewards. Needs `microbatch`, which is what one forward computes whatever the ranks are. Or a
     table from glob over names of parameters to the exponent of their grid's step, for gradients far from 1; what no
     glob matches has -40."""
     watch_replicas: Annotated[int, Field(ge=1)] | None = None
-    """With `shard.replicate`: steps between comparisons of the copies; the run ends if one differs."""
+    """Steps between comparisons of the copies of `shard.replicate`; the run ends if one differs."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients with a greater norm are scaled down to this one."""
     whole_logits: bool = False
@@ -148,7 +148,7 @@ class TrainSection(Section):
     skip_nonfinite: Annotated[int, Field(ge=0)] = 0
     """Skip so many steps of the run whose loss or gradient is NaN or infinite; stop at the next one."""
     on_oom: Literal["stop", "tighten"] = "stop"
-    """When memory runs out: stop and say what would fit, or change to that and go on."""
+    """Stop when memory runs out and say what would fit, or change to that and go on."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 100
     """Steps between checkpoints. The end of the run and Ctrl-C always leave one."""
     keep: Annotated[int, Field(ge=1)] = 2
@@ -195,9 +195,9 @@ class GroupSection(Section):
     parameters: Annotated[list[Text], Field(min_length=1)]
     """Globs over parameter names. One that matches no trainable parameter is an error."""
     lr: Annotated[float, Field(ge=0)] | None = None
-    """Instead of `optimizer.lr`."""
+    """Learning rate of these parameters, instead of `optimizer.lr`."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Instead of `optimizer.weight_decay`."""
+    """Weight decay of these parameters, instead of `optimizer.weight_decay`."""
     arguments: dict[str, Any] = {}
     """Other settings of the class, for this group."""
 
@@ -231,11 +231,11 @@ class ScheduleSection(Section):
     """Decay from there to `final` × `optimizer.lr` at the last step; "wsd" (warm-up, stable, decay) stays at the
     peak until the last `decay_steps`, and falls along 1 - √x."""
     decay_steps: Annotated[int, Field(ge=1)] | None = None
-    """With "wsd": steps of the decay; left out, a tenth of the steps."""
+    """Steps of the decay of "wsd"; left out, a tenth of the steps."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate of the last step, as a fraction of the peak."""
     class_path: Text | None = Field(default=None, alias="class")
-    """Instead of the keys above: import path of a `torch.optim.lr_scheduler` class; `ReduceLROnPlateau` is given the
+    """Import path, instead of the keys above, of a `torch.optim.lr_scheduler` class; `ReduceLROnPlateau` is given the
     evaluation's loss."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the class. "module:function" stands for a function, `{class, arguments}` for a scheduler."""
@@ -322,7 +322,7 @@ class LogSection(Section):
     """Steps between hashes of parameters and optimizer state, `state_hash` in `metrics.jsonl`: they do not depend on
     the number of ranks."""
     samples_every: Annotated[int, Field(ge=1)] = 1
-    """With `[rl]`: steps between those whose answers go to `samples.jsonl`, tokens and all."""
+    """Steps between those whose answers go to `samples.jsonl`, tokens and all; with `[rl]`."""
 
 
 class SampleSection(Section):

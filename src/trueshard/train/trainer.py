@@ -44,19 +44,19 @@ class Callback:
     """
 
     def on_start(self, trainer: Trainer) -> None:
-        """Before the first step, after a resume."""
+        """Run before the first step, after a resume."""
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """After each optimizer step; ``record``: step, loss (nats), grad_norm, lr, tokens, seconds and more."""
+        """Run after each optimizer step; ``record``: step, loss (nats), grad_norm, lr, tokens, seconds and more."""
 
     def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
-        """After an evaluation; ``record``: loss (nats), perplexity, count."""
+        """Run after an evaluation; ``record``: loss (nats), perplexity, count."""
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        """After a checkpoint was begun; it may still be written in the background."""
+        """Run after a checkpoint was begun; it may still be written in the background."""
 
     def on_end(self, trainer: Trainer) -> None:
-        """After the last step, or before the one that was not taken; also after an error in a step."""
+        """Run after the last step, or before the one that was not taken; also after an error in a step."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values and tensors that a resumed run needs; saved by class, several of a class in order."""

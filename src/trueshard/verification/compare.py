@@ -267,7 +267,7 @@ class Structure:
     trainability: Mapping[str, bool]
     ties: tuple[tuple[str, ...], ...]
     membership: Mapping[str, Any]
-    """By optimizer and group: the parameters' names in order, and every other key."""
+    """Groups by optimizer and number: the parameters' names in order, and every other key."""
 
 
 def structure_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Structure:

@@ -50,7 +50,7 @@ class ContractPoint:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process ended before its work was done."""
+    """The reason for which a process ended before its work was done."""
 
     rank: int
     stage: str

@@ -45,7 +45,7 @@ class Reference:
     setting: Mapping[str, Any]  # name, parameters and optimizers, for the report
     structure: Structure  # structure of the model before its first step
     ending: Structure
-    """The same after the last: an optimizer may count in its groups."""
+    """Structure after the last step: an optimizer may count in its groups."""
     tolerances: Tolerances
     record: RunRecord
     constant_buffers: Sequence[str]
@@ -54,7 +54,7 @@ class Reference:
     together have moved over their movement there. None if the reference is plain training, or the optimizer draws."""
     notes: Sequence[str]
     hashes: Mapping[int, str]
-    """Of the state after each step, where the run is exact."""
+    """Hashes of the state after each step, where the run is exact."""
 
 
 class StepRecorder(Watcher):

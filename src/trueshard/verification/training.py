@@ -65,7 +65,7 @@ class Watcher:
         self.hashes: dict[int, str] = {}
         """Step → hash of parameters and optimizer state, where the run is exact."""
         self.coarse: list[str] = []
-        """What lost digits by exact sums, in sentences."""
+        """Parameters that lost digits by exact sums, in sentences."""
 
     def see(self, kind: str, step: int, values: Named) -> None:
         """Take the values of a kind after a step; 0: before training."""

@@ -43,7 +43,7 @@ SILENT = ("include",)
 
 
 class Unplanned(str):
-    """Why the planner cannot simulate the run, in one line."""
+    """The reason for which the planner cannot simulate the run, in one line."""
 
 
 def study(

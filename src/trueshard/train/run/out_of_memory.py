@@ -41,11 +41,11 @@ class Shortage:
 
     rank: int
     used: int
-    """By tensors and what the allocator kept for them, before the allocation that failed."""
+    """Bytes of tensors, and of what the allocator kept for them, before the allocation that failed."""
     asked: int
-    """By that allocation; 0 where the error does not say it."""
+    """Bytes of that allocation; 0 where the error does not say it."""
     available: int
-    """At most, for tensors of this process."""
+    """Bytes that tensors of this process could have at most."""
 
     def __str__(self) -> str:
         asked = f" when {size(self.asked)} more was asked for" if self.asked else ""

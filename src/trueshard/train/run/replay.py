@@ -30,7 +30,7 @@ Recorded = dict[tuple[int, int], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Replayed:
-    """What is to be made again."""
+    """Samples that are to be made again."""
 
     step: int
     prompt: int | None = None

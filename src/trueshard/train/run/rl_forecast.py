@@ -177,7 +177,7 @@ class Generation:
     token_bytes: int
     """Peak of the second pass, the cache included."""
     cache_bytes: int
-    """Of the cache, at its longest."""
+    """Bytes of the cache, at its longest."""
 
 
 @quietly()
