@@ -210,7 +210,7 @@ def calibration(session: Session) -> Outcome:
     """Measure the device; ``data``: the hardware file."""
     file = WORK / "here.toml"
     file.unlink(missing_ok=True)
-    outcome = session.run("calibration", _trueshard("plan", "--calibrate", file), 240)
+    outcome = session.run("calibration", _trueshard("plan", "calibrate", file), 240)
     outcome.data = str(file) if file.exists() else None
     return outcome
 
@@ -221,11 +221,13 @@ def rehearsal(session: Session, name: str, device: Outcome) -> Outcome:
     folder = WORK / "".join(each if each.isalnum() else "_" for each in name)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_LLAMA | fields | _MORE))
-    words = ["--param-dtype", "bf16", "--reshard-after-forward", "default", "--rehearse", "--json"]
+    words = ["--param-dtype", "bf16", "--reshard-after-forward", "default", "--json"]
     if "--activation-checkpointing" not in options:
         words += ["--activation-checkpointing", "none"]
     hardware = ["--hardware", device.data] if device.data else []
-    outcome = session.run(f"rehearsal, {name}", _trueshard("plan", folder, *options, *words, *hardware), 240)
+    outcome = session.run(
+        f"rehearsal, {name}", _trueshard("plan", "rehearse", folder, *options, *words, *hardware), 240
+    )
     if not outcome.failed:
         outcome.data = json.loads(outcome.out)["rehearsal"]
     return outcome

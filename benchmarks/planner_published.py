@@ -24,14 +24,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks import published_attention as attention
 from benchmarks.published_pending import PENDING
+from benchmarks.published_precision import device_of, revised, stages_revised
 from benchmarks.published_rows import ROWS, SOURCES, Model, Row, Setting
 from benchmarks.published_traces import on_one_device
 from benchmarks.table import Table, Tell
 from trueshard.axes import OPTIONS, ranks_along
 from trueshard.options import Options
 from trueshard.planner import ledger, pipelining
-from trueshard.planner.forecasting import MICROBATCHES, Cluster, in_precision
-from trueshard.planner.hardware import Hardware, hardware
+from trueshard.planner.forecasting import MICROBATCHES, Cluster
 from trueshard.planner.inputs.workloads import workload_of
 from trueshard.planner.reserve import replay
 from trueshard.planner.simulation.simulate import Simulation, simulate
@@ -277,17 +277,13 @@ def job(setting: Setting, accumulation: int) -> Job:
 def _of_pipeline(row: Row) -> Forecast:
     """Return the forecast of a pipeline's stage that takes most."""
     setting, device = row.setting, device_of(row)
-    whole = replace(job(setting, setting.accumulation), matmul=row.matmul, async_tensor=row.async_tensor)
+    whole = job(setting, setting.accumulation)
     sizes = {name: ranks_along(setting, name) for name in OPTIONS} | {"pipeline": setting.pipe.stages}
     cluster = Cluster(device, setting.ranks, device.ranks_per_node, sizes)
-    with pipelining.ends_of(whole, setting.pipe) as ends:
+    with pipelining.ends_of(whole, setting.pipe) as ends, stages_revised(ends, row):
         found = pipelining.study_pipeline(whole, cluster, setting.pipe, ends)
     assert found is not None
     return found.forecast
-
-
-def device_of(row: Row) -> Hardware:
-    return hardware(row.device, **row.overrides)
 
 
 def _step(row: Row) -> tuple[Simulation, Timeline, float]:
@@ -295,11 +291,11 @@ def _step(row: Row) -> tuple[Simulation, Timeline, float]:
     device, setting = device_of(row), row.setting
 
     def line(setting: Setting) -> tuple[Simulation, Timeline]:
-        made = in_precision(simulated(setting), row.matmul, device)
+        made = revised(simulated(setting), row)
         if setting.ranks == 1:
             first, steady = (on_one_device(each, setting) for each in (made.first, made.steady))
             made = replace(made, first=first, steady=steady)
-        return made, schedule(made.steady, device, device.ranks_per_node, setting.mode, async_tensor=row.async_tensor)
+        return made, schedule(made.steady, device, device.ranks_per_node, setting.mode)
 
     if (more := setting.accumulation - MICROBATCHES) > 0:
         _, shorter = line(replace(setting, accumulation=MICROBATCHES - 1))

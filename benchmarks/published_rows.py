@@ -9,6 +9,8 @@ from typing import Any, Literal
 from trueshard.planner.hardware import Mode
 from trueshard.planner.schedules import Pipeline
 
+Matmul = Literal["float8", "float8-rowwise", "mxfp8"]
+
 
 @dataclass(frozen=True)
 class Model:
@@ -117,8 +119,10 @@ class Row:
     """GiB."""
     memory_kind: Literal["reserved", "live"] = "reserved"
     """What the source counts; ``reserved``: ``max_memory_reserved``."""
-    matmul: str | None = None
+    matmul: Matmul | None = None
+    """Recipe of torchao in which the blocks' linear layers multiply; None: in the compute dtype."""
     async_tensor: bool = False
+    """Products hide collectives of the tensor axis."""
     expandable: bool = False
     """With expandable segments, as TorchTitan's ``run_train.sh`` sets; ROCm had none in August 2025."""
     microbatches: int = 1

@@ -20,7 +20,7 @@ FIGURES = {"matmul", "attention", "memory", "kernel_seconds", "collective_second
 
 def test_the_command_writes_a_device_that_the_planner_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.toml"
-    assert main(["plan", "--calibrate", str(file)]) == 0
+    assert main(["plan", "calibrate", str(file)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert {line.split()[0].partition(".")[2] for line in shown if line.startswith("eager.")} == FIGURES
     made, base = hardware(str(file)), hardware("cpu")
@@ -77,5 +77,5 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
 ) -> None:
     monkeypatch.setattr(calibrating, "calibrate", None)
     for file, says in ((tmp_path / "none" / "a.toml", "no folder"), (tmp_path / "a.json", "a.toml")):
-        assert main(["plan", "--calibrate", str(file)]) == 2
+        assert main(["plan", "calibrate", str(file)]) == 2
         assert says in capsys.readouterr().err

@@ -157,7 +157,7 @@ def test_without_a_gpu_nothing_is_rehearsed() -> None:
 
 @NO_GPU
 def test_without_a_gpu_the_command_says_so_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "no-such-model", "--rehearse"]) == 2
+    assert main(["plan", "rehearse", "no-such-model"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("\n") == 1
@@ -169,9 +169,9 @@ def test_on_a_gpu_what_is_reserved_is_as_forecast(tmp_path: Path, capsys: pytest
     settings = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
     whole = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, **settings}
     (tmp_path / "config.json").write_text(json.dumps(whole))
-    words = ["--ranks", "8", "--sequence", "2048", "--microbatch", "2", "--param-dtype", "bf16", "--rehearse", "--json"]
+    words = ["--ranks", "8", "--sequence", "2048", "--microbatch", "2", "--param-dtype", "bf16", "--json"]
     words += ["--reshard-after-forward", "default", "--activation-checkpointing", "none"]
-    assert main(["plan", str(tmp_path), *words]) == 0
+    assert main(["plan", "rehearse", str(tmp_path), *words]) == 0
     told = json.loads(capsys.readouterr().out)["rehearsal"]
     for what in ("allocated", "reserved"):
         assert told[what]["forecast"] == pytest.approx(told[what]["measured"], rel=0.03)

@@ -177,32 +177,6 @@ def test_other_collectives_are_waited_for(device: Hardware) -> None:
     assert line.compute_seconds == 2
 
 
-def shared(op: str) -> Communication:
-    return dataclasses.replace(collective(op, 8, stream="compute"), axis="tensor", bytes=0)
-
-
-@pytest.mark.parametrize(
-    ("events", "waited"),
-    [
-        ([shared("all_gather"), compute(4, after=(0,)), compute(2, after=(0,))], 8 - 6 * 7 / 8),
-        ([shared("all_gather"), compute(4, "backward", after=(0,)), compute(4, "backward", after=(0,))], 8 - 4 * 7 / 8),
-        ([shared("all_gather"), compute(9)], 8),  # nothing here reads it
-        ([compute(4), shared("reduce_scatter")], 8 - 4 * 7 / 8),
-        ([compute(90), elementwise(0, 0, "aten.clone"), shared("reduce_scatter")], 1),  # the last piece
-        ([compute(90), elementwise(0, 0, "aten.add"), shared("reduce_scatter")], 8),  # a sum of products
-        ([compute(90), collective("reduce_scatter", 8, stream="compute")], 8),  # of another axis
-    ],
-)
-def test_asynchronous_products_hide_collectives_of_the_tensor_axis(
-    device: Hardware, events: list[Event], waited: float
-) -> None:
-    def exposed(fused: bool) -> float:
-        return schedule(Trace(events), device, 8, async_tensor=fused).exposed_seconds
-
-    assert exposed(True) == pytest.approx(waited)
-    assert exposed(False) == 8
-
-
 def test_transfers_have_their_own_stream(device: Hardware) -> None:
     down = HostCopy(EventPlace("forward", "a"), "to_device", 4)
     at, _ = spans(device, compute(1), down, compute(1), compute(1, after=(1,)))

@@ -202,11 +202,6 @@ def is_free(word: Any) -> bool:
     return "auto" in word.values() if isinstance(word, Mapping) else bool(word == "auto")
 
 
-def reshard_word(text: str) -> str | int:
-    """Return ``reshard_after_forward`` as a command line gives it: a word, or a number of ranks."""
-    return int(text) if text.isdecimal() else text
-
-
 def options_of(function: str, words: ShardOptions) -> Options:
     """Return the keyword arguments of a public function as a record; raise TypeError for one that is no option."""
     if unknown := next((name for name in words if name not in NAMES), None):

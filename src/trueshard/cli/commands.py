@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 
 import trueshard
+from trueshard.cli import planning
 from trueshard.cli.options import Json, Nproc, Optimizer, Overrides, PlanFile, Tokens, takes_options
-from trueshard.cli.planning import plan
 from trueshard.errors import UserError, refused
 from trueshard.launching import STOPPED
 from trueshard.machine import PROCESSES_PER_CORE, cpu_cores
@@ -255,7 +255,10 @@ def doctor(
         raise typer.Exit(1)
 
 
-for command in (train, plan, verify, doctor, plot, replay, convert, demo):
+app.command()(train)
+for name, command in planning.COMMANDS.items():
+    app.command(name)(command)
+for command in (verify, doctor, plot, replay, convert, demo):
     app.command()(command)
 
 
@@ -307,7 +310,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command line on `arguments` and return the exit code; a wrong input raises `UserError`."""
     command = typer.main.get_command(app)
     try:
-        with command.make_context("trueshard", list(arguments)) as context:
+        with command.make_context("trueshard", planning.joined(list(arguments))) as context:
             command.invoke(context)
     except typer.Exit as end:
         return end.exit_code

@@ -10,22 +10,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from trueshard.options import FIELDS, NAMES, OFFLOAD_WORDS, RECOMPUTE_WORDS, RESHARD_WORDS
+from trueshard.options import FIELDS, NAMES
 
 Nproc = Annotated[
     int | None, typer.Option("--nproc", help="Processes to start on this machine.", metavar="N", show_default=False)
 ]
-Units = Annotated[list[str] | None, typer.Option(help="What is gathered together; repeatable.", metavar="NAME")]
-ReshardAfterForward = Annotated[
-    str, typer.Option(help=f"{', '.join(RESHARD_WORDS)}, a number of ranks, or auto.", metavar="WORD")
-]
-ActivationCheckpointing = Annotated[str, typer.Option(help=f"{', '.join(RECOMPUTE_WORDS)}, or auto.", metavar="WORD")]
-Compile = Annotated[bool, typer.Option("--compile", help="Every block is compiled.")]
-Offload = Annotated[str, typer.Option(help=f"{' or '.join(OFFLOAD_WORDS)}.", metavar="WORD")]
-Tensor = Annotated[int, typer.Option(help="Ranks that share each matrix.", metavar="N", min=1)]
-Context = Annotated[int, typer.Option(help="Ranks that share each sequence.", metavar="N", min=1)]
-Experts = Annotated[int, typer.Option(help="Ranks that share the experts of each layer.", metavar="N", min=1)]
-Exact = Annotated[bool, typer.Option("--exact", help="The same bits at any number of ranks.")]
 Optimizer = Annotated[str | None, typer.Option(help="adamw, sgd, muon, or a class.", metavar="NAME")]
 Tokens = Annotated[
     int | None, typer.Option("--sequence", help="Tokens of a sample.", metavar="N", min=1, show_default=False)

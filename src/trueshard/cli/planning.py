@@ -1,36 +1,29 @@
-"""`trueshard plan`."""
+"""`trueshard plan`, and `plan diff`, `plan calibrate` and `plan rehearse`."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
+import importlib
+import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trueshard.cli.options import (
-    ActivationCheckpointing,
-    Compile,
-    Exact,
-    Experts,
-    Json,
-    Optimizer,
-    Overrides,
-    PlanFile,
-    ReshardAfterForward,
-    Tensor,
-    Tokens,
-    Units,
-)
+from trueshard.cli.options import Json, Optimizer, Overrides, PlanFile, Tokens, takes_options
 from trueshard.errors import UserError, refused
 from trueshard.files import replace_text
-from trueshard.options import Options, reshard_word
 from trueshard.planner.inputs import architectures
 from trueshard.plans import dtype_name
+
+if TYPE_CHECKING:
+    from trueshard.planner.planning import Request
+    from trueshard.planner.workload import Study
 
 
 def _count(what: str) -> Any:
@@ -41,7 +34,7 @@ def _dtype(what: str) -> Any:
     return typer.Option(help=f"{what}: bf16, fp16 or fp32.", metavar="DTYPE", show_default=False)
 
 
-def _known() -> str:
+def _listed() -> str:
     """Return the names of known architectures; "" without the package that reads their table."""
     try:
         return f" Known architectures: {architectures.listed()}."
@@ -55,26 +48,33 @@ _MODEL = (
 )
 
 
-def plan(
-    context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(help=_MODEL + _known(), metavar="MODEL"),
-    ] = "",
-    of: Annotated[
-        str, typer.Argument(help="With --for: the model, where CONFIG names none.", metavar="OF", show_default=False)
-    ] = "",
+@takes_options(("mixed_precision", "offload", "memory"), reshard_after_forward="auto", activation_checkpointing="auto")
+def _request(
+    *,
+    model: Annotated[str, typer.Argument(help=_MODEL + _listed(), metavar="MODEL")] = "",
     hardware: Annotated[str, typer.Option(help="A device of the catalogue, or a TOML file.", metavar="NAME")] = "h100",
     ranks: Annotated[int, typer.Option(help="Processes, one a device.", metavar="N", min=1)] = 8,
     ranks_per_node: Annotated[int | None, _count("Devices of a node.")] = None,
     replicate: Annotated[int | None, _count("Whole copies of the model, each over a part of the ranks.")] = None,
-    tensor: Tensor = 1,
+    sequence: Tokens = None,
+    microbatch: Annotated[int | None, _count("Samples of a rank in one forward.")] = None,
+    accumulation: Annotated[int | None, _count("Microbatches a step.")] = None,
+    global_batch: Annotated[int | None, _count("Samples of all ranks in a step.")] = None,
+    param_dtype: Annotated[str | None, _dtype("What units compute in")] = None,
+    reduce_dtype: Annotated[str | None, _dtype("What gradients are reduced in")] = None,
+    storage_dtype: Annotated[str | None, _dtype("What parameters are stored in")] = None,
+    optimizer: Optimizer = None,
+    memory: Annotated[
+        str | None, typer.Option(help="What torch may reserve on a rank, such as 70GiB.", metavar="SIZE")
+    ] = None,
+    offload: Annotated[
+        str | None, typer.Option(help="none, cpu, or auto (left out: if nothing else fits).", metavar="WORD")
+    ] = None,
+    options: dict[str, Any],
     sequence_parallel: Annotated[
         bool,
         typer.Option("--sequence-parallel", help="With --tensor: cut what lies between matrices by tokens."),
     ] = False,
-    shared: Annotated[int, typer.Option("--context", help="Ranks that share each sequence.", metavar="N", min=1)] = 1,
-    experts: Experts = 1,
     pipeline: Annotated[
         int, typer.Option(help="Stages of a pipeline, of --accumulation microbatches.", metavar="N", min=1)
     ] = 1,
@@ -88,34 +88,69 @@ def plan(
     imbalance: Annotated[
         float, typer.Option(help="Tokens of the busiest rank's experts over their mean.", metavar="FACTOR", min=1.0)
     ] = 1.0,
-    exact: Exact = False,
-    sequence: Tokens = None,
-    microbatch: Annotated[int | None, _count("Samples of a rank in one forward.")] = None,
-    accumulation: Annotated[int | None, _count("Microbatches a step.")] = None,
-    global_batch: Annotated[int | None, _count("Samples of all ranks in a step.")] = None,
-    param_dtype: Annotated[str | None, _dtype("What units compute in")] = None,
-    reduce_dtype: Annotated[str | None, _dtype("What gradients are reduced in")] = None,
-    storage_dtype: Annotated[str | None, _dtype("What parameters are stored in")] = None,
-    matmul: Annotated[
-        str | None,
-        typer.Option(
-            help="Forecast linear layers in float8, float8-rowwise or mxfp8; shard() does not do that.",
-            metavar="RECIPE",
-            show_default=False,
-        ),
-    ] = None,
-    optimizer: Optimizer = None,
-    units: Units = None,
-    reshard_after_forward: ReshardAfterForward = "auto",
-    activation_checkpointing: ActivationCheckpointing = "auto",
-    offload: Annotated[
-        str | None, typer.Option(help="none, cpu, or auto (left out: if nothing else fits).", metavar="WORD")
-    ] = None,
-    compiled: Compile = Options.compile,
-    memory: Annotated[
-        str | None, typer.Option(help="What torch may reserve on a rank, such as 70GiB.", metavar="SIZE")
-    ] = None,
-    given: PlanFile = None,
+    plan_file: PlanFile = None,
+) -> Any:
+    """Return the options that planning and rehearsing take as a `Request`."""
+    from trueshard.planner.planning import Request, read_plan
+
+    if not model:
+        raise UserError("plan needs a MODEL, such as llama-3-70b, a folder with a config.json, or file.py:factory")
+    if sequence_parallel:
+        options["tensor"] = {"ranks": options["tensor"], "sequence": True}
+    return Request(
+        model=model,
+        hardware=hardware,
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        replicate=replicate,
+        sequence=sequence,
+        microbatch=microbatch,
+        accumulation=accumulation,
+        global_batch=global_batch,
+        mixed_precision=_precision(param_dtype, reduce_dtype) or "auto",
+        storage_dtype=storage_dtype,
+        optimizer=optimizer,
+        memory=memory,
+        offload=offload,
+        pipeline=pipeline,
+        schedule=schedule,
+        virtual=virtual,
+        axes=axes,
+        imbalance=imbalance,
+        plan=None if plan_file is None else read_plan(plan_file),
+        **options,
+    )
+
+
+def _takes_request(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, whose first parameter is a function that makes the request, the options of `_request`, too."""
+    theirs = inspect.signature(_request).parameters
+    _, *others = inspect.signature(command, eval_str=True).parameters.values()
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        request = functools.partial(_request, **{name: values[name] for name in theirs})
+        command(request, **{parameter.name: values[parameter.name] for parameter in others})
+
+    parameters = [*theirs.values(), *(parameter for parameter in others if parameter.name not in theirs)]
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # typer reads it
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+Out = Annotated[Path | None, typer.Option(help="Write the plan, for shard(plan=...).", metavar="FILE")]
+Html = Annotated[Path | None, typer.Option(help="Write a page with memory and time line.", metavar="FILE")]
+
+
+@_takes_request
+def plan(
+    request: Callable[[], Any],
+    typed: typer.Context,
+    model: str,
+    of: Annotated[
+        str, typer.Argument(help="With --for: the model, where CONFIG names none.", metavar="OF", show_default=False)
+    ] = "",
     framework: Annotated[
         str | None,
         typer.Option(
@@ -125,138 +160,160 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    diff: Annotated[
-        tuple[Path, Path] | None, typer.Option(help="Say how two plans differ.", metavar="A B", show_default=False)
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the plan, for shard(plan=...).", metavar="FILE")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with memory and time line.", metavar="FILE")] = None,
+    out: Out = None,
+    html: Html = None,
     sliders: Annotated[
         bool,
         typer.Option(
             "--sliders", help="With --html: the same plan at other ranks, lengths, microbatches.", show_default=False
         ),
     ] = False,
-    rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="Run rank 0 on this machine's GPU, and compare.", show_default=False)
-    ] = False,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(help="Measure this machine's device, and write a file for --hardware.", metavar="FILE.toml"),
-    ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
     """Say what training a model costs on a cluster, and choose how to shard it. Needs neither GPUs nor weights.
 
-    A training configuration has its own batch, optimizer and sharding: change them by --set.
+    A training configuration has its own batch, optimizer and sharding: change them by --set. `plan diff`, `plan
+    calibrate` and `plan rehearse` are commands of their own.
     """
-    with refused(), _status("Starting the planner"), _importing():
-        from trueshard.planner.planning import Request, check_writable, read_plan
-        from trueshard.planner.report import compare
-
-        if diff is None and model and not model.endswith(".toml"):
-            from trueshard.planner.choose_plan import solve, space_of
-
-            if rehearse:
-                from trueshard.planner.simulation import rehearse as rehearsing
+    is_model = framework is None and not model.endswith(".toml")
+    with refused(), _starting():
+        importlib.import_module(f"trueshard.planner.{'choose_plan' if model and is_model else 'planning'}")
     with refused():
-        if diff is not None:
-            plans = [read_plan(path) for path in diff]
-            if html is not None:
-                from trueshard.planner.report import compare_page
-
-                check_writable(html)
-                names = [path.stem if len({each.stem for each in diff}) > 1 else str(path) for path in diff]
-                replace_text(html, compare_page.page(list(zip(names, plans, strict=True))))
-            print(compare.diff(*plans))
-            return
-        if calibrate is not None:
-            given_hardware = context.get_parameter_source("hardware")
-            _calibrate(calibrate, hardware if given_hardware and given_hardware.name == "COMMANDLINE" else None)
-            return
         if sliders and html is None:
             raise UserError("--sliders needs --html FILE, the page that they are on")
-        if not model:
-            raise UserError("plan needs a MODEL, such as llama-3-70b, a folder with a config.json, or file.py:factory")
-        for file in (out, html):
-            if file is not None:
-                check_writable(file)
-        if framework is not None:
-            _show_advice(context, framework, Path(model), of)
-            return
-        if of:
+        if of and framework is None:
             raise UserError(f"{of}: a second model goes with --for alone; leave it out")
-        if model.endswith(".toml"):
-            _show(_plan_of_training(context, Path(model), overrides or []), out, html, as_json)
-            return
-        if overrides:
+        if overrides and is_model:
             raise UserError("--set changes a training configuration, and MODEL is none; give the option itself")
-        request = Request(
-            model=model,
-            hardware=hardware,
-            ranks=ranks,
-            memory=memory,
-            ranks_per_node=ranks_per_node,
-            replicate=replicate,
-            sequence=sequence,
-            microbatch=microbatch,
-            accumulation=accumulation,
-            global_batch=global_batch,
-            optimizer=optimizer,
-            storage_dtype=storage_dtype,
-            matmul=matmul,
-            units=units or Options.units,
-            reshard_after_forward=reshard_word(reshard_after_forward),
-            activation_checkpointing=activation_checkpointing,
-            mixed_precision=_precision(param_dtype, reduce_dtype) or "auto",
-            compile=compiled,
-            offload=offload,
-            tensor={"ranks": tensor, "sequence": True} if sequence_parallel else tensor,
-            context=shared,
-            experts=experts,
-            pipeline=pipeline,
-            schedule=schedule,
-            virtual=virtual,
-            axes=axes,
-            imbalance=imbalance,
-            exact=exact,
-            plan=None if given is None else read_plan(given),
+        _check_writable(out, html)
+        if framework is not None:
+            _show_advice(typed, framework, of)
+        elif is_model:
+            study, points = _best(request(), sliders)
+            _show(study, out, html, as_json, points=points)
+        else:
+            _show(_study_of_training(typed, overrides or []), out, html, as_json)
+
+
+@_takes_request
+def rehearse(request: Callable[[], Any], model: str, out: Out = None, html: Html = None, as_json: Json = False) -> None:
+    """Plan as `plan` does, then run rank 0 of the plan on this machine's GPU, and compare."""
+    with refused(), _starting():
+        from trueshard.planner.choose_plan import space_of
+        from trueshard.planner.simulation import rehearse as rehearsing
+    with refused():
+        if model.endswith(".toml"):
+            raise UserError(f"plan rehearse takes a model alone, and no training configuration: {model}")
+        _check_writable(out, html)
+        rehearsing.require_gpu()
+        job = request()
+        study, _ = _best(job, sliders=False)
+        space, _ = space_of(job)
+        rehearsal = rehearsing.rehearse(rehearsing.job_of(study, space.workload), space.hardware)
+        _show(study, out, html, as_json, rehearsal)
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(help="A plan, JSON.", metavar="A")],
+    second: Annotated[Path, typer.Argument(help="Another.", metavar="B")],
+    html: Annotated[Path | None, typer.Option(help="Write both plans side by side on a page.", metavar="FILE")] = None,
+) -> None:
+    """Say how two plans differ."""
+    with refused():
+        from trueshard.planner.planning import read_plan
+        from trueshard.planner.report import compare, compare_page
+
+        plans = [read_plan(path) for path in (first, second)]
+        _check_writable(html)
+        if html is not None:
+            names = [str(path) if first.stem == second.stem else path.stem for path in (first, second)]
+            replace_text(html, compare_page.page(list(zip(names, plans, strict=True))))
+        print(compare.diff(*plans))
+
+
+def calibrate(
+    file: Annotated[Path, typer.Argument(help="The hardware file to write.", metavar="FILE.toml")],
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="The device of the catalogue that this one resembles.", metavar="NAME", show_default=False),
+    ] = None,
+) -> None:
+    """Measure this machine's device, in about a minute on a GPU, and write a file for --hardware."""
+    with refused():
+        from trueshard.planner.calibrate import calibrate_here
+
+        if file.suffix != ".toml":
+            raise UserError(f"plan calibrate writes TOML: call the file {file.with_suffix('.toml')}")
+        _check_writable(file)
+        with _status("measuring") as status:
+            calibration = calibrate_here(hardware, status.update)
+        replace_text(file, calibration.toml())
+        print(calibration)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "plan": plan,
+    "plan diff": diff,
+    "plan calibrate": calibrate,
+    "plan rehearse": rehearse,
+}
+"""The commands of this file by name. A name of two words is one argument to typer, see `joined`."""
+
+
+def joined(arguments: list[str]) -> list[str]:
+    """Return the arguments of the command line with the two words of a command such as ``plan diff`` as one.
+
+    Raises UserError where the second word is the name of a file or folder here, too: it may be meant as the MODEL.
+    """
+    command = " ".join(arguments[:2])
+    if len(arguments) < 2 or command not in COMMANDS:
+        return arguments
+    word = arguments[1]
+    if Path(word).exists():
+        raise UserError(
+            f"{command}: {word} is a command, and here it is a {'folder' if Path(word).is_dir() else 'file'}, too; "
+            f"write ./{word} for the model, or go to another folder for the command"
         )
-        if axes or sliders:
-            gc.unfreeze()  # several searches: what each leaves behind is collected
-        with _status(f"Building {model} on fake tensors") as status:
-            if rehearse:
-                rehearsing.require_gpu()
-            found = solve(request, status.update, workers=None)
-            points = None
-            if sliders:
-                from trueshard.planner.grid import grid
-
-                points = grid(request, found, status.update)
-        rehearsal = None
-        if rehearse:
-            space, _ = space_of(request)
-            rehearsal = rehearsing.rehearse(rehearsing.job_of(found, space.workload), space.hardware)
-        _show(found, out, html, as_json, rehearsal, points)
+    return [command, *arguments[2:]]
 
 
-def _calibrate(file: Path, base: str | None) -> None:
-    """Measure this machine's device, and write the file; ``base``: the device of the catalogue that it resembles."""
-    import torch
+def _best(request: Request, sliders: bool) -> tuple[Study, dict[str, Any] | None]:
+    """Return the study of the best plan, or of the one that the request has, and the points of the sliders."""
+    from trueshard.planner.choose_plan import solve
+    from trueshard.planner.grid import grid
 
-    from trueshard.planner.calibrate import calibrate
-    from trueshard.planner.hardware import hardware, hardware_here
+    if request.axes or sliders:
+        gc.unfreeze()  # several searches: what each leaves behind is collected
+    with _status(f"Building {request.model} on fake tensors") as status:
+        study = solve(request, status.update, workers=None)
+        return study, grid(request, study, status.update) if sliders else None
+
+
+def _show(
+    study: Study, out: Path | None, html: Path | None, as_json: bool, rehearsal: Any = None, points: Any = None
+) -> None:
+    """Print a study, and write its files."""
+    from trueshard.planner.report import page, report
+
+    if out is not None:
+        replace_text(out, study.plan.to_json() + "\n")
+    if html is not None:
+        replace_text(html, page.page(study, points))
+    if as_json:
+        more = {} if rehearsal is None else {"rehearsal": dataclasses.asdict(rehearsal)}
+        print(json.dumps(report.as_json(study) | more, indent=2))
+    else:
+        print(report.text(study), *([] if rehearsal is None else ["", rehearsal]), sep="\n")
+
+
+def _check_writable(*files: Path | None) -> None:
+    """Raise ValueError, before anything is worked out, if no file can be made where one is to be written."""
     from trueshard.planner.planning import check_writable
 
-    if file.suffix != ".toml":
-        raise UserError(f"--calibrate writes TOML: call the file {file.with_suffix('.toml')}")
-    check_writable(file)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    known = hardware_here(device) if base is None else hardware(base)
-    with _status("measuring") as status:
-        found = calibrate(device, known, status.update)
-    replace_text(file, found.toml())
-    print(found)
+    for file in files:
+        if file is not None:
+            check_writable(file)
 
 
 def _status(line: str) -> Any:
@@ -267,15 +324,18 @@ def _status(line: str) -> Any:
 
 
 @contextlib.contextmanager
-def _importing() -> Iterator[None]:
+def _starting() -> Iterator[None]:
     """Collect no garbage while modules are imported, and none of them later: they leave hardly any, and are many."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
+    with _status("Starting the planner"):
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.freeze()
+            gc.enable()
 
+
+# Configurations, of other frameworks and for training
 
 _OF_OTHERS = ("hardware", "ranks", "ranks_per_node", "sequence", "microbatch", "memory", "optimizer")
 """Options of `plan` that go with another framework's configuration, in the place of what it says."""
@@ -283,16 +343,17 @@ _OF_TRAINING = ("model", "hardware", "ranks", "ranks_per_node", "overrides", "ou
 """Parameters of `plan` that go with a training configuration."""
 
 
-def _show_advice(context: typer.Context, framework: str, path: Path, model: str) -> None:
+def _show_advice(typed: typer.Context, framework: str, model: str) -> None:
     """Print forecasts of another framework's configuration, as it is and at best; write the best plan's files."""
     from trueshard.convert.planning import advise
     from trueshard.planner.report import page
 
-    params = context.params
-    _refuse_others(context, (*_OF_OTHERS, "model", "of", "framework", "out", "html", "as_json"), f"--for {framework}")
-    given = {key: params[key] for key in _OF_OTHERS if _is_given(context, key)}
+    params = typed.params
+    _refuse_others(typed, (*_OF_OTHERS, "model", "of", "framework", "out", "html", "as_json"), f"--for {framework}")
+    instead = {name: params[name] for name in _OF_OTHERS if _is_typed(typed, name)}
+    path = Path(params["model"])
     with _status(f"Building {path} on fake tensors") as status:
-        advice = advise(path, framework, model, progress=status.update, **{"ranks": None, **given})
+        advice = advise(path, framework, model, progress=status.update, **{"ranks": None, **instead})
     if params["out"] is not None:
         replace_text(params["out"], advice.best.plan.to_json() + "\n")
     if params["html"] is not None:
@@ -300,51 +361,36 @@ def _show_advice(context: typer.Context, framework: str, path: Path, model: str)
     print(json.dumps(advice.as_json(), indent=2) if params["as_json"] else advice)
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
+def _is_typed(typed: typer.Context, name: str) -> bool:
+    """True if a parameter has its value from the command line, and not by default."""
+    source = typed.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _refuse_others(context: typer.Context, known: tuple[str, ...], what: str) -> None:
-    """Raise UserError for an option on the command line that is none of the parameters ``known``."""
-    for parameter in context.command.params:
-        if parameter.name not in known and _is_given(context, parameter.name or ""):
+def _refuse_others(typed: typer.Context, allowed: tuple[str, ...], what: str) -> None:
+    """Raise UserError for an option on the command line that is not among the parameters ``allowed``."""
+    for parameter in typed.command.params:
+        if parameter.name not in allowed and _is_typed(typed, parameter.name or ""):
             raise UserError(f"{parameter.opts[0]} does not go with {what}, which says it")
 
 
-def _plan_of_training(context: typer.Context, path: Path, overrides: list[str]) -> Any:
+def _study_of_training(typed: typer.Context, overrides: list[str]) -> Study:
     """Return the study of a training configuration, with the options that go with it."""
     from trueshard.train.parse import load_config
     from trueshard.train.run.forecast import plan as planned
 
-    given = context.params
-    if given["sliders"]:
+    params = typed.params
+    if params["sliders"]:
         raise UserError(
             "--sliders plans a model alone at other ranks, lengths and microbatches; of a training configuration, plan "
             "each with --ranks and --set"
         )
     try:
-        _refuse_others(context, _OF_TRAINING, "a training configuration")
+        _refuse_others(typed, _OF_TRAINING, "a training configuration")
     except UserError as error:
         raise UserError(f"{error}; use --set") from None
-    return planned(load_config(path, overrides), given["hardware"], given["ranks"], given["ranks_per_node"])
-
-
-def _show(
-    found: Any, out: Path | None, html: Path | None, as_json: bool, rehearsal: Any = None, points: Any = None
-) -> None:
-    """Print a study, and write its files."""
-    from trueshard.planner.report import page, report
-
-    if out is not None:
-        replace_text(out, found.plan.to_json() + "\n")
-    if html is not None:
-        replace_text(html, page.page(found, points))
-    if as_json:
-        more = {} if rehearsal is None else {"rehearsal": dataclasses.asdict(rehearsal)}
-        print(json.dumps(report.as_json(found) | more, indent=2))
-    else:
-        print(report.text(found), *([] if rehearsal is None else ["", rehearsal]), sep="\n")
+    config = load_config(Path(params["model"]), overrides)
+    return planned(config, params["hardware"], params["ranks"], params["ranks_per_node"])
 
 
 def _precision(param: str | None, reduce: str | None) -> Any:
@@ -352,6 +398,6 @@ def _precision(param: str | None, reduce: str | None) -> Any:
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    given = [("param_dtype", param), ("reduce_dtype", reduce)]
-    words = {key: dtype_name(key.replace("_", "-"), word) for key, word in given if word is not None}
+    typed = [("param_dtype", param), ("reduce_dtype", reduce)]
+    words = {key: dtype_name(key.replace("_", "-"), word) for key, word in typed if word is not None}
     return MixedPrecisionPolicy(**{key: getattr(torch, word) for key, word in words.items()}) if words else None

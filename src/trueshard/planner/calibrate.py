@@ -1,4 +1,4 @@
-"""Measure the device at hand, for a hardware file of its own: ``trueshard plan --calibrate FILE``.
+"""Measure the device at hand, for a hardware file of its own: ``trueshard plan calibrate FILE``.
 
 Rates are those of sustained work, since a device's clock falls under load, on random values, since zeros take less
 power. What one device cannot show (links, network, the host's memory) is that of a device of the catalogue.
@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from trueshard.options import Options
-from trueshard.planner.hardware import Hardware, hardware
+from trueshard.planner.hardware import Hardware, hardware, hardware_here
 from trueshard.planner.simulation.rehearse import STEPS, ready, seconds_alone, world
 from trueshard.planner.simulation.simulate import simulate
 from trueshard.planner.trace import Communication
@@ -78,7 +78,7 @@ class Calibration:
     def toml(self) -> str:
         """Return the hardware file, which names the catalogue's device as its base."""
         source = (
-            f"measured with torch {torch.__version__} by `trueshard plan --calibrate`; what does not stand here is "
+            f"measured with torch {torch.__version__} by `trueshard plan calibrate`; what does not stand here is "
             f"that of {self.base.name} in the catalogue"
         )
         lines = [f'base = "{self.base.name}"', f'title = "{self.device}"', f'source = "{source}"']
@@ -87,6 +87,12 @@ class Calibration:
             shown = f"{{ {', '.join(f'{name} = {each!r}' for name, each in inner)} }}" if inner else repr(value)
             lines.append(f"{key} = {shown}")
         return "\n".join(lines) + "\n"
+
+
+def calibrate_here(base: str | None, tell: Callable[[str], object] = lambda line: None) -> Calibration:
+    """Measure this machine's device; ``base``: the device of the catalogue that it resembles, None: by its name."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return calibrate(device, hardware_here(device) if base is None else hardware(base), tell)
 
 
 def calibrate(

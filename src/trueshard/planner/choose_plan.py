@@ -19,7 +19,6 @@ from trueshard.options import DEFAULTS, Options, is_free
 from trueshard.planner import pipelining, process
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.inputs.workloads import is_size, workload_of
-from trueshard.planner.low_precision import recipe_of
 from trueshard.planner.planning import Request
 from trueshard.planner.search import axes
 from trueshard.planner.search.evaluator import Simulations
@@ -136,8 +135,6 @@ def _over(model: nn.Module, optimizer: torch.optim.Optimizer, name_of: Mapping[i
 def space_of(request: Request) -> tuple[Space, bool]:
     """Return the plans that are asked for, and whether there is anything to choose."""
     device, choices, own = request.device(), request.choices(), request.optimizer
-    if request.matmul is not None:
-        recipe_of(request.matmul, device)
     workload = workload_of(
         request.model,
         sequence=request.sequence,
@@ -171,7 +168,6 @@ def space_of(request: Request) -> tuple[Space, bool]:
         global_batch=request.global_batch,
         optimizer="adamw" if own is None else own if isinstance(own, str) else "own",
         imbalance=request.imbalance,
-        matmul=request.matmul,
         pipe=request.pipe(),
     )
     return space, is_open

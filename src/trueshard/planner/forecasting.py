@@ -12,7 +12,6 @@ from trueshard.axes import AXES, FOLDED, SHARED
 from trueshard.planner import ledger
 from trueshard.planner.hardware import Hardware, Mode
 from trueshard.planner.inputs.batches import quietly
-from trueshard.planner.low_precision import cast, recipe_of
 from trueshard.planner.reserve import replay
 from trueshard.planner.simulation.simulate import Simulation, Simulator
 from trueshard.planner.timeline import Timeline, schedule
@@ -104,7 +103,7 @@ def study_job(job: Job, cluster: Cluster, budget: int | None = None, simulator: 
     sums = sums_of(made.steady, line)
     if (more := job.accumulation - MICROBATCHES) > 0:
         less = _without_second_microbatch(made.steady)
-        shorter = _line(job, cluster, made.plan, less)
+        shorter = _line(cluster, made.plan, less)
         sums = extended(sums, sums_of(less, shorter), more)
     forecast = forecast_of(job, cluster, budget, made, sums)
     plan = dataclasses.replace(made.plan, forecast=forecast)
@@ -130,13 +129,12 @@ def simulated(job: Job, cluster: Cluster, simulator: Simulator | None = None) ->
     for trace in (made.first, made.steady, made.score):
         if trace is not None:
             trace.resident += _beside(job, trace)
-    made = in_precision(made, job.matmul, cluster.hardware)
-    return made, _line(job, cluster, made.plan, made.steady)
+    return made, _line(cluster, made.plan, made.steady)
 
 
-def _line(job: Job, cluster: Cluster, plan: Plan, trace: Trace) -> Timeline:
+def _line(cluster: Cluster, plan: Plan, trace: Trace) -> Timeline:
     mode: Mode = "compile" if plan.compile else "eager"
-    return schedule(trace, cluster.hardware, cluster.ranks_per_node, mode, async_tensor=job.async_tensor)
+    return schedule(trace, cluster.hardware, cluster.ranks_per_node, mode)
 
 
 def forecast_of(job: Job, cluster: Cluster, budget: int, made: Simulation, sums: Mapping[str, Any]) -> Forecast:
@@ -174,20 +172,6 @@ def forecast_of(job: Job, cluster: Cluster, budget: int, made: Simulation, sums:
 def peak_of(made: Simulation) -> ledger.Peak:
     """Return the larger peak of the first and of a later step."""
     return max((ledger.peak(made.first), ledger.peak(made.steady)), key=lambda peak: peak.bytes)
-
-
-def in_precision(made: Simulation, matmul: str | None, hardware: Hardware) -> Simulation:
-    """Return a simulation with the blocks' linear layers in a recipe of ``low_precision``; None: as it is.
-
-    Raises:
-        ValueError: the recipe is unknown, or the device has no such products.
-    """
-    if matmul is None:
-        return made
-    recipe = recipe_of(matmul, hardware)
-    first, steady = (cast(each, made.plan, recipe) for each in (made.first, made.steady))
-    score = made.score and cast(made.score, made.plan, recipe)
-    return dataclasses.replace(made, first=first, steady=steady, score=score)
 
 
 def _beside(job: Job, trace: Trace) -> list[Allocation]:
@@ -263,11 +247,6 @@ def assumptions_of(job: Job, made: Simulation) -> tuple[str, ...]:
     if made.plan.experts > 1:
         more = "as many tokens as to any other" if job.imbalance == 1 else f"{job.imbalance:g} times the mean of tokens"
         said.append(f"To the experts of this rank go {more} (imbalance).")
-    if job.matmul is not None:
-        said.append(
-            f"Linear layers of blocks multiply in {job.matmul} (matmul), as torchao's recipe does; shard() does not do "
-            "that, and MFU is that of the compute dtype."
-        )
     if made.whole_because:
         said.append(f"Every block was simulated, since blocks could not be extended: {made.whole_because}.")
     if job.accumulation > MICROBATCHES:

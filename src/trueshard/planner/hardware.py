@@ -63,8 +63,6 @@ class Efficiency:
     """Additional host time to gather or reduce a unit's parameters."""
     kernel_seconds: Seconds
     """Shortest time that an operation occupies the device."""
-    low_precision: Share = 0.85
-    """Share of what ``matmul`` reaches, in products of 8 bits or fewer."""
 
 
 @dataclass(frozen=True, config=_STRICT)

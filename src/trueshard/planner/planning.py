@@ -60,9 +60,6 @@ class Request(Options):
     """(name, bytes) of what lies on every rank beside; None bytes: another model that is sharded alike."""
     storage_dtype: str | None = None
     """Dtype in which parameters are stored; None: as made, float32 for a configuration."""
-    matmul: str | None = None
-    """Products of the blocks' linear layers: ``"float8"``, ``"float8-rowwise"`` or ``"mxfp8"``, torchao's
-    recipes; None: in the compute dtype. For a forecast alone: ``shard()`` does not do that."""
     reshard_after_forward: Reshard = "auto"
     activation_checkpointing: Recomputation = "auto"
     mixed_precision: Precision = "auto"

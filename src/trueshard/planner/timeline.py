@@ -37,7 +37,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trueshard.planner.async_tensor import exposed_seconds
 from trueshard.planner.hardware import Hardware, Mode
 from trueshard.planner.trace import Allocation, Communication, Event, Free, HostCopy, Kernel, Phase, Stream, Trace
 
@@ -94,9 +93,7 @@ class Timeline:
     gaps: list[Gap] = field(default_factory=list)
 
 
-def schedule(
-    trace: Trace, hardware: Hardware, ranks_per_node: int, mode: Mode = "eager", *, async_tensor: bool = False
-) -> Timeline:
+def schedule(trace: Trace, hardware: Hardware, ranks_per_node: int, mode: Mode = "eager") -> Timeline:
     """Schedule the events of one rank's step; all ranks are assumed to be alike.
 
     Args:
@@ -104,38 +101,25 @@ def schedule(
         hardware: device with its links.
         ranks_per_node: neighbouring global ranks that share a node.
         mode: of the units, eager or compiled.
-        async_tensor: products hide collectives of the tensor axis, see ``async_tensor``.
 
     Raises:
         ValueError: ``ranks_per_node`` is not positive.
     """
     if ranks_per_node < 1:
         raise ValueError(f"ranks_per_node={ranks_per_node} must be 1 or more")
-    return _Scheduler(trace, hardware, ranks_per_node, mode, async_tensor).run()
+    return _Scheduler(trace, hardware, ranks_per_node, mode).run()
 
 
 class _Scheduler:
     """Clocks of host and streams while events are scheduled; all in seconds since the step began."""
 
-    def __init__(
-        self, trace: Trace, hardware: Hardware, ranks_per_node: int, mode: Mode, async_tensor: bool = False
-    ) -> None:
+    def __init__(self, trace: Trace, hardware: Hardware, ranks_per_node: int, mode: Mode) -> None:
         self.events = trace.events
         self.hardware = hardware
         self.ranks_per_node = ranks_per_node
         self.launch = hardware.efficiency(mode).launch_seconds
         self.launch_collective = self.launch + hardware.efficiency(mode).collective_seconds
         self.times = all_seconds(trace.events, hardware, mode)
-        self.fused: dict[int, float] = {}
-        """Seconds of collectives of the tensor axis that products do not hide."""
-        if async_tensor:
-            on_axis = {
-                i: communication_seconds(event, hardware, ranks_per_node)
-                for i, event in enumerate(trace.events)
-                if type(event) is Communication and event.axis == "tensor"
-            }
-            rate = hardware.memory_bandwidth * hardware.efficiency(mode).memory
-            self.fused = exposed_seconds(trace.events, self.times, on_axis, rate)
         self.line = Timeline()
         self.host = 0.0
         self.compute = 0.0
@@ -216,9 +200,7 @@ class _Scheduler:
 
     def _communication(self, i: int, event: Communication) -> None:
         self.host += self.launch if event.stream == "compute" else self.launch_collective
-        seconds = self.fused.get(i)
-        if seconds is None:
-            seconds = communication_seconds(event, self.hardware, self.ranks_per_node)
+        seconds = communication_seconds(event, self.hardware, self.ranks_per_node)
         self.nodes = max(self.nodes, spread(event, self.ranks_per_node)[1])
         group = (event.axis, event.ranks, event.stride)
         wait = max([self.queues.get(group, 0.0), *(self.done.get(position, 0.0) for position in event.after)])
@@ -314,6 +296,8 @@ def communication_seconds(communication: Communication, hardware: Hardware, rank
 
     ``ranks_per_node``: neighbouring global ranks that share a node.
     """
+    if communication.seconds is not None:
+        return communication.seconds
     if communication.ranks == 1 or communication.received == 0:
         return 0.0
     inside, nodes = spread(communication, ranks_per_node)
@@ -378,19 +362,17 @@ def operation_seconds(kernel: Kernel, hardware: Hardware, mode: Mode) -> float:
     """Return the seconds for which a kernel occupies the device, by itself.
 
     ``max(flops / (peak · share), bytes / (bandwidth · share))``, and at least ``kernel_seconds``. ``share`` is
-    ``matmul`` or ``attention`` for FLOPs and ``memory`` for bytes; of causal attention half the FLOPs count. What
-    casting its operands to lower precision moves comes before it.
+    ``matmul`` or ``attention`` for FLOPs and ``memory`` for bytes; of causal attention half the FLOPs count.
     """
+    if kernel.seconds is not None:
+        return kernel.seconds
     efficiency = hardware.efficiency(mode)
     moved = moved_bytes(kernel) / (hardware.memory_bandwidth * efficiency.memory)
     if kernel.flops == 0:
         return max(moved, efficiency.kernel_seconds)
     flops = kernel.flops / 2 if kernel.causal else kernel.flops
     share = efficiency.attention if "attention" in kernel.op else efficiency.matmul
-    share *= efficiency.low_precision if kernel.cast else 1.0
-    computed = flops / (hardware.peak(kernel.dtype) * share)
-    cast = kernel.cast / (hardware.memory_bandwidth * efficiency.memory)
-    return cast + max(computed, moved, efficiency.kernel_seconds)
+    return max(flops / (hardware.peak(kernel.dtype) * share), moved, efficiency.kernel_seconds)
 
 
 def moved_bytes(kernel: Kernel) -> int:

@@ -102,8 +102,8 @@ class Kernel:
     """Storages of its tensor arguments, in order; empty in a finished trace."""
     writes: tuple[int, ...] = ()
     """Storages of its results and of arguments written in place; empty in a finished trace."""
-    cast: int = 0
-    """Bytes that casting its operands to lower precision moves before it."""
+    seconds: float | None = None
+    """Duration that whoever rewrote the trace gave it; None: by what it computes and moves."""
 
 
 @dataclass(slots=True)
@@ -128,6 +128,8 @@ class Communication:
     """Positions of communications whose results it reads."""
     axis: str = "shard"
     """Axis of the mesh: ``"replicate"``, ``"shard"``, ``"context"``, ``"tensor"``, ``"experts"``, ``"pipeline"``."""
+    seconds: float | None = None
+    """As of a kernel."""
 
 
 @dataclass(slots=True)

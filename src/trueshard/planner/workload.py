@@ -69,10 +69,6 @@ class Job:
     """Microbatches that a stage of a pipeline runs forward before the first runs backward; 0: no pipeline."""
     on_cpu: bool = False
     """Train on CPUs: attention by the CPU's kernels, and offloaded shards in the one memory there is."""
-    matmul: str | None = None
-    """Recipe of ``low_precision`` for the products of the blocks' linear layers; None: in the compute dtype."""
-    async_tensor: bool = False
-    """Products hide collectives of the tensor axis, see ``async_tensor``; ``shard()`` does not do that."""
     recorder: Callable[[], Any] | None = None
     """Build the recorder of events; None: one that models no memory inside operators."""
 

@@ -45,8 +45,6 @@ class Space:
     optimizer: str
     imbalance: float = 1.0
     """As ``Job.imbalance``."""
-    matmul: str | None = None
-    """Recipe of ``low_precision``."""
     pipe: Pipeline = field(default_factory=Pipeline)
 
     def cluster(self, replicate: int) -> Cluster:
@@ -84,7 +82,6 @@ class Space:
             optimizer=self.optimizer,
             choices=self.choices,
             imbalance=self.imbalance,
-            matmul=self.matmul,
         )
 
 
