@@ -73,7 +73,7 @@ def raised_in(error: BaseException) -> tuple[str, bool]:
     while trace.tb_next is not None:
         trace = trace.tb_next
     code = trace.tb_frame.f_code
-    here = (each.opname for each in dis.get_instructions(code) if each.offset == trace.tb_lasti)
+    here = (instruction.opname for instruction in dis.get_instructions(code) if instruction.offset == trace.tb_lasti)
     return code.co_filename, next(here, "") == "RAISE_VARARGS"
 
 

@@ -138,7 +138,7 @@ def _wait(context: Any, received: list[int], limit: float | None, grace: float) 
         result = context.wait(timeout=0)
         if result is not None:
             # Elastic sends SIGTERM to those that are left when one fails.
-            codes = {rank: each.exitcode for rank, each in result.failures.items()}
+            codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
             own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
             return Ended(own or codes, received[0] if received else None)
         if time.monotonic() > deadline:
@@ -154,7 +154,7 @@ def _wait(context: Any, received: list[int], limit: float | None, grace: float) 
 
 
 def _running(context: Any) -> list[int]:
-    return [each.proc.pid for each in context.subprocess_handlers.values() if each.proc.poll() is None]
+    return [handler.proc.pid for handler in context.subprocess_handlers.values() if handler.proc.poll() is None]
 
 
 def _signal(context: Any, number: int) -> None:

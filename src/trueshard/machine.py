@@ -37,7 +37,7 @@ def memory_bytes() -> int:
 def memory_of_process(processes: int) -> int:
     """Return the bytes that one of ``processes`` may have: its part of the main memory, or its resource limit."""
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
-    return min([memory_bytes() // processes, *(each for each in limits if each != resource.RLIM_INFINITY)])
+    return min([memory_bytes() // processes, *(limit for limit in limits if limit != resource.RLIM_INFINITY)])
 
 
 def _limit(name: str) -> str:

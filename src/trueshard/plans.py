@@ -351,7 +351,7 @@ def _build(cls: type, data: Any, where: str) -> Any:
         raise ValueError(f"{where} must be an object, not {data!r}")
     if "modules" in data:
         data = {**data, "modules": tuple(_list(data, "modules"))}
-    known = {each.name for each in dataclasses.fields(cls)}
+    known = {field.name for field in dataclasses.fields(cls)}
     if unknown := sorted(set(data) - known):
         raise ValueError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
     try:

@@ -57,20 +57,20 @@ def report(nproc: int | None, limit: float, aloud: bool) -> Report:
         "extras": system.by_extra,
         "processes": lambda: processes.processes(torch, nproc, limit),
     }
-    console, found = Console(highlight=False, soft_wrap=True, quiet=not aloud), Report({})
+    console, result = Console(highlight=False, soft_wrap=True, quiet=not aloud), Report({})
     for title, look in looks.items():
-        section = found.sections.setdefault(title, [])
+        section = result.sections.setdefault(title, [])
         for finding in _findings(title, look):
             if not section:
-                console.print(Text(f"\n{title}" if len(found.sections) > 1 else title, style="bold"))
+                console.print(Text(f"\n{title}" if len(result.sections) > 1 else title, style="bold"))
             section.append(finding)
             remedy = f"; {finding.remedy}" if finding.remedy else ""
             mark = Text(f"  {finding.level:<8} ", style=STYLES[finding.level])
             console.print(mark + Text(f"{finding.name:<24} {finding.says}{remedy}", style=""))
-    level, sentence = found.conclusion()
+    level, sentence = result.conclusion()
     console.print()
     console.print(Text(sentence, style=STYLES[level]))
-    return found
+    return result
 
 
 def _findings(title: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:

@@ -381,16 +381,16 @@ class Trainer:
         path = None if self.checkpoints is None or self.step else self.checkpoints.latest()
         if path is None:
             return None
-        found = load(path, model=self.model, optimizer=self.optimizer)
-        self.load_state_dict(found["trainer"])
+        result = load(path, model=self.model, optimizer=self.optimizer)
+        self.load_state_dict(result["trainer"])
         self._saved_step = self.step
-        return found
+        return result
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values and tensors that a checkpoint holds besides model and optimizer."""
         callbacks: dict[str, list[Any]] = {}
-        for each in self.callbacks:
-            callbacks.setdefault(type(each).__name__, []).append(each.state_dict())
+        for callback in self.callbacks:
+            callbacks.setdefault(type(callback).__name__, []).append(callback.state_dict())
         counters = {key: getattr(self, key) for key in COUNTERS}
         return counters | {key: part.state_dict() for key, part in self._stateful()} | {"callbacks": callbacks}
 
@@ -402,9 +402,9 @@ class Trainer:
             if key in state:
                 part.load_state_dict(state[key])
         saved = {name: iter(states) for name, states in state["callbacks"].items()}
-        for each in self.callbacks:
-            if (own := next(saved.get(type(each).__name__, iter(())), None)) is not None:
-                each.load_state_dict(own)
+        for callback in self.callbacks:
+            if (own := next(saved.get(type(callback).__name__, iter(())), None)) is not None:
+                callback.load_state_dict(own)
 
     def _stateful(self) -> list[tuple[str, Any]]:
         parts = {"reader": self._reader, "scheduler": self.scheduler, "scaler": self.scaler}
@@ -446,5 +446,5 @@ class Trainer:
         return batch
 
     def _tell(self, event: str, *arguments: Any) -> None:
-        for each in self.callbacks:
-            getattr(each, event)(self, *arguments)
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *arguments)

@@ -220,7 +220,7 @@ def unequal_copies(model: nn.Module) -> tuple[int, list[str]]:
         if not isinstance(parameter, DTensor):
             continue
         mesh, local = parameter.device_mesh, _torch.local(parameter).detach()
-        alike = [d for d, each in enumerate(parameter.placements) if each.is_replicate() and mesh.size(d) > 1]
+        alike = [d for d, placement in enumerate(parameter.placements) if placement.is_replicate() and mesh.size(d) > 1]
         count += bool(alike)
         for dim in alike:
             digests: list[Any] = [None] * mesh.size(dim)
@@ -273,12 +273,12 @@ class Structure:
 def structure_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Structure:
     _, parameters, buffers = intent.capture(model, optimizers)
     held = (*parameters, *buffers)
-    name_of = {id(each.tensor): each.name for each in parameters}
+    name_of = {id(parameter.tensor): parameter.name for parameter in parameters}
     listed = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
     return Structure(
         names=(*listed, *(f"state_dict: {key}" for key in unwrap(model).state_dict(keep_vars=True))),
         dtypes={each.name: f"{each.tensor.dtype} {list(each.tensor.shape)}" for each in held},
-        trainability={each.name: each.tensor.requires_grad for each in parameters},
+        trainability={parameter.name: parameter.tensor.requires_grad for parameter in parameters},
         ties=tuple(tuple(each.names) for each in held if len(each.names) > 1),
         membership={
             f"{type(optimizer).__name__} {number}, group {place}": {
@@ -313,7 +313,7 @@ def differences(found: Structure, expected: Structure) -> dict[str, str]:
 def differences_on_disk(listing: Inspected, expected: Structure) -> list[str]:
     """Return how a checkpoint's listing differs in names, ties, dtypes and trainability, in words."""
     words = []
-    saved = {name: each for each in listing.tensors if each.key.startswith("model/") for name in each.names}
+    saved = {name: tensor for tensor in listing.tensors if tensor.key.startswith("model/") for name in tensor.names}
     for tie in expected.ties:
         entries = {saved[name].key for name in tie if name in saved}
         if len(entries) > 1:

@@ -187,7 +187,7 @@ def contract(
         *(
             point_of(
                 name,
-                [each for each in steps if each.kind == kind],
+                [step for step in steps if step.kind == kind],
                 "there are none",
                 rounding_alone=known.tolerances.rounding_alone(kind, setting["steps"]),
             )
@@ -228,8 +228,8 @@ def _bits(known: Reference, sharded: Any, restored: Any, setting: Mapping[str, A
 
 
 def _aspects(known: Reference, sharded: Mapping[str, Any]) -> list[ContractPoint]:
-    structure, found = known.structure, []
-    dtypes = {each.partition(" ")[0].removeprefix("torch.") for each in structure.dtypes.values()}
+    structure, result = known.structure, []
+    dtypes = {dtype.partition(" ")[0].removeprefix("torch.") for dtype in structure.dtypes.values()}
     counts = {
         "names": f"{len(structure.names)}, in order, after shard() and after the last step",
         "dtypes": ", ".join(sorted(dtypes)),
@@ -242,8 +242,8 @@ def _aspects(known: Reference, sharded: Mapping[str, Any]) -> list[ContractPoint
         wrong = list(sharded["computed in"]) if aspect == "dtypes" else []
         wrong += [f"after shard(): {first}"] if first else []
         wrong += [f"after the last step: {last}"] if last else []
-        found.append(_point(name, wrong, counts[aspect], step=0 if first else None))
-    return found
+        result.append(_point(name, wrong, counts[aspect], step=0 if first else None))
+    return result
 
 
 def _point(name: str, wrong: Sequence[str], held: str, step: int | None = None) -> ContractPoint:

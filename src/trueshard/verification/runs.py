@@ -159,11 +159,11 @@ def reference(case: Case, progress: Progress) -> Reference:
     measured = {(each.kind, each.step, each.name): each.relative for each in noise.found if not each.words}
     setting = {
         "name": subject.name,
-        "parameters": sum(each.numel() for each in again.model.parameters()),
-        "trainable": sum(each.numel() for each in again.model.parameters() if each.requires_grad),
-        "optimizers": [type(each).__name__ for each in again.optimizers],
+        "parameters": sum(parameter.numel() for parameter in again.model.parameters()),
+        "trainable": sum(parameter.numel() for parameter in again.model.parameters() if parameter.requires_grad),
+        "optimizers": [type(optimizer).__name__ for optimizer in again.optimizers],
     }
-    draws = any(DRAWS in group for each in again.optimizers for group in each.param_groups)
+    draws = any(DRAWS in group for optimizer in again.optimizers for group in optimizer.param_groups)
     said = ["The optimizer draws random numbers, and plain training would draw others: it is not compared."] * draws
     return Reference(
         setting=setting,
@@ -179,7 +179,7 @@ def reference(case: Case, progress: Progress) -> Reference:
 
 
 def _batch_norms(model: nn.Module) -> list[str]:
-    every = [each for each in model.modules() if isinstance(each, _torch.BatchNorm) and each.training]
+    every = [module for module in model.modules() if isinstance(module, _torch.BatchNorm) and module.training]
     if all(isinstance(each, nn.SyncBatchNorm) for each in every):
         return []
     return [
@@ -329,7 +329,7 @@ class CheckpointComparer(Comparer):
         known = self._known
         structures = (compare.structure_of(setup.model, setup.optimizers), known.structure)
         return loaded, compare.differences(
-            *(compare.without_counts(each, known.structure, known.ending) for each in structures)
+            *(compare.without_counts(structure, known.structure, known.ending) for structure in structures)
         )
 
 

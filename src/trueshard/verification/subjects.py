@@ -339,9 +339,10 @@ class FactorySubject:
 def _called(function: Callable[..., Any], samples: int, sequence: int, name: str) -> Callable[[int], Any]:
     """Return (step) → batch for a user's function of nothing, of the step, or of (microbatch, sequence)."""
     needed = [
-        each
-        for each in inspect.signature(function).parameters.values()
-        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     if len(needed) > 2:
         raise ValueError(f"{name}: batch wants {len(needed)} arguments; it is called with (microbatch, sequence)")
@@ -349,6 +350,6 @@ def _called(function: Callable[..., Any], samples: int, sequence: int, name: str
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    mapped(lambda each: found.append(each) if isinstance(each, torch.Tensor) else None, value)
-    return found
+    result: list[torch.Tensor] = []
+    mapped(lambda each: result.append(each) if isinstance(each, torch.Tensor) else None, value)
+    return result

@@ -89,7 +89,7 @@ class Watcher:
             self.see(kind, step, compare.values_of(kind, setup.model, setup.optimizers))
         runtime = runtime_of(unwrap(setup.model))
         if runtime is not None and runtime.exact is not None:
-            optimizers = {str(number): each for number, each in enumerate(setup.optimizers)}
+            optimizers = {str(number): optimizer for number, optimizer in enumerate(setup.optimizers)}
             self.coarse = runtime.exact.coarse
             self.hashes[step] = trueshard.state_hash(setup.model, optimizers).total
 
@@ -133,7 +133,7 @@ class Comparer(Watcher):
         """Compare every tensor of a kind, or ``only`` some names, with those of ``store``. Collective."""
         expected = set(store.names(kind, step)) if self._is_first else set()
         if only is not None:
-            expected, values = expected & set(only), {name: each for name, each in values.items() if name in only}
+            expected, values = expected & set(only), {name: value for name, value in values.items() if name in only}
         for name, tensor in compare.gathered_tensors(values):
             if not self._is_first:
                 continue
@@ -238,10 +238,10 @@ def _clip(setup: TrainingSetup, limit: float) -> float:
     """
     if setup.plan is not None:
         return float(trueshard.clip_grad_norm_(setup.model.parameters(), limit))
-    gradients = [each.grad for each in setup.model.parameters() if each.grad is not None]
-    norm = math.sqrt(sum(float(each.double().square().sum()) for each in gradients))
-    for each in gradients:
-        each.mul_(torch.tensor(min(limit / (norm + 1e-6), 1.0), dtype=each.dtype))
+    gradients = [parameter.grad for parameter in setup.model.parameters() if parameter.grad is not None]
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+    for gradient in gradients:
+        gradient.mul_(torch.tensor(min(limit / (norm + 1e-6), 1.0), dtype=gradient.dtype))
     return norm
 
 

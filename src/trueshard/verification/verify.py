@@ -228,7 +228,7 @@ def _cause(failures: list[Failure], codes: Mapping[int, int], ranks: int, logs: 
     """Return the failure from which the others follow: one that a process left of itself, or its exit code by rank."""
     first = min(failures, key=lambda each: (each.kind == "failed", each.at), default=None)
     stage = first.stage if first is not None else "?"
-    silent = sorted(set(range(ranks)) - {each.rank for each in failures})
+    silent = sorted(set(range(ranks)) - {failure.rank for failure in failures})
     for rank in silent:
         if rank in codes:
             words = f"the process {how(codes[rank])}"

@@ -201,7 +201,7 @@ def check_writable(folder: Path) -> None:
     """Raise `UserError` unless the run's folder, or the nearest parent that exists, takes new files."""
     remedy = "choose another folder, or correct its permissions"
     with explained(f"run.dir: {folder} cannot be written", remedy, OSError, one_line):
-        place = next(each for each in (folder, *folder.parents) if each.exists())
+        place = next(parent for parent in (folder, *folder.parents) if parent.exists())
         if not place.is_dir():
             raise UserError(f"run.dir: {folder} cannot be made, {place} is a file; choose another folder")
         tempfile.TemporaryDirectory(prefix=".trueshard-", dir=place).cleanup()

@@ -121,22 +121,23 @@ def _evaluation(
 
 def _with_phases(found: Study, every: tuple[StepPhase, ...], config: Config) -> Study:
     """Return the study of an update with all phases of its step."""
-    own = [each for each in found.assumptions if not each.startswith("loss: ")]  # preflight's, of the trainer's loss
+    # Preflight's is of the trainer's loss, which a policy does not have.
+    own = [assumption for assumption in found.assumptions if not assumption.startswith("loss: ")]
     tokens = config.rollout.tokens
     own.append(
         f"Answers have rollout.tokens = {tokens:,} tokens, and their prompts what these leave of "
         f"train.sequence_length: {config.train.sequence_length - tokens:,}."
     )
-    told = rl_forecast.advice(every, found.forecast.budget_bytes)
+    told = rl_forecast.rl_advice(every, found.forecast.budget_bytes)
     return dataclasses.replace(found, phases=every, assumptions=tuple(own), reasons=(told, *found.reasons))
 
 
 def _hardware_here(device: torch.device, local_ranks: int) -> Hardware:
     """Return the catalogue's entry for this device; of a CPU, with the memory of one rank."""
-    found = catalogue.hardware_here(device)
+    result = catalogue.hardware_here(device)
     if device.type == "cpu":
-        return dataclasses.replace(found, memory_bytes=memory_of_process(local_ranks))
-    return found
+        return dataclasses.replace(result, memory_bytes=memory_of_process(local_ranks))
+    return result
 
 
 def bytes_of(found: Study | Unplanned) -> int | None:
@@ -148,7 +149,7 @@ def bytes_of(found: Study | Unplanned) -> int | None:
         return None
     forecast = found.forecast
     own = forecast.peak_live_bytes if forecast.hardware == "cpu" else forecast.peak_reserved_bytes
-    return max([own, *(each.live_bytes for each in found.phases if each.name != "saving")])
+    return max([own, *(phase.live_bytes for phase in found.phases if phase.name != "saving")])
 
 
 def write(folder: Path, found: Study | Unplanned | Plan) -> None:
@@ -199,10 +200,10 @@ def plan(config: Config, hardware: str, ranks: int, ranks_per_node: int | None =
         config = config.model_copy(update={"model": bare})
     settings = architecture(config, config.tokenizer.vocab_size or 0) if section.architecture is None else None
     settings = settings or check_settings(config, ranks)
-    found = study(config, settings, ranks, named, min(ranks, ranks_per_node or named.ranks_per_node), in_place=True)
-    if isinstance(found, Unplanned):
-        raise UserError(f"{config.model.config or section.architecture}: the planner cannot simulate it: {found}")
-    return found
+    result = study(config, settings, ranks, named, min(ranks, ranks_per_node or named.ranks_per_node), in_place=True)
+    if isinstance(result, Unplanned):
+        raise UserError(f"{config.model.config or section.architecture}: the planner cannot simulate it: {result}")
+    return result
 
 
 def toml(config: Config) -> str:

@@ -182,7 +182,7 @@ class _RemedySearch:
         if len(most) > 1:
             yield most
         if most and accumulations and self._fits({**most, **accumulations[-1]}):
-            yield from ({**most, **each} for each in accumulations)
+            yield from ({**most, **accumulation} for accumulation in accumulations)
         if self._config.shard.options().offload == "none" and self._device.type != "cpu":
             yield {"shard.offload": "cpu"}
 

@@ -66,15 +66,15 @@ def recorded(config: Config, asked: Replayed) -> Recorded:
         near = min(steps, key=lambda step: abs(step - asked.step), default=None)
         hint = f"the nearest step that has some is {near}" if near is not None else "it has none"
         raise UserError(f"--step {asked.step}: {file} has no samples of it; {hint}{why}")
-    found = {(each["prompt"], each["sample"]): each for each in every if each["step"] == asked.step}
+    result = {(each["prompt"], each["sample"]): each for each in every if each["step"] == asked.step}
     if asked.prompt is not None:
-        prompts = sorted({prompt for prompt, _ in found})
-        found = {name: each for name, each in found.items() if name[0] == asked.prompt}
-        if not found:
+        prompts = sorted({prompt for prompt, _ in result})
+        result = {name: each for name, each in result.items() if name[0] == asked.prompt}
+        if not result:
             raise UserError(
                 f"--prompt {asked.prompt}: is not among those of step {asked.step}: {', '.join(map(str, prompts))}"
             )
-    return found
+    return result
 
 
 def replay(config: Config, ready: Ready, device: torch.device, wants_stop: Callable[[], bool], asked: Replayed) -> int:

@@ -34,13 +34,13 @@ from trueshard.planner.timeline import communication_seconds, schedule
 from trueshard.planner.trace import Communication, Trace
 from trueshard.planner.workload import StepPhase, Study
 from trueshard.plans import MixedPrecision, Plan, precision_of
-from trueshard.text import size
 from trueshard.train.config import Config
 from trueshard.train.data.samples import IGNORED, Batch
 from trueshard.train.models.build import empty
 from trueshard.train.rl.engine import ROOM
 from trueshard.train.rl.policy import PolicyLoss, policy_loss
 from trueshard.train.rl.token_sampling import drawn
+from trueshard.train.run import run_forecast
 
 COPY, REFERENCE = "rollout copy", "reference"
 SERVER_PAYS = 0.6
@@ -116,8 +116,8 @@ def policy_functions(
 def copy_bytes(config: Config, settings: Any, compute: torch.dtype | None) -> int:
     """Return the bytes of a gathered copy: parameters in the compute dtype, and buffers."""
     model = empty(config, settings)
-    parameters = sum(each.numel() * _width(each, compute) for each in model.parameters())
-    return parameters + sum(each.nbytes for each in model.buffers())
+    parameters = sum(parameter.numel() * _width(parameter, compute) for parameter in model.parameters())
+    return parameters + sum(buffer.nbytes for buffer in model.buffers())
 
 
 def _width(parameter: torch.Tensor, compute: torch.dtype | None) -> int:
@@ -136,9 +136,9 @@ def copy_word(config: Config, settings: Any, device: Hardware, ranks: int) -> st
         return config.rollout.copy_
     compute, model = compute_dtype(config), empty(config, settings)
     models = 0 if config.shard.options().offload == "cpu" else 1 + has_reference(config)
-    shards = sum(each.nbytes for each in model.parameters()) * config.shard.replicate // ranks
+    shards = sum(parameter.nbytes for parameter in model.parameters()) * config.shard.replicate // ranks
     free = device.memory_bytes - device.context_bytes - models * shards
-    whole = sum(each.numel() * _width(each, compute) for each in model.parameters())
+    whole = sum(parameter.numel() * _width(parameter, compute) for parameter in model.parameters())
     return "gathered" if ROOM * free > whole else "kept"
 
 
@@ -149,10 +149,10 @@ def has_reference(config: Config) -> bool:
 
 def beside(config: Config, settings: Any, copy: str | None) -> tuple[tuple[str, int | None], ...]:
     """Return what stays on each rank beside model and optimizer, for `Request`."""
-    found: tuple[tuple[str, int | None], ...] = ((REFERENCE, None),) if has_reference(config) else ()
+    result: tuple[tuple[str, int | None], ...] = ((REFERENCE, None),) if has_reference(config) else ()
     if copy == "gathered":
-        found += ((COPY, copy_bytes(config, settings, compute_dtype(config))),)
-    return found
+        result += ((COPY, copy_bytes(config, settings, compute_dtype(config))),)
+    return result
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:
@@ -187,9 +187,9 @@ def generation(config: Config, settings: Any, compute: torch.dtype | None) -> Ge
     prompt = config.train.sequence_length - tokens
     with _torch.fake_tensors(), torch.no_grad(), attention_as_on_a_device(), fake_tensors_look_real():
         model = from_callable(lambda: empty(config, settings)).build().model.eval()
-        for each in model.parameters():
-            if compute is not None and each.is_floating_point():
-                each.data = each.data.to(compute)
+        for parameter in model.parameters():
+            if compute is not None and parameter.is_floating_point():
+                parameter.data = parameter.data.to(compute)
         first, short = _recorded(model, config, rows, prompt, None)
         if tokens == 1:
             return Generation(first, Trace(), _beyond(first), 0, _bytes_of(short))
@@ -308,8 +308,8 @@ def _generate(
     if made is None:
         return StepPhase("generate", stays + unit, None, {"a unit of weights to send": unit}, ("on the server",))
     node = found.forecast.ranks_per_node
-    gathers = [each for each in found.score.events if isinstance(each, Communication) and each.op == "all_gather"]
-    sync = sum(communication_seconds(each, device, node) for each in gathers)
+    gathers = [event for event in found.score.events if isinstance(event, Communication) and event.op == "all_gather"]
+    sync = sum(communication_seconds(gather, device, node) for gather in gathers)
     prompts, token = (schedule(trace, device, node).seconds for trace in (made.prompts, made.token))
     if copy == "sharded":
         prompts, token, sync = max(prompts, sync), max(token, sync), 0.0
@@ -334,14 +334,10 @@ def _gathered_bytes(plan: Plan) -> list[int]:
     return [unit.parameters * width for unit, width in zip(plan.units, widths, strict=True)]
 
 
-def advice(phases: tuple[StepPhase, ...], budget: int) -> str:
-    """Return a sentence about the largest phase, one if it does not fit, and one if a server would pay."""
-    largest = max(phases, key=lambda each: each.live_bytes)
-    told = f"Of the phases, {largest.name} needs the most memory: {size(largest.live_bytes)}."
-    if largest.live_bytes > budget:
-        told += f" It does not fit into {size(budget)}."
-    whole = sum(each.seconds or 0.0 for each in phases)
-    generate = phases[0].seconds
-    if generate is not None and whole and (share := generate / whole) > SERVER_PAYS:
-        told += f" Generating takes {share:.0%} of a step: a vLLM server pays (rollout.engine)."
-    return told
+def rl_advice(phases: tuple[StepPhase, ...], budget: int) -> str:
+    """Return ``run_forecast.advice``, and a sentence if a server would pay."""
+    advice = run_forecast.advice(phases, budget)
+    total, generate = sum(phase.seconds or 0.0 for phase in phases), phases[0].seconds
+    if generate is not None and total and (share := generate / total) > SERVER_PAYS:
+        advice += f" Generating takes {share:.0%} of a step: a vLLM server pays (rollout.engine)."
+    return advice

@@ -29,9 +29,9 @@ def evaluated(loss: Callable[[nn.Module, Any], torch.Tensor]) -> Callable[[nn.Mo
 
     def score(model: nn.Module, batch: Any) -> Any:
         model.eval()
-        found = loss(model, batch)
+        result = loss(model, batch)
         model.train()
-        return found
+        return result
 
     return score
 
@@ -89,6 +89,6 @@ def staged_bytes(found: Study) -> int:
 
 def advice(phases: tuple[StepPhase, ...], budget: int) -> str:
     """Return a sentence about the largest phase."""
-    largest = max(phases, key=lambda each: each.live_bytes)
+    largest = max(phases, key=lambda phase: phase.live_bytes)
     told = f"Of the phases, {largest.name} needs the most memory: {size(largest.live_bytes)}."
     return told if largest.live_bytes <= budget else f"{told} It does not fit into {size(budget)}."

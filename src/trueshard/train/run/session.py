@@ -307,12 +307,12 @@ def _loaders(
 
 def _watches(config: Config) -> list[Callback]:
     """Return the callbacks that compare replicas and hash the state."""
-    found: list[Callback] = []
+    result: list[Callback] = []
     if config.train.watch_replicas is not None:
-        found.append(ReplicaWatch(config.train.watch_replicas))
+        result.append(ReplicaWatch(config.train.watch_replicas))
     if config.log.hash_every is not None:
-        found.append(StateHashes(config.log.hash_every))
-    return found
+        result.append(StateHashes(config.log.hash_every))
+    return result
 
 
 def _reporters(config: Config, model: nn.Module, device: torch.device, memory_planned: int | None) -> list[Callback]:
