@@ -17,7 +17,7 @@ import forks
 from messages import lacking, naming
 from trueshard.errors import UserError
 from trueshard.train.run.checks import LOCK, held
-from trueshard.train.run.worker import agreed_store, launcher_of, torch_variables
+from trueshard.train.run.world import agreed_store, launcher_of, torch_variables
 
 # Who has started a process
 

@@ -9,7 +9,7 @@ import torch
 from trueshard import train
 from trueshard.train.models.build import architecture
 from trueshard.train.parse import load_config
-from trueshard.train.run.worker import launcher_of, torch_variables
+from trueshard.train.run.world import launcher_of, torch_variables
 
 DEMO = Path(train.__file__).parent / "demo.toml"
 

@@ -23,7 +23,8 @@ from trueshard.errors import UserError
 from trueshard.launching import FAILED, STOPPED, USER_ERROR, Ended, how, python_command, run_ranks
 from trueshard.train.config import Config
 from trueshard.train.run import checks, resuming
-from trueshard.train.run.worker import OUT_OF_MEMORY, RUN_ID, launcher_of, work
+from trueshard.train.run.worker import OUT_OF_MEMORY, work
+from trueshard.train.run.world import RUN_ID, launcher_of
 
 if TYPE_CHECKING:
     from trueshard.train.run.replay import Replayed

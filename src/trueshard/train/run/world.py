@@ -1,0 +1,135 @@
+"""Whom a rank of a run works with: which launcher has started it, and how it joins the others.
+
+torch elastic's variables describe the group; of srun's they are made here. A worker of our own launcher is known by its
+run identifier, because that launcher does for it what nobody does under torchrun: it restarts ranks and finds remedies.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import time
+import uuid
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from trueshard.distributed import ensure_process_group
+from trueshard.errors import UserError
+from trueshard.machine import cpu_cores
+
+RUN_ID = "trueshard-"
+"""Beginning of the run identifiers that our launcher sets, by which a worker recognises it."""
+POLL = 0.02
+"""Seconds between two looks of rank 0 into the store."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Place of this process among those of the run."""
+
+    rank: int
+    size: int
+    local_size: int
+    device: torch.device
+    is_ours: bool = False
+    """True if our own launcher started it and says what a worker leaves to it."""
+    ends_agent: bool = False
+    """True if a torchrun started it that would start it again after any failure."""
+
+
+def launcher_of(environment: Mapping[str, str]) -> str | None:
+    """Return the program that started this process as a worker; None if it was started by hand."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "a launcher that set RANK and WORLD_SIZE"
+    return "srun" if "SLURM_PROCID" in environment and _slurm_tasks(environment) > 1 else None
+
+
+def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return torch's variables of a worker, from srun's; raise `UserError` if the list of nodes cannot be read."""
+    tasks, nodes = _slurm_tasks(environment), int(environment.get("SLURM_NNODES", "1"))
+    node_list = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
+    address = "127.0.0.1"
+    if nodes > 1 and node_list:  # the first host: gpu03 of "gpu[03-04,7],cpu1"
+        match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", node_list)
+        if match is None:
+            raise UserError(f"SLURM_JOB_NODELIST: {node_list!r} cannot be read; set MASTER_ADDR to the first node")
+        address = "".join(part or "" for part in match.groups())
+    port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", environment["SLURM_PROCID"]),
+        "LOCAL_WORLD_SIZE": _slurm_tasks_here(environment, tasks),
+        "MASTER_ADDR": environment.get("MASTER_ADDR", address),
+        "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
+    }
+
+
+def _slurm_tasks(environment: Mapping[str, str]) -> int:
+    return int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))
+
+
+def _slurm_tasks_here(environment: Mapping[str, str], tasks: int) -> str:
+    """Return the tasks on this node: SLURM_STEP_TASKS_PER_NODE reads "2(x3),1" for 2, 2, 2, 1."""
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", str(tasks)))
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    counts = [count for count, times in parts for _ in range(int(times or 1))]
+    node = int(environment.get("SLURM_NODEID", "0"))
+    return counts[node] if node < len(counts) else str(tasks)
+
+
+def join(environment: MutableMapping[str, str], timeout: float) -> World:
+    """Join the run's process group as the environment says, within ``timeout`` seconds; on a CPU, divide its cores."""
+    if "RANK" not in environment:
+        environment.update(torch_variables(environment))
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    local_rank = int(environment.get("LOCAL_RANK", rank))
+    local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"rank {rank}: this machine has {torch.cuda.device_count()} CUDA devices for {local_size} processes; "
+                "start one process for each device"
+            )
+        device = torch.device("cuda", local_rank)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(max(1, cpu_cores() // local_size))
+    is_ours = environment.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID)
+    store = None
+    limit = datetime.timedelta(seconds=timeout)
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not is_ours:
+        address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        store = agreed_store(dist.TCPStore(address, port, is_master=False, timeout=limit), rank, size, timeout)
+    ensure_process_group(limit, store)
+    most, count = (int(environment.get(f"TORCHELASTIC_{key}", "0")) for key in ("MAX_RESTARTS", "RESTART_COUNT"))
+    return World(rank, size, local_size, device, is_ours, ends_agent=count < most)
+
+
+def agreed_store(shared: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
+    """Return a part of a store that may hold what earlier ranks have left, the same part on all ranks of now.
+
+    torchrun (2.13) gives the workers that it starts again the store of those before them, in which the addresses of the
+    dead still stand; its count of restarts does not tell the two apart, because each node counts by itself. So each
+    rank asks under a name that only it knows, and rank 0 answers every name with one prefix until all ranks of its own
+    time have confirmed it. Raises `DistStoreError` after ``timeout`` seconds.
+    """
+    meeting = dist.PrefixStore("trueshard", shared)
+    own = uuid.uuid4().hex
+    meeting.set(f"asks/{rank}", own)
+    if rank:
+        prefix = meeting.get(f"answer/{own}").decode()
+        meeting.set(f"confirmed/{prefix}/{rank}", own)
+        return dist.PrefixStore(prefix, meeting)
+    deadline = time.monotonic() + timeout
+    while missing := [other for other in range(1, size) if not meeting.check([f"confirmed/{own}/{other}"])]:
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"waited {timeout:.0f} seconds for rank {', '.join(map(str, missing))} to join")
+        for other in missing:
+            if meeting.check([f"asks/{other}"]):
+                meeting.set(f"answer/{meeting.get(f'asks/{other}').decode()}", own)
+        time.sleep(POLL)
+    return dist.PrefixStore(own, meeting)
