@@ -276,9 +276,8 @@ class FactorySubject:
         factory = self._factory
         seed_all(self.case.seed)
         if isinstance(factory, Original):
-            given = factory.beside
-            optimizers = factories.optimizers_among(given)
-            return TrainingParts(*copy.deepcopy((factory.module, given.get("batch"), given.get("loss"), optimizers)))
+            module, beside = copy.deepcopy((factory.module, dict(factory.beside)))
+            return TrainingParts(module, **beside)
         function: Callable[..., Any] = factory.function
         if self.case.layers is not None and "layers" in inspect.signature(function).parameters:
             function = functools.partial(function, layers=self.case.layers)

@@ -30,7 +30,8 @@ _RESULT = (
     "it must return a torch.nn.Module, a tuple (module, optimizers, batch, loss) of which all but the module may be "
     "left out, or an object or dict with 'model'"
 )
-_BESIDE = ("batch", "loss", "optimizers", "optimizer")
+_NAMES = ("model", "batch", "loss", "optimizers", "optimizer")
+"""Names under which a result, or its file, may hold parts."""
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Factory:
     name: str
     function: Callable[[], Any]
     beside: Mapping[str, Any]
-    """``batch``, ``loss``, ``optimizers`` of the same file, used where the result has none."""
+    """Parts in the same file (``parts_among``), used where the result has none."""
     file: Path | None = None
     """Source file."""
     folder: Path | None = None
@@ -83,35 +84,35 @@ class Factory:
 
     def parts_of(self, result: Any) -> TrainingParts:
         """Return the parts of the function's result, completed by its file's; raise ValueError if there is no model."""
-        parts = self._returned(result)
-        parts.batch = self.beside.get("batch") if parts.batch is None else parts.batch
-        parts.loss = self.beside.get("loss") if parts.loss is None else parts.loss
-        if parts.optimizers is None:
-            parts.optimizers = optimizers_among(self.beside)
-            if _are_optimizers(parts.optimizers):
-                raise ValueError(
-                    f"{self.name}: the optimizer beside it has another model's parameters; return it with the model, "
-                    "or make it a function optimizers(model)"
-                )
+        returned = self._returned(result)
+        completed: dict[str, Any] = {key: self.beside.get(key) if p is None else p for key, p in returned.items()}
+        parts = TrainingParts(**completed)
+        if returned["optimizers"] is None and _are_optimizers(parts.optimizers):
+            raise ValueError(
+                f"{self.name}: the optimizer beside it has another model's parameters; return it with the model, "
+                "or make it a function optimizers(model)"
+            )
         if parts.loss is not None and not callable(parts.loss):
             raise ValueError(f"{self.name}: its loss must be a function (model, batch) → scalar, not {parts.loss!r}")
         return parts
 
-    def _returned(self, result: Any) -> TrainingParts:
+    def _returned(self, result: Any) -> dict[str, Any]:
+        """Return what the function returned, by field of ``TrainingParts``."""
         if isinstance(result, nn.Module):
-            return TrainingParts(result)
+            result = {"model": result}
         if isinstance(result, Sequence) and 2 <= len(result) <= 4 and isinstance(result[0], nn.Module):
-            optimizers = [each for each in result[1:] if _are_optimizers(each)]
-            rest = [each for each in result[1:] if not _are_optimizers(each)]
-            if len(optimizers) > 1 or len(rest) > 2:
+            optimizers = [part for part in result[1:] if _are_optimizers(part)]
+            others = [part for part in result[1:] if not _are_optimizers(part)]
+            if len(optimizers) > 1 or len(others) > 2:
                 raise ValueError(f"{self.name} returns {len(result)} things: {_RESULT}")
-            return TrainingParts(result[0], *rest, **({"optimizers": optimizers[0]} if optimizers else {}))
-        given = result if isinstance(result, Mapping) else getattr(result, "__dict__", {})
-        given = {key: given.get(key, getattr(result, key, None)) for key in ("model", *_BESIDE)}
-        if not isinstance(given["model"], nn.Module):
-            held = "" if given["model"] is None else f" whose model is a {type(given['model']).__name__}"
+            result = {"model": result[0], **dict(zip(("batch", "loss"), others, strict=False))}
+            result["optimizers"] = optimizers[0] if optimizers else None
+        given = result if isinstance(result, Mapping) else {key: getattr(result, key, None) for key in _NAMES}
+        model = given.get("model")
+        if not isinstance(model, nn.Module):
+            held = "" if model is None else f" whose model is a {type(model).__name__}"
             raise ValueError(f"{self.name} returns a {type(result).__name__}{held}: {_RESULT}")
-        return TrainingParts(given["model"], given["batch"], given["loss"], optimizers_among(given))
+        return {"model": model, **parts_among(given)}
 
 
 @dataclass
@@ -120,7 +121,7 @@ class Original:
 
     module: nn.Module
     beside: Mapping[str, Any] = field(default_factory=dict)
-    """``batch`` and the like of its file, as of a ``Factory``."""
+    """Parts in its file (``parts_among``)."""
 
     @property
     def name(self) -> str:
@@ -129,39 +130,34 @@ class Original:
 
     def build(self, dtype: torch.dtype | None = None) -> TrainingParts:
         """Return a copy on fake tensors. Inside ``fake_tensors``. Raises ValueError as ``fake_copy``."""
-        made = optimizers_among(self.beside)
-        return TrainingParts(
-            fake_copy(self.module, dtype)[0],
-            self.beside.get("batch"),
-            self.beside.get("loss"),
-            made if callable(made) else None,
-        )
+        parts = TrainingParts(fake_copy(self.module, dtype)[0], **self.beside)
+        if not callable(parts.optimizers):  # they have the parameters of the original
+            parts.optimizers = None
+        return parts
 
 
-def optimizers_among(given: Mapping[str, Any]) -> Any:
-    """Return ``optimizers`` of a mapping or, without it, ``optimizer``."""
+def parts_among(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``batch``, ``loss`` and ``optimizers`` (or ``optimizer``) of a mapping; None where it has none."""
     several = given.get("optimizers")
-    return given.get("optimizer") if several is None else several
+    optimizers = given.get("optimizer") if several is None else several
+    return {"batch": given.get("batch"), "loss": given.get("loss"), "optimizers": optimizers}
 
 
 def _are_optimizers(value: Any) -> bool:
-    several = list(value.values()) if isinstance(value, Mapping) else value
-    several = several if isinstance(several, (list, tuple)) else [several]
-    return bool(several) and all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in several)
+    held = list(value.values()) if isinstance(value, Mapping) else value
+    held = held if isinstance(held, (list, tuple)) else [held]
+    return bool(held) and all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in held)
 
 
 def from_callable(function: Callable[..., Any], name: str = "", beside: Mapping[str, Any] | None = None) -> Factory:
     """Return a factory around a function or class; raise ValueError if it needs arguments."""
     name = name or getattr(function, "__name__", type(function).__name__)
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):  # builtins have no signature
-        parameters = {}.values()
-    needed = [
-        each.name
-        for each in parameters
-        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    ]
+        parameters = []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
     if needed:
         raise ValueError(
             f"{name} needs arguments ({', '.join(needed)}); give them defaults, or give a function that takes none"
@@ -193,12 +189,8 @@ def from_file(words: str, guarded: bool = True) -> Factory | Original:
             known = [name for name, value in vars(target).items() if callable(value) and not name.startswith("_")]
             raise ValueError(f"{file.name} has no {attribute!r}.{names.nearest(attribute, known)}")
         target = getattr(target, part)
-    found = {key: getattr(module, key, None) for key in _BESIDE}
-    beside = {
-        key: value
-        for key, value in found.items()
-        if value is not None and value is not target and not isinstance(value, ModuleType)
-    }
+    held = {key: value for key, value in vars(module).items() if key in _NAMES}
+    beside = parts_among({k: v for k, v in held.items() if v is not target and not isinstance(v, ModuleType)})
     if isinstance(target, nn.Module):
         return Original(target, beside)
     if not callable(target):
@@ -355,7 +347,7 @@ def _settings(data: Any, where: str) -> Any:
         settings = CONFIG_MAPPING[kind].from_dict(data)
     except Exception as error:  # transformers validates in several ways
         raise ValueError(f"{where} is refused by transformers ({with_kind(error)}); correct it") from None
-    for part in {id(each): each for each in (settings, settings.get_text_config())}.values():
+    for part in (settings, settings.get_text_config()):
         if hasattr(part, "use_cache"):
             part.use_cache = False
     if settings.is_encoder_decoder and getattr(settings, "decoder_start_token_id", None) is None:
@@ -370,7 +362,7 @@ def _class(settings: Any, where: str) -> Any:
     if given is not None:
         cls = getattr(transformers, given, None)
         if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
-            known = [each for each in dir(transformers) if "For" in each or each.endswith("Model")]
+            known = [name for name in dir(transformers) if "For" in name or name.endswith("Model")]
             near = names.nearest(given, known)
             raise ValueError(f"{where}: the architecture {given!r} is unknown to transformers.{near}")
         return cls

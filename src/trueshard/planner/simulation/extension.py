@@ -15,7 +15,7 @@ block that was not simulated.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import functools
 import itertools
 from collections import Counter, defaultdict
@@ -263,37 +263,24 @@ class _Extension:
 
     def _add(self, index: int, old: Label, new: Label) -> None:
         item: Any = self.base.items[index]
-        kind = type(item)
-        place = self.place(item.place.phase, item.place.unit, old, new)
-        if kind is Kernel:
-            after = self._positions(item.after, old, new) if item.after else ()
-            made: Any = _kernel_like(item, place, after)
-        elif kind is Allocation:
-            copies = new[1] - COPIED if old is not None and new is not None and old[1] == COPIED else 0
-            made = Allocation(
-                place,
-                item.storage + _COPY * copies,
-                item.bytes,
-                item.stream,
-                item.kind,
-                self.name(item.unit, old, new),
-                self.name(item.what, old, new),
-                item.shape,
-                item.dtype,
-            )
-        elif kind is Free:
+        made = copy.copy(item)
+        made.place = self.place(item.place.phase, item.place.unit, old, new)
+        if isinstance(item, Free):
             made_at = self._indices([self.base.made[item.storage]], old, new)[0]
-            made = Free(place, self.items[made_at].storage, item.bytes)
-        else:
-            made = dataclasses.replace(item, place=place, unit=self.name(item.unit, old, new))
-            if isinstance(item, Communication) and item.after:
-                made.after = self._positions(item.after, old, new)
-        if index in self.growth:
-            for name, more in self.growth[index].items():
-                setattr(made, name, max(0, getattr(item, name) + more))
-            if kind is Allocation:
+            made.storage = self.items[made_at].storage
+        elif not isinstance(item, Kernel):
+            made.unit = self.name(item.unit, old, new)
+        if isinstance(item, Allocation):
+            made.what = self.name(item.what, old, new)
+            if old is not None and new is not None and old[1] == COPIED:
+                made.storage += _COPY * (new[1] - COPIED)
+        elif isinstance(item, (Kernel, Communication)) and item.after:
+            made.after = self._positions(item.after, old, new)
+        for name, more in self.growth.get(index, {}).items():
+            setattr(made, name, max(0, getattr(item, name) + more))
+            if isinstance(item, Allocation):
                 made.shape = ()  # it is unknown which dimension grows
-        self.indices[new][kind is Allocation].append(len(self.items))
+        self.indices[new][isinstance(item, Allocation)].append(len(self.items))
         self.items.append(made)
 
     def _positions(self, after: Sequence[int], old: Label, new: Label) -> tuple[int, ...]:
@@ -327,20 +314,3 @@ class _Extension:
                 assert target is not None
                 return was.moved(name, target[1] - block, run.start)
         return name
-
-
-def _kernel_like(item: Kernel, place: EventPlace, after: tuple[int, ...]) -> Kernel:
-    return Kernel(
-        place,
-        item.op,
-        item.flops,
-        item.read,
-        item.written,
-        item.dtype,
-        after,
-        item.stream,
-        item.causal,
-        item.recomputed,
-        item.reads,
-        item.writes,
-    )

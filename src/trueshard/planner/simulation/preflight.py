@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from trueshard.planner.simulation.fake_values import KnownValues, code_line, inn
 from trueshard.planner.simulation.recorder import watching_forwards
 from trueshard.planner.simulation.repeats import find_runs, shorten
 from trueshard.planner.simulation.simulate import own_part, simulated_mesh
-from trueshard.planner.workload import Job, Workload
+from trueshard.planner.workload import Job
 from trueshard.plans import Plan
 from trueshard.sharding import engine
 from trueshard.sharding.hooks import runtime_of
@@ -62,41 +62,100 @@ def preflight(job: Job) -> list[Problem]:
     If ``shard()`` refuses the model, it runs unsharded, so that further problems are found as well. The job's choices
     hold no ``"auto"``.
     """
-    problems: list[Problem] = []
-    workload, how = job.workload, job.plan or job.choices
-    # Compiled modules run eagerly: a compiled kernel would read the memory that fake tensors do not have.
-    eagerly = torch.compiler.set_stance("force_eager")
-    with quietly(), warnings.catch_warnings(), simulated_mesh(job, "cpu") as mesh, eagerly:
-        warnings.simplefilter("ignore")
-        # Two of many equal blocks run first. All run if there is a problem: for the names, and to be certain.
-        for shorter in (True, False):
-            problems.clear()
-            with _torch.fake_tensors(), fake_tensors_look_real(), _collected("model", problems):
-                model = workload.model()
-                short_plan = _shorten(model, how, job.ranks) if shorter else None
-                if shorter and short_plan is None:
-                    continue
-                with KnownValues() as values:
-                    _try(job, model, short_plan or how, mesh, problems, values)
-            if not problems:
-                break
-    return sorted(problems, key=lambda problem: problem.severity)
+    # Two of many equal blocks run first. All run if there is a problem: for the names, and to be certain.
+    problems = _Trial(job).problems(shorter=True)
+    if problems or problems is None:
+        problems = _Trial(job).problems(shorter=False)
+    return sorted(problems or [], key=lambda problem: problem.severity)
 
 
-def _try(
-    job: Job, model: nn.Module, how: Plan | Options, mesh: DeviceMesh, problems: list[Problem], values: KnownValues
-) -> None:
-    """Shard the model and run a step of it; inside ``values``."""
-    workload = job.workload
-    optimizers: list[torch.optim.Optimizer] = []
-    with _collected("optimizer", problems):
-        optimizers = list(workload.optimizers(model))
-    with _collected("shard", problems):
-        engine.shard(model, optimizers, how, mesh)
-    with _collected("batch", problems):
-        with values.drawing():
-            batch = own_part(model, workload.batch(job.microbatch, workload.sequence))
-        _step(workload, model, [] if problems else optimizers, batch, problems, values)
+class _Trial:
+    """A model that is built, sharded and run once, with the problems that this shows."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.workload = job, job.workload
+        self.found: list[Problem] = []
+        self.values = KnownValues()
+
+    def problems(self, *, shorter: bool) -> list[Problem] | None:
+        """Return the problems; ``shorter``: of the model with ``_BLOCKS`` of equal blocks, None if it has none."""
+        # Compiled modules run eagerly: a compiled kernel would read the memory that fake tensors do not have.
+        eagerly = torch.compiler.set_stance("force_eager")
+        with quietly(), warnings.catch_warnings(), simulated_mesh(self.job, "cpu") as mesh, eagerly:
+            warnings.simplefilter("ignore")
+            with _torch.fake_tensors(), fake_tensors_look_real(), self._collected("model"):
+                model, how = self.workload.model(), self.job.plan or self.job.choices
+                if shorter:
+                    short = _shorten(model, how, self.job.ranks)
+                    if short is None:
+                        return None
+                    how = short
+                with self.values:
+                    self._run(model, how, mesh)
+        return self.found
+
+    def _run(self, model: nn.Module, how: Plan | Options, mesh: DeviceMesh) -> None:
+        """Shard the model and run a step of it."""
+        optimizers: list[torch.optim.Optimizer] = []
+        with self._collected("optimizer"):
+            optimizers = list(self.workload.optimizers(model))
+        with self._collected("shard"):
+            engine.shard(model, optimizers, how, mesh)
+        with self._collected("batch"):
+            with self.values.drawing():
+                batch = own_part(model, self.workload.batch(self.job.microbatch, self.workload.sequence))
+            self._step(model, [] if self.found else optimizers, batch)
+
+    def _step(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batch: Any) -> None:
+        """Run a step up to the first failure; clip and step only if there are ``optimizers``."""
+        loss = self._forward(model, batch)
+        if loss is None:
+            return
+        phase = "backward"
+        try:
+            with _torch.watching_resizes(lambda *_: None):
+                loss.backward()
+                self.found += _unused(model)
+                if optimizers:
+                    phase = "clip"
+                    clip_grad_norm_(model.parameters(), self.workload.clip or 1.0)
+                    for optimizer in optimizers:
+                        phase = type(optimizer).__name__
+                        optimizer.step()
+        except Exception as error:
+            self.found.append(_failure(error, "step", phase))
+
+    def _forward(self, model: nn.Module, batch: Any) -> torch.Tensor | None:
+        """Return the loss of a watched forward; None if it fails or has no gradient."""
+        watch = _Watch(model, self.values)
+        try:
+            with watching_forwards(watch.begin, watch.end, always_call=False), watch:
+                loss = self.workload.loss(model, batch)
+        except Exception as error:
+            phase = f"forward, after a value was guessed ({watch.first_guess})," if watch.first_guess else "forward"
+            if _is_data_dependent(error):
+                phase = f"forward, in {watch.operation}"
+            self.found.append(_failure(error, watch.where() or "loss", phase))
+            return None
+        finally:
+            watch.counted.close()
+            self.found += watch.found.values()
+        if isinstance(loss, torch.Tensor) and not loss.ndim and loss.requires_grad:
+            return loss
+        what = f"is a {type(loss).__name__}"
+        if isinstance(loss, torch.Tensor):
+            what = f"has the shape {tuple(loss.shape)}" if loss.ndim else "has no gradient"
+        self.found.append(Problem("loss", what, "return a scalar tensor that requires a gradient", "error"))
+        return None
+
+    @contextlib.contextmanager
+    def _collected(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, TypeError) as error:
+            self.found.append(Problem(where, one_line(error), "", "error"))
+        except Exception as error:
+            self.found.append(_failure(error, where, where))
 
 
 def _shorten(model: nn.Module, how: Plan | Options, ranks: tuple[int, ...]) -> Plan | None:
@@ -110,88 +169,16 @@ def _shorten(model: nn.Module, how: Plan | Options, ranks: tuple[int, ...]) -> P
     return shorten(model, resolved, runs, _BLOCKS) if runs else None
 
 
-def _step(
-    workload: Workload,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    batch: Any,
-    problems: list[Problem],
-    values: KnownValues,
-) -> None:
-    """Run a step up to the first failure; clip and step only if there are ``optimizers``."""
-    loss = _forward(workload, model, batch, problems, values)
-    if loss is None:
-        return
-    phase = "backward"
-    try:
-        with _torch.watching_resizes(lambda *_: None):
-            loss.backward()
-            _unused(model, problems)
-            if optimizers:
-                phase = "clip"
-                clip_grad_norm_(model.parameters(), workload.clip or 1.0)
-                for optimizer in optimizers:
-                    phase = type(optimizer).__name__
-                    optimizer.step()
-    except Exception as error:
-        problems.append(_failure(error, "step", phase))
-
-
-def _forward(
-    workload: Workload, model: nn.Module, batch: Any, problems: list[Problem], values: KnownValues
-) -> torch.Tensor | None:
-    """Return the loss of a watched forward; None if it fails or has no gradient."""
-    name_of = {module: name for name, module in names.named_modules(names.unwrap(model))}
-    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    attributes = {
-        id(tensor): Problem(
-            f"{name}.{attribute}".lstrip("."), _STAYS, f"register_buffer({attribute!r}, …, persistent=False)", "error"
-        )
-        for module, name in name_of.items()
-        for attribute, value in plain_attributes(module).items()
-        for tensor in _torch.tensors_in(value)
-        if id(tensor) not in registered
-    }
-    runtime = runtime_of(names.unwrap(model))
-    watch = _Watch(attributes, name_of, () if runtime is None else runtime.plan.modules_apart, values)
-    try:
-        with watching_forwards(watch.begin, watch.end, always_call=False), watch:
-            loss = workload.loss(model, batch)
-    except Exception as error:
-        phase = f"forward, after a value was guessed ({watch.first_guess})," if watch.first_guess else "forward"
-        if _is_data_dependent(error):
-            phase = f"forward, in {watch.operation}"
-        problems.append(_failure(error, watch.where() or "loss", phase))
-        return None
-    finally:
-        watch.counted.close()
-        problems += watch.found.values()
-    if isinstance(loss, torch.Tensor) and not loss.ndim and loss.requires_grad:
-        return loss
-    what = f"is a {type(loss).__name__}"
-    if isinstance(loss, torch.Tensor):
-        what = f"has the shape {tuple(loss.shape)}" if loss.ndim else "has no gradient"
-    problems.append(Problem("loss", what, "return a scalar tensor that requires a gradient", "error"))
-    return None
-
-
-def _unused(model: nn.Module, problems: list[Problem]) -> None:
-    found = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
-    if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        what = f"{len(found)} parameter{'s get' if len(found) > 1 else ' gets'} no gradient from this batch"
-        remedy = "freeze what is not used (requires_grad_(False)), or use it"
-        problems.append(Problem(", ".join(found[:3]) + more, what, remedy, "warning"))
-
-
-@contextlib.contextmanager
-def _collected(where: str, problems: list[Problem]) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        problems.append(Problem(where, one_line(error), "", "error"))
-    except Exception as error:
-        problems.append(_failure(error, where, where))
+def _unused(model: nn.Module) -> list[Problem]:
+    unused = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None
+    ]
+    if not unused:
+        return []
+    more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+    what = f"{len(unused)} parameter{'s get' if len(unused) > 1 else ' gets'} no gradient from this batch"
+    remedy = "freeze what is not used (requires_grad_(False)), or use it"
+    return [Problem(", ".join(unused[:3]) + more, what, remedy, "warning")]
 
 
 def _failure(error: Exception, where: str, phase: str) -> Problem:
@@ -223,34 +210,43 @@ _STAYS = "is a tensor attribute, which stays on the CPU when the model goes to a
 
 
 class _Watch(TorchFunctionMode):
-    """Find tensors that would be on the CPU beside others on a GPU, mixed dtypes, and values that are read.
+    """Find tensors that would be on the CPU beside others on a GPU, mixed dtypes, and values that are read."""
 
-    ``attributes``: problem with each tensor that is an ordinary attribute, by its ``id``; ``name_of``: all modules;
-    ``apart``: names of modules in which ranks tell each other how many tokens they send, values that are read.
-    """
-
-    def __init__(
-        self,
-        attributes: Mapping[int, Problem],
-        name_of: Mapping[nn.Module, str],
-        apart: Collection[str],
-        values: KnownValues,
-    ) -> None:
+    def __init__(self, model: nn.Module, values: KnownValues) -> None:
         super().__init__()
+        root = names.unwrap(model)
         self.found: dict[str, Problem] = {}
         """Problems: one for each line of code, whichever modules run it; one for each attribute and table."""
         self.first_guess = ""
         """``file:line`` that first read a value that depends on data; "" if none did."""
         self.operation = ""
-        """The function of torch that failed last."""
+        """Name of the function of torch that failed last."""
         self._failure: Exception | None = None
         self._values = values
-        self._attributes = attributes
-        self._name_of = name_of
-        self._apart = frozenset(apart)
+        self._name_of = {module: name for name, module in names.named_modules(root)}
+        runtime = runtime_of(root)
+        self._apart = frozenset(() if runtime is None else runtime.plan.modules_apart)
+        """Names of modules in which ranks tell each other how many tokens they send: values that may be read."""
+        self._attributes = self._plain_tensors(model)
+        """Problem with each tensor that is an ordinary attribute, by its ``id``."""
         self.counted = contextlib.ExitStack()
         self._running: list[nn.Module] = []
         self._on_cpu: MutableMapping[torch.Tensor, Problem] = WeakTensorKeyDictionary()
+
+    def _plain_tensors(self, model: nn.Module) -> dict[int, Problem]:
+        registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        return {
+            id(tensor): Problem(
+                f"{name}.{attribute}".lstrip("."),
+                _STAYS,
+                f"register_buffer({attribute!r}, …, persistent=False)",
+                "error",
+            )
+            for module, name in self._name_of.items()
+            for attribute, value in plain_attributes(module).items()
+            for tensor in _torch.tensors_in(value)
+            if id(tensor) not in registered
+        }
 
     def where(self) -> str:
         """Return the module's name, ``model`` for the root; "" outside of all forwards."""
@@ -266,8 +262,9 @@ class _Watch(TorchFunctionMode):
 
     def _check_positions(self, name: str, rows: int, ids: torch.Tensor) -> None:
         """Add a problem if a sequence has more positions than the table has rows: no fake index is out of range."""
-        told = name.rpartition(".")[2]
-        if (told in ("wpe", "pos_emb") or "position" in told) and ids.ndim and ids.shape[-1] > rows:
+        attribute = name.rpartition(".")[2]
+        is_table = attribute in ("wpe", "pos_emb") or "position" in attribute
+        if is_table and ids.ndim and ids.shape[-1] > rows:
             what = f"its table of positions has {rows} rows, and the sequence is {ids.shape[-1]}"
             problem = Problem(name, what, "ask for a shorter sequence, or a longer table", "error")
             self.found.setdefault(name, problem)
