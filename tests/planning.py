@@ -140,7 +140,7 @@ def _steps(setting: Setting) -> Iterator[Callable[[], None]]:
 # What is trained
 
 
-def _hub(model: str, config: str, sequence: int = 48, **options: Any) -> tuple[Any, Any, Any, int]:
+def hub(model: str, config: str, sequence: int = 48, **options: Any) -> tuple[Any, Any, Any, int]:
     """A small language model of transformers, with the settings that its library chooses (attention, masks)."""
 
     def build() -> nn.Module:
@@ -221,6 +221,33 @@ def _frozen_tower() -> nn.Module:
     return model
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(32, 80), nn.Linear(80, 32), nn.LayerNorm(32)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden))))
+        return made
+
+
+def blocks(count: int = 2) -> Workload:
+    """Equal blocks and a last layer, on vectors."""
+
+    def squared(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = model(batch).pow(2).mean()
+        return made
+
+    return Workload(
+        "blocks",
+        lambda: nn.Sequential(*(Block() for _ in range(count)), nn.Linear(32, 16)),
+        OPTIMIZERS["adamw foreach"],
+        lambda samples, sequence: torch.randn(samples, sequence, 32),
+        squared,
+        8,
+    )
+
+
 class Perceptron(nn.Module):
     """Has a learned temperature without dimensions, and more rows of weights than ranks divide."""
 
@@ -277,15 +304,15 @@ def _cnn() -> nn.Module:
 _DEEP = _LLAMA | {"num_hidden_layers": 8}
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any, int]] = {
-    "llama deep": _hub("LlamaForCausalLM", "LlamaConfig", **_DEEP),
-    "llama": _hub("LlamaForCausalLM", "LlamaConfig", **_LLAMA),
-    "llama large head": _hub("LlamaForCausalLM", "LlamaConfig", **{**_LLAMA, "vocab_size": 16402}),
-    "llama tied": _hub("LlamaForCausalLM", "LlamaConfig", **_LLAMA, tie_word_embeddings=True),
-    "llama uneven": _hub("LlamaForCausalLM", "LlamaConfig", **{**_LLAMA, "vocab_size": 97, "intermediate_size": 109}),
-    "qwen3": _hub("Qwen3ForCausalLM", "Qwen3Config", **_LLAMA, head_dim=16),
-    "gpt2": _hub("GPT2LMHeadModel", "GPT2Config", n_embd=64, n_layer=3, n_head=4, vocab_size=96, use_cache=False),
-    "t5": _hub("T5ForConditionalGeneration", "T5Config", **_T5, decoder_start_token_id=0, use_cache=False),
-    "bert": _hub("BertForMaskedLM", "BertConfig", **_BERT),
+    "llama deep": hub("LlamaForCausalLM", "LlamaConfig", **_DEEP),
+    "llama": hub("LlamaForCausalLM", "LlamaConfig", **_LLAMA),
+    "llama large head": hub("LlamaForCausalLM", "LlamaConfig", **{**_LLAMA, "vocab_size": 16402}),
+    "llama tied": hub("LlamaForCausalLM", "LlamaConfig", **_LLAMA, tie_word_embeddings=True),
+    "llama uneven": hub("LlamaForCausalLM", "LlamaConfig", **{**_LLAMA, "vocab_size": 97, "intermediate_size": 109}),
+    "qwen3": hub("Qwen3ForCausalLM", "Qwen3Config", **_LLAMA, head_dim=16),
+    "gpt2": hub("GPT2LMHeadModel", "GPT2Config", n_embd=64, n_layer=3, n_head=4, vocab_size=96, use_cache=False),
+    "t5": hub("T5ForConditionalGeneration", "T5Config", **_T5, decoder_start_token_id=0, use_cache=False),
+    "bert": hub("BertForMaskedLM", "BertConfig", **_BERT),
     "llama, text": (lambda: MODELS["llama"][0](), text, own_loss, 48),
     "llama uneven, text": (lambda: MODELS["llama uneven"][0](), text, own_loss, 47),
     "llama deep, text": (lambda: MODELS["llama deep"][0](), text, own_loss, 48),

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import planning
 from trueshard.options import Options
 from trueshard.planner import ledger
 from trueshard.planner.hardware import hardware
@@ -175,24 +175,8 @@ def test_with_checkpointing_only_what_backward_does_not_read_is_dropped() -> Non
 # Real steps
 
 
-def config(layers: int) -> LlamaConfig:
-    sizes = {"hidden_size": 64, "intermediate_size": 112, "vocab_size": 96, "num_hidden_layers": layers}
-    return LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
-
-
-def adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
-    return [torch.optim.AdamW(model.parameters(), foreach=True)]
-
-
-def ids(samples: int, sequence: int) -> torch.Tensor:
-    return torch.randint(0, 96, (samples, sequence))
-
-
-def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = model(input_ids=batch, labels=batch).loss
-    return made
-
-
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 112, "vocab_size": 96, "use_cache": False}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 WORDS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"mixed_precision": "bf16"},
@@ -203,10 +187,10 @@ WORDS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def simulated(words: str, compile: bool, layers: int = 2) -> Simulation:
-    workload = Workload("llama", lambda: LlamaForCausalLM(config(layers)), adamw, ids, loss, 64)
-    return simulate(
-        Job(workload, (2,), microbatch=2, choices=Options(**{**WORDS[words], "compile": compile})), whole=True
-    )
+    model, *feed = planning.hub("LlamaForCausalLM", "LlamaConfig", 64, **SIZES, num_hidden_layers=layers)
+    workload = Workload("llama", model, planning.OPTIMIZERS["adamw foreach"], *feed)
+    choices = Options(**{**WORDS[words], "compile": compile})
+    return simulate(Job(workload, (2,), microbatch=2, choices=choices), whole=True)
 
 
 def kept(made: Trace) -> int:
@@ -217,7 +201,7 @@ def kept(made: Trace) -> int:
 
 def saved_by_torch(dtype: torch.dtype) -> int:
     """Bytes that a compiled decoder layer really keeps for backward, without parameters and tables of positions."""
-    model = LlamaForCausalLM(config(1)).to(dtype)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=1)).to(dtype)
     layer = model.model.layers[0]
 
     def run(graph: Any, inputs: Any) -> Any:
@@ -277,28 +261,11 @@ def test_a_checkpointed_block_keeps_less_by_the_output_of_its_last_product() -> 
     assert (eager[1] - eager[0]) - (fused[1] - fused[0]) == 2 * 64 * 64 * 2
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(32, 80), nn.Linear(80, 32), nn.LayerNorm(32)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden))))
-        return made
-
-
 @pytest.mark.rest
 @pytest.mark.parametrize("words", ["bfloat16", "selective"])
 def test_blocks_that_repeat_are_extended_to_the_whole(words: str) -> None:
-    workload = Workload(
-        "blocks",
-        lambda: nn.Sequential(nn.Linear(32, 32), *(Block() for _ in range(9))),
-        adamw,
-        lambda samples, sequence: torch.randn(samples, sequence, 32),
-        lambda model, batch: model(batch).pow(2).mean(),
-        16,
-    )
-    job = Job(workload, (2,), microbatch=2, choices=Options(**{**WORDS[words], "units": "Block", "compile": True}))
+    choices = Options(**{**WORDS[words], "units": "Block", "compile": True})
+    job = Job(planning.blocks(9), (2,), microbatch=2, choices=choices)
     fewer, whole = simulate(job), simulate(job, whole=True)
     assert fewer.whole_because == ""
     assert fewer.models > 1
