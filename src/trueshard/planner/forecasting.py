@@ -243,15 +243,15 @@ def compute_dtype(plan: Plan) -> str:
 
 def assumptions_of(job: Job, made: Simulation) -> tuple[str, ...]:
     """Return what a forecast takes for granted, one sentence each."""
-    said = list(job.workload.assumptions)
+    sentences = list(job.workload.assumptions)
     if made.plan.experts > 1:
         more = "as many tokens as to any other" if job.imbalance == 1 else f"{job.imbalance:g} times the mean of tokens"
-        said.append(f"To the experts of this rank go {more} (imbalance).")
+        sentences.append(f"To the experts of this rank go {more} (imbalance).")
     if made.whole_because:
-        said.append(f"Every block was simulated, since blocks could not be extended: {made.whole_because}.")
+        sentences.append(f"Every block was simulated, since blocks could not be extended: {made.whole_because}.")
     if job.accumulation > MICROBATCHES:
-        said.append(
+        sentences.append(
             f"The memory curve and the time line show {MICROBATCHES} microbatches of {job.accumulation}; "
             "the figures are for all."
         )
-    return tuple(said + made.warnings)
+    return tuple(sentences + made.warnings)

@@ -114,8 +114,8 @@ class Hardware:
 
     def peak(self, dtype: str) -> float:
         """Return dense operations a second in a dtype; float32's if the catalogue has none for it."""
-        known = self.peak_flops
-        return known.get("float8" if dtype.startswith("float8") else dtype, known["float32"])
+        peaks = self.peak_flops
+        return peaks.get("float8" if dtype.startswith("float8") else dtype, peaks["float32"])
 
 
 def hardware(name: str, **overrides: Any) -> Hardware:
@@ -161,9 +161,9 @@ def recognise(title: str, memory_bytes: int) -> str | None:
     other devices than "H100" and "RTX 4090". Total memory in bytes tells variants of one title apart.
     """
     words = _model_words(title.lower().replace("rtx ", "rtx"))
-    found = {name: hardware(name).memory_bytes for name in known() if name != "cpu" and _model_words(name) == words}
-    name = min(found, key=lambda name: abs(found[name] - memory_bytes), default=None)
-    return name if name is not None and abs(found[name] / memory_bytes - 1) < _SAME_MEMORY else None
+    memory_of = {name: hardware(name).memory_bytes for name in known() if name != "cpu" and _model_words(name) == words}
+    name = min(memory_of, key=lambda name: abs(memory_of[name] - memory_bytes), default=None)
+    return name if name is not None and abs(memory_of[name] / memory_bytes - 1) < _SAME_MEMORY else None
 
 
 def hardware_here(device: torch.device) -> Hardware:

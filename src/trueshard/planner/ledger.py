@@ -90,14 +90,14 @@ def lifetimes(trace: Trace) -> list[Lifetime]:
         ValueError: a storage is freed that is not alive, allocated twice, or freed with another size.
     """
     end = len(trace.events)
-    found = [Lifetime(allocation, -1, end) for allocation in trace.resident]
-    live = {lifetime.allocation.storage: lifetime for lifetime in found}
+    every = [Lifetime(allocation, -1, end) for allocation in trace.resident]
+    live = {lifetime.allocation.storage: lifetime for lifetime in every}
     for position, event in enumerate(trace.events):
         if type(event) is Allocation:
             if event.storage in live:
                 raise ValueError(f"event {position} allocates storage {event.storage} ({event.what}) a second time")
             live[event.storage] = Lifetime(event, position, end)
-            found.append(live[event.storage])
+            every.append(live[event.storage])
         elif type(event) is Free:
             if event.storage not in live:
                 raise ValueError(f"event {position} frees storage {event.storage}, which is not alive")
@@ -108,7 +108,7 @@ def lifetimes(trace: Trace) -> list[Lifetime]:
                     f"event {position} frees {event.bytes} bytes of storage {event.storage} "
                     f"({lifetime.allocation.what}), which has {lifetime.allocation.bytes}"
                 )
-    return found
+    return every
 
 
 def curve(trace: Trace) -> Curve:
@@ -168,20 +168,20 @@ def alive(trace: Trace, position: int) -> list[Allocation]:
 
 def received(trace: Trace) -> dict[str, int]:
     """Return the bytes that this rank receives in a step, by collective, in the order of first use."""
-    found: dict[str, int] = defaultdict(int)
+    received: dict[str, int] = defaultdict(int)
     for event in trace.events:
         if type(event) is Communication:
-            found[event.op] += event.received
-    return dict(found)
+            received[event.op] += event.received
+    return dict(received)
 
 
 def received_by_axis(trace: Trace) -> dict[str, int]:
     """Return the bytes that this rank receives in a step, by axis of the mesh, in the order of first use."""
-    found: dict[str, int] = defaultdict(int)
+    received: dict[str, int] = defaultdict(int)
     for event in trace.events:
         if type(event) is Communication:
-            found[event.axis] += event.received
-    return dict(found)
+            received[event.axis] += event.received
+    return dict(received)
 
 
 def flops(trace: Trace, *, recomputed: bool = True) -> int:
@@ -201,9 +201,9 @@ def by_unit(trace: Trace) -> dict[str, UnitUse]:
         elif type(event) is Communication:
             traffic[event.unit] += event.received
     nothing = Series(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    found = {}
+    uses = {}
     for unit in dict.fromkeys([*live.by_unit, *traffic, *work]):
         series = live.by_unit.get(unit, nothing)
         at_peak, most = int(series.at(here)[0]), int(series.bytes.max(initial=0))
-        found[unit] = UnitUse(at_peak, most, traffic.get(unit, 0), work.get(unit, 0))
-    return found
+        uses[unit] = UnitUse(at_peak, most, traffic.get(unit, 0), work.get(unit, 0))
+    return uses

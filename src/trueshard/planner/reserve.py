@@ -86,8 +86,8 @@ class _Replay:
                 by_key[key(allocation)].append(storage)
             unmatched = []
             for resident in residents:
-                if found := by_key[key(resident)]:
-                    self.live[resident.storage] = resident, left.pop(found.pop())[1]
+                if storages := by_key[key(resident)]:
+                    self.live[resident.storage] = resident, left.pop(storages.pop())[1]
                 else:
                     unmatched.append(resident)
             residents = unmatched

@@ -79,10 +79,10 @@ def cached(words: str) -> Path | None:
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(words, "config.json")
+        path = try_to_load_from_cache(words, "config.json")
     except (ImportError, ValueError):  # no such library, or no valid name
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(path) if isinstance(path, str) else None
 
 
 def listed() -> str:
@@ -123,8 +123,8 @@ def _nearest(name: str) -> str:
     candidates = [key for key in known() if family and key.startswith(family)] or list(known())
     size = _billions(plain)
     if size is None:
-        found = difflib.get_close_matches(plain, candidates, n=1, cutoff=0.5)
-        return found[0] if found else ""
+        near = difflib.get_close_matches(plain, candidates, n=1, cutoff=0.5)
+        return near[0] if near else ""
 
     def distance(key: str) -> tuple[float, float]:
         factor = abs(math.log(known()[key].parameters / 1e9 / size))
@@ -135,5 +135,5 @@ def _nearest(name: str) -> str:
 
 def _billions(name: str) -> float | None:
     """Return the parameters in billions that a name tells: 70 of "llama-3-70b", 56 of "8x7b"; None if it tells none."""
-    found = re.search(r"(?<![a-z\d.])(?:(\d+)x)?(\d+(?:\.\d+)?)([bm])(?![a-z\d])", name)
-    return None if found is None else int(found[1] or 1) * float(found[2]) / (1 if found[3] == "b" else 1000)
+    match = re.search(r"(?<![a-z\d.])(?:(\d+)x)?(\d+(?:\.\d+)?)([bm])(?![a-z\d])", name)
+    return None if match is None else int(match[1] or 1) * float(match[2]) / (1 if match[3] == "b" else 1000)

@@ -72,7 +72,7 @@ def example_feed(example: Any, loss: Loss) -> Feed:
     ids = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.ndim == 2]
 
     def batch(microbatch: int, sequence: int) -> Any:
-        def alike(value: Any) -> Any:
+        def like_example(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             shape = tuple(value.shape)
@@ -81,7 +81,7 @@ def example_feed(example: Any, loss: Loss) -> Feed:
                 return torch.zeros((microbatch, *shape[1:]) if is_batched else shape, dtype=value.dtype)
             return value[torch.arange(microbatch) % rows] if is_batched else value.clone()
 
-        return mapped(alike, example)
+        return mapped(like_example, example)
 
     return Feed(batch, loss, int(ids[0].shape[1]) if ids else 1)
 
@@ -112,8 +112,8 @@ def module_feed(model: nn.Module, sequence: int | None) -> Feed:
     def batch(microbatch: int, sequence: int) -> Any:
         return torch.randn(microbatch, *((sequence, *shape[1:]) if long > 1 else shape), dtype=dtype)
 
-    said = f"The batch is random numbers of shape (microbatch, {', '.join(map(str, shape))}), read off {name!r}"
-    return Feed(batch, model_loss, long, (f"{said}; the loss is what forward returns, or its mean square.",))
+    assumption = f"The batch is random numbers of shape (microbatch, {', '.join(map(str, shape))}), read off {name!r}"
+    return Feed(batch, model_loss, long, (f"{assumption}; the loss is what forward returns, or its mean square.",))
 
 
 def _wanted(root: nn.Module) -> tuple[str, str]:
@@ -145,8 +145,8 @@ def _token_feed(root: nn.Module, wanted: str, targets: str, vocabulary: int, seq
         return _loss_of(output, labels)
 
     how = f"forward's own, from {targets}" if targets else "cross entropy of its logits in float32, or its scalar"
-    said = f"The batch is token ids below {vocabulary} ({wanted}) with the next one as label; the loss is {how}."
-    return Feed(batch, loss, length, (said,))
+    assumption = f"The batch is token ids below {vocabulary} ({wanted}) with the next one as label; the loss is {how}."
+    return Feed(batch, loss, length, (assumption,))
 
 
 def _shapes(first: nn.Module, sequence: int | None) -> list[tuple[int, ...]]:

@@ -76,8 +76,8 @@ class Factory:
             stand_ins = make_fake(model, dtype)
         else:  # made elsewhere, and perhaps used there
             parts.model, stand_ins = fake_copy(model, dtype)
-        given = parts.optimizers
-        for optimizer in given if isinstance(given, (list, tuple)) else [given]:
+        made = parts.optimizers
+        for optimizer in made if isinstance(made, (list, tuple)) else [made]:
             for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
                 group["params"] = [stand_ins.get(id(parameter), parameter) for parameter in group["params"]]
         return parts
@@ -180,14 +180,14 @@ def from_file(words: str, guarded: bool = True) -> Factory | Original:
     if not path or not attribute:
         raise ValueError(f"{words!r} names no function; write file.py:function")
     if not file.is_file():
-        known = [path.name for path in file.parent.glob("*.py")]
-        raise ValueError(f"there is no file {path!r}.{names.nearest(file.name, known)}")
+        names_there = [path.name for path in file.parent.glob("*.py")]
+        raise ValueError(f"there is no file {path!r}.{names.nearest(file.name, names_there)}")
     module = _imported(file, words, guarded)
     target: Any = module
     for part in attribute.split("."):
         if not hasattr(target, part):
-            known = [name for name, value in vars(target).items() if callable(value) and not name.startswith("_")]
-            raise ValueError(f"{file.name} has no {attribute!r}.{names.nearest(attribute, known)}")
+            names_there = [name for name, value in vars(target).items() if callable(value) and not name.startswith("_")]
+            raise ValueError(f"{file.name} has no {attribute!r}.{names.nearest(attribute, names_there)}")
         target = getattr(target, part)
     held = {key: value for key, value in vars(module).items() if key in _NAMES}
     beside = parts_among({k: v for k, v in held.items() if v is not target and not isinstance(v, ModuleType)})
@@ -312,18 +312,18 @@ def read_configuration(path: Path) -> Configuration:
 def named_configuration(words: str) -> Configuration | None:
     """Return the configuration of a name: of the hub's cache on this machine, or a known one; None if there is none."""
     if (file := cached(words)) is not None:
-        found = Configuration(words.rpartition("/")[2], json.loads(file.read_text(encoding="utf-8")), str(file))
-        found.assumptions.insert(0, f"The configuration is that of {words} in the hub's cache on this machine.")
-        return found
+        configuration = Configuration(words.rpartition("/")[2], json.loads(file.read_text(encoding="utf-8")), str(file))
+        configuration.assumptions.insert(0, f"The configuration is that of {words} in the hub's cache on this machine.")
+        return configuration
     if (known := architecture(words)) is None:
         return None
-    found = Configuration(known.name, copy.deepcopy(dict(known.fields)), known.name)
+    configuration = Configuration(known.name, copy.deepcopy(dict(known.fields)), known.name)
     if "architectures" not in known.fields:
-        found.assumptions.clear()
-    found.assumptions.insert(
+        configuration.assumptions.clear()
+    configuration.assumptions.insert(
         0, f"The architecture is known by name: sizes as in config.json of {known.hub[0]} (MODEL)."
     )
-    return found
+    return configuration
 
 
 def _settings(data: Any, where: str) -> Any:
@@ -338,9 +338,9 @@ def _settings(data: Any, where: str) -> Any:
     if not isinstance(kind, str):
         raise ValueError(f'{where} is not a transformers configuration: it has no "model_type"')
     if kind not in CONFIG_MAPPING:
-        own = " Its own code (auto_map) is not run; write file.py:factory." if "auto_map" in data else ""
+        remedy = " Its own code (auto_map) is not run; write file.py:factory." if "auto_map" in data else ""
         near = names.nearest(kind, list(CONFIG_MAPPING))
-        raise ValueError(f"{where}: the model_type {kind!r} is unknown to transformers.{near}{own}")
+        raise ValueError(f"{where}: the model_type {kind!r} is unknown to transformers.{near}{remedy}")
     for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
         data.pop(key, None)
     try:
@@ -358,16 +358,16 @@ def _settings(data: Any, where: str) -> Any:
 def _class(settings: Any, where: str) -> Any:
     import transformers
 
-    given = (settings.architectures or [None])[0]
-    if given is not None:
-        cls = getattr(transformers, given, None)
+    architecture_name = (settings.architectures or [None])[0]
+    if architecture_name is not None:
+        cls = getattr(transformers, architecture_name, None)
         if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
-            known = [name for name in dir(transformers) if "For" in name or name.endswith("Model")]
-            near = names.nearest(given, known)
-            raise ValueError(f"{where}: the architecture {given!r} is unknown to transformers.{near}")
+            classes = [name for name in dir(transformers) if "For" in name or name.endswith("Model")]
+            near = names.nearest(architecture_name, classes)
+            raise ValueError(f"{where}: the architecture {architecture_name!r} is unknown to transformers.{near}")
         return cls
     for mapping in (*PAIRS, *MAPPINGS) if settings.is_encoder_decoder else MAPPINGS:
-        if type(settings) in (found := getattr(transformers, mapping, {})):
-            cls = found[type(settings)]
+        if type(settings) in (classes_of := getattr(transformers, mapping, {})):
+            cls = classes_of[type(settings)]
             return cls[0] if isinstance(cls, tuple) else cls
     raise ValueError(f'{where}: no class is known for {settings.model_type!r}; add "architectures": ["…"]')

@@ -45,10 +45,10 @@ _VALUE_METHODS = {
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Return ``value`` with ``function`` called on each leaf of nested lists, tuples and mappings; their types stay."""
     if isinstance(value, Mapping):
-        made = {key: mapped(function, each) for key, each in value.items()}
+        made = {key: mapped(function, item) for key, item in value.items()}
         return made if type(value) is dict else type(value)(made)  # type: ignore[call-arg]
     if isinstance(value, (list, tuple)):
-        items = [mapped(function, each) for each in value]
+        items = [mapped(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return function(value)
 
@@ -74,8 +74,11 @@ def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[nn.Mo
     """
     refuse_sharded(model)
     stand_ins = _stand_ins(model, dtype)
-    plain = (tensor for module in model.modules() for tensor in _torch.tensors_in(plain_attributes(module)))
-    memo: dict[int, Any] = {id(each): each if _torch.is_fake(each) else _stand_in(each) for each in plain} | stand_ins
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for tensor in _torch.tensors_in(plain_attributes(module)):
+            memo[id(tensor)] = tensor if _torch.is_fake(tensor) else _stand_in(tensor)
+    memo |= stand_ins
     try:
         copied: nn.Module = copy.deepcopy(model, memo)
     except Exception as error:  # whatever an attribute raises that cannot be copied
@@ -94,7 +97,7 @@ def make_fake(model: nn.Module, dtype: torch.dtype | None = None) -> dict[int, t
     for kind, registry in (("parameters", _torch.own_parameters), ("buffers", _torch.own_buffers)):
         for _, module, attribute, tensor in list(names.named_tensors(model, kind)):
             registry(module)[attribute] = stand_ins[id(tensor)]
-    replace_plain(model, stand_ins, lambda each: not _torch.is_fake(each), _stand_in)
+    replace_plain(model, stand_ins, lambda plain: not _torch.is_fake(plain), _stand_in)
     return stand_ins
 
 
@@ -219,21 +222,22 @@ class _OnMeta(TorchFunctionMode):
         except (RuntimeError, NotImplementedError):
             if len({tensor.is_meta for tensor in _torch.tensors_in((args, kwargs))}) < 2:
                 raise
-            args, kwargs = _torch.map_only(torch.Tensor, lambda each: each.to("meta"), (args, kwargs))
+            args, kwargs = _torch.map_only(torch.Tensor, lambda real: real.to("meta"), (args, kwargs))
             return func(*args, **kwargs)
 
 
 def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Do ``tensor.to(...)``; a meta tensor takes the dtype alone."""
-    tensor, *rest = args
-    for each in (*rest, kwargs.get("device")):
-        if isinstance(each, (str, torch.device)) or (isinstance(each, int) and not isinstance(each, bool)):
-            _refuse_gpu(each, ".to")
+    tensor, *others = args
+    others += kwargs.values()
+    for argument in others:
+        if isinstance(argument, (str, torch.device)) or type(argument) is int:
+            _refuse_gpu(argument, ".to")
     if not tensor.is_meta:
         return func(*args, **kwargs)
-    dtype = next((each for each in (*rest, kwargs.get("dtype")) if isinstance(each, torch.dtype)), tensor.dtype)
-    dtype = next((each.dtype for each in (*rest, kwargs.get("other")) if isinstance(each, torch.Tensor)), dtype)
-    return func(tensor, dtype)
+    dtypes = [argument for argument in others if isinstance(argument, torch.dtype)]
+    dtypes += [argument.dtype for argument in others if isinstance(argument, torch.Tensor)]
+    return func(tensor, dtypes[-1] if dtypes else tensor.dtype)
 
 
 def _refuse_gpu(device: Any, where: str) -> None:

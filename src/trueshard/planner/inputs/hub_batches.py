@@ -29,17 +29,17 @@ def hub_feed(cls: type, settings: Any, sequence: int | None) -> Feed:
         raise ValueError(f"it is not known what {cls.__name__} is fed with ({', '.join(list(takes)[1:4])}, …); {HOW}")
     length = _length(settings, takes, sequence)
     images = _image_tokens(settings, takes, length) if has_text and has_pixels else 0
-    said = []
+    assumptions = []
     optional = has_pixels and takes["pixel_values"].default is not inspect.Parameter.empty
     if has_text and optional and not images and "return_loss" not in takes:
         has_pixels = False
-        said.append("The batch is text alone: the model's images are left out.")
+        assumptions.append("The batch is text alone: the model's images are left out.")
     has_sound = bool({"input_features", "input_values"} & set(takes)) and ("input_features" in takes or not has_text)
     has_loss = bool({"labels", "start_positions", "return_loss"} & set(takes))
     loss = "the model's own, by labels" if has_loss else "the mean square of its first output"
-    said.append(f"The batch is {'sounds' if has_sound else 'text' if has_text else 'images'}")
-    said[-1] += f" with an image a sample ({images} tokens)" if images else ""
-    said[-1] += f", and the loss {loss} (batch and loss of file.py:factory)."
+    assumptions.append(f"The batch is {'sounds' if has_sound else 'text' if has_text else 'images'}")
+    assumptions[-1] += f" with an image a sample ({images} tokens)" if images else ""
+    assumptions[-1] += f", and the loss {loss} (batch and loss of file.py:factory)."
 
     def batch(microbatch: int, sequence: int) -> dict[str, torch.Tensor]:
         made: dict[str, torch.Tensor] = {}
@@ -53,7 +53,7 @@ def hub_feed(cls: type, settings: Any, sequence: int | None) -> Feed:
             made["return_loss"] = True  # type: ignore[assignment]
         return made | _labels(cls, settings, takes, microbatch, sequence)
 
-    return Feed(batch, model_loss, length, tuple(said))
+    return Feed(batch, model_loss, length, tuple(assumptions))
 
 
 def _length(settings: Any, takes: Mapping[str, Any], sequence: int | None) -> int:
@@ -64,8 +64,8 @@ def _length(settings: Any, takes: Mapping[str, Any], sequence: int | None) -> in
         return 1
     text = settings.get_text_config()
     decoded = [("max_target_positions", settings)] if "input_features" in takes else []
-    found = (getattr(part, key, None) for key, part in [*decoded, *((key, text) for key in _LENGTHS)])
-    limit = next((n for n in found if isinstance(n, int) and n > 0), 4096)
+    limits = (getattr(part, key, None) for key, part in [*decoded, *((key, text) for key in _LENGTHS)])
+    limit = next((n for n in limits if isinstance(n, int) and n > 0), 4096)
     return sequence or min(limit, 4096)
 
 
@@ -92,8 +92,8 @@ def _text(
 
 def _mark(settings: Any) -> int | None:
     """Return the id of the token that an image's features replace."""
-    found = (getattr(settings, key, None) for key in ("image_token_id", "image_token_index"))
-    return next((each for each in found if each is not None), None)
+    ids = (getattr(settings, key, None) for key in ("image_token_id", "image_token_index"))
+    return next((mark for mark in ids if mark is not None), None)
 
 
 def _sound(
@@ -146,8 +146,8 @@ def _image_tokens(settings: Any, takes: Mapping[str, Any], length: int) -> int:
         return 0
     if "image_grid_thw" in takes:  # of any size: at most half of the sequence
         return math.isqrt(min(_IMAGE_TOKENS, length // 2)) ** 2
-    if (given := getattr(settings, "mm_tokens_per_image", None)) is not None:
-        return int(given)
+    if (count := getattr(settings, "mm_tokens_per_image", None)) is not None:
+        return int(count)
     if kind == "internvl":
         return int(settings.image_seq_length)
     if kind not in ("llava", "vipllava", "paligemma", "idefics3", "smolvlm"):

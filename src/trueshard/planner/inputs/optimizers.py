@@ -65,11 +65,12 @@ def optimizers_of(words: str | Callable[[nn.Module], Any]) -> Make:
     return make
 
 
-def checked(given: Any, name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+def checked(optimizers: Any, name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     """Return one optimizer or several, or what a function of ``model`` makes, as a list; else raise ValueError."""
-    made = given(model) if callable(given) and not isinstance(given, torch.optim.Optimizer) else given
-    made = made.values() if isinstance(made, Mapping) else made
-    several = list(made) if isinstance(made, Iterable) else [made]
+    if callable(optimizers) and not isinstance(optimizers, torch.optim.Optimizer):
+        optimizers = optimizers(model)
+    optimizers = optimizers.values() if isinstance(optimizers, Mapping) else optimizers
+    several = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     for optimizer in several:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(f"{name} gives a {type(optimizer).__name__}, not torch.optim.Optimizer object(s)")
@@ -92,22 +93,22 @@ def _named(name: str, words: str) -> tuple[type[torch.optim.Optimizer], dict[str
     for ending, choice in WAYS.items():
         if name.endswith(f"-{ending}"):
             name, way = name.removesuffix(f"-{ending}"), choice
-    known = NAMED | {key.lower(): (key, {}) for key in _classes(torch.optim)}
-    if name not in known:
-        near = names.nearest(name, sorted(known))
-        raise ValueError(f"no optimizer is called {words!r}.{near} Known: {', '.join(sorted(known))}")
-    key, preset = known[name]
+    classes = NAMED | {key.lower(): (key, {}) for key in _classes(torch.optim)}
+    if name not in classes:
+        near = names.nearest(name, sorted(classes))
+        raise ValueError(f"no optimizer is called {words!r}.{near} Known: {', '.join(sorted(classes))}")
+    key, preset = classes[name]
     return getattr(torch.optim, key), {**preset, **way}
 
 
 def _imported(module: str, name: str, words: str) -> type[torch.optim.Optimizer]:
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ImportError as error:
         raise ValueError(f"optimizer {words!r}: {module} cannot be imported ({error})") from None
-    cls = getattr(found, name, None)
+    cls = getattr(imported, name, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        near = names.nearest(name, _classes(found))
+        near = names.nearest(name, _classes(imported))
         raise ValueError(f"optimizer {words!r}: {module} has no optimizer {name!r}.{near}")
     return cls
 

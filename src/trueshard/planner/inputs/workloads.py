@@ -67,7 +67,7 @@ def workload_of(
     dtype = None if storage_dtype is None else getattr(torch, dtype_name("storage_dtype", storage_dtype))
     made = _Made(source, dtype)
     if isinstance(source, Configuration):
-        assumptions, own = list(source.assumptions), False
+        assumptions, has_optimizers = list(source.assumptions), False
         assumptions += ["Parameters are stored in float32 (--storage-dtype)."] if dtype is None else []
         feed = (
             hub_feed(source.cls, source.settings, sequence) if batch is None else _feed_of(batch, model_loss, sequence)
@@ -75,13 +75,13 @@ def workload_of(
     else:
         assumptions = []
         feed = _feed_of_factory(made, sequence, batch)
-        own = made.parts.optimizers is not None and optimizer is None
+        has_optimizers = made.parts.optimizers is not None and optimizer is None
     # Without transformers' checks of values, such as that there are as many image tokens as features.
     unchecked = mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1")
     return Workload(
         name=source.name,
         model=made.model,
-        optimizers=made.optimizers if own else optimizers_of(optimizer or "adamw"),
+        optimizers=made.optimizers if has_optimizers else optimizers_of(optimizer or "adamw"),
         batch=feed.batch,
         loss=unchecked(loss or feed.loss),
         sequence=feed.sequence,
@@ -100,8 +100,8 @@ def _source_of(model: str | os.PathLike[str] | Callable[[], Any] | nn.Module) ->
             return read_configuration(path)
         if ".py" in words:
             return from_file(words)
-        if (found := named_configuration(words)) is not None:
-            return found
+        if (configuration := named_configuration(words)) is not None:
+            return configuration
         raise ValueError(unknown(words, path.absolute().parent))
     if callable(model):
         return from_callable(model)
@@ -143,13 +143,13 @@ def _feed_of_factory(made: _Made, sequence: int | None, batch: Any) -> Feed:
     """Return batches and loss as given, else the factory's own, else by the model."""
     with _torch.fake_tensors(), torch.compiler.set_stance("force_eager"):  # a look: only what is no tensor is kept
         model = made.model()
-        own: Loss = made.loss if made.parts.loss is not None else model_loss
+        loss: Loss = made.loss if made.parts.loss is not None else model_loss
         if batch is None and (batch := made.parts.batch) is not None and callable(batch):
             batch = made.batch
         if batch is not None:
-            return _feed_of(batch, own, sequence)
+            return _feed_of(batch, loss, sequence)
         feed = model_feed(model, sequence)
-        return feed if made.parts.loss is None else dataclasses.replace(feed, loss=own)
+        return feed if made.parts.loss is None else dataclasses.replace(feed, loss=loss)
 
 
 def _feed_of(batch: Any, loss: Loss, sequence: int | None) -> Feed:
@@ -189,4 +189,4 @@ def model_feed(model: nn.Module, sequence: int | None) -> Feed:
 
 def is_size(batch: Any) -> bool:
     """Return True for ``(microbatch, sequence)``."""
-    return isinstance(batch, (tuple, list)) and len(batch) == 2 and all(type(each) is int for each in batch)
+    return isinstance(batch, (tuple, list)) and len(batch) == 2 and all(type(count) is int for count in batch)

@@ -132,13 +132,13 @@ def _bands(study: Study, live: Curve) -> list[Collapsed[str]]:
     names = [unit.name for unit in study.plan.units if unit.name in live.by_unit]
     names += [name for name in live.by_unit if name not in set(names)]
     merged = max(1, math.ceil(len(names) / BANDS))
-    found = []
+    bands = []
     for start in range(0, len(names), merged):
         band = names[start : start + merged]
         rows = collapse(band, lambda name: name)
         label = rows[0].name if len(rows) == 1 else ", ".join(row.name or "(root)" for row in rows)
-        found.append(Collapsed(label, tuple(band)))
-    return found
+        bands.append(Collapsed(label, tuple(band)))
+    return bands
 
 
 def _tensors(study: Study, peak: Peak) -> list[dict[str, Any]]:
@@ -212,27 +212,27 @@ def time_parts(study: Study) -> list[dict[str, Any]]:
     for span in study.timeline.spans:
         if span.stream == "compute" and type(study.trace.events[span.event]) is Kernel:
             computing[_group(study.trace, span)] += span.end - span.start
-    whole = sum(computing.values()) or 1.0
+    total = sum(computing.values()) or 1.0
     names = {"waiting": "waiting", "host": "host", "other ranks": "ranks"}
     rows: list[tuple[str, float, bool]] = [
-        (name, seconds / whole * study.forecast.compute_seconds, False) for name, seconds in computing.items()
+        (name, seconds / total * study.forecast.compute_seconds, False) for name, seconds in computing.items()
     ]
-    told = report.time_parts(study)
-    rows += [(names[part["name"]], part["seconds"], True) for part in told if part["name"] in names]
+    parts = report.time_parts(study)
+    rows += [(names[part["name"]], part["seconds"], True) for part in parts if part["name"] in names]
     return [{"name": name, "seconds": seconds, "gap": gap} for name, seconds, gap in rows if seconds > 0.0]
 
 
 def gaps(timeline: Timeline) -> list[list[Any]]:
     """Return ``[kind, start, end]`` for the times in which nothing computes; short neighbours of a kind are merged."""
     shortest = timeline.seconds / 16384
-    found: list[list[Any]] = []
+    merged: list[list[Any]] = []
     for gap in timeline.gaps:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last is not None and last[0] == gap.kind and gap.start - last[2] <= shortest:
             last[2] = round(gap.end, 9)
         else:
-            found.append([gap.kind, round(gap.start, 9), round(gap.end, 9)])
-    return found if len(found) <= SPANS else [gap for gap in found if gap[2] - gap[1] > shortest]
+            merged.append([gap.kind, round(gap.start, 9), round(gap.end, 9)])
+    return merged if len(merged) <= SPANS else [gap for gap in merged if gap[2] - gap[1] > shortest]
 
 
 def lanes(trace: Trace, timeline: Timeline, limit: int) -> list[dict[str, Any]]:
@@ -302,6 +302,6 @@ def _lane(stream: str, spans: Iterable[_Merged]) -> dict[str, Any]:
     rows = []
     for span in spans:
         seconds = (round(second, 9) for second in (span.start, span.end, span.busy))
-        indices = (known.setdefault(getattr(span, key), len(known)) for key, known in words.items())
+        indices = (indices_of.setdefault(getattr(span, key), len(indices_of)) for key, indices_of in words.items())
         rows.append([*seconds, span.count, *indices])
-    return {"stream": stream, "spans": rows} | {f"{key}s": list(known) for key, known in words.items()}
+    return {"stream": stream, "spans": rows} | {f"{key}s": list(indices_of) for key, indices_of in words.items()}

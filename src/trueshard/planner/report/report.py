@@ -66,8 +66,8 @@ def every_plan(study: Study) -> list[dict[str, Any]]:
     every = [Alternative("this plan", study.forecast), *study.alternatives]
     front = pareto([plan.forecast for plan in every])
     return [
-        {"words": each.words, "on_front": number in front, **dataclasses.asdict(each.forecast)}
-        for number, each in enumerate(every)
+        {"words": other.words, "on_front": number in front, **dataclasses.asdict(other.forecast)}
+        for number, other in enumerate(every)
     ]
 
 
@@ -78,11 +78,11 @@ def pareto(forecasts: Sequence[Forecast]) -> list[int]:
     """
     speeds = [forecast.tokens_per_second_per_rank for forecast in forecasts]
     fitting = [number for number, forecast in enumerate(forecasts) if forecast.fits]
-    found: list[int] = []
-    for number in sorted(fitting, key=lambda each: (forecasts[each].peak_reserved_bytes, -speeds[each])):
-        if not found or speeds[number] > speeds[found[-1]]:
-            found.append(number)
-    return found
+    front: list[int] = []
+    for number in sorted(fitting, key=lambda position: (forecasts[position].peak_reserved_bytes, -speeds[position])):
+        if not front or speeds[number] > speeds[front[-1]]:
+            front.append(number)
+    return front
 
 
 def headline(forecast: Forecast) -> str:
@@ -203,7 +203,7 @@ def _narrowed(head: list[str], cells: Sequence[dict[str, str]]) -> list[str]:
         shown = [name for name in head if name not in without]
         right = [shown.index(name) for name in numbers if name in shown]
         for longest in range(40, 15, -1):
-            rows = [(_short(each["unit"], longest), *(each[name] for name in shown[1:])) for each in cells]
+            rows = [(_short(cell["unit"], longest), *(cell[name] for name in shown[1:])) for cell in cells]
             lines = table(shown, rows, right)
             if max(map(len, lines)) <= WIDTH:
                 return lines
@@ -213,7 +213,7 @@ def _narrowed(head: list[str], cells: Sequence[dict[str, str]]) -> list[str]:
 def _short_dtypes(dtype: str) -> str:
     """Return several dtypes, joined by ``+``, by their short names; one as it is."""
     names = {full: short for short, full in SHORT_DTYPES.items()}
-    return "+".join(names.get(each, each) for each in dtype.split("+")) if "+" in dtype else dtype
+    return "+".join(names.get(part, part) for part in dtype.split("+")) if "+" in dtype else dtype
 
 
 def _memory(forecast: Forecast) -> list[str]:
@@ -342,10 +342,10 @@ def _unit_reasons(study: Study) -> Iterator[str]:
 def _alternatives(study: Study) -> list[str]:
     if not study.alternatives:
         return []
-    front = [row for row in every_plan(study) if row["on_front"]]
+    front = [plan for plan in every_plan(study) if plan["on_front"]]
     rows = [
-        (size(key["peak_reserved_bytes"]), f"{key['tokens_per_second_per_rank']:,.0f}", _short(key["words"], 72))
-        for key in sorted(front, key=lambda each: each["peak_reserved_bytes"])
+        (size(plan["peak_reserved_bytes"]), f"{plan['tokens_per_second_per_rank']:,.0f}", _short(plan["words"], 72))
+        for plan in sorted(front, key=lambda plan: plan["peak_reserved_bytes"])
     ]
     count = f"{len(study.alternatives):,} other plan{'s were' if len(study.alternatives) > 1 else ' was'} worked out"
     if not rows:

@@ -144,7 +144,7 @@ class _DataFlow:
                 events.append(dataclasses.replace(event, after=tuple(at[position] for position in event.after)))
             elif not isinstance(event, Free):
                 events.append(event)
-            events += [Free(event.place, each.allocation.storage, each.allocation.bytes) for each in moved[i]]
+            events += [Free(event.place, ended.allocation.storage, ended.allocation.bytes) for ended in moved[i]]
         return Trace(events, self.trace.resident)
 
     def _allocation(self, storage: _Storage) -> Allocation:
@@ -163,32 +163,32 @@ def _recompute(flow: _DataFlow, forward: _Graph) -> None:
     """Let a block's backward read only tensors that the cut keeps; the others are freed in forward."""
     backward: _Graph = ("backward", *forward[1:])
     first = flow.kernels[backward][0]
-    known = _storages_of(flow, forward)
+    storages = _storages_of(flow, forward)
     wanted = {
         number: [i for i in storage.readers if flow.graph_of.get(i) == backward]
-        for number, storage in known.items()
+        for number, storage in storages.items()
         if storage.made < first
     }
     wanted = {number: readers for number, readers in wanted.items() if readers}
     if not wanted:
         return
     made_from = networkx.DiGraph()
-    made_from.add_nodes_from(known)
-    for number, storage in known.items():
+    made_from.add_nodes_from(storages)
+    for number, storage in storages.items():
         if flow.graph(storage) == forward:
             made_from.add_edges_from((number, source.allocation.storage) for source in flow.sources(storage))
-    kept = _cut(flow, forward, known, wanted, made_from)
+    kept = _cut(flow, forward, storages, wanted, made_from)
     made_from.remove_edges_from(list(made_from.out_edges(kept)))
     for number, readers in wanted.items():
-        storage = known[number]
+        storage = storages[number]
         if number in kept or flow.graph(storage) != forward:
             continue
         last = readers[-1]
         for ancestor in kept & networkx.descendants(made_from, number):
-            each = known[ancestor]
-            if each.allocation.kind not in _FREE_TO_KEEP:
-                each.freed = max(each.freed, _free_position(flow, last))
-                each.readers = sorted({*each.readers, *readers})
+            source_storage = storages[ancestor]
+            if source_storage.allocation.kind not in _FREE_TO_KEEP:
+                source_storage.freed = max(source_storage.freed, _free_position(flow, last))
+                source_storage.readers = sorted({*source_storage.readers, *readers})
         storage.readers = [i for i in storage.readers if i not in readers]
 
 
@@ -210,16 +210,16 @@ def _storages_of(flow: _DataFlow, forward: _Graph) -> dict[int, _Storage]:
 def _cut(
     flow: _DataFlow,
     forward: _Graph,
-    known: dict[int, _Storage],
+    storages: dict[int, _Storage],
     wanted: dict[int, list[int]],
     made_from: networkx.DiGraph,
 ) -> set[int]:
     """Return the storages to keep. Nodes are (index in ``known``, side), so that equal blocks are cut alike."""
-    index = {number: i for i, number in enumerate(known)}
+    index = {number: i for i, number in enumerate(storages)}
     distances = networkx.multi_source_dijkstra_path_length(made_from, set(wanted))
     graph = networkx.DiGraph()
     graph.add_nodes_from(("source", "sink"))
-    for number, storage in known.items():
+    for number, storage in storages.items():
         here = index[number]
         graph.add_edge((here, 0), (here, 1), capacity=_weight(flow, storage, forward, distances.get(number, 100)))
         if not _may_be_recomputed(flow, forward, storage, wanted.get(number, [])):
@@ -230,7 +230,7 @@ def _cut(
         if number in wanted:
             graph.add_edge((here, 1), "sink")
     _, (near, far) = networkx.minimum_cut(graph, "source", "sink")
-    return {number for number in known if (index[number], 0) in near and (index[number], 1) in far}
+    return {number for number in storages if (index[number], 0) in near and (index[number], 1) in far}
 
 
 def _may_be_recomputed(flow: _DataFlow, forward: _Graph, storage: _Storage, readers: Sequence[int]) -> bool:

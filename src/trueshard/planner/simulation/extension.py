@@ -127,13 +127,13 @@ def extend(base: Trace, fewer: Sequence[Trace], runs: Sequence[Run], recorded: S
         NotPeriodicError: it cannot be extended exactly.
     """
     recorded = runs if recorded is None else recorded
-    known = labelled(base, recorded)
+    labelled_base = labelled(base, recorded)
     growth: Counter[tuple[int, str]] = Counter()
     for r, (less, run) in enumerate(zip(fewer, runs, strict=True)):
-        _check_middle(known, r)
-        for amount, difference in _growth(known, labelled(less, recorded), r).items():
+        _check_middle(labelled_base, r)
+        for amount, difference in _growth(labelled_base, labelled(less, recorded), r).items():
             growth[amount] += difference * (run.count - KEPT)
-    made = _Extension(known, runs, recorded, growth).trace()
+    made = _Extension(labelled_base, runs, recorded, growth).trace()
     try:
         ledger.lifetimes(made)
     except ValueError as error:
@@ -159,14 +159,14 @@ def _amounts(event: Event) -> dict[str, int]:
 
 def _block_trace(base: Labelled, label: Label) -> list[tuple[Any, ...]]:
     """Return one block's items, in order, with references relative to the block."""
-    found: list[tuple[Any, ...]] = []
+    block_items: list[tuple[Any, ...]] = []
     for at, (item, block) in enumerate(zip(base.items, base.labels, strict=True)):
         if block == label:
             references = (
                 _relative(base.labels[index], base.ordinals[index], label) for index in _references(base, item)
             )
-            found.append((at < base.residents, *_kind(item), *_amounts(item).values(), *references))
-    return found
+            block_items.append((at < base.residents, *_kind(item), *_amounts(item).values(), *references))
+    return block_items
 
 
 def _references(base: Labelled, item: Event) -> list[int]:
@@ -198,15 +198,15 @@ def _growth(base: Labelled, less: Labelled, r: int) -> dict[tuple[int, str], int
     behind: dict[Label, Label] = {(r, block): (r, block - 1) for block in range(COPIED + 1, KEPT)}
     if [behind.get(base.labels[at], base.labels[at]) for at in kept] != less.labels:
         raise NotPeriodicError("a block more does not add one block's events and memory")
-    found: dict[tuple[int, str], int] = {}
+    growth: dict[tuple[int, str], int] = {}
     for at, other in zip(kept, less.items, strict=True):
         item = base.items[at]
         if _kind(item) != _kind(other):
             raise NotPeriodicError(f"a block more changes other events: {_kind(item)}, {_kind(other)}")
         for name, amount in _amounts(item).items():
             if difference := amount - getattr(other, name):
-                found[at, name] = difference
-    return found
+                growth[at, name] = difference
+    return growth
 
 
 class _Extension:
@@ -284,17 +284,17 @@ class _Extension:
         self.items.append(made)
 
     def _positions(self, after: Sequence[int], old: Label, new: Label) -> tuple[int, ...]:
-        indices = self._indices([self.base.residents + each for each in after], old, new)
+        indices = self._indices([self.base.residents + position for position in after], old, new)
         return tuple(sorted(index - self.residents for index in indices))
 
     def _indices(self, references: Sequence[int], old: Label, new: Label) -> list[int]:
         """Return the new indices of what an item refers to by old indices, when ``old`` becomes ``new``."""
-        found: list[int] = []
+        new_indices: list[int] = []
         for index in references:
             is_allocation, number = self.base.ordinals[index]
             targets = self.targets(self.base.labels[index], old, new)
-            found += [self.indices[target][is_allocation][number] for target in targets]
-        return found
+            new_indices += [self.indices[target][is_allocation][number] for target in targets]
+        return new_indices
 
     def _targets(self, label: Label, old: Label, new: Label) -> Sequence[Label]:
         """Return the new labels of what ``old``, which becomes ``new``, refers to; of all copies from outside."""

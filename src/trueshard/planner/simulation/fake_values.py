@@ -105,8 +105,8 @@ class KnownValues(_torch.SimulationMode):
         """Tokens that arrive for this rank's experts, over their mean over ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (known := _torch.device_asked(func, args)) is not None:
-            return known
+        if (device := _torch.device_asked(func, args)) is not None:
+            return device
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -182,8 +182,8 @@ class KnownValues(_torch.SimulationMode):
             torch.Tag.nondeterministic_seeded in func.tags or not self._is_computable(func, name, inputs, written)
         ):
             for tensor in (*written, *outputs):
-                known = self._known(tensor)
-                known.real, known.rarely_true = None, False
+                facts = self._known(tensor)
+                facts.real, facts.rarely_true = None, False
             return
         for tensor in written:
             if self._real_view(tensor) is None:
@@ -212,8 +212,8 @@ class KnownValues(_torch.SimulationMode):
         if real is not None:
             warnings.warn(EQUAL_SHARES, stacklevel=2)
             with _torch.real_tensors():
-                own = real.view(group.size(), -1)[group.rank()].double().mul(self.imbalance).round().to(real.dtype)
-                self._remember([arriving], [own.repeat(group.size()).view(arriving.shape)])
+                arrived = real.view(group.size(), -1)[group.rank()].double().mul(self.imbalance).round().to(real.dtype)
+                self._remember([arriving], [arrived.repeat(group.size()).view(arriving.shape)])
 
     def _remember(self, outputs: list[torch.Tensor], values: list[Any]) -> None:
         for fake, value in zip(outputs, values, strict=False):
@@ -229,9 +229,9 @@ class KnownValues(_torch.SimulationMode):
             self._known(outputs[0]).extreme = name
         if len(outputs) != 1 or (outputs[0].dtype != torch.bool and name != "_to_copy"):
             return
-        known = [self._known(tensor) for tensor in inputs]
-        derived = name in _TRUTH_PRESERVING and any(facts.rarely_true for facts in known)
-        checked = bool(known) and (known[0].extreme, name) in _RARELY_TRUE_OF_EXTREMES
+        facts_of_inputs = [self._known(tensor) for tensor in inputs]
+        derived = name in _TRUTH_PRESERVING and any(facts.rarely_true for facts in facts_of_inputs)
+        checked = bool(facts_of_inputs) and (facts_of_inputs[0].extreme, name) in _RARELY_TRUE_OF_EXTREMES
         if name in _RARELY_TRUE or derived or checked:
             self._known(outputs[0]).rarely_true = True
 
@@ -240,8 +240,8 @@ class KnownValues(_torch.SimulationMode):
             return False
         if not inputs:
             return bool(outputs)
-        known = (self._known(tensor).real is not None or not _torch.is_fake(tensor) for tensor in inputs)
-        return name in _OVERWRITING or any(known)
+        is_known = (self._known(tensor).real is not None or not _torch.is_fake(tensor) for tensor in inputs)
+        return name in _OVERWRITING or any(is_known)
 
     def _is_computable(self, func: Any, name: str, inputs: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
         if not inputs:  # numbers may stand where an operator takes tensors
@@ -251,11 +251,11 @@ class KnownValues(_torch.SimulationMode):
             return False
         read = inputs
         if name in _OVERWRITING:
-            whole = all(tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes() for tensor in written)
-            if not whole and any(self._real_view(tensor) is None for tensor in written):
+            is_part = any(t.numel() * t.itemsize != t.untyped_storage().nbytes() for t in written)
+            if is_part and any(self._real_view(tensor) is None for tensor in written):
                 return False
             read = [tensor for tensor in inputs if not any(tensor is other for other in written)]
-        return all(not _torch.is_fake(each) or self._real_view(each) is not None for each in read)
+        return all(not _torch.is_fake(tensor) or self._real_view(tensor) is not None for tensor in read)
 
     def _real_view(self, fake: torch.Tensor) -> torch.Tensor | None:
         """Return the real copy of a fake tensor, shaped and laid out like it; None if its values are unknown."""
@@ -284,9 +284,9 @@ class KnownValues(_torch.SimulationMode):
         elif name == "eq" and (bound := self._known(args[0]).bound):
             self._known(outputs[0]).share = 1 / bound  # fake tensors make one_hot this way, too
         elif name in _COPIES or (not isinstance(args[1], torch.Tensor) and (name, args[1]) in {*_IDENTITIES, _TARGETS}):
-            known, made = self._known(args[0]), self._known(outputs[0])
-            made.bound, made.share = known.bound, known.share
-            made.is_certain = known.is_certain or (name not in _COPIES and (name, args[1]) == _TARGETS)
+            source, made = self._known(args[0]), self._known(outputs[0])
+            made.bound, made.share = source.bound, source.share
+            made.is_certain = source.is_certain or (name not in _COPIES and (name, args[1]) == _TARGETS)
 
     def _bound(self, indices: torch.Tensor) -> int:
         """Return the exclusive upper bound of indices; 0 if it is unknown."""
@@ -298,10 +298,10 @@ class KnownValues(_torch.SimulationMode):
 
     def _run_with_unknown_size(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Run ``func``, whose results' shapes depend on values; return its fake result and its values, or None."""
-        given = {id(tensor): self._real_view(tensor) for tensor in _torch.tensors_in((args, kwargs))}
-        if all(value is not None for value in given.values()):
+        real_of = {id(tensor): self._real_view(tensor) for tensor in _torch.tensors_in((args, kwargs))}
+        if all(value is not None for value in real_of.values()):
             with _torch.real_tensors():
-                real = func(*_torch.map_only(torch.Tensor, lambda fake: given[id(fake)], args), **kwargs)
+                real = func(*_torch.map_only(torch.Tensor, lambda fake: real_of[id(fake)], args), **kwargs)
             return _torch.map_only(torch.Tensor, _empty_like, real), real
         self.guesses += 1
         made = _RULES[func](self, *args, **kwargs)
@@ -327,10 +327,10 @@ class KnownValues(_torch.SimulationMode):
         return torch.empty_strided((count, mask.dim()), (1, max(1, count)), dtype=torch.int64)
 
     def index(self, source: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
-        given: list[Any] = []
+        converted: list[Any] = []
         for index in indices:
-            given += self.nonzero(index).unbind(1) if _is_mask(index) else [index]
-        return _ATEN.index.Tensor(source, given)
+            converted += self.nonzero(index).unbind(1) if _is_mask(index) else [index]
+        return _ATEN.index.Tensor(source, converted)
 
     def masked_select(self, source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         times = math.prod(torch.broadcast_shapes(source.shape, mask.shape)) // max(1, mask.numel())
@@ -417,8 +417,8 @@ def _is_mask(index: Any) -> bool:
 def _dim(name: str, args: Any) -> int:
     """Dimension along which indices run: the operator's argument, the last by default."""
     position = 2 if name == "topk" else 1
-    given = args[position] if len(args) > position else -1
-    return given if isinstance(given, int) and not isinstance(given, bool) else -1
+    dim = args[position] if len(args) > position else -1
+    return dim if isinstance(dim, int) and not isinstance(dim, bool) else -1
 
 
 def _size(tensor: torch.Tensor, dim: int) -> int:
@@ -442,8 +442,8 @@ def innermost_frame(error: BaseException | None = None, *, with_own: bool = Fals
     """
     frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
     passed = (str(Path(torch.__file__).parent), str(Path(__file__).parent) if with_own else _OWN, "<")
-    found = [frame for frame in frames if not frame.filename.startswith(passed)]
-    return found[-1] if found else traceback.FrameSummary("", 0, "")
+    users = [frame for frame in frames if not frame.filename.startswith(passed)]
+    return users[-1] if users else traceback.FrameSummary("", 0, "")
 
 
 def code_line(frame: traceback.FrameSummary) -> str:

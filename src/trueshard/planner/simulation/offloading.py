@@ -113,12 +113,12 @@ class _Offloading:
 
     def _to_device(self, kernel: Kernel) -> list[int]:
         """Copy the shards that the kernel reads to the device; return the positions of the transfers."""
-        found = []
+        positions = []
         for storage in kernel.reads:
             if not self._is_shard(storage):
                 continue
             shard = self.host[storage]
-            found.append(len(self.events))
+            positions.append(len(self.events))
             self.events.append(HostCopy(kernel.place, "to_device", shard.bytes, shard.unit))
             self.numbers += 1
             copy = dataclasses.replace(
@@ -126,7 +126,7 @@ class _Offloading:
             )
             self.events.append(copy)
             self.copies.insert(0, copy)
-        return found
+        return positions
 
     def _release_cast(self, event: Event) -> None:
         """Free a shard's copy once its cast is allocated, unless the gather itself reads the copy."""
@@ -159,7 +159,7 @@ def _reduced_gradients(trace: Trace) -> dict[int, tuple[Allocation, list[int], S
     all-reduced: FSDP2 keeps such memory until backward ends.
     """
     events = trace.events
-    found: dict[int, tuple[Allocation, list[int], Stream, bool]] = {}
+    gradients: dict[int, tuple[Allocation, list[int], Stream, bool]] = {}
     for lifetime in ledger.lifetimes(trace):
         made, i = lifetime.allocation, lifetime.made
         if i < 0 or made.kind != "gradients" or made.stream not in _REDUCING:
@@ -179,5 +179,5 @@ def _reduced_gradients(trace: Trace) -> dict[int, tuple[Allocation, list[int], S
                 if isinstance(other, Communication):
                     reductions.append(j)
                     is_kept |= other.op == "all_reduce" and j > i
-        found[last] = made, reductions, stream, is_kept
-    return found
+        gradients[last] = made, reductions, stream, is_kept
+    return gradients

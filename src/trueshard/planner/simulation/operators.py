@@ -42,13 +42,13 @@ def short_name(func: Any) -> str:
 
 def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
     """Return every tensor among an operator's arguments or results, which nest lists and tuples, nothing else."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += tensors_of(value)
-    return found
+            tensors += tensors_of(value)
+    return tensors
 
 
 def nbytes(value: torch.Tensor | Iterable[Any]) -> int:
@@ -74,8 +74,8 @@ def _written_positions(func: Any) -> tuple[tuple[int, str], ...]:
 @functools.cache
 def is_free(func: Any) -> bool:
     """True if the operator launches no kernel: a view, or memory that is not written."""
-    returns = [each.alias_info for each in _torch.schema_of(func).returns]
-    is_view = bool(returns) and all(each is not None for each in returns) and not _written_positions(func)
+    returns = [alias.alias_info for alias in _torch.schema_of(func).returns]
+    is_view = bool(returns) and all(alias is not None for alias in returns) and not _written_positions(func)
     return is_view or short_name(func) in _WITHOUT_KERNEL
 
 
@@ -130,8 +130,8 @@ def flops_of(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor])
         return 0
     made: Any = results[0] if len(results) == 1 else tuple(results)
     if name == "convolution_backward":  # gradients that were not requested are missing among the results
-        given = iter(results)
-        made = tuple(next(given) if requested else None for requested in args[-1])
+        gradients = iter(results)
+        made = tuple(next(gradients) if requested else None for requested in args[-1])
     return int(formula(*args, **kwargs, out_val=made))
 
 
@@ -172,15 +172,15 @@ def traffic(func: Any, args: Any) -> tuple[Collective, dist.ProcessGroup, int, i
             f"the planner does not know what the collective {_torch.schema_of(func).name} communicates"
         )
     kind, position, count = _WHOLE[name]
-    group, whole = group_of(args[position]), count(args)
-    received = whole - whole // group.size()
+    group, full = group_of(args[position]), count(args)
+    received = full - full // group.size()
     if kind == "all_reduce":
-        received = 2 * (group.size() - 1) * whole // group.size()
+        received = 2 * (group.size() - 1) * full // group.size()
     elif kind == "broadcast":
-        received = 0 if group.rank() == args[_POSITIONS[name]] else whole
+        received = 0 if group.rank() == args[_POSITIONS[name]] else full
     elif kind == "all_to_all" and (rows := args[_POSITIONS[name]]):  # else all ranks send equally many
-        received = whole // max(1, args[0].shape[0]) * (sum(rows) - rows[group.rank()])
-    return kind, group, whole, received
+        received = full // max(1, args[0].shape[0]) * (sum(rows) - rows[group.rank()])
+    return kind, group, full, received
 
 
 def group_of(value: Any) -> dist.ProcessGroup:

@@ -337,8 +337,8 @@ class _Watch(TorchFunctionMode):
 
 def _is_data_dependent(error: BaseException) -> bool:
     """True if a fake tensor was asked for its memory, for a value, or for a shape that depends on values."""
-    known = ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException")
-    return type(error).__name__ in known or _NO_MEMORY in str(error)
+    kinds = ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException")
+    return type(error).__name__ in kinds or _NO_MEMORY in str(error)
 
 
 def _line(error: BaseException | None = None) -> str:
@@ -348,5 +348,5 @@ def _line(error: BaseException | None = None) -> str:
 
 def _moves(args: Any, kwargs: Any) -> bool:
     """True if ``tensor.to(...)`` names a device, or a tensor that is on one."""
-    rest = [*args[1:], *kwargs.values()]
-    return any(isinstance(each, (str, int, torch.device, torch.Tensor)) and each is not True for each in rest)
+    devices = (str, int, torch.device, torch.Tensor)
+    return any(isinstance(value, devices) and value is not True for value in (*args[1:], *kwargs.values()))

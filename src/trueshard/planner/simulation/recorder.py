@@ -92,9 +92,9 @@ class Recorder(_torch.SimulationMode):
     def mark(self, tensors: Iterable[torch.Tensor], use: Kind, name: str = "") -> None:
         """Set kind and (if given) name of the tensors' current allocations; the last call for an allocation counts."""
         for tensor in tensors:
-            if (found := self.allocation_of(tensor)) is not None:
-                found.kind = use
-                found.what = name or found.what
+            if (allocation := self.allocation_of(tensor)) is not None:
+                allocation.kind = use
+                allocation.what = name or allocation.what
 
     def take(self) -> list[Event]:
         """Return the events since the last call."""
@@ -111,8 +111,8 @@ class Recorder(_torch.SimulationMode):
         freed = self._alive.get(key)
         self._release(key)
         made = self._allocate(key, storage.nbytes(), "resize")
-        if made is not None and (known := self._before_resize.get(key)) is not None:
-            made.what, made.shape, made.dtype = known.what, known.shape, known.dtype
+        if made is not None and (earlier := self._before_resize.get(key)) is not None:
+            made.what, made.shape, made.dtype = earlier.what, earlier.shape, earlier.dtype
         if (concerned := made or freed) is not None:
             concerned.kind = "gathered"
 
@@ -158,8 +158,8 @@ class Recorder(_torch.SimulationMode):
     # Operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (known := _torch.device_asked(func, args)) is not None:
-            return known
+        if (device := _torch.device_asked(func, args)) is not None:
+            return device
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operators on local tensors are dispatched here afterwards
         kwargs = kwargs or {}
@@ -217,8 +217,10 @@ class Recorder(_torch.SimulationMode):
         """Outside of forward and backward, set the place's unit to that of the tensors; "" if they are of several."""
         if self.place.phase in ("forward", "backward"):
             return
-        units = {each.unit for tensor in tensors if (each := self.allocation_of(tensor)) is not None and each.bytes > 8}
-        if units:  # a lone scalar belongs to the operators around it
+        allocations = map(self.allocation_of, tensors)
+        # A lone scalar belongs to the operators around it.
+        units = {allocation.unit for allocation in allocations if allocation is not None and allocation.bytes > 8}
+        if units:
             named = units - {""}
             self.place = EventPlace(self.place.phase, named.pop() if len(named) == 1 else "")
 
@@ -230,9 +232,9 @@ class Recorder(_torch.SimulationMode):
         return tuple(sorted({self._written_by[key] for key in map(_identity, tensors) if key in self._written_by}))
 
     def _kernel(
-        self, func: Any, args: Any, kwargs: Any, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+        self, func: Any, args: Any, kwargs: Any, arguments: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
     ) -> Kernel:
-        inputs = list({id(each): each for each in given}.values())
+        inputs = list({id(each): each for each in arguments}.values())
         read = nbytes(inputs)
         first = next((tensor for tensor in (*inputs, *results) if tensor.is_floating_point()), None)
         made = Kernel(
@@ -276,10 +278,10 @@ class Recorder(_torch.SimulationMode):
     # Collectives and FSDP2
 
     def _collective(self, func: Any, args: Any, results: Sequence[torch.Tensor]) -> None:
-        found = operators.traffic(func, args)
-        if found is None:
+        traffic = operators.traffic(func, args)
+        if traffic is None:
             return
-        kind, group, whole, received = found
+        kind, group, full_bytes, received = traffic
         tensors = tensors_of(args)
         ranks = torch.distributed.get_process_group_ranks(group)
         if kind == "all_reduce" and self.stream == "reduce_scatter":
@@ -292,7 +294,7 @@ class Recorder(_torch.SimulationMode):
                 len(ranks),
                 ranks[1] - ranks[0] if len(ranks) > 1 else 1,
                 received,
-                whole,
+                full_bytes,
                 _dtype_name(tensors[0]) if tensors else "",
                 self._current_unit(),
                 self._communications_before(tensors),
@@ -329,8 +331,8 @@ class Recorder(_torch.SimulationMode):
             self.stream = "reduce_scatter"
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
-        found = self.allocation_of(tensor)
-        return found is not None and found.kind == "parameters"
+        allocation = self.allocation_of(tensor)
+        return allocation is not None and allocation.kind == "parameters"
 
 
 def _accumulates_in_place(func: Any, args: Any) -> bool:

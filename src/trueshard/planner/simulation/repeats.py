@@ -81,12 +81,12 @@ def find_runs(model: nn.Module, plan: Plan) -> list[Run]:
     styles = by_name(root, plan, plan.styles) if plan.tensor > 1 else {}
     uses = Counter(id(parameter) for _, parameter in root.named_parameters(remove_duplicate=False))
     tied = {parameter for parameter, count in uses.items() if count > 1}
-    found: list[Run] = []
+    runs: list[Run] = []
     for name, module in names.named_modules(root):
-        inside = any(name.startswith(f"{run.container}.") for run in found)
+        inside = any(name.startswith(f"{run.container}.") for run in runs)
         if isinstance(module, _CONTAINERS) and not inside and len(module) >= FEWEST:
-            found += _runs_in(name, _classes(list(module), f"{name}." if name else "", policies, tied, styles))
-    return found
+            runs += _runs_in(name, _classes(list(module), f"{name}." if name else "", policies, tied, styles))
+    return runs
 
 
 def _runs_in(container: str, classes: Sequence[int]) -> list[Run]:
@@ -200,7 +200,7 @@ def short_copy(model: nn.Module, plan: Plan, runs: Sequence[Run], counts: Sequen
     """Return a fake copy of ``model``, which stays as it is, with so many blocks of each run, and its plan."""
     modules = dict(names.named_modules(names.unwrap(model)))
     held = {run.container: _torch.own_modules(modules[run.container]) for run in runs}
-    whole = {container: dict(blocks) for container, blocks in held.items()}
+    all_blocks = {container: dict(blocks) for container, blocks in held.items()}
     try:
         for run, count in zip(runs, counts, strict=True):
             plan = shorten(model, plan, [run], count)
@@ -208,4 +208,4 @@ def short_copy(model: nn.Module, plan: Plan, runs: Sequence[Run], counts: Sequen
     finally:
         for container, blocks in held.items():
             blocks.clear()
-            blocks.update(whole[container])
+            blocks.update(all_blocks[container])
