@@ -14,6 +14,7 @@ from trueshard._torch.capabilities import *
 from trueshard._torch.fsdp import *
 from trueshard._torch.modules import *
 from trueshard._torch.operators import *
+from trueshard._torch.patches import *
 from trueshard._torch.ring import *
 from trueshard._torch.simulating import *
 from trueshard._torch.tensors import *

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param, _fsdp_param_group
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.utils import _apply_to_tensors
 
@@ -227,32 +227,6 @@ def keep_dynamo_out(modules: Iterable[ShardedModule]) -> None:
         calls += [(group, name) for group in groups for name in ("pre_backward", "post_backward")]
         for owner, name in calls:
             setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
-
-
-@functools.cache
-def complete_units() -> None:
-    """Let units take forward-mode derivatives through their inputs, and on torch 2.11 frozen parameters of integers.
-
-    torch lacks the rule for the former (before 2.13), or gives one that returns no view, which autograd refuses.
-    """
-    _fsdp_param_group.RegisterPostBackwardFunction.jvp = staticmethod(_tangents)  # type: ignore[assignment]
-    if IS_2_11:
-        _fsdp_param.nn = types.SimpleNamespace(**{**vars(nn), "Parameter": _parameter})  # type: ignore[assignment]
-        initialise = _fsdp_param.FSDPParam.init_dtype_attrs
-
-        def without_casts(self: Any, policy: MixedPrecisionPolicy) -> None:
-            initialise(self, policy if self.sharded_param.is_floating_point() else MixedPrecisionPolicy())
-
-        _fsdp_param.FSDPParam.init_dtype_attrs = without_casts  # type: ignore
-
-
-def _tangents(ctx: Any, group: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    return tuple(None if each is None else each.view_as(each) for each in tangents)
-
-
-def _parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
-    """Make a parameter for FSDP2's file, which says only afterwards that one of integers requires no grad."""
-    return nn.Parameter(data, requires_grad and (data.is_floating_point() or data.is_complex()))
 
 
 def refuses_transforms() -> bool:

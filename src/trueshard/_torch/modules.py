@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 #: The class of every batch normalisation, which torch exports under its subclasses only.
@@ -124,47 +121,6 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 def store() -> Any:
     """Return the store through which the ranks of the default process group met."""
     return torch.distributed.distributed_c10d._get_default_store()
-
-
-def differentiate_with(differentiate: Callable[..., Any]) -> None:
-    """Let ``autograd.grad()`` and ``backward(inputs=)`` for parameters or DTensors call ``differentiate``.
-
-    It is called with the engine, and torch's ``inputs``, ``create_graph``, ``allow_unused`` and ``accumulate_grad``.
-    The engine takes inputs, ``allow_unused`` and ``accumulate_grad``. All public entrances call one private function.
-    """
-    inner: Any = torch.autograd._engine_run_backward
-
-    @functools.wraps(inner)
-    def run(
-        outputs: Any,
-        grads: Any,
-        retain: bool,
-        create: bool,
-        inputs: Any = (),
-        allow_unreachable: bool = False,
-        accumulate_grad: bool = False,
-    ) -> Any:
-        def engine(inputs: Any, allow_unused: bool, accumulate: bool) -> Any:
-            return inner(outputs, grads, retain, create, tuple(inputs), allow_unused, accumulate_grad=accumulate)
-
-        if not any(isinstance(each, nn.Parameter | DTensor) for each in inputs):
-            return engine(inputs, allow_unreachable, accumulate_grad)
-        return differentiate(engine, inputs, create, allow_unreachable, accumulate_grad)
-
-    torch.autograd._engine_run_backward = run  # type: ignore[assignment]
-
-
-def check_functional_calls(check: Callable[[nn.Module, Mapping[str, torch.Tensor]], None]) -> None:
-    """Call ``check(module, tensors)`` before ``torch.func.functional_call``, for which torch has no hook."""
-    stateless: Any = torch.nn.utils.stateless
-    inner = stateless._functional_call
-
-    @functools.wraps(inner)
-    def call(module: nn.Module, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        check(module, tensors)
-        return inner(module, tensors, *args, **kwargs)
-
-    stateless._functional_call = call
 
 
 def collectives_begun() -> int:

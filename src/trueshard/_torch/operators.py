@@ -1,36 +1,88 @@
-"""Operators that DTensor gets wrong, put right for the whole process. Its table of handlers has no public place."""
+"""Operators that DTensor gets wrong, put right for tensors of sharded models; each function returns what undoes it.
+
+DTensor looks an operator up in a table of handlers, which has no public place. Each function here takes ``ours``, which
+tells whether a DTensor belongs to a sharded model; what is not ours goes torch's own way.
+
+``[Note: No subclass of DTensor]`` A subclass for parameters would need no patch, but it reaches no further than the
+parameter itself: DTensor's dispatch makes plain DTensors of every result (``p.norm()``, ``p - q``) and FSDP2 of every
+gradient, and those are what most of this is about. It also breaks ``copy.deepcopy`` and checks by ``type(x)``.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from trueshard._torch.capabilities import IS_2_11
+from trueshard._torch.patches import Undo, replace, together
 from trueshard._torch.tensors import local
 
 _aten = torch.ops.aten
 _RANDOM = "normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_"
 _RANDOM += " randn_like rand_like randint_like"
 
+Ours = Callable[[Any], bool]
+
 
 def _handlers() -> dict[Any, Any]:
     return DTensor._op_dispatcher._custom_op_handlers
 
 
-def find_every_inf() -> None:
+def _handle(operators: Iterable[Any], compute: Callable[..., Any], ours: Ours, *, missing: bool = True) -> Undo:
+    """Let DTensor do ``operators`` by ``compute(operator, args, kwargs)`` where an argument, or a tensor in a list, is
+    ours; ``missing``: only those for which torch has no handler.
+    """
+    before = {operator: _handlers().get(operator) for operator in operators}
+    made = {}
+    for operator, handler in before.items():
+        if handler is None or not missing:
+            made[operator] = functools.partial(_handled, compute, handler, ours)
+    _handlers().update(made)
+
+    def undo() -> None:
+        for operator, handler in made.items():
+            if _handlers().get(operator) is handler:
+                _handlers().pop(operator)
+                if before[operator] is not None:
+                    _handlers()[operator] = before[operator]
+
+    return undo
+
+
+def _handled(compute: Any, before: Any, ours: Ours, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    flat = [tensor for arg in args for tensor in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    if any(map(ours, flat)):
+        return compute(operator, args, kwargs)
+    return _without_handler(operator, args, kwargs) if before is None else before(operator, args, kwargs)
+
+
+def _without_handler(operator: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+    """Call an operator as DTensor does without its handler here.
+
+    The handler is out of the table meanwhile, so a mixed list of another thread may meet torch's refusal. A lock would
+    be worse: the operator may wait for other ranks, whose threads wait for the lock.
+    """
+    handler = _handlers().pop(operator, None)
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        if handler is not None:
+            _handlers()[operator] = handler
+
+
+def find_every_inf(ours: Ours) -> Undo:
     """Let a gradient scaler see the infs of every gradient in a list, on whichever ranks they are.
 
     torch's DTensor handler of the scaler's operator reduces what each rank found as the *first* gradient of the list is
     placed. With a replicated gradient at the head it reduces nothing, with two meshes over one of them, and ranks part:
-    some skip the step. Handlers of DTensor's operators have no public place. For a list that is placed all alike this
-    one computes the same.
+    some skip the step. For a list that is placed all alike this one computes the same.
     """
-    _handlers()[_aten._amp_foreach_non_finite_check_and_unscale_.default] = _unscale
+    return _handle([_aten._amp_foreach_non_finite_check_and_unscale_.default], _unscale, ours, missing=False)
 
 
 def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -39,43 +91,33 @@ def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     placed = {(g.device_mesh, g.placements): None for g in grads if isinstance(g, DTensor)}
     over = {(m, d): m.size(d) for m, placements in placed for d, p in enumerate(placements) if not p.is_replicate()}
     # From few ranks to many: what is found among the few reaches all. Equally many: as in the list, on every rank.
-    for mesh, dim in sorted(over, key=lambda each: over[each]):
+    for mesh, dim in sorted(over, key=lambda pair: over[pair]):
         torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, mesh.get_group(dim))
 
 
-def average_mixed_lists() -> None:
+def average_mixed_lists(ours: Ours) -> Undo:
     """Let torch's averaging functions (EMA, SWA) take lists in which plain tensors stand beside DTensors.
 
     ``AveragedModel(use_buffers=True)`` puts parameters and buffers into one list, which DTensor refuses. Its public
-    switch for that, ``implicit_replication``, would have to be on around the user's own call. A list that is not mixed
-    goes its usual way.
+    switch for that, ``implicit_replication``, would have to be on around the user's own call.
     """
-    for each in (_aten._foreach_lerp_.Scalar, _aten._foreach_sub.List, _aten._foreach_addcdiv_.Scalar):
-        _handlers().setdefault(each, _apart)
+    operators = (_aten._foreach_lerp_.Scalar, _aten._foreach_sub.List, _aten._foreach_addcdiv_.Scalar)
+    return _handle(operators, _by_kind, ours)
 
 
-def _apart(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+def _by_kind(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
     """Run a list operator on the DTensors of its lists, and on the plain tensors, each by themselves."""
     first = args[0]
     kinds = [isinstance(tensor, DTensor) for tensor in first]
-    found: dict[int, torch.Tensor] = {}
+    results: dict[int, torch.Tensor] = {}
     for kind in set(kinds):
-        places = [i for i, each in enumerate(kinds) if each is kind]
+        places = [i for i, other in enumerate(kinds) if other is kind]
         some = [[arg[i] for i in places] if isinstance(arg, (list, tuple)) else arg for arg in args]
-        found.update(zip(places, _without_handler(operator, some, kwargs) or (), strict=False))
-    return [found[i] for i in range(len(first))] if found else None
+        results.update(zip(places, _without_handler(operator, some, kwargs) or (), strict=False))
+    return [results[i] for i in range(len(first))] if results else None
 
 
-def _without_handler(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call an operator as DTensor does without its handler here."""
-    handler = _handlers().pop(operator)
-    try:
-        return operator(*args, **kwargs)
-    finally:
-        _handlers()[operator] = handler
-
-
-def read_numbers_of_the_whole(agree: Callable[[DTensor], Any]) -> None:
+def read_numbers_of_the_whole(ours: Ours, agree: Callable[[DTensor], Any]) -> Undo:
     """Let ``.item()``, ``float()``, ``bool()`` and f-strings of a DTensor give the number of the whole, on every rank.
 
     DTensor gives this rank's part of a sum or a norm, and the largest of all ranks' that is a number where one is NaN.
@@ -90,46 +132,55 @@ def read_numbers_of_the_whole(agree: Callable[[DTensor], Any]) -> None:
         with torch.no_grad():
             return math.nan if _is_nan_somewhere(value) else _gathered(value).item()
 
+    inner = DTensor.__format__
+
     def formatted(self: DTensor, specification: str) -> str:
+        if not ours(self):
+            return inner(self, specification)
         return format(self.detach().item() if self.dim() == 0 and not self.is_meta else str(self), specification)
 
-    _handlers()[_aten._local_scalar_dense.default] = read
-    DTensor.__format__ = formatted  # type: ignore[assignment, method-assign]
+    undo = _handle([_aten._local_scalar_dense.default], read, ours, missing=False)
+    return together(undo, replace(DTensor, "__format__", formatted))
 
 
-def assign_data_with(assign: Callable[[DTensor, torch.Tensor], None]) -> None:
+def assign_data_with(ours: Ours, assign: Callable[[DTensor, torch.Tensor], None]) -> Undo:
     """Let ``p.data = w`` of a DTensor call ``assign(p, w)``. torch changes the outer tensor alone: shards stay."""
     inner: Any = torch.Tensor.data
 
     def assigned(self: DTensor, value: torch.Tensor) -> None:
-        if local(self).is_meta:
+        if local(self).is_meta or not ours(self):
             inner.__set__(self, value)
         else:
             assign(self, value)
 
-    DTensor.data = property(inner.__get__, assigned)  # type: ignore[assignment]
+    return replace(DTensor, "data", property(inner.__get__, assigned))
 
 
-def take_plain_tensors(agree: Callable[[DTensor], Any], whole: Callable[[DTensor], torch.Tensor]) -> None:
+def take_plain_tensors(ours: Ours, agree: Callable[[DTensor], Any], whole: Callable[[DTensor], torch.Tensor]) -> Undo:
     """Let DTensors compute with plain tensors: a number with any, giving a plain one, others with one of their shape.
 
     DTensor refuses plain tensors, or breaks in backward. A penalty that is added to a loss and weights that are held
     against those of before are written so. ``numpy()`` gives the whole, and ``p[i] = x`` is written to the shards.
     ``agree`` is called before ranks exchange values for one of them; ``whole`` makes a number plain.
     """
-    for name in ("add", "sub", "mul", "truediv"):
-        for word in (f"__{name}__", f"__r{name}__"):
-            setattr(DTensor, word, _with_plain(getattr(torch.Tensor, word), whole))
-    for each in ("copy_", "add_", "sub_", "mul_", "lerp_"):
-        packet = getattr(_aten, each)
-        for overload in {"default", "Tensor", "Scalar"} & set(packet.overloads()):
-            _handlers().setdefault(getattr(packet, overload), _in_place)
+    words = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv") for side in ("", "r")]
+    undos = [replace(DTensor, word, _with_plain(getattr(torch.Tensor, word), ours, whole)) for word in words]
+    packets = [getattr(_aten, name) for name in ("copy_", "add_", "sub_", "mul_", "lerp_")]
+    kinds = ("default", "Tensor", "Scalar")
+    in_place = [getattr(packet, kind) for packet in packets for kind in kinds if kind in packet.overloads()]
+    undos.append(_handle(in_place, _in_place, ours))
+    inner_numpy, inner_write = torch.Tensor.numpy, torch.Tensor.__setitem__
 
     def numpy(self: DTensor, *, force: bool = False) -> Any:
+        if not ours(self):
+            return inner_numpy(self, force=force)
         agree(self)
         return self.full_tensor().numpy(force=force)
 
     def write(self: DTensor, index: Any, value: Any) -> None:
+        if not ours(self):
+            inner_write(self, index, value)
+            return
         if torch.is_grad_enabled() and self.requires_grad:
             raise RuntimeError("a sharded tensor that requires grad is written to in place: do it under no_grad()")
         with torch.no_grad():
@@ -137,16 +188,15 @@ def take_plain_tensors(agree: Callable[[DTensor], Any], whole: Callable[[DTensor
             values[index] = value.full_tensor() if isinstance(value, DTensor) else value
             self.copy_(_cut(values, self))
 
-    DTensor.numpy = numpy  # type: ignore[assignment, method-assign]
-    DTensor.__setitem__ = write  # type: ignore[assignment, method-assign]
+    return together(*undos, replace(DTensor, "numpy", numpy), replace(DTensor, "__setitem__", write))
 
 
 def _with_plain(
-    inner: Callable[[Any, Any], Any], whole: Callable[[DTensor], torch.Tensor]
+    inner: Callable[[Any, Any], Any], ours: Ours, whole: Callable[[DTensor], torch.Tensor]
 ) -> Callable[[Any, Any], Any]:
     @functools.wraps(inner)
     def compute(self: DTensor, other: Any) -> Any:
-        if isinstance(other, torch.Tensor) and not isinstance(other, DTensor):
+        if isinstance(other, torch.Tensor) and not isinstance(other, DTensor) and ours(self):
             if self.dim() == 0:
                 return inner(whole(self), other)
             if other.shape == self.shape and not other.requires_grad:
@@ -180,10 +230,10 @@ def _is_nan_somewhere(value: DTensor) -> bool:
     return bool(DTensor.from_local(flags, value.device_mesh, placements, run_check=False).full_tensor())
 
 
-def compare_tensors() -> None:
+def compare_tensors(ours: Ours) -> Undo:
     """Let ``a != b`` take DTensors: torch 2.11 has a rule for every comparison but this one."""
-    if IS_2_11:
-        _handlers().setdefault(_aten.ne.Tensor, lambda _, args, kwargs: torch.eq(*args, **kwargs).logical_not())
+    operators = [_aten.ne.Tensor] if IS_2_11 else []
+    return _handle(operators, lambda _, args, kwargs: torch.eq(*args, **kwargs).logical_not(), ours)
 
 
 def _gathered(value: Any) -> torch.Tensor:
@@ -192,28 +242,29 @@ def _gathered(value: Any) -> torch.Tensor:
     return whole
 
 
-def draw_as_one_device() -> None:
+def draw_as_one_device(ours: Ours) -> Undo:
     """Let random operators on DTensors draw what one device draws from the same seed: the whole, of which each rank
     keeps its part.
 
     On CPUs every rank draws the same for its part; on other devices DTensor's offsets are those of no single device.
     """
-    for packet in (getattr(_aten, name) for name in _RANDOM.split()):
-        overloads = (getattr(packet, name) for name in packet.overloads())
-        _handlers().update((each, _draw) for each in overloads if not each._schema.arguments[-1].is_out)
+    packets = [getattr(_aten, name) for name in _RANDOM.split()]
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    operators = [operator for operator in overloads if not operator._schema.arguments[-1].is_out]
+    return _handle(operators, _draw, ours, missing=False)
 
 
 def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given, *others = args
-    can_cut = all(type(placement) in (Replicate, Shard) for placement in given.placements)
-    if local(given).is_meta or not can_cut or any(isinstance(each, DTensor) for each in others):
+    target, *others = args
+    can_cut = all(type(placement) in (Replicate, Shard) for placement in target.placements)
+    if local(target).is_meta or not can_cut or any(isinstance(other, DTensor) for other in others):
         return _without_handler(operator, args, kwargs)
-    whole = torch.empty(given.shape, dtype=given.dtype, device=local(given).device)
-    part = _cut(operator(whole, *others, **kwargs), given)
+    whole = torch.empty(target.shape, dtype=target.dtype, device=local(target).device)
+    part = _cut(operator(whole, *others, **kwargs), target)
     if not operator._schema.is_mutable:
         return part
-    local(given).copy_(local(part))
-    return given
+    local(target).copy_(local(part))
+    return target
 
 
 def _cut(whole: torch.Tensor, like: DTensor) -> DTensor:

@@ -21,7 +21,7 @@ from trueshard._torch import ShardedModule
 from trueshard.checkpoint import layout, state
 from trueshard.checkpoint.format import find_dtype
 from trueshard.model import names
-from trueshard.sharding.apply import copy_modules, on_meta
+from trueshard.sharding.copying import copy_modules, on_meta
 from trueshard.sharding.engine import sharded
 from trueshard.sharding.gathering import gather_each, settle
 from trueshard.sharding.hooks import Runtime

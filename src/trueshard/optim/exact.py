@@ -10,12 +10,12 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from trueshard.model import registry
 from trueshard.optim.shards import ShardGroup, all_reduce_over
 
 DIGITS = 53
@@ -26,23 +26,9 @@ _CHUNK = 1 << 16
 """Elements that are squared at once, so that float64 copies stay in the cache."""
 
 
-class Members:
-    """Parameters of one model whose gradients are exact sums, with their names.
-
-    By ``id``: a weak reference to a parameter would keep torch from giving it memory by ``to_empty()``.
-    """
-
-    def __init__(self) -> None:
-        self.names: dict[int, str] = {}
-        _models.add(self)
-
-
-_models: weakref.WeakSet[Members] = weakref.WeakSet()
-
-
 def are_exact(parameters: Sequence[torch.Tensor]) -> bool:
     """True if the gradient of one of ``parameters`` is an exact sum, and is to be measured exactly."""
-    return any(id(parameter) in members.names for members in _models for parameter in parameters)
+    return any(id(parameter) in model.exact_names for model in registry.models() for parameter in parameters)
 
 
 def to_grid(values: torch.Tensor, quantum: float) -> torch.Tensor:

@@ -27,7 +27,7 @@ import functools
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +35,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueshard import _torch
 from trueshard.distributed import all_reduce, device_of, gather_objects
+from trueshard.model import registry
 from trueshard.optim.classify import Verdict, classify
 from trueshard.optim.exact import are_exact
 from trueshard.optim.local_params import GroupStandIns, Placeholder, StandIn, WholeTensor, swapped
@@ -47,74 +47,22 @@ from trueshard.optim.rebind import IsRows, by_shape, each_in, family
 from trueshard.optim.seeded_random import DRAWS, drawn_from
 from trueshard.optim.ties import check_added_up
 
-Drop = Callable[[Collection[int]], None]
-_replaced: Any = WeakTensorKeyDictionary()
-"""Parameters from before sharding → their names."""
-_roots: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-"""Sharded models → torch's seed when they were sharded."""
-_unreduced: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod[Drop]] = weakref.WeakKeyDictionary()
-"""Models with gradients that each rank has summed and that are not reduced → what drops those of some parameters."""
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[list[int]]] = weakref.WeakKeyDictionary()
-_bound: weakref.WeakKeyDictionary[torch.optim.Optimizer, Stepping] = weakref.WeakKeyDictionary()
+_BINDING = "_trueshard_binding"
+"""Attribute of an optimizer that holds its ``Stepping``."""
 
 
-def watch(root: nn.Module, originals: Mapping[str, torch.Tensor]) -> None:
-    """From now on, check optimizers that hold parameters of ``root``, or those that it replaced, before they step."""
-    for name, parameter in originals.items():
-        _replaced[parameter] = name
-    _roots.setdefault(root, torch.initial_seed())
-    _watch_optimizers()
-
-
-def unwatch(
-    root: nn.Module, originals: Mapping[str, torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
-    """Undo ``watch`` and ``bind``, but for what they set on the optimizers themselves."""
-    for parameter in originals.values():
-        _replaced.pop(parameter, None)
-    _roots.pop(root, None)
-    for optimizer in optimizers:
-        _bound.pop(optimizer, None)
-
-
-def sharded_models() -> list[nn.Module]:
-    """Return the sharded models of this process that are still held."""
-    return list(_roots)
-
-
-def set_unreduced(root: nn.Module, drop: Drop | None) -> None:
-    """Note that gradients of ``root`` are not reduced yet, and what drops them; None: there are none any more."""
-    if drop is not None:
-        _unreduced[root] = weakref.WeakMethod(drop)
-    elif root in _unreduced:
-        del _unreduced[root]
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(torch.compiler.disable(_check))
-    for cls in (torch.optim.Optimizer, nn.Module):
-        _drop_with(cls)
-
-
-def _drop_with(cls: Any) -> None:
-    """Let ``zero_grad`` of all optimizers, or modules, drop what is not reduced yet; torch has no hook for it."""
-    inner = cls.zero_grad
-
-    @functools.wraps(inner)
-    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        inner(self, *args, **kwargs)
-        if _unreduced:
-            _drop(_members(self) if isinstance(self, torch.optim.Optimizer) else list(self.parameters()))
-
-    cls.zero_grad = zero_grad
+def watch_steps() -> Callable[[], None]:
+    """Check every optimizer before it steps; return what ends that."""
+    return register_optimizer_step_pre_hook(torch.compiler.disable(_check)).remove
 
 
 @torch.compiler.disable
-def _drop(parameters: Sequence[torch.Tensor]) -> None:
-    for method in list(_unreduced.values()):
-        if (drop := method()) is not None:
-            drop(set(map(id, parameters)))
+def drop_unreduced(zeroed: torch.optim.Optimizer | nn.Module) -> None:
+    """After ``zero_grad`` of an optimizer or module, drop what its parameters have on this rank and not reduced yet."""
+    for model in registry.models():
+        if model.has_pending:
+            held = _members(zeroed) if isinstance(zeroed, torch.optim.Optimizer) else zeroed.parameters()
+            model.drop_unreduced(set(map(id, held)))
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -122,45 +70,62 @@ def _members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    check_added_up(optimizer)
-    for root in _unreduced:
-        held = set(map(id, root.parameters()))
-        if any(id(parameter) in held for parameter in _members(optimizer)):
-            raise RuntimeError(
-                f"{type(optimizer).__name__} would step without gradients that each rank has summed and that are not "
-                "reduced: since the last step every backward ran under accumulate(model, last=False). Run the last one "
-                "under last=True, or drop them with zero_grad()"
-            )
     signature = [list(map(id, group["params"])) for group in optimizer.param_groups]
-    if _checked.get(optimizer) == signature:
-        return
-    members = _members(optimizer)
-    plain = [p for p in members if not isinstance(p, DTensor)]
+    for model in registry.models():
+        if model.has_pending or model.ties:
+            _refuse_unreduced(optimizer, model)
+        if model.seen.get(optimizer) != signature:
+            _refuse_unstepped(optimizer, model)
+            if _binding(optimizer) is None and _holds(optimizer, model):
+                bind(optimizer)
+            model.seen[optimizer] = signature
+
+
+def _holds(optimizer: torch.optim.Optimizer, model: registry.ShardedModel) -> bool:
+    held = set(map(id, model.parameters()))
+    return any(id(parameter) in held for parameter in _members(optimizer))
+
+
+def _refuse_unreduced(optimizer: torch.optim.Optimizer, model: registry.ShardedModel) -> None:
+    check_added_up(optimizer, model.ties)
+    if model.has_pending and _holds(optimizer, model):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} would step without gradients that each rank has summed and that are not "
+            "reduced: since the last step every backward ran under accumulate(model, last=False). Run the last one "
+            "under last=True, or drop them with zero_grad()"
+        )
+
+
+def _refuse_unstepped(optimizer: torch.optim.Optimizer, model: registry.ShardedModel) -> None:
+    """Raise RuntimeError if the optimizer holds a parameter that nothing computes with any more."""
+    plain = [parameter for parameter in _members(optimizer) if not isinstance(parameter, DTensor)]
     for parameter in plain:
-        if (name := _replaced.get(parameter)) is not None:
+        if (name := model.replaced.get(parameter)) is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds {name!r} as it was before shard(), so its step would train nothing; "
                 "give the optimizer to shard(), or make it from model.parameters() after shard()"
             )
-    modules = (module for root in _roots for module in root.modules()) if plain else ()
-    gathered = {id(g): name for name, _, g in _torch.gathered_parameters(modules)}
+    gathered = {id(g): name for name, _, g in _torch.gathered_parameters(model.root.modules())} if plain else {}
     for parameter in plain:
         if (name := gathered.get(id(parameter))) is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} was made while {name!r} was gathered (between forward and backward), "
                 "so its step would train nothing; make it before the forward, or give it to shard()"
             )
-    if len(plain) < len(members) and optimizer not in _bound:
-        ours = {id(parameter) for root in _roots for parameter in root.parameters()}
-        if any(id(parameter) in ours for parameter in members):
-            bind(optimizer)
-    _checked[optimizer] = signature
 
 
-def bind(optimizer: torch.optim.Optimizer, verdicts: list[Verdict] | None = None) -> None:
+def _binding(optimizer: torch.optim.Optimizer) -> Stepping | None:
+    binding: Stepping | None = vars(optimizer).get(_BINDING)
+    return binding
+
+
+def bind(optimizer: torch.optim.Optimizer, verdicts: list[Verdict] | None = None) -> Stepping:
     """From now on, let ``optimizer`` step without DTensor dispatch, exactly. Raises the ValueError of ``classify``."""
-    if optimizer not in _bound:
-        _bound[optimizer] = Stepping(optimizer, _verdicts(optimizer) if verdicts is None else verdicts)
+    binding = _binding(optimizer)
+    if binding is None:
+        binding = Stepping(optimizer, _verdicts(optimizer) if verdicts is None else verdicts)
+        setattr(optimizer, _BINDING, binding)
+    return binding
 
 
 def _verdicts(optimizer: torch.optim.Optimizer) -> list[Verdict]:
@@ -181,8 +146,7 @@ def roles_of(optimizer: torch.optim.Optimizer) -> dict[int, Role]:
     """Return by ``id`` the role of each sharded parameter of ``optimizer``, which is bound. No communication."""
     if not any(isinstance(parameter, DTensor) for parameter in _members(optimizer)):
         return {}
-    bind(optimizer)
-    return _bound[optimizer].roles(optimizer)
+    return bind(optimizer).roles(optimizer)
 
 
 class State(enum.Enum):
@@ -219,6 +183,9 @@ class Stepping:
         # Whoever looks at the optimizer after a step that failed before it was guarded.
         optimizer.register_state_dict_pre_hook(lambda _: self._abandon(), prepend=True)
         self._guard(optimizer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of an optimizer is bound anew."""
 
     def _guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an exception in a step leave DTensors, and hooks that the user set since come before ours.
@@ -458,9 +425,8 @@ def _next_draws(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     groups = optimizer.param_groups
     seed, number = next((group[DRAWS] for group in groups if DRAWS in group), (None, 0))
     if seed is None:
-        held = set(map(id, _members(optimizer)))
-        seeds = (seed for root, seed in _roots.items() if any(id(each) in held for each in root.parameters()))
-        seed = next(seeds, torch.initial_seed()) & (1 << 62) - 1
+        model = registry.owner_of(_members(optimizer))
+        seed = (torch.initial_seed() if model is None else model.seed) & (1 << 62) - 1
         mesh = next((p.device_mesh for p in _members(optimizer) if isinstance(p, DTensor)), None)
         if mesh is not None:
             (seed, *_) = gather_objects(seed, mesh)
@@ -495,4 +461,4 @@ def _copied_settings(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _is_setting(key: str, value: Any) -> bool:
     if key in ("params", "param_groups", "state", "defaults") or (key == "step" and callable(value)):
         return False
-    return not key.endswith("_hooks") and not isinstance(value, (torch.optim.Optimizer, nn.Module))
+    return not key.endswith("_hooks") and not isinstance(value, (torch.optim.Optimizer, nn.Module, Stepping))

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueshard import _torch
 from trueshard.distributed import device_of
+from trueshard.model import registry
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,10 @@ class TiedName:
     """Whether this is the first stage's, the one that counts where each parameter counts once."""
 
 
-_names: Any = WeakTensorKeyDictionary()
-"""Tied parameter → its ``TiedName``."""
-_pending: Any = WeakTensorKeyDictionary()
-"""Tied parameter whose gradients a backward has begun and no schedule has added up → its name."""
-
-
 def tied_name(parameter: torch.Tensor) -> TiedName | None:
     """Return what ``parameter`` is in the whole model; None: no other stage has a copy of it."""
-    found: TiedName | None = _names.get(parameter)
-    return found
+    ties: list[Tie] = [tie for model in registry.models() for tie in model.ties]
+    return next((tie.name for tie in ties if tie.parameter is parameter), None)
 
 
 def is_copy(parameter: torch.Tensor) -> bool:
@@ -60,14 +54,15 @@ def check_stages(argument: str, stages: Any) -> None:
         raise ValueError(f'{argument} must be 1-D, one rank of each stage, not {stages.ndim}-D: mesh["stage"]')
 
 
-def check_added_up(optimizer: torch.optim.Optimizer) -> None:
+def check_added_up(optimizer: torch.optim.Optimizer, ties: Sequence[Tie]) -> None:
     """Raise RuntimeError if ``optimizer`` would step a copy with the gradient of its own stage alone."""
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]) if _pending else ():
-        if (name := _pending.get(parameter)) is not None:
+    pending = [tie for tie in ties if tie.is_pending]
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]) if pending else ():
+        if (tie := next((tie for tie in pending if tie.parameter is parameter), None)) is not None:
             raise RuntimeError(
-                f"{type(optimizer).__name__} would step {name!r} with the gradient of this stage alone: run backward "
-                "by a schedule of torch.distributed.pipelining, which ends by adding up the copies' gradients, or "
-                "drop them with zero_grad()"
+                f"{type(optimizer).__name__} would step {tie.name.name!r} with the gradient of this stage alone: run "
+                "backward by a schedule of torch.distributed.pipelining, which ends by adding up the copies' "
+                "gradients, or drop them with zero_grad()"
             )
 
 
@@ -76,8 +71,11 @@ class Tie:
 
     def __init__(self, parameter: nn.Parameter, name: str, stages: DeviceMesh, holders: Sequence[int]) -> None:
         self.parameter, self._stages, self._holders = parameter, stages, holders
+        self.name = TiedName(name, stages.get_local_rank() == holders[0])
+        self.is_pending = False
+        """True from the beginning of a backward until a schedule has added up the copies' gradients."""
         self._earlier: torch.Tensor | None = None
-        _names[parameter] = TiedName(name, stages.get_local_rank() == holders[0])
+        """What was accumulated before this backward, which is the sum over copies already."""
 
     @torch.no_grad()
     def take_values(self) -> None:
@@ -108,8 +106,8 @@ class Tie:
 
     def set_aside(self) -> None:
         """Before a backward, move the accumulated gradient aside."""
-        if self.parameter not in _pending:
-            _pending[self.parameter] = _names[self.parameter].name
+        if not self.is_pending:
+            self.is_pending = True
             self._earlier, self.parameter.grad = self.parameter.grad, None
 
     @torch.no_grad()
@@ -135,5 +133,4 @@ class Tie:
 
     def forget(self) -> None:
         """Drop what was set aside."""
-        self._earlier = None
-        _pending.pop(self.parameter, None)
+        self._earlier, self.is_pending = None, False

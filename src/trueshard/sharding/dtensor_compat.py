@@ -7,9 +7,9 @@ others do next, and give a wrong number or wait for ever.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import sys
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,26 +22,15 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from trueshard import _torch
 from trueshard.distributed import all_reduce, is_simulated
-from trueshard.optim.stepping import sharded_models
-from trueshard.sharding.hooks import runtime_of
+from trueshard.model import registry
+from trueshard.sharding.hooks import Runtime
 from trueshard.sharding.stall_watch import time_limit, user_line
 
-_reads: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
-"""Process group → ranks of a mesh → number of reads so far."""
-
-
-@functools.cache
-def open_tensors() -> None:
-    """From now on, let sharded tensors of this process behave as whole ones where torch's do not."""
-    _torch.find_every_inf()
-    _torch.average_mixed_lists()
-    _torch.compare_tensors()
-    _torch.read_numbers_of_the_whole(agree_to_read)
-    _torch.draw_as_one_device()
-    _torch.assign_data_with(assign_data)
-    _torch.take_plain_tensors(agree_to_read, _Whole.apply)
-    _torch.differentiate_with(differentiate)
-    _torch.check_functional_calls(check_functional_call)
+_PAUSE = 0.0005
+"""Seconds between two looks whether all ranks read."""
+_reads: weakref.WeakKeyDictionary[Any, Counter[Any]] = weakref.WeakKeyDictionary()
+"""Default process group → what tells a mesh → number of reads so far. It belongs to the mesh, as the sequence numbers
+of its process groups do, and to no model: which models a rank still holds depends on when Python frees them."""
 
 
 def agree_to_read(value: DTensor) -> None:
@@ -55,25 +44,30 @@ def agree_to_read(value: DTensor) -> None:
         return
     world, store = dist.group.WORLD, _torch.store()
     ranks, mine, site = tuple(mesh.mesh.flatten().tolist()), dist.get_rank(), user_line(sys._getframe())
+    # Two models over the same ranks may run in threads, each on groups of its own. Ranks of a mesh of one dimension
+    # share its group, and so its name.
+    key = ranks, mesh.mesh_dim_names, mesh.get_group().group_name if mesh.ndim == 1 else ""
     counts = _reads.setdefault(world, Counter())
-    counts[ranks] += 1
-    place = f"trueshard/read/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-    keys = {rank: f"{place}/{counts[ranks]}/{rank}" for rank in ranks}
+    counts[key] += 1
+    place = f"trueshard/read/{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+    keys = {rank: f"{place}/{counts[key]}/{rank}" for rank in ranks}
     store.set(keys[mine], f"{site}|{tuple(value.shape)}|{value.dtype}|{value.placements}")
-    try:
-        store.wait(list(keys.values()), time_limit(world))
-    except RuntimeError:
-        missing = [rank for rank in ranks if not store.check([keys[rank]])]
-        raise RuntimeError(_words(site, f"ranks {missing} read none")) from None
+    deadline = time.monotonic() + time_limit(world).total_seconds()
+    # Not store.wait(): it would hold the one connection to the store, and so the reads of other threads.
+    while not store.check(list(keys.values())):
+        if time.monotonic() > deadline:
+            missing = [rank for rank in ranks if not store.check([keys[rank]])]
+            raise RuntimeError(_words(site, f"ranks {missing} read none"))
+        time.sleep(_PAUSE)
     texts = dict(zip(ranks, store.multi_get(list(keys.values())), strict=True))
     for rank, text in texts.items():
         if text != texts[mine]:
             raise RuntimeError(_words(site, f"rank {rank} reads one at {text.decode().partition('|')[0]}"))
     # Whoever is here has left the read before it.
-    store.delete_key(f"{place}/{counts[ranks] - 1}/{mine}")
+    store.delete_key(f"{place}/{counts[key] - 1}/{mine}")
 
 
-class _Whole(torch.autograd.Function):
+class WholeNumber(torch.autograd.Function):
     """A number of a DTensor as a plain tensor; its gradient is averaged over ranks, as that of a loss is."""
 
     @staticmethod
@@ -103,38 +97,37 @@ def differentiate(
         RuntimeError: with a graph of the gradients, under ``accumulate(last=False)``, beside a tensor that is no leaf,
             or for an input that is not used, as torch does.
     """
-    runtimes = [runtime for root in sharded_models() if (runtime := runtime_of(root)) is not None]
-    pairs_of = {runtime: runtime.in_graph() for runtime in runtimes}
+    pairs_of: dict[Runtime, Any] = {runtime: runtime.in_graph() for runtime in registry.models()}
     pairs = [pair for each in pairs_of.values() for pair in each]
-    sharded_of = {id(each): sharded for sharded, leaf in pairs for each in (sharded, leaf)}
-    if not any(id(each) in sharded_of for each in inputs):
+    sharded_of = {id(tensor): sharded for sharded, leaf in pairs for tensor in (sharded, leaf)}
+    if not any(id(tensor) in sharded_of for tensor in inputs):
         return engine(inputs, allow_unused, accumulate)
     leaf_of = {id(sharded): leaf for sharded, leaf in pairs}
-    inputs = [sharded_of.get(id(each), each) for each in inputs]  # between forward and backward, names give leaves
+    inputs = [sharded_of.get(id(tensor), tensor) for tensor in inputs]  # from forward to backward, names give leaves
     if create_graph:
         raise RuntimeError(_cannot("have a graph (create_graph=True), since ranks average numbers"))
-    asked = set(map(id, inputs))
-    runtimes = [each for each in runtimes if any(id(sharded) in asked for sharded, _ in pairs_of[each])]
+    requested = set(map(id, inputs))
+    runtimes = [runtime for runtime, pairs in pairs_of.items() if any(id(sharded) in requested for sharded, _ in pairs)]
     if any(runtime.accumulating or runtime.has_unreduced() for runtime in runtimes):
         raise RuntimeError(_cannot("be told from what accumulate(model, last=False) has summed; call it outside"))
-    if not all(each.is_leaf for each in inputs):
+    if not all(tensor.is_leaf for tensor in inputs):
         raise RuntimeError(_cannot("be taken together with those of a tensor that is no leaf; use two calls"))
-    targets = list(dict.fromkeys(own for each in inputs for own in (each, leaf_of.get(id(each), each))))
+    targets = list(dict.fromkeys(target for tensor in inputs for target in (tensor, leaf_of.get(id(tensor), tensor))))
     if accumulate:
         return engine(targets, True, True)
-    before = [each.grad for each in inputs]
-    for each in inputs:
-        each.grad = None
+    before = [tensor.grad for tensor in inputs]
+    for tensor in inputs:
+        tensor.grad = None
     try:
         engine(targets, True, True)
-        found = [each.grad for each in inputs]
+        grads = [tensor.grad for tensor in inputs]
     finally:
-        for each, grad in zip(inputs, before, strict=True):
-            each.grad = grad
-    unused = [i for i, grad in enumerate(found) if grad is None]
+        for tensor, grad in zip(inputs, before, strict=True):
+            tensor.grad = grad
+    unused = [i for i, grad in enumerate(grads) if grad is None]
     if unused and not allow_unused:
         raise RuntimeError(f"inputs {unused} of autograd.grad() are not used in the graph; pass allow_unused=True")
-    return tuple(found)
+    return tuple(grads)
 
 
 def _cannot(words: str) -> str:
@@ -144,16 +137,15 @@ def _cannot(words: str) -> str:
 def check_functional_call(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise RuntimeError if ``functional_call`` gives a sharded parameter another value, which FSDP2 would not see."""
     placed: dict[Any, tuple[Any, Any]] = {}
-    for root in sharded_models():
-        for _, sharded, gathered, places in _torch.sharded_places(root):
+    for runtime in registry.models():
+        for _, sharded, gathered, places in _torch.sharded_places(runtime.root):
             placed |= dict.fromkeys(places, (sharded, gathered))
-        if (runtime := runtime_of(root)) is not None:
-            for whole in runtime.replicated:
-                placed |= dict.fromkeys(whole.places, (whole.parameter, whole.leaf))
+        for whole in runtime.replicated:
+            placed |= dict.fromkeys(whole.places, (whole.parameter, whole.leaf))
     for name, tensor in tensors.items() if placed else ():
         path, _, attribute = name.rpartition(".")
-        known = placed.get((module.get_submodule(path), attribute))
-        if known is not None and all(tensor is not each for each in known):
+        present = placed.get((module.get_submodule(path), attribute))
+        if present is not None and all(tensor is not other for other in present):
             raise RuntimeError(
                 f"functional_call() gives {name!r} another value, and FSDP2 would compute with the one that it "
                 "sharded: write the value into the parameter for the call, or call the model before shard()"
@@ -169,10 +161,10 @@ def assign_data(tensor: DTensor, value: torch.Tensor) -> None:
     Raises:
         RuntimeError: ``value`` has another shape or dtype.
     """
-    given, own = ((tuple(each.shape), each.dtype) for each in (value, tensor))
-    if given != own:
+    new, old = ((tuple(each.shape), each.dtype) for each in (value, tensor))
+    if new != old:
         raise RuntimeError(
-            f"p.data = w: w has shape {given[0]} and {given[1]}, the whole parameter {own[0]} and {own[1]}. Assign "
+            f"p.data = w: w has shape {new[0]} and {new[1]}, the whole parameter {old[0]} and {old[1]}. Assign "
             "a tensor of the parameter's own shape and dtype, or convert the model before shard()"
         )
     mesh, placements = tensor.device_mesh, tensor.placements

@@ -15,17 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from trueshard import _torch, distributed
 from trueshard._torch import ShardedModule
 from trueshard.axes import AXES
-from trueshard.model import agreement, experts, intent, names, policies
+from trueshard.model import agreement, experts, intent, names, policies, registry
 from trueshard.model.intent import refuse
 from trueshard.model.names import Held
 from trueshard.model.snapshot import Snapshot
 from trueshard.model.units import Grouping, choose_units
 from trueshard.optim.classify import classify, manner, refusal
 from trueshard.optim.rebind import rebind
-from trueshard.optim.stepping import bind, unwatch, watch
+from trueshard.optim.stepping import bind
 from trueshard.options import Options
 from trueshard.plans import Plan, check_options
-from trueshard.sharding import apply, dtensor_compat, exact
+from trueshard.sharding import apply, exact
 from trueshard.sharding.hooks import Runtime, runtime_of
 from trueshard.sharding.stall_watch import watch_ranks
 
@@ -45,7 +45,6 @@ def shard(
         _torch.check_torch()
         check_arguments(model, optimizers, how)
         snapshot = Snapshot(model, optimizers)
-    replaced: dict[str, torch.Tensor] = {}
     try:
         with agreement.together(mesh):
             names.hide_wrappers(model)
@@ -74,14 +73,15 @@ def shard(
             if words := intent.difference(before, after):
                 raise RuntimeError(f"sharding would change the model: {words}")
             _warn(model, resolved, axes.data)
-            replaced = {p.name: p.tensor for p in parameters if new_of[id(p.tensor)] is not p.tensor}
-            watch(names.unwrap(model), replaced)
-            dtensor_compat.open_tensors()
+            replaced = sharded(model).replaced
+            for parameter in parameters:
+                if new_of[id(parameter.tensor)] is not parameter.tensor:
+                    replaced[parameter.tensor] = parameter.name
             for optimizer, verdict in zip(optimizers, verdicts, strict=True):
                 bind(optimizer, verdict)
     except BaseException:
-        unwatch(names.unwrap(model), replaced, optimizers)
         snapshot.restore()
+        registry.discard(names.unwrap(model))
         raise
     return resolved
 
@@ -223,6 +223,6 @@ def set_reshard_after_forward(model: nn.Module, policy: str | int | Mapping[str,
     plan = dataclasses.replace(plan, resolved_for=plan.policies)
     for module, value in zip(runtime.units, values, strict=True):
         module.reshard()
-        _torch.set_reshard_after_forward(module, value, runtime.meshes)
+        _torch.set_reshard_after_forward(module, value, runtime.smaller_meshes)
     units = (dataclasses.replace(u, reshard_after_forward=v) for u, v in zip(plan.units, values, strict=True))
     runtime.plan = dataclasses.replace(plan, units=tuple(units))

@@ -21,7 +21,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,10 @@ from trueshard._torch import ShardedModule
 from trueshard.axes import OPTIONS
 from trueshard.distributed import all_reduce, device_of, is_simulated
 from trueshard.model import names
-from trueshard.optim.exact import DIGITS, Members, below, largest_of, to_grid
+from trueshard.optim.exact import DIGITS, below, largest_of, to_grid
 from trueshard.options import EXPONENTS
 from trueshard.plans import Plan
 from trueshard.text import logger, nearest
-
-if TYPE_CHECKING:
-    from trueshard.sharding.replicated import WholeParameter
 
 EXPONENT = -40
 """Of the grid's step, for the finished gradient, where no other is asked for: 9.1e-13. What the largest elements of all
@@ -119,14 +116,15 @@ def refuse_fused(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 class ExactSums:
     """What one sharded model needs to add up gradients exactly."""
 
-    def __init__(self, mesh: DeviceMesh, asked: bool | Mapping[str, int] = True) -> None:
+    def __init__(self, mesh: DeviceMesh, requested: bool | Mapping[str, int], names: dict[int, str]) -> None:
         self.mesh = mesh
+        self._names = names
+        """``id`` of a parameter → its name: the table of the model's record, which is filled here."""
         self.coarse: list[str] = []
         """What lost digits in the first step that was rounded, in sentences."""
-        self._globs = asked if isinstance(asked, Mapping) else {}
+        self._globs = requested if isinstance(requested, Mapping) else {}
         self._exponents: dict[str, int] = {}
         """Name → exponent of the grid's step; a tie for each of its names."""
-        self._members = Members()
         self._hooked: Any = WeakTensorKeyDictionary()
         """Leaves that have the hook."""
         self._largest: dict[str, torch.Tensor] = {}
@@ -154,7 +152,7 @@ class ExactSums:
         for name, parameter in parameters:
             names_of.setdefault(id(parameter), []).append(name)
         for key, called in names_of.items():
-            self._members.names[key] = called[0]
+            self._names[key] = called[0]
             hits = (e for glob, e in self._globs.items() if any(fnmatch.fnmatchcase(name, glob) for name in called))
             exponent = next(hits, EXPONENT)
             for name in called:  # FSDP2 tells one name of a tie later
@@ -162,7 +160,7 @@ class ExactSums:
 
     def knows(self, parameters: Iterable[torch.Tensor]) -> bool:
         """True if all ``parameters`` were named; an assigned state dict brings new ones."""
-        return all(id(parameter) in self._members.names for parameter in parameters)
+        return all(id(parameter) in self._names for parameter in parameters)
 
     def quantum(self, name: str) -> float:
         """Return the step of the grid to which one microbatch's gradient of a parameter is rounded."""
@@ -189,7 +187,7 @@ class ExactSums:
         for parameter, leaf in leaves:
             if leaf.requires_grad and leaf not in self._hooked:
                 self._hooked[leaf] = True
-                leaf.register_hook(_rounded(weak, self._members.names[id(parameter)]))
+                leaf.register_hook(_rounded(weak, self._names[id(parameter)]))
 
     def round(self, name: str, grad: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient of one microbatch on the grid; None: as it is."""
@@ -241,7 +239,7 @@ class ExactSums:
         peaks, self._peaks = self._peaks, None
         if is_simulated(self.mesh):
             return
-        called = sorted(set(self._members.names.values()))
+        called = sorted(set(self._names.values()))
         sums = all_reduce(self._in_order(called, found), self.mesh)
         # What is not finite is the loss's or the gradient's own matter.
         if (over := (sums > 2.0**DIGITS) & sums.isfinite()).any():
@@ -302,13 +300,3 @@ def _rounded(weak: weakref.ref[ExactSums], name: str) -> Any:
         return None if sums is None else sums.round(name, grad)
 
     return hook
-
-
-@torch.no_grad()
-def set_apart(parameters: Iterable[WholeParameter]) -> None:
-    """After a backward that did not reduce, add the gradients of whole parameters to sums in float64."""
-    for whole in parameters:
-        if whole.leaf.grad is not None:
-            added = whole.leaf.grad.double()
-            whole.summed = added if whole.summed is None else whole.summed.add_(added)
-            whole.leaf.grad = None

@@ -23,7 +23,7 @@ from trueshard._torch import ShardedModule
 from trueshard.distributed import device_of
 from trueshard.model import names
 from trueshard.sharding import methods
-from trueshard.sharding.apply import copy_modules
+from trueshard.sharding.copying import copy_modules
 from trueshard.sharding.engine import sharded
 from trueshard.sharding.hooks import Runtime
 
@@ -209,7 +209,7 @@ def gather_each(runtime: Runtime, units: Iterable[ShardedModule]) -> Iterator[Sh
     What the forward of a pass left gathered for its backward stays so.
     """
     settle(runtime)
-    before = runtime.gathered()
+    before = runtime.memory.now()
     for unit in units:
         with torch.no_grad(), torch.inference_mode(False):
             unit.unshard()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class GradientHooks:
         self.before, self.after = _torch.gradient_hooks(original)
         self.gathers = gathers
         self._earlier: torch.Tensor | None = None
+        """Gradient of earlier backwards, between the beginning of a backward and the reduction."""
 
     @staticmethod
     def on(tensor: torch.Tensor) -> bool:
@@ -103,6 +104,45 @@ class GradientHooks:
                 add_gradient(parameter, grad)
 
 
+class HookedParameters:
+    """Sharded parameters on which the user set gradient hooks."""
+
+    def __init__(self) -> None:
+        self.units: set[ShardedModule] = set()
+        """Units that hold one: they reduce in every backward, since a hook means the global gradient."""
+        self._hooks: dict[int, tuple[torch.Tensor, GradientHooks]] = {}
+        """``id`` of a parameter → the parameter, and its hooks."""
+
+    def add(self, parameter: torch.Tensor, hooks: GradientHooks, unit: ShardedModule) -> None:
+        """From now on, call ``hooks`` when the gradient of the sharded ``parameter`` of ``unit`` is reduced."""
+        self._hooks[id(parameter)] = parameter, hooks
+        trainable = parameter.requires_grad
+        # torch takes such hooks on trainable tensors only; a frozen one may be unfrozen later.
+        handle = call_after_gradient(parameter.requires_grad_(True), hooks.reduced)
+        parameter.requires_grad_(trainable)
+        _torch.call_first(parameter, handle)
+        self.units.add(unit)
+
+    def adopt(self, units: Mapping[ShardedModule, Sequence[torch.Tensor]]) -> None:
+        """Take over hooks set on shards after ``shard()``: FSDP2 writes their gradients, so autograd calls none."""
+        for unit, parameters in units.items():
+            for parameter in parameters:
+                if _torch.gradient_hooks(parameter)[0] and id(parameter) not in self._hooks:
+                    hooks = GradientHooks(parameter, gathers=True)
+                    hooks.after = None  # FSDP2 calls those itself
+                    self.add(parameter, hooks, unit)
+
+    def begin(self) -> None:
+        """Begin a backward."""
+        for parameter, hooks in self._hooks.values():
+            hooks.set_aside(parameter)
+
+    def end(self) -> None:
+        """End a backward, or give it up."""
+        for parameter, hooks in self._hooks.values():
+            hooks.put_back(parameter)
+
+
 class Usage:
     """Tracks which parameters of one sharded model get gradients."""
 
@@ -113,7 +153,9 @@ class Usage:
         self._marked: dict[int, int] = {}
         """Identity of each gathered parameter that has a hook → that of its shards."""
         self._used: set[int] = set()
+        """Identity of the shards that this backward reached on this rank."""
         self._empty: set[int] | None = None
+        """Identity of shards without a gradient when the first backward since the last reduction began; None: none."""
 
     def add(self, module: ShardedModule, parameters: Sequence[tuple[str, nn.Parameter]], *, holds_list: bool) -> None:
         """Track the sharded ``parameters`` of a unit; ``holds_list``: of which ranks may use different ones."""

@@ -11,10 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trueshard.distributed import gather_objects
-from trueshard.model import agreement, names
-from trueshard.optim.stepping import sharded_models
+from trueshard.model import agreement, registry
 from trueshard.optim.ties import Tie, check_stages, tied_name
-from trueshard.sharding.hooks import Runtime, runtime_of
+from trueshard.sharding.hooks import Runtime
 
 
 def tie_over(stages: DeviceMesh, parameters: Mapping[str, nn.Parameter | None]) -> None:
@@ -55,12 +54,8 @@ def tie_over(stages: DeviceMesh, parameters: Mapping[str, nn.Parameter | None]) 
 
 
 def _stage_of(name: str, parameter: Any) -> Runtime:
-    for root in sharded_models():
-        if any(parameter is held for *_, held in names.named_tensors(root, "parameters")):
-            runtime = runtime_of(root)
-            assert runtime is not None
-            break
-    else:
+    runtime: Runtime | None = registry.owner_of([parameter])
+    if runtime is None:
         raise ValueError(f"{name!r} is no parameter of a sharded stage: call trueshard.shard(stage, ...) before")
     if tied_name(parameter) is not None:
         raise ValueError(f"{name!r} is tied over the stages already")

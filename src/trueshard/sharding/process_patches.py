@@ -1,0 +1,127 @@
+"""What changes outside a sharded model while this process has one: the one table, also shown in the documentation.
+
+Most of what a sharded model needs is set on its own modules, parameters and optimizers. These cannot be: torch calls
+them for the whole process, and says only then whose tensors it has. Each goes torch's own way for what belongs to no
+sharded model; a DTensor belongs to one if it is on its mesh (``registry.is_ours``). All are undone when the last
+sharded model is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trueshard import _torch
+from trueshard.model.registry import is_ours
+from trueshard.optim import stepping
+from trueshard.sharding import additions
+from trueshard.sharding.dtensor_compat import (
+    WholeNumber,
+    agree_to_read,
+    assign_data,
+    check_functional_call,
+    differentiate,
+)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A function of torch that is replaced, or a hook that is called for all of the process."""
+
+    name: str
+    """Of the function, class or operators."""
+    does: str
+    why: str
+    """Why it cannot be left to the parameters of one model."""
+    install: Callable[[], Callable[[], Any]]
+    """Installs it, and returns what undoes it."""
+
+
+PATCHES = (
+    Patch(
+        "a hook before the step of every optimizer",
+        "refuses one that holds parameters from before `shard()`; binds one made after it",
+        "such an optimizer was never given to `shard()`",
+        stepping.watch_steps,
+    ),
+    Patch(
+        "`Optimizer.zero_grad`, `Module.zero_grad`",
+        "also drop gradients that `accumulate(last=False)` left unreduced",
+        "torch has no hook for it; the optimizer may be new, the module one around the model",
+        lambda: _torch.call_after_zero_grad(stepping.drop_unreduced),
+    ),
+    Patch(
+        "hooks on assignments to every module",
+        "take new parameters into the model, refuse to replace sharded ones",
+        "torch registers these hooks for the process alone",
+        additions.watch_assignments,
+    ),
+    Patch(
+        "`DistributedDataParallel.__init__`",
+        "refuses a module that holds a sharded model",
+        "it asks nothing of the modules that it is given",
+        lambda: _torch.check_replicas(additions.refuse_replicas),
+    ),
+    Patch(
+        "`torch.autograd.grad`, `backward(inputs=)`",
+        "reduce gradients of sharded parameters",
+        "they are plain functions",
+        lambda: _torch.differentiate_with(differentiate),
+    ),
+    Patch(
+        "`torch.func.functional_call`",
+        "refuses another value for a sharded parameter",
+        "it is a plain function, and FSDP2 would compute with its own value",
+        lambda: _torch.check_functional_calls(check_functional_call),
+    ),
+    Patch(
+        "DTensor's scaling of gradients (`GradScaler`)",
+        "finds an inf on any rank, in any gradient of the list",
+        "DTensor has one table of operators",
+        lambda: _torch.find_every_inf(is_ours),
+    ),
+    Patch(
+        "DTensor's list operators of EMA and SWA",
+        "take plain tensors (buffers) beside DTensors",
+        "DTensor has one table of operators",
+        lambda: _torch.average_mixed_lists(is_ours),
+    ),
+    Patch(
+        "`DTensor.item()`, `float()`, `bool()`, `__format__`",
+        "give the number of the whole, on every rank",
+        "the number (`p.norm()`) is a new DTensor, which no attribute of `p` reaches",
+        lambda: _torch.read_numbers_of_the_whole(is_ours, agree_to_read),
+    ),
+    Patch(
+        "DTensor's random operators",
+        "draw what one device draws from the same seed",
+        "DTensor has one table of operators",
+        lambda: _torch.draw_as_one_device(is_ours),
+    ),
+    Patch(
+        "`DTensor.data`",
+        "`p.data = w` writes to the shards",
+        "it is an attribute of the class; gradients, which FSDP2 makes anew, have it too",
+        lambda: _torch.assign_data_with(is_ours, assign_data),
+    ),
+    Patch(
+        "`DTensor` `+ - * /`, `copy_`, `add_`, `sub_`, `mul_`, `lerp_`, `numpy()`, `p[i] = x`",
+        "compute with plain tensors of one shape, and numbers with any",
+        "operands are results of operators, plain DTensors, whatever class a parameter has",
+        lambda: _torch.take_plain_tensors(is_ours, agree_to_read, WholeNumber.apply),
+    ),
+    Patch(
+        "`DTensor.__ne__` (torch 2.11)",
+        "`a != b`, for which that torch has no rule",
+        "DTensor has one table of operators",
+        lambda: _torch.compare_tensors(is_ours),
+    ),
+    Patch(
+        "FSDP2's backward function and `FSDPParam`",
+        "take forward-mode derivatives; on torch 2.11 frozen parameters of integers",
+        "FSDP2 names these classes itself; other FSDP2 models get the same rule, which torch lacks",
+        _torch.complete_units,
+    ),
+)
+"""In the order in which they are installed."""
