@@ -298,3 +298,22 @@ def refused(rank: int, world_size: int) -> Any:
 
 def test_what_cannot_be_followed_names_the_remedy(ranks2: Ranks) -> None:
     ranks2.run(refused)
+
+
+def mixed(rank: int, world_size: int) -> Any:
+    """What the README says of arithmetic outside a pass."""
+    model = build(world_size)
+    weight: Any = model.blocks[0].up.weight
+    assert isinstance(weight, torch.distributed.tensor.DTensor)
+    rows = torch.ones(6, 8)
+    loss = model(rows).pow(2).mean() + 0.1 * sum(parameter.pow(2).sum() for parameter in model.parameters())
+    assert type(loss) is torch.Tensor
+    loss.backward()
+    assert isinstance(weight - torch.ones(weight.shape), torch.distributed.tensor.DTensor)
+    for refused in (lambda: rows @ weight.T, lambda: weight * rows[0], lambda: nn.functional.linear(rows, weight)):
+        with pytest.raises(RuntimeError, match=naming("mixed torch.Tensor and DTensor")):
+            refused()
+
+
+def test_plain_tensors_of_other_shapes_are_refused_by_torch(ranks2: Ranks) -> None:
+    ranks2.run(mixed)

@@ -283,14 +283,14 @@ def frozen_reference(rank: int, world_size: int) -> None:
     same_plan = trueshard.shard(reference, plan=plan)
     assert [unit.name for unit in same_plan.units] == [unit.name for unit in plan.units] == ["", "layers.0", "layers.1"]
     loss = model(ids(0, rank, world_size)).mean()
-    waiting = runtime_of(model).gathered()
+    waiting = runtime_of(model).memory.now()
     with torch.no_grad():
         wanted = reference(ids(0, rank, world_size))
-    assert runtime_of(reference).gathered() == []
+    assert runtime_of(reference).memory.now() == []
     assert all(
         gathered.untyped_storage().nbytes() == 0 for _, _, gathered in _torch.gathered_parameters(reference.modules())
     )
-    assert runtime_of(model).gathered() == waiting != []
+    assert runtime_of(model).memory.now() == waiting != []
     (loss + wanted.mean()).backward()
 
 

@@ -131,9 +131,11 @@ def test_an_optimizer_made_after_sharding_skips_too(alone: Ranks, ranks2: Ranks)
 
 def lists(rank: int, world_size: int) -> None:
     """One list over two meshes, with plain and replicated gradients in any order; the inf on each rank in turn."""
-    trueshard.shard(nn.Linear(4, 4))
     flat = init_device_mesh("cpu", (4,))
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    models = [nn.Linear(4, 4) for _ in range(2)]  # whose gradients these are
+    for model, mesh in zip(models, (flat, pairs), strict=True):
+        trueshard.shard(model, mesh=mesh)
 
     def gradients() -> list[torch.Tensor]:
         return [

@@ -25,7 +25,6 @@ from models.handmade import Stack
 from parity import Ranks
 from trueshard import _torch
 from trueshard.planner.simulation.fake_values import KnownValues
-from trueshard.sharding import dtensor_compat
 
 CALLED = {
     "wrapper_attribute",
@@ -75,6 +74,11 @@ CALLED = {
     "limit_alike",
     "differentiate_with",
     "check_functional_calls",
+    "complete_units",
+    "call_after_zero_grad",
+    "check_replicas",
+    "replace",
+    "together",
     "take_plain_tensors",
     "collectives_begun",
     "unit_in",
@@ -118,6 +122,11 @@ CALLED = {
     "assign_data_with",
     "ring_attention",
 }
+
+
+def is_any(value: Any) -> bool:
+    """Every DTensor, as if a sharded model had them all."""
+    return isinstance(value, DTensor)
 
 
 def test_every_function_is_called_here() -> None:
@@ -306,26 +315,27 @@ def units(rank: int, world_size: int) -> None:
 def scaling(rank: int, world_size: int) -> None:
     """A gradient scaler's operator on a list that a replicated gradient leads: torch's own handler loses the inf."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard
 
     mesh = init_device_mesh("cpu", (world_size,))
-    _torch.find_every_inf()
+    undo = _torch.find_every_inf(is_any)
     shard = torch.full((2,), torch.inf if rank == 1 else 1.0)
     grads = [DTensor.from_local(torch.ones(2), mesh, [Replicate()]), DTensor.from_local(shard, mesh, [Shard(0)])]
     found = torch.zeros(1)
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.5))
     assert found.item() == 1.0
     assert grads[0].to_local().tolist() == [0.5, 0.5]
+    undo()
 
 
 def averaging(rank: int, world_size: int) -> None:
     """torch's averaging functions on lists of parameters and buffers."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import Shard
     from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
     mesh = init_device_mesh("cpu", (world_size,))
-    _torch.average_mixed_lists()
+    undo = _torch.average_mixed_lists(is_any)
     for function in (get_ema_multi_avg_fn(0.5), get_swa_multi_avg_fn()):
         for mixed in (True, False):
             old, new = ([DTensor.from_local(torch.full((2,), v), mesh, [Shard(0)])] for v in (0.0, 4.0))
@@ -333,31 +343,35 @@ def averaging(rank: int, world_size: int) -> None:
                 old, new = [torch.zeros(3), *old, torch.zeros(2)], [torch.full((3,), 4.0), *new, torch.full((2,), 4.0)]
             function(old, new, torch.tensor(1))
             assert {value for each in old for value in _torch.local(each).tolist()} == {2.0}
+    undo()
 
 
 def numbers(rank: int, world_size: int) -> None:
     """Numbers read from DTensors, and random ones drawn into them; the store of the default group."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import Shard
 
     mesh, read = init_device_mesh("cpu", (world_size,)), []
     pairs = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
     _torch.limit_alike(pairs)
     limits = [_torch.timeout_of(pairs.get_group(dim)) for dim in range(2)]
     assert limits == [_torch.timeout_of(torch.distributed.group.WORLD)] * 2
-    _torch.read_numbers_of_the_whole(read.append)
-    _torch.draw_as_one_device()
+    given: list[Any] = []
+    undo = _torch.together(
+        _torch.read_numbers_of_the_whole(is_any, read.append),
+        _torch.draw_as_one_device(is_any),
+        _torch.assign_data_with(is_any, lambda *pair: given.append(pair)),
+    )
     tensor = DTensor.from_local(torch.full((2,), rank + 1.0), mesh, [Shard(0)])
     assert (tensor.sum().item(), f"{tensor.max():.1f}", float(tensor.detach().min())) == (6.0, "2.0", 1.0)
     assert len(read) == 3
-    given: list[Any] = []
-    _torch.assign_data_with(lambda *pair: given.append(pair))
     tensor.data = tensor
     assert given == [(tensor, tensor)]
-    _torch.read_numbers_of_the_whole(dtensor_compat.agree_to_read)  # as other tests in these processes expect them
-    _torch.assign_data_with(dtensor_compat.assign_data)
     torch.manual_seed(0)
     assert torch.equal(tensor.normal_().full_tensor(), torch.empty(4).normal_(generator=torch.manual_seed(0)))
+    undo()
+    assert tensor.sum().item() != 6.0
+    assert len(read) == 3
     _torch.store().set(f"numbers/{rank}", "here")
     _torch.store().wait([f"numbers/{each}" for each in range(world_size)])
 
@@ -427,8 +441,7 @@ def unused(rank: int, world_size: int) -> None:
 
 def completed(rank: int, world_size: int) -> None:
     """What torch 2.11 lacks: frozen integers, a rule for ``!=``, a backward that dynamo leaves alone; and jvp."""
-    _torch.complete_units()
-    _torch.compare_tensors()
+    undo = _torch.together(_torch.complete_units(), _torch.compare_tensors(is_any))
     model = Stack()
     model.register_parameter("bytes", nn.Parameter(torch.arange(6, dtype=torch.uint8), requires_grad=False))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -444,6 +457,7 @@ def completed(rank: int, world_size: int) -> None:
     weight: Any = model.first.weight.detach()
     assert weight.grad is None
     assert (weight != weight.neg()).full_tensor().all()
+    undo()
 
 
 def test_what_the_oldest_torch_lacks(ranks2: Ranks) -> None:
@@ -552,6 +566,31 @@ def test_hook_dictionaries_are_where_they_are_expected() -> None:
         handle.remove()
     assert not any(_torch.gradient_hooks(parameter))
     assert set(parameter.__dict__) <= _torch.PARAMETER_ATTRIBUTES
+
+
+def test_patches_are_undone_but_for_those_that_somebody_has_wrapped() -> None:
+    calls: list[Any] = []
+    before = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad, nn.parallel.DistributedDataParallel.__init__
+    undo = _torch.together(_torch.call_after_zero_grad(calls.append), _torch.check_replicas(calls.append))
+    model = nn.Linear(2, 2)
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match="process group"):
+        nn.parallel.DistributedDataParallel(model)
+    assert calls == [model, optimizer, model]
+    undo()
+    assert before == (
+        torch.optim.Optimizer.zero_grad,
+        nn.Module.zero_grad,
+        nn.parallel.DistributedDataParallel.__init__,
+    )
+    undo = _torch.replace(nn.Module, "zero_grad", 1)
+    undo_other = _torch.replace(nn.Module, "zero_grad", 2)
+    undo()
+    assert nn.Module.zero_grad == 2
+    undo_other()
+    nn.Module.zero_grad = before[1]  # type: ignore[method-assign]
 
 
 def test_registries_and_hooks_of_modules_and_optimizers() -> None:

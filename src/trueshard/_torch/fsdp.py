@@ -195,7 +195,9 @@ def call_after_schedule(root: ShardedModule, function: Callable[[], None]) -> No
 def follow_views(root: nn.Module) -> None:
     """Let backward gather a unit whose output is a view that the model writes to in place.
 
-    FSDP2 gathers in a hook on the output, which torch drops then, and warns (2.13 on) of every output that is a view.
+    FSDP2 gathers in a hook on the output. torch drops the hooks of a view that is written to (``hidden += residual``),
+    since it computes the view anew from its base; and warns (2.13 on) of every output that is a view. So backward also
+    gathers where it reaches the base.
     """
 
     def following(state: Any) -> Callable[[Any], Any]:
