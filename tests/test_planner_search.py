@@ -14,12 +14,12 @@ from torch import nn
 from messages import lacking, naming
 from trueshard import _torch
 from trueshard.model import policies
-from trueshard.options import Options
+from trueshard.options import Offload, Options
 from trueshard.planner.forecasting import Cluster, study_job
 from trueshard.planner.hardware import hardware
 from trueshard.planner.search.evaluator import Evaluator
 from trueshard.planner.search.search import choose
-from trueshard.planner.search.space import RECOMPUTE, Offload, Setting, Space, batches, meshes, reshard_words
+from trueshard.planner.search.space import RECOMPUTE, Setting, Space
 from trueshard.planner.workload import Job, NothingFits, Study, Workload
 from trueshard.plans import MixedPrecision, Plan
 from trueshard.sharding import engine
@@ -136,7 +136,7 @@ class Remembered:
 def every_plan(asked: Space, simulated: Remembered) -> Iterator[tuple[float, int]]:
     """(seconds a token, reserved bytes) of every batch and every free choice for every unit, in every grouping."""
     for words in ("default", "always") if asked.choices.reshard_after_forward == "auto" else ("always",):
-        given = asked.given(reshard_after_forward=words, activation_checkpointing="none")
+        given = asked.settled(reshard_after_forward=words, activation_checkpointing="none")
         with _torch.fake_tensors():
             plan = engine.resolve(asked.workload.model(), given, (8,))
         recompute = RECOMPUTE if asked.choices.activation_checkpointing == "auto" else RECOMPUTE[:1]
@@ -148,7 +148,7 @@ def every_plan(asked: Space, simulated: Remembered) -> Iterator[tuple[float, int
             ]
             for unit in plan.units
         ]
-        for (microbatch, accumulation), units in itertools.product(batches(asked), itertools.product(*choices)):
+        for (microbatch, accumulation), units in itertools.product(asked.batches(), itertools.product(*choices)):
             job = Job(
                 asked.workload,
                 (8,),
@@ -291,11 +291,11 @@ def test_words_that_are_fixed_are_kept_and_only_the_rest_is_chosen() -> None:
 
 def test_a_global_batch_is_kept_and_the_largest_microbatch_that_fits_is_best() -> None:
     asked = space(tower(2), global_batch=32, choices=Options(mixed_precision="bf16"))
-    assert batches(asked) == [(4, 1), (2, 2), (1, 4)]
+    assert asked.batches() == [(4, 1), (2, 2), (1, 4)]
     found = choose(asked).forecast
     assert (found.microbatch, found.accumulation) == (4, 1)
-    assert batches(dataclasses.replace(asked, microbatch=2)) == [(2, 2)]
-    assert batches(dataclasses.replace(asked, global_batch=None)) == [(1, 1)]
+    assert dataclasses.replace(asked, microbatch=2).batches() == [(2, 2)]
+    assert dataclasses.replace(asked, global_batch=None).batches() == [(1, 1)]
     for wrong in ({"global_batch": 12}, {"microbatch": 3}, {"accumulation": 3}, {"microbatch": 2, "accumulation": 4}):
         with pytest.raises(ValueError, match=naming("global_batch=", "microbatch", "accumulation", "8 ranks")):
             choose(dataclasses.replace(asked, **wrong))
@@ -304,12 +304,12 @@ def test_a_global_batch_is_kept_and_the_largest_microbatch_that_fits_is_best() -
 @pytest.mark.rest
 def test_replicas_are_whole_nodes_and_a_node_size_needs_several() -> None:
     asked = space(tower(1), ranks=64)
-    assert meshes(asked) == [1, 2, 8]
-    assert meshes(dataclasses.replace(asked, replicate=4)) == [4]
-    assert meshes(space(tower(1))) == [1]
+    assert asked.replicas() == [1, 2, 8]
+    assert dataclasses.replace(asked, replicate=4).replicas() == [4]
+    assert space(tower(1)).replicas() == [1]
     two = dataclasses.replace(asked, ranks=16)
-    assert reshard_words(two, 1) == ("never", "default", 8, "always")
-    assert reshard_words(two, 2) == ("never", "default", "always")
+    assert two.reshard_words(1) == ("never", 8, "always")
+    assert two.reshard_words(2) == ("never", "always")
     found = choose(two)
     assert found.reasons[0].startswith(("2 replicas of 8 ranks: ", "One replica over 16 ranks: "))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import glob
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,6 +64,32 @@ def reshard_values(plan: Plan, policy: Any, shard_ranks: int) -> list[bool | int
     return list(map(value, plan.units, _by_unit("reshard_after_forward", plan.units, policy, "default")))
 
 
+def frees_root(policy: Any) -> bool:
+    """True if the root may be freed between forward and backward, so that what lies in it may be gathered twice."""
+    return isinstance(policy, Mapping) or policy not in ("default", "never")
+
+
+def reshard_word(plan: Plan, values: Sequence[bool | int], shard_ranks: int) -> Any:
+    """Return the shortest word that means these values of a plan's units."""
+    numbers = [value for value in values if not isinstance(value, bool)]
+    for word in (*RESHARD_WORDS, *numbers[:1]):
+        meant = reshard_values(plan, word, shard_ranks)
+        if list(map(repr, meant)) == list(map(repr, values)):  # True is not 1 rank
+            return word
+    words = ["always" if value is True else "never" if value is False else value for value in values]
+    most = max(words, key=words.count)
+    exceptions = {glob.escape(unit.name): word for unit, word in zip(plan.units, words, strict=True) if word != most}
+    return {"*": most, **exceptions}
+
+
+def recompute_word(units: Sequence[Unit], values: Sequence[Recompute]) -> Any:
+    """Return the shortest word that means these values of units."""
+    for word in RECOMPUTE_WORDS:
+        if recompute_values(units, word) == list(values):
+            return word
+    return {glob.escape(unit.name): word for unit, word in zip(units, values, strict=True) if word != "none"}
+
+
 def recompute_values(units: Sequence[Unit], words: Any) -> list[Recompute]:
     """Return ``Unit.activation_checkpointing`` for each unit: a single word means every block."""
     for word in words.values() if isinstance(words, Mapping) else [words]:
@@ -81,13 +108,13 @@ def _by_unit(option: str, units: Sequence[Unit], words: Any, rest: str) -> list[
     if not isinstance(words, Mapping):
         return [words] * len(units)
     chosen: list[Any] = [rest] * len(units)
-    for glob, word in words.items():
+    for pattern, word in words.items():
         called = [(unit.name, *unit.modules) for unit in units]
-        hits = [i for i, each in enumerate(called) if any(fnmatch.fnmatchcase(name, glob) for name in each)]
+        hits = [i for i, each in enumerate(called) if any(fnmatch.fnmatchcase(name, pattern) for name in each)]
         if not hits:
-            near = nearest(glob, [unit.name for unit in units])
+            near = nearest(pattern, [unit.name for unit in units])
             shown = ", ".join(repr(unit.name) for unit in units[:8])
-            raise ValueError(f'{option}: {glob!r} matches no unit.{near} Units ("" is the root): {shown}')
+            raise ValueError(f'{option}: {pattern!r} matches no unit.{near} Units ("" is the root): {shown}')
         for i in hits:
             chosen[i] = word
     return chosen

@@ -23,7 +23,7 @@ from trueshard.planner.planning import Request
 from trueshard.planner.search import axes
 from trueshard.planner.search.evaluator import Simulations
 from trueshard.planner.search.search import choose, objects_frozen
-from trueshard.planner.search.space import RECOMPUTE, Setting, Space, batches
+from trueshard.planner.search.space import RECOMPUTE, Setting, Space
 from trueshard.planner.simulation.preflight import preflight
 from trueshard.planner.workers import Workers
 from trueshard.planner.workload import Job, NothingFits, Study
@@ -200,13 +200,13 @@ def _of_pipeline(space: Space, plan: Plan | None, workers: int | None) -> Study:
     """
     many = space.accumulation or (None if space.global_batch else 2 * space.pipe.stages)
     space = dataclasses.replace(space, microbatch=space.microbatch or 1, accumulation=many)
-    (batch,) = batches(space)
+    (batch,) = space.batches()
     setting = Setting(space.replicate or 1, *batch, "cpu" if space.choices.offload == "cpu" else "none")
     free = plan is None and is_free(space.choices.activation_checkpointing)
     cluster = space.cluster(setting.replicate)
     jobs = []
     for word in RECOMPUTE if free else RECOMPUTE[:1]:
-        settled = space.given(reshard_after_forward="default", activation_checkpointing=word)
+        settled = space.settled(reshard_after_forward="default", activation_checkpointing=word)
         chosen = dataclasses.replace(space, choices=settled.replace(offload=setting.offload))
         jobs.append(chosen.job(plan, setting))
     with pipelining.ends_of(jobs[0], space.pipe, workers) as ends:
@@ -227,7 +227,7 @@ def _of_pipeline(space: Space, plan: Plan | None, workers: int | None) -> Study:
 def _of_one_plan(space: Space, plan: Plan | None, workers: int | None, check: Callable[[], list[str]]) -> Study:
     """Return the study of a plan; None: of the one that the choices mean."""
     space = dataclasses.replace(space, microbatch=space.microbatch or 1, accumulation=space.accumulation or 1)
-    (batch,) = batches(space)
+    (batch,) = space.batches()
     setting = Setting(space.replicate or 1, *batch, space.offloads[0])
     simulations = Simulations(space.workload, workers, check)
     with objects_frozen():

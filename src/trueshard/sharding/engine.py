@@ -144,13 +144,12 @@ def resolve(model: nn.Module, how: Plan | Options, ranks: tuple[int, ...]) -> Pl
     # An embedding is a unit of its own where that saves a gathering: not inside one compiled graph, which it would
     # break, and not where the root stays gathered to the end of backward anyway.
     compiled = root is not model or _torch.is_compiled_in_place(root)
-    freed = isinstance(plan.reshard_after_forward, Mapping) or plan.reshard_after_forward not in ("default", "never")
     grouping = Grouping(root)
     # Units that were named are the only ones; and the stages of a pipeline run their backward in parts.
     heads = units == "auto" and not compiled and not plan.pipeline
     grouping.choose(
         choose_units(root, units),
-        split_embeddings=freed and not compiled,
+        split_embeddings=policies.frees_root(plan.reshard_after_forward) and not compiled,
         split_head=heads,
         experts=experts.shared_out(root, plan.experts),
     )

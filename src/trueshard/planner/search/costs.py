@@ -6,13 +6,15 @@ other, and what it takes besides while it runs. All of these are straight lines 
 sizes tell those of all. What is gathered and reduced follows from bytes and ranks.
 
 A plan's step is then laid out unit by unit as ``timeline`` does it event by event: a unit's gather runs beside the
-computation of the one before, its reduction beside that of the next. Its memory is what rests, and what units keep,
-hold gathered and take besides, at the worst place. What the caching allocator reserves above that is not known here.
+computation of the one before, its reduction beside that of the next. Its memory is shards and optimizer state, and what
+units keep, hold gathered and take besides, at the worst place. What the caching allocator reserves above that is not
+known here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,143 +42,140 @@ class UnitCost:
     """Seconds and bytes of one unit in one microbatch."""
 
     forward: float = 0.0
-    """Seconds on the compute stream, without gathering, as are those of backward."""
+    """Seconds on the compute stream, without gathering; likewise ``backward``."""
     backward: float = 0.0
     copies: float = 0.0
     """Seconds in which what was gathered is copied out of its buffer."""
     kept: float = 0.0
     """Bytes made in forward and freed in backward."""
     forward_peak: float = 0.0
-    """Most bytes besides what rests and is kept, gathered parameters included; likewise in backward."""
+    """Most bytes besides ``resting`` and ``kept``, gathered parameters included; likewise ``backward_peak``."""
     backward_peak: float = 0.0
-    rests: float = 0.0
+    resting: float = 0.0
     """Bytes of shards and buffers; of a step, of optimizer state."""
     gradient: float = 0.0
     """Bytes of the gradient's shard."""
     gathered: float = 0.0
-    """Bytes of the whole unit in the dtype that it is gathered in, and in the one that it is reduced in."""
+    """Bytes of the whole unit in the dtype that it is gathered in; ``reduced``: in the one that it is reduced in."""
     reduced: float = 0.0
-
-    def with_tokens(self, factor: float) -> UnitCost:
-        """Return the bytes, roughly, with ``factor`` times the tokens: what is gathered and reduced stays."""
-        stays = 2 * (self.gathered + self.reduced)
-        peaks = (min(each, stays) + max(0.0, each - stays) * factor for each in (self.forward_peak, self.backward_peak))
-        forward, backward = peaks
-        return dataclasses.replace(self, kept=self.kept * factor, forward_peak=forward, backward_peak=backward)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a model's units, by name, in the order of their forwards; the units of a probe and those they stand for."""
+    """Costs of a model's units, by name, in the order of their forwards: those of a probe, which stand for others."""
 
     units: Mapping[str, UnitCost]
     step: UnitCost
-    """Clipping and optimizers of the probe: ``forward`` seconds, ``forward_peak`` and ``rests`` bytes."""
+    """Clipping and optimizers of the probe: ``forward`` seconds, ``forward_peak`` and ``resting`` bytes."""
     shards: float
     """Ranks of a shard group in the probe."""
-    took: float = 0.0
+    block_seconds: float = 0.0
     """Seconds in which a block was simulated once."""
 
     @property
-    def rests(self) -> float:
+    def resting(self) -> float:
         """Bytes of shards in the probe."""
-        return sum(each.rests for each in self.units.values())
+        return sum(cost.resting for cost in self.units.values())
 
     def at(self, other: Costs, share: float) -> Costs:
         """Return what lies between these costs (``share`` 0) and others (1), or beyond, on a straight line."""
-        units = {name: _between(mine, other.units[name], share) for name, mine in self.units.items()}
-        return Costs(units, _between(self.step, other.step, share), self.shards, self.took)
+        units = {name: _between(cost, other.units[name], share) for name, cost in self.units.items()}
+        return dataclasses.replace(self, units=units, step=_between(self.step, other.step, share))
+
+
+_NAMES = [field.name for field in dataclasses.fields(UnitCost)]
 
 
 def _between(one: UnitCost, two: UnitCost, share: float) -> UnitCost:
-    pairs = ((getattr(one, each.name), getattr(two, each.name)) for each in dataclasses.fields(UnitCost))
+    pairs = ((getattr(one, name), getattr(two, name)) for name in _NAMES)
     return UnitCost(*(max(0.0, a + share * (b - a)) for a, b in pairs))
 
 
 def summed(costs: Sequence[UnitCost]) -> UnitCost:
     """Return the cost of several units that are one: peaks are the largest, the rest adds up."""
+    if len(costs) == 1:
+        return costs[0]
 
     def together(name: str) -> float:
-        values = [getattr(each, name) for each in costs]
-        return max(values) if name.endswith("_peak") else sum(values)
+        values = [getattr(cost, name) for cost in costs]
+        return max(values, default=0.0) if name.endswith("_peak") else sum(values)
 
-    return UnitCost(*(together(each.name) for each in dataclasses.fields(UnitCost)))
+    return UnitCost(*map(together, _NAMES))
 
 
 def measured(trace: Trace, cluster: Cluster, mode: Mode) -> Costs:
     """Return the costs of the units of a probe."""
-    found: defaultdict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    last: dict[str, int] = {}
+    units: defaultdict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    last_forward: dict[str, int] = {}
     kernels: defaultdict[tuple[str, str], int] = defaultdict(int)
-    for i, (event, seconds) in enumerate(
-        zip(trace.events, all_seconds(trace.events, cluster.hardware, mode), strict=True)
-    ):
+    times = all_seconds(trace.events, cluster.hardware, mode)
+    for i, (event, seconds) in enumerate(zip(trace.events, times, strict=True)):
         phase, unit = event.place.phase, event.place.unit
         if type(event) is Kernel:
             if phase == "forward":
-                last[unit] = i
+                last_forward[unit] = i
             if event.stream != "compute":
                 continue
             if event.op == _COPY_OUT:
-                found[unit]["copies"] += seconds if phase == "forward" else 0.0
+                units[unit]["copies"] += seconds if phase == "forward" else 0.0
                 continue
-            key = (unit, phase) if phase in ("forward", "backward") else (_STEP, "forward")
-            kernels[key] += seconds > 0.0
-            found[key[0]][key[1]] += seconds
+            part = (unit, str(phase)) if phase in ("forward", "backward") else (_STEP, "forward")
+            kernels[part] += seconds > 0.0
+            units[part[0]][part[1]] += seconds
         elif type(event) is Communication and event.op in ("all_gather", "reduce_scatter"):
             kind = "gathered" if event.op == "all_gather" else "reduced"
-            found[event.unit][kind] = max(found[event.unit][kind], event.bytes)
+            units[event.unit][kind] = max(units[event.unit][kind], event.bytes)
     launch = cluster.hardware.efficiency(mode).launch_seconds
-    for (name, way), count in kernels.items():
-        found[name][way] = max(found[name][way], count * launch)
-    _measure_memory(trace, found)
-    step = UnitCost(**found.pop(_STEP, {}))
-    for unit in found:
-        last.setdefault(unit, -1)
-    units = {unit: UnitCost(**found[unit]) for unit in sorted(found, key=lambda each: last[each])}
-    return Costs(units, step, cluster.mesh[-1])
+    for (name, key), count in kernels.items():  # the host issues kernels one after the other
+        units[name][key] = max(units[name][key], count * launch)
+    _measure_memory(trace, units)
+    step = UnitCost(**units.pop(_STEP, {}))
+    order = sorted(units, key=lambda name: last_forward.get(name, -1))
+    return Costs({name: UnitCost(**units[name]) for name in order}, step, cluster.mesh[-1])
 
 
-def _measure_memory(trace: Trace, found: Mapping[str, dict[str, float]]) -> None:
+def _measure_memory(trace: Trace, units: Mapping[str, dict[str, float]]) -> None:
     """Add the bytes of each unit to its costs."""
     end = len(trace.events)
     changes = np.zeros(end + 1, np.int64)
-    for each in ledger.lifetimes(trace):
-        made, size = each.allocation, each.allocation.bytes
-        freed = trace.events[each.freed].place.phase if each.freed < end else "between"
-        if each.made < 0:
-            found[_STEP if made.kind == "optimizer" else made.unit]["rests"] += size
+    for lifetime in ledger.lifetimes(trace):
+        made, size = lifetime.allocation, lifetime.allocation.bytes
+        freed = trace.events[lifetime.freed].place.phase if lifetime.freed < end else "between"
+        if lifetime.made < 0:
+            units[_STEP if made.kind == "optimizer" else made.unit]["resting"] += size
         elif made.place.phase == "forward" and freed == "backward" and made.kind not in ("gathered", "communication"):
-            found[made.place.unit]["kept"] += size
+            units[made.place.unit]["kept"] += size
         elif made.place.phase == "backward" and freed not in ("forward", "backward"):
-            found[made.unit]["gradient"] += size
+            units[made.unit]["gradient"] += size
         else:
-            changes[each.made] += size
-            changes[each.freed] -= size
+            changes[lifetime.made] += size
+            changes[lifetime.freed] -= size
     live = np.cumsum(changes)
     for i, event in enumerate(trace.events):
         phase = event.place.phase
-        mine = found[event.place.unit if phase in ("forward", "backward") else _STEP]
+        unit = units[event.place.unit if phase in ("forward", "backward") else _STEP]
         key = "backward_peak" if phase == "backward" else "forward_peak"
-        mine[key] = max(mine[key], int(live[i]))
+        unit[key] = max(unit[key], int(live[i]))
 
 
 @dataclass(frozen=True)
-class Laid:
-    """A unit of a plan: its cost with the plan's way of recomputation, and what is gathered again for backward.
-
-    ``again``: ranks of which it is gathered again; 0: it stays gathered.
-    """
+class PlannedUnit:
+    """A unit of a plan: its cost with the plan's way of recomputation, and how it is gathered again for backward."""
 
     cost: UnitCost
     again: int
+    """Ranks that it is resharded to after forward, and gathered from for backward; 0: it stays gathered."""
 
 
 class Layout:
-    """Predicts steps on one cluster, of ``accumulation`` microbatches."""
+    """Predicts steps on one cluster, of ``accumulation`` microbatches.
+
+    Units are given in the order of their forwards, with the costs of a probe from which theirs are taken.
+    """
 
     def __init__(self, cluster: Cluster, accumulation: int, mode: Mode, offload: bool) -> None:
         self.cluster, self.accumulation, self.offload = cluster, accumulation, offload
+        self.group = cluster.mesh[-1]
         self._collectives: dict[tuple[str, int, int, float], float] = {}
         self.bandwidth = cluster.hardware.memory_bandwidth * cluster.hardware.efficiency(mode).memory
 
@@ -189,77 +188,83 @@ class Layout:
             self._collectives[key] = communication_seconds(event, self.cluster.hardware, self.cluster.ranks_per_node)
         return self._collectives[key]
 
-    def seconds(self, units: Sequence[Laid], of: Costs) -> float:
-        """Return the seconds of a step of units in the order of their forwards; ``of``: what their costs are of."""
-        group = self.cluster.mesh[-1]
-        more = sum(each.cost.rests for each in units) / max(1.0, of.rests)
-        first = self._microbatch(units, group, reduces=self.accumulation == 1)
-        total = first
+    def seconds(self, units: Sequence[PlannedUnit], probe: Costs) -> float:
+        """Return the seconds of a step."""
+        total = self._microbatch(units, reduces=self.accumulation == 1)
         if self.accumulation > 1:
-            added = ADDED * sum(each.cost.reduced for each in units) / self.bandwidth
-            total = (self.accumulation - 1) * (first + added) + self._microbatch(units, group, reduces=True)
-        total += of.step.forward * more * of.shards / group
+            added = ADDED * sum(unit.cost.reduced for unit in units) / self.bandwidth
+            total = (self.accumulation - 1) * (total + added) + self._microbatch(units, reduces=True)
+        larger = sum(unit.cost.resting for unit in units) / max(1.0, probe.resting)
+        total += probe.step.forward * larger * probe.shards / self.group
         if self.offload:
-            gathers = 1 + sum(each.again > 0 for each in units) / max(1, len(units))
-            size = sum(each.cost.gathered for each in units) / group
+            gathers = 1 + sum(unit.again > 0 for unit in units) / max(1, len(units))
+            size = sum(unit.cost.gathered for unit in units) / self.group
             total += self.accumulation * gathers * size / self.cluster.hardware.host_bandwidth
         nodes = self.cluster.ranks // min(self.cluster.ranks, self.cluster.ranks_per_node)
-        return total * (1 + STRAGGLING * float(np.log2(nodes)))
+        return total * (1 + STRAGGLING * math.log2(nodes))
 
-    def _microbatch(self, units: Sequence[Laid], group: int, *, reduces: bool) -> float:
-        """Return the seconds of forward and backward: one queue of collectives beside the compute stream."""
+    def _microbatch(self, units: Sequence[PlannedUnit], *, reduces: bool) -> float:
+        """Return the seconds of forward and backward: one queue of collectives beside the compute stream.
+
+        A unit's gather is issued when the unit before has been copied out of its buffer (FSDP2 prefetches one).
+        """
         replicas = self.cluster.along("replicate")
         compute = queue = copied = before = reduced = 0.0
-        for each in units:
-            cost = each.cost
-            queue = max(queue, before) + self._seconds("all_gather", group, 1, cost.gathered)
+        for unit in units:
+            cost = unit.cost
+            queue = max(queue, before) + self._seconds("all_gather", self.group, 1, cost.gathered)
             before, copied = copied, max(compute, queue) + cost.copies
             compute = copied + cost.forward
-        ready = 0.0
+        ready, copied = 0.0, compute
+        following = [*units[-2::-1], None]
         if units and units[-1].again:
             ready = queue = max(queue, compute) + self._seconds(
                 "all_gather", units[-1].again, 1, units[-1].cost.gathered
             )
-        for i in range(len(units) - 1, -1, -1):
-            cost = units[i].cost
-            if units[i].again:
+        for unit, following_unit in zip(reversed(units), following, strict=False):
+            cost = unit.cost
+            if unit.again:
                 copied = compute = max(compute, ready) + cost.copies
-            if i and (ranks := units[i - 1].again):
-                ready = queue = max(queue, copied) + self._seconds("all_gather", ranks, 1, units[i - 1].cost.gathered)
+            if following_unit is not None and following_unit.again:
+                gather = self._seconds("all_gather", following_unit.again, 1, following_unit.cost.gathered)
+                ready = queue = max(queue, copied) + gather
             compute += cost.backward
             if reduces and cost.reduced:
                 compute = max(compute, reduced)
-                reduced = queue = max(queue, compute) + self._seconds("reduce_scatter", group, 1, cost.reduced)
+                reduced = queue = max(queue, compute) + self._seconds("reduce_scatter", self.group, 1, cost.reduced)
                 if replicas > 1:
-                    reduced += self._seconds("all_reduce", replicas, group, cost.reduced / group)
+                    reduced += self._seconds("all_reduce", replicas, self.group, cost.reduced / self.group)
         return max(compute, queue, reduced)
 
-    def live_bytes(self, units: Sequence[Laid], of: Costs) -> float:
-        """Return the most bytes that are live in a step; arguments as of ``seconds``."""
-        factor = of.shards / self.cluster.mesh[-1]
-        shards = sum(each.cost.rests for each in units)
-        more = shards / max(1.0, of.rests)
-        rests = 0.0 if self.offload else (shards + of.step.rests * more) * factor
-        several = self.accumulation > 1
-        whole = sum(each.cost.reduced for each in units) if several else 0.0
-        most, held, now = 0.0, 0.0, rests + whole
-        for each in units:
-            cost = each.cost
-            most = max(most, now + cost.forward_peak + held)
-            now += cost.kept
-            held += cost.gathered if not each.again else 0.0
-            if 0 < each.again < self.cluster.mesh[-1]:
-                held += cost.gathered / each.again
+    def live_bytes(self, units: Sequence[PlannedUnit], probe: Costs) -> float:
+        """Return the most bytes that are live in a step."""
+        factor = probe.shards / self.group
+        shards = sum(unit.cost.resting for unit in units)
+        larger = shards / max(1.0, probe.resting)
+        resting = 0.0 if self.offload else (shards + probe.step.resting * larger) * factor
+        accumulates = self.accumulation > 1
+        live = resting + (sum(unit.cost.reduced for unit in units) if accumulates else 0.0)
+        most, held = 0.0, 0.0
+        for unit in units:
+            most = max(most, live + held + unit.cost.forward_peak)
+            live += unit.cost.kept
+            held += self._held(unit)
         gradients = 0.0
-        for i in range(len(units) - 1, -1, -1):
-            cost = units[i].cost
-            besides = cost.backward_peak
-            besides -= cost.gathered if not units[i].again else 0.0
-            besides -= units[i - 1].cost.gathered if i and not units[i - 1].again else 0.0
-            most = max(most, now + held + gradients + max(0.0, besides))
-            now -= cost.kept + (cost.reduced if several else 0.0)
-            held -= cost.gathered if not units[i].again else 0.0
-            if 0 < units[i].again < self.cluster.mesh[-1]:
-                held -= cost.gathered / units[i].again
+        following = [*units[-2::-1], None]
+        for unit, following_unit in zip(reversed(units), following, strict=False):
+            cost = unit.cost
+            # A probe gathers each unit and prefetches the next; what stays gathered is counted as held.
+            besides = cost.backward_peak - (0.0 if unit.again else cost.gathered)
+            if following_unit is not None and not following_unit.again:
+                besides -= following_unit.cost.gathered
+            most = max(most, live + held + gradients + max(0.0, besides))
+            live -= cost.kept + (cost.reduced if accumulates else 0.0)
+            held -= self._held(unit)
             gradients += 0.0 if self.offload else cost.gradient * factor
-        return max(most, rests + gradients + of.step.forward_peak * more * factor)
+        return max(most, resting + gradients + probe.step.forward_peak * larger * factor)
+
+    def _held(self, unit: PlannedUnit) -> float:
+        """Return the bytes of gathered parameters that a unit holds between its forward and its backward."""
+        if not unit.again:
+            return unit.cost.gathered
+        return unit.cost.gathered / unit.again if unit.again < self.group else 0.0

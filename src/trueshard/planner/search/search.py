@@ -5,6 +5,11 @@ is expected to be the fastest of those that fit is studied exactly. What the stu
 the allocator reserves above what is live is not predicted at all), and the next one is chosen. The search ends when no
 other plan is expected to be faster by more than ``ENOUGH``, or when its time is over and something fits. What it
 returns was studied.
+
+[Note: mixtures of two] Plans are compared that say the same for all blocks. On their lower convex hull of time over
+memory, the first that fits is followed by a faster one that does not. Between the two, blocks go over one after the
+other, the first ones first: their activations live longest. Time and memory are nearly sums over units, so a mixture of
+more than two would be no better than a point of the hull.
 """
 
 from __future__ import annotations
@@ -12,15 +17,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
+import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
 from trueshard.options import Offload
 from trueshard.planner.search import explain
 from trueshard.planner.search.evaluator import MARGIN, Evaluator
-from trueshard.planner.search.frontier import ENOUGH, frugal, proposal
-from trueshard.planner.search.space import Candidate, Setting, Space, batches
+from trueshard.planner.search.space import Candidate, Setting, Space
 from trueshard.planner.workload import Alternative, Study
+
+ENOUGH = 5e-3
+"""Relative gain in speed for which another plan is worth a study, and a mixture of two is worth it."""
 
 UNCERTAIN = 0.02
 """Part of its memory by which a plan that is expected not to fit is still studied where no other fits."""
@@ -61,45 +71,11 @@ def choose(
         with evaluator.workers:
             checking = evaluator.workers.start("check")
             try:
-                told = _searched(evaluator, time.perf_counter() + seconds)
+                remarks = _search(evaluator, time.perf_counter() + seconds)
             except Exception:
                 evaluator.workers.result(checking)
                 raise
-            return _with_reasons(evaluator, [*told, *evaluator.workers.result(checking)])
-
-
-def _searched(evaluator: Evaluator, until: float) -> list[str]:
-    """Search until there is a best candidate; return what is to be said of it."""
-    explain.check_largest_unit(evaluator)
-    try:
-        evaluator.start_probes()
-        for offload in evaluator.space.offloads:
-            if evaluator.best is None:
-                _search(evaluator, offload, until)
-    except KeyboardInterrupt:
-        if evaluator.best is None:
-            raise
-        return [f"Interrupted: the best of the {len(evaluator.forecasts)} plans that were compared until then."]
-    if evaluator.best is None:
-        raise explain.nothing_fits(evaluator)
-    return []
-
-
-def _with_reasons(evaluator: Evaluator, told: list[str]) -> Study:
-    best = evaluator.best
-    assert best is not None
-    others = [
-        Alternative(explain.described(evaluator.plan(each), each), forecast)
-        for each, forecast in evaluator.forecasts.items()
-        if each != best
-    ]
-    found = evaluator.studies[best]
-    return dataclasses.replace(
-        found,
-        reasons=explain.reasons(evaluator),
-        assumptions=(*found.assumptions, *told),
-        alternatives=others,
-    )
+            return _study_of_best(evaluator, [*remarks, *evaluator.workers.result(checking)])
 
 
 @contextlib.contextmanager
@@ -115,31 +91,121 @@ def objects_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _search(evaluator: Evaluator, offload: Offload, until: float) -> None:
-    groupings = [
-        (Setting(replicate, size, times, offload), split)
-        for replicate in evaluator.replicas
-        for size, times in batches(evaluator.space)
-        for split in evaluator.bases(replicate)
+def _search(evaluator: Evaluator, until: float) -> list[str]:
+    """Search until there is a best candidate; return remarks on how it was found."""
+    explain.check_largest_unit(evaluator)
+    try:
+        evaluator.start_probes()
+        for offload in evaluator.space.offloads:
+            if evaluator.best is None:
+                _search_with(evaluator, offload, until)
+    except KeyboardInterrupt:
+        if evaluator.best is None:
+            raise
+        return [f"Interrupted: the best of the {len(evaluator.forecasts)} plans that were compared until then."]
+    if evaluator.best is None:
+        raise explain.nothing_fits(evaluator)
+    return []
+
+
+def _study_of_best(evaluator: Evaluator, remarks: list[str]) -> Study:
+    best = evaluator.best
+    assert best is not None
+    alternatives = [
+        Alternative(explain.described(evaluator, candidate), forecast)
+        for candidate, forecast in evaluator.forecasts.items()
+        if candidate != best
     ]
+    study = evaluator.studies[best]
+    reasons = explain.reasons(evaluator, proposals(evaluator, best.setting.offload))
+    assumptions = (*study.assumptions, *remarks)
+    return dataclasses.replace(study, reasons=reasons, assumptions=assumptions, alternatives=alternatives)
+
+
+def _search_with(evaluator: Evaluator, offload: Offload, until: float) -> None:
+    """Study candidates until none is expected to be better, or none to fit."""
     while evaluator.best is None or time.perf_counter() < until:
-        left = until - time.perf_counter()
-        found = [each for grouping in groupings if (each := proposal(evaluator, *grouping, left)) is not None]
-        if found:
-            best = min(found, key=lambda each: _order(evaluator, each))
-            if best in evaluator.forecasts or evaluator.expected(best).cost >= evaluator.best_cost() * (1 - ENOUGH):
+        candidates = proposals(evaluator, offload, until - time.perf_counter())
+        if candidates:
+            candidate = min(candidates, key=lambda each: _order(evaluator, each))
+            worth = evaluator.best_cost() * (1 - ENOUGH)
+            if candidate in evaluator.forecasts or evaluator.expected(candidate).cost >= worth:
                 return
         else:
-            best = explain.frugal(evaluator, offload)
-            if best in evaluator.forecasts:
-                small = [each for grouping in groupings if (each := frugal(evaluator, *grouping)) is not None]
-                best = min(small, key=lambda each: evaluator.expected(each).reserved, default=best)
-                expected = evaluator.expected(best)
+            candidate = explain.frugal(evaluator, offload)
+            if candidate in evaluator.forecasts:
+                candidate = _smallest_left(evaluator, offload)
+                expected = evaluator.expected(candidate)
                 if expected.is_exact or expected.excess > MARGIN + expected.reserved * UNCERTAIN:
                     return
-        evaluator.evaluate(best)
+        evaluator.evaluate(candidate)
 
 
 def _order(evaluator: Evaluator, candidate: Candidate) -> tuple[float, float]:
     expected = evaluator.expected(candidate)
     return float(f"{expected.cost:.7g}"), expected.reserved
+
+
+def _groupings(evaluator: Evaluator, offload: Offload) -> Iterator[tuple[Setting, bool]]:
+    """Yield each setting, and whether embeddings are units of their own: what a candidate cannot be a mixture of."""
+    for replicate, batch in itertools.product(evaluator.replicas, evaluator.space.batches()):
+        for split in evaluator.bases(replicate):
+            yield Setting(replicate, *batch, offload), split
+
+
+def proposals(evaluator: Evaluator, offload: Offload, seconds: float = math.inf) -> list[Candidate]:
+    """Return of each setting and grouping of units the candidate that is expected to be the fastest that fits, if any.
+
+    Mixtures are among them where a study of one is expected to take no more than ``seconds``.
+    """
+    found = (_proposal(evaluator, *grouping, seconds) for grouping in _groupings(evaluator, offload))
+    return [candidate for candidate in found if candidate is not None]
+
+
+def _smallest_left(evaluator: Evaluator, offload: Offload) -> Candidate:
+    """Return the candidate that takes the least memory, of those that were not studied if any."""
+    every = [each for grouping in _groupings(evaluator, offload) for each in evaluator.candidates(*grouping)]
+    left = [candidate for candidate in every if candidate not in evaluator.forecasts]
+    return min(left or every, key=lambda each: evaluator.expected(each).reserved)
+
+
+def _proposal(evaluator: Evaluator, setting: Setting, split: bool, seconds: float) -> Candidate | None:
+    """See [Note: mixtures of two]."""
+
+    def may_fit(candidate: Candidate) -> bool:
+        return evaluator.expected(candidate).may_fit
+
+    candidates = evaluator.candidates(setting, split)
+    faster: Candidate | None = None
+    for candidate in _hull(evaluator, candidates):
+        if not may_fit(candidate):
+            faster = candidate
+            continue
+        if faster is None:
+            return candidate
+        total, base = len(faster.differing(candidate)), faster
+        count = 1 + bisect_left(range(1, total), True, key=lambda count: may_fit(base.followed_by(candidate, count)))
+        mixture = faster.followed_by(candidate, count)
+        gain = evaluator.expected(candidate).cost / evaluator.expected(mixture).cost - 1
+        is_quick = mixture in evaluator.forecasts or evaluator.effort(mixture) <= seconds
+        return mixture if gain > ENOUGH and is_quick else candidate
+    # Of small models predictions are so near to each other that a study may have turned their order.
+    return min(filter(may_fit, candidates), key=lambda each: _order(evaluator, each), default=None)
+
+
+def _hull(evaluator: Evaluator, candidates: list[Candidate]) -> list[Candidate]:
+    """Return the lower convex hull of time over memory, from the fastest to the one that takes the least memory."""
+    hull: list[Candidate] = []
+
+    def saved(one: Candidate, two: Candidate) -> float:
+        """Return the bytes that a second more saves."""
+        (faster, larger), (slower, smaller) = evaluator.predicted(one), evaluator.predicted(two)
+        return (larger - smaller) / max(1e-12, slower - faster)
+
+    for candidate in sorted(candidates, key=evaluator.predicted):
+        if hull and evaluator.predicted(candidate)[1] >= evaluator.predicted(hull[-1])[1]:
+            continue  # neither faster nor smaller
+        while len(hull) > 1 and saved(hull[-2], hull[-1]) <= saved(hull[-2], candidate):
+            hull.pop()
+        hull.append(candidate)
+    return hull

@@ -1,15 +1,14 @@
-"""The plans to choose from: what is free, what is fixed, and how a candidate reads as a plan."""
+"""The plans to choose from: what is free, what is fixed, and what a candidate of the search consists of."""
 
 from __future__ import annotations
 
-import glob
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from trueshard.axes import OPTIONS, ranks_along, sizes_of
-from trueshard.model import policies
 from trueshard.options import Offload, Options, Recompute
 from trueshard.planner.forecasting import Cluster, study_job
 from trueshard.planner.hardware import Hardware
@@ -59,20 +58,19 @@ class Space:
         word = self.choices.offload
         return ("none", "cpu") if word == "auto" else (cast(Offload, word),)
 
-    def given(self, **instead: Any) -> Options:
-        """Return the choices with ``instead`` in the place of every ``"auto"``, without offload."""
-        settled = {key: _without_auto(getattr(self.choices, key), value) for key, value in instead.items()}
-        return self.choices.replace(offload="none", **settled)
+    def settled(self, **words: Any) -> Options:
+        """Return the options with ``words`` in the place of every ``"auto"``, without offload."""
+        values = {name: _without_auto(getattr(self.choices, name), word) for name, word in words.items()}
+        return self.choices.replace(offload="none", **values)
 
     def study(
         self, plan: Plan | None, setting: Setting, budget: int | None, simulator: Simulator | None = None
     ) -> Study:
-        """Return the study of a plan; None: of the one that the choices mean."""
-        cluster = self.cluster(setting.replicate)
-        return study_job(self.job(plan, setting), cluster, budget, simulator)
+        """Return the study of a plan; None: of the one that the options mean."""
+        return study_job(self.job(plan, setting), self.cluster(setting.replicate), budget, simulator)
 
     def job(self, plan: Plan | None, setting: Setting) -> Job:
-        """Return a plan, or what the choices mean, as a job."""
+        """Return a plan, or what the options mean, as a job."""
         return Job(
             self.workload,
             self.cluster(setting.replicate).mesh,
@@ -83,6 +81,58 @@ class Space:
             choices=self.choices,
             imbalance=self.imbalance,
         )
+
+    def replicas(self) -> list[int]:
+        """Return numbers of replicas, the fewest first: each replica is a whole number of nodes."""
+        if self.replicate is not None:
+            return [self.replicate]
+        nodes = max(1, self.ranks // self.ranks_per_node)
+        divisors = [number for number in range(1, nodes + 1) if nodes % number == 0]
+        middle = min(divisors, key=lambda number: abs(number * number - nodes))
+        return sorted({1, middle, nodes})
+
+    def batches(self) -> list[tuple[int, int]]:
+        """Return (microbatch, accumulation), the largest microbatch first.
+
+        Raises:
+            ValueError: what is given cannot make the global batch.
+        """
+        if self.global_batch is None:
+            return [(self.microbatch or 1, self.accumulation or 1)]
+        readers = self.ranks // math.prod(sizes_of(self.choices).values()) // self.pipe.stages
+        samples, left = divmod(self.global_batch, readers)
+        pairs = [(size, samples // size) for size in range(samples, 0, -1) if samples % size == 0]
+        pairs = [
+            (microbatch, accumulation)
+            for microbatch, accumulation in pairs
+            if self.microbatch in (None, microbatch) and self.accumulation in (None, accumulation)
+        ]
+        if left or not pairs:
+            fixed = {"microbatch": self.microbatch, "accumulation": self.accumulation}
+            words = [f"{name}={value}" for name, value in fixed.items() if value is not None]
+            both = len(words) > 1
+            raise ValueError(
+                f"global_batch={self.global_batch} is not microbatch × accumulation × {readers} ranks"
+                f"{' with ' + ' and '.join(words) if words else ''}; use {'' if both else 'a multiple of '}"
+                f"{readers * (self.microbatch or 1) * (self.accumulation or 1)}"
+                f"{', or leave one of them out' if both else ''}"
+            )
+        return pairs
+
+    def reshard_words(self, replicate: int) -> tuple[str | int, ...]:
+        """Return the words for all blocks together, from the fastest to the one that takes the least memory.
+
+        A node's ranks are one of them where a replica spans several nodes. ``"default"`` keeps one block: a mixture.
+        """
+        cluster = self.cluster(replicate)
+        shard, node = cluster.mesh[-1], max(1, self.ranks_per_node // cluster.along("tensor"))
+        return ("never", *([node] if shard > node > 1 and shard % node == 0 else []), "always")
+
+
+def _without_auto(word: Any, instead: Any) -> Any:
+    if isinstance(word, Mapping):
+        return {glob: _without_auto(value, instead) for glob, value in word.items()}
+    return instead if word == "auto" else word
 
 
 @dataclass(frozen=True, order=True)
@@ -96,7 +146,7 @@ class Setting:
 
 
 Values = tuple[bool | int, Recompute]
-"""Resharding after forward and activation checkpointing of a unit."""
+"""``Unit.reshard_after_forward`` and ``Unit.activation_checkpointing``."""
 
 
 @dataclass(frozen=True)
@@ -105,82 +155,16 @@ class Candidate:
 
     setting: Setting
     split: bool
-    """Whether embeddings are units of their own."""
+    """True if embeddings are units of their own."""
     values: tuple[Values, ...]
-    """Of each unit, in order."""
+    """One for each unit, in order."""
 
+    def followed_by(self, other: Candidate, count: int) -> Candidate:
+        """Return this candidate with the values of another in the first ``count`` units where the two differ."""
+        changed = self.differing(other)[:count]
+        values = [other.values[i] if i in changed else value for i, value in enumerate(self.values)]
+        return dataclasses.replace(self, values=tuple(values))
 
-def _without_auto(word: Any, instead: Any) -> Any:
-    if isinstance(word, Mapping):
-        return {key: _without_auto(value, instead) for key, value in word.items()}
-    return instead if word == "auto" else word
-
-
-def reshard_word(plan: Plan, values: list[bool | int]) -> Any:
-    """Return the shortest word that means these values of the units."""
-    ranks = plan.ranks[-1]
-    numbers = [value for value in values if not isinstance(value, bool)]
-    for word in (*policies.RESHARD_WORDS, *numbers[:1]):
-        meant = policies.reshard_values(plan, word, ranks)
-        if meant == values and list(map(type, meant)) == list(map(type, values)):  # True is not 1 rank
-            return word
-    words = ["always" if value is True else "never" if value is False else value for value in values]
-    most = max(words, key=words.count)
-    exceptions = {glob.escape(unit.name): word for unit, word in zip(plan.units, words, strict=True) if word != most}
-    return {"*": most, **exceptions}
-
-
-def recompute_word(plan: Plan, values: list[Recompute]) -> Any:
-    """Return the shortest word that means these values of the units."""
-    for word in RECOMPUTE:
-        if policies.recompute_values(plan.units, word) == values:
-            return word
-    return {glob.escape(unit.name): word for unit, word in zip(plan.units, values, strict=True) if word != "none"}
-
-
-# What there is to choose from
-
-
-def meshes(space: Space) -> list[int]:
-    """Return numbers of replicas, the fewest first: each replica is a whole number of nodes."""
-    if space.replicate is not None:
-        return [space.replicate]
-    nodes = max(1, space.ranks // space.ranks_per_node)
-    divisors = [each for each in range(1, nodes + 1) if nodes % each == 0]
-    middle = min(divisors, key=lambda each: abs(each * each - nodes))
-    return sorted({1, middle, nodes})
-
-
-def batches(space: Space) -> list[tuple[int, int]]:
-    """Return (microbatch, accumulation), the largest microbatch first.
-
-    Raises:
-        ValueError: what is given cannot make the global batch.
-    """
-    if space.global_batch is None:
-        return [(space.microbatch or 1, space.accumulation or 1)]
-    readers = space.ranks // math.prod(sizes_of(space.choices).values()) // space.pipe.stages
-    each, rest = divmod(space.global_batch, readers)
-    sizes = range(each, 0, -1) if space.microbatch is None else [space.microbatch]
-    found = [(size, each // size) for size in sizes if each % size == 0 and space.accumulation in (None, each // size)]
-    if rest or not found:
-        said = [
-            f"{key}={value}" for key in ("microbatch", "accumulation") if (value := getattr(space, key)) is not None
-        ]
-        raise ValueError(
-            f"global_batch={space.global_batch} is not microbatch × accumulation × {readers} ranks"
-            f"{' with ' + ' and '.join(said) if said else ''}; use {'' if len(said) > 1 else 'a multiple of '}"
-            f"{readers * (space.microbatch or 1) * (space.accumulation or 1)}"
-            f"{', or leave one of them out' if len(said) > 1 else ''}"
-        )
-    return found
-
-
-def reshard_words(space: Space, replicate: int) -> tuple[str | int, ...]:
-    """Return the words for all units together, from the fastest to the one that takes the least memory.
-
-    A node's ranks are one of them where a replica spans several nodes.
-    """
-    cluster = space.cluster(replicate)
-    shard, node = cluster.mesh[-1], max(1, space.ranks_per_node // cluster.along("tensor"))
-    return ("never", "default", *([node] if shard > node > 1 and shard % node == 0 else []), "always")
+    def differing(self, other: Candidate) -> list[int]:
+        """Return the positions of units whose values differ in another candidate of the same units."""
+        return [i for i, (mine, theirs) in enumerate(zip(self.values, other.values, strict=True)) if mine != theirs]
