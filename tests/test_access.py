@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import trueshard
+from cases import as_on_one_device, on_ranks
 from messages import naming
 from models.handmade import Scalar
 from parity import Ranks
@@ -118,7 +119,8 @@ def test_ranks_that_read_different_numbers_are_told(ranks2: Ranks) -> None:
     assert one == two
 
 
-def lonely(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_a_number_that_one_rank_reads_is_an_error_within_the_time_limit(rank: int, world_size: int) -> Any:
     norm = build(world_size).blocks[0].up.weight.norm()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_torch, "timeout_of", lambda _: datetime.timedelta(seconds=1))
@@ -127,11 +129,8 @@ def lonely(rank: int, world_size: int) -> Any:
                 norm.item()
 
 
-def test_a_number_that_one_rank_reads_is_an_error_within_the_time_limit(ranks2: Ranks) -> None:
-    ranks2.run(lonely)
-
-
-def assigned(rank: int, world_size: int) -> Any:
+@as_on_one_device()
+def test_data_that_is_assigned_is_taken_or_refused(rank: int, world_size: int) -> Any:
     model, optimizer = build(world_size), None
     weight: Any = model.blocks[0].up.weight
     rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).chunk(world_size)[rank]
@@ -155,11 +154,8 @@ def assigned(rank: int, world_size: int) -> Any:
     return dict(model.named_parameters())
 
 
-def test_data_that_is_assigned_is_taken_or_refused(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(assigned, alone, sizes)
-
-
-def differentiated(rank: int, world_size: int) -> Any:
+@as_on_one_device()
+def test_gradients_that_are_asked_for_are_those_of_the_whole(rank: int, world_size: int) -> Any:
     model = build(world_size)
     rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).chunk(world_size)[rank]
     some = [model.blocks[0].up.weight, model.scale, model.last.bias]
@@ -183,11 +179,8 @@ def differentiated(rank: int, world_size: int) -> Any:
     return found
 
 
-def test_gradients_that_are_asked_for_are_those_of_the_whole(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(differentiated, alone, sizes)
-
-
-def derived_forward(rank: int, world_size: int) -> Any:
+@as_on_one_device()
+def test_derivatives_in_forward_mode_are_those_of_the_whole(rank: int, world_size: int) -> Any:
     """Gradients of a loss that holds a value and its derivative, in forward mode, by the input."""
     model = build(world_size)
     rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).chunk(world_size)[rank]
@@ -198,10 +191,6 @@ def derived_forward(rank: int, world_size: int) -> Any:
         with torch.no_grad():
             assert torch.equal(forward_ad.unpack_dual(model(dual))[1], derivative)
     return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def test_derivatives_in_forward_mode_are_those_of_the_whole(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(derived_forward, alone, sizes)
 
 
 def transformed(rank: int, world_size: int) -> Any:
@@ -217,7 +206,8 @@ def test_a_transform_of_torch_func(alone: Ranks, ranks2: Ranks, differs: Callabl
         ranks2.raises(transformed, match=naming("torch.func", "forward_ad", "2.13"))
 
 
-def not_differentiated(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_gradients_that_cannot_be_had_are_refused(rank: int, world_size: int) -> Any:
     model = build(world_size)
     weight: Any = model.last.weight
     rows = torch.ones(2, 8)
@@ -235,11 +225,8 @@ def not_differentiated(rank: int, world_size: int) -> Any:
         assert torch.autograd.grad(other(rows).sum(), other.last.weight)[0].shape == weight.shape
 
 
-def test_gradients_that_cannot_be_had_are_refused(ranks2: Ranks) -> None:
-    ranks2.run(not_differentiated)
-
-
-def penalised(rank: int, world_size: int) -> Any:
+@as_on_one_device()
+def test_plain_tensors_compute_with_sharded_ones(rank: int, world_size: int) -> Any:
     torch.manual_seed(0)
     model = Scalar()
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -271,10 +258,6 @@ def penalised(rank: int, world_size: int) -> Any:
         own[6][1:9, 2] = own[6][0, :].sum()
     arrays = [own[6].detach().numpy(), own[0].detach().numpy()]
     return average, [torch.from_numpy(each.copy()) for each in arrays], dict(model.named_parameters())
-
-
-def test_plain_tensors_compute_with_sharded_ones(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(penalised, alone, sizes)
 
 
 def refused(rank: int, world_size: int) -> Any:

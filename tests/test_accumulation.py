@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import trueshard
+from cases import as_on_one_device
 from gathering import whole
 from messages import naming
 from models.handmade import Scalar
 from parity import Ranks
-from stepping import same
 
 
 class Planted(Exception):
@@ -44,7 +44,11 @@ def backward(model: nn.Module, seed: int, rank: int, world_size: int) -> None:
     model(rows).pow(2).mean().backward()
 
 
-def given_up(rank: int, world_size: int, how: str) -> Any:
+@pytest.mark.parametrize(
+    "how", ["the optimizer", "the model", "part by part", "after an exception", "an optimizer made later"]
+)
+@as_on_one_device()
+def test_what_was_given_up_is_in_no_later_step(rank: int, world_size: int, how: str) -> Any:
     """Two microbatches, given up; then a whole step, and another."""
     model, optimizer = build(world_size, given=how != "an optimizer made later")
     for number in range(3):
@@ -71,14 +75,8 @@ def given_up(rank: int, world_size: int, how: str) -> Any:
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize(
-    "how", ["the optimizer", "the model", "part by part", "after an exception", "an optimizer made later"]
-)
-def test_what_was_given_up_is_in_no_later_step(how: str, alone: Ranks, sizes: list[Ranks]) -> None:
-    same(given_up, alone, sizes, how)
-
-
-def unfinished(rank: int, world_size: int) -> Any:
+@as_on_one_device()
+def test_a_step_without_a_last_microbatch_is_an_error_and_can_go_on(rank: int, world_size: int) -> Any:
     model, optimizer = build(world_size)
     for _ in range(2):
         with accumulate(model, world_size, last=False):
@@ -91,10 +89,6 @@ def unfinished(rank: int, world_size: int) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     return dict(model.named_parameters())
-
-
-def test_a_step_without_a_last_microbatch_is_an_error_and_can_go_on(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(unfinished, alone, sizes)
 
 
 class Phases(nn.Module):
@@ -110,7 +104,8 @@ class Phases(nn.Module):
         return (self.layer(x) * self.scale * self.phase - 0.1j).abs()
 
 
-def complex_gradients(rank: int, world_size: int) -> Any:
+@as_on_one_device()
+def test_complex_gradients_beside_real_ones_keep_both_parts(rank: int, world_size: int) -> Any:
     torch.manual_seed(0)
     model = Phases()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -121,10 +116,6 @@ def complex_gradients(rank: int, world_size: int) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     return dict(model.named_parameters())
-
-
-def test_complex_gradients_beside_real_ones_keep_both_parts(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(complex_gradients, alone, sizes)
 
 
 def microbatches_in_bfloat16(rank: int, world_size: int, together: bool) -> Any:

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 import trueshard
+from cases import as_on_one_device, on_ranks
 from messages import naming
 from models.handmade import Scalar
 from parity import Ranks
-from stepping import same
 from trueshard.sharding.engine import sharded
 
 
@@ -71,7 +71,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, rank: in
     optimizer.zero_grad()
 
 
-def changed(rank: int, world_size: int, change: int, gathered: bool) -> Any:
+@pytest.mark.parametrize("gathered", [False, True], ids=["freed", "gathered"])
+@pytest.mark.parametrize("change", range(len(CHANGES)), ids=[each.__name__ for each in CHANGES])
+@as_on_one_device()
+def test_what_is_added_trains_as_on_one_device(rank: int, world_size: int, change: int, gathered: bool) -> Any:
     torch.manual_seed(0)
     model = Scalar()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -90,12 +93,6 @@ def changed(rank: int, world_size: int, change: int, gathered: bool) -> Any:
     made = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, made, 4, rank, world_size)
     return dict(model.named_parameters()), list(model.state_dict())
-
-
-@pytest.mark.parametrize("gathered", [False, True], ids=["freed", "gathered"])
-@pytest.mark.parametrize("change", range(len(CHANGES)), ids=[each.__name__ for each in CHANGES])
-def test_what_is_added_trains_as_on_one_device(change: int, gathered: bool, alone: Ranks, sizes: list[Ranks]) -> None:
-    same(changed, alone, sizes, change, gathered)
 
 
 def seeded_apart(rank: int, world_size: int) -> Any:
@@ -162,7 +159,8 @@ def test_what_fsdp2_would_not_follow_is_refused_where_it_is_assigned(ranks2: Ran
     ranks2.run(refused)
 
 
-def stale(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_an_optimizer_of_parameters_that_were_replaced_is_an_error(rank: int, world_size: int) -> Any:
     model = Scalar()
     trueshard.shard(model)
     new = nn.Linear(8, 3)
@@ -171,7 +169,3 @@ def stale(rank: int, world_size: int) -> Any:
     model(torch.ones(1, 8)).sum().backward()
     with pytest.raises(RuntimeError, match=naming("weight", "after shard()")):
         optimizer.step()
-
-
-def test_an_optimizer_of_parameters_that_were_replaced_is_an_error(ranks2: Ranks) -> None:
-    ranks2.run(stale)

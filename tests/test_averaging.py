@@ -19,9 +19,11 @@ from torch.optim.swa_utils import (
 )
 
 import trueshard
+from cases import as_on_one_device
 from gathering import whole
 from models.handmade import WIDTH, Block, Scalar
 from parity import Pool, Ranks, assert_same
+from stepping import same
 
 Report = dict[str, Any]
 
@@ -159,7 +161,8 @@ def test_a_copy_costs_a_shard_a_rank(sizes: list[Ranks]) -> None:
         assert max(here for here, _, _ in found) < 1.25 * every / ranks.count
 
 
-def swapped(rank: int, world_size: int) -> Report:
+@as_on_one_device(atol=1e-05)
+def test_averaged_values_are_swapped_in_and_out(rank: int, world_size: int) -> Report:
     """Evaluation with the averaged values in the model itself, and back again before training goes on."""
     torch.manual_seed(0)
     model = Everything()
@@ -188,13 +191,6 @@ def swapped(rank: int, world_size: int) -> Report:
     model.load_state_dict(copy.module.state_dict())
     report["loaded"] = whole(dict(model.named_parameters()))
     return report
-
-
-def test_averaged_values_are_swapped_in_and_out(alone: Ranks, sizes: list[Ranks]) -> None:
-    (expected,) = alone.run(swapped)
-    for ranks in sizes:
-        for found in ranks.run(swapped):
-            assert_same(found, expected, rtol=1e-4, atol=1e-5)
 
 
 class Normalised(nn.Module):
@@ -241,7 +237,4 @@ def schedule(rank: int, world_size: int) -> Report:
 
 
 def test_torchs_recipe_for_swa_works(alone: Ranks, sizes: list[Ranks]) -> None:
-    (expected,) = alone.run(schedule)
-    for ranks in sizes:
-        for found in ranks.run(schedule):
-            assert_same(found, expected, rtol=1e-4, atol=1e-5)
+    same(schedule, alone, sizes, atol=1e-5)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import trueshard
+from cases import on_ranks
 from messages import naming
 from parity import Ranks, assert_same
 from resting import all_but
@@ -323,7 +324,7 @@ def test_a_model_that_the_optimizer_holds(alone: Ranks) -> None:
 def test_state_by_rows_is_told_from_state_that_is_alike() -> None:
     (verdict,) = classify(Made(build().parameters(), rows))
     assert verdict.rows == {("row",)}
-    assert verdict.alike == {("count",)}
+    assert verdict.replicated == {("count",)}
 
 
 def exact(rank: int, world_size: int, name: str) -> dict[str, Any]:
@@ -406,7 +407,9 @@ def pictured(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     }
 
 
-def refused(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["LBFGS", "global norm", "random"])
+@on_ranks(2)
+def test_a_refusal_changes_nothing(rank: int, world_size: int, name: str) -> None:
     """All or nothing: model and optimizers are as they were, and train on."""
     reason, make = REFUSED[name]
     model = build()
@@ -424,11 +427,6 @@ def refused(rank: int, world_size: int, name: str) -> None:
     assert_same(held, parameters(again))
     trueshard.shard(model, first)
     train(model, first, rank, world_size)
-
-
-@pytest.mark.parametrize("name", ["LBFGS", "global norm", "random"])
-def test_a_refusal_changes_nothing(name: str, ranks2: Ranks) -> None:
-    ranks2.run(refused, name)
 
 
 class Rarely(Made):

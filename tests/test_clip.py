@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import trueshard
+from cases import as_on_one_device
 from gathering import whole
 from messages import naming
 from models.handmade import Scalar, Stack, TiedBlocks, Tiny
@@ -110,7 +111,9 @@ def test_clipping_in_low_precision_is_torchs_up_to_its_rounding(
         assert_same({k: found[k] for k in orders}, {k: expected[k] for k in orders}, rtol=5e-2, atol=2e-3)
 
 
-def several_meshes(rank: int, world_size: int, reverse: bool) -> Report:
+@pytest.mark.parametrize("reverse", [False, True])
+@as_on_one_device(4, rtol=0.001, atol=1e-07)
+def test_a_list_over_several_meshes_has_one_norm(rank: int, world_size: int, reverse: bool) -> Report:
     """One list: a model over all ranks, one over two replicas, and plain parameters, in turn."""
     torch.manual_seed(0)
     models = {"flat": Scalar(), "pairs": Stack()}
@@ -134,13 +137,6 @@ def several_meshes(rank: int, world_size: int, reverse: bool) -> Report:
     with pytest.raises(RuntimeError, match="number 2"):
         trueshard.clip_grad_norm_(every, 0.5, error_if_nonfinite=True)
     return report
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_a_list_over_several_meshes_has_one_norm(reverse: bool, alone: Ranks, ranks4: Ranks) -> None:
-    (expected,) = alone.run(several_meshes, reverse)
-    for found in ranks4.run(several_meshes, reverse):
-        assert_same(found, expected, rtol=1e-3, atol=1e-7)
 
 
 def not_finite(rank: int, world_size: int) -> list[Any]:
@@ -176,7 +172,8 @@ def test_what_is_not_finite_on_one_rank_is_an_error_on_every_rank(alone: Ranks, 
             assert_same(found, expected)
 
 
-def ways_to_give(rank: int, world_size: int) -> Report:
+@as_on_one_device(2, atol=1e-07)
+def test_parameters_come_as_a_list_a_generator_or_one_tensor(rank: int, world_size: int) -> Report:
     torch.manual_seed(0)
     model = Stack()
     if world_size > 1:
@@ -197,12 +194,6 @@ def ways_to_give(rank: int, world_size: int) -> Report:
     return report | {n: p.grad for n, p in model.named_parameters()}
 
 
-def test_parameters_come_as_a_list_a_generator_or_one_tensor(alone: Ranks, ranks2: Ranks) -> None:
-    (expected,) = alone.run(ways_to_give)
-    for found in ranks2.run(ways_to_give):
-        assert_same(found, expected, rtol=1e-4, atol=1e-7)
-
-
 class ScalarFirst(Scalar):
     """The first parameter is one that every rank holds whole, so that a list of all starts with it."""
 
@@ -211,7 +202,9 @@ class ScalarFirst(Scalar):
         self._parameters = {"scale": self._parameters["scale"], **self._parameters}
 
 
-def torchs_own(rank: int, world_size: int, foreach: bool | None) -> Report:
+@pytest.mark.parametrize("foreach", FOREACH)
+@as_on_one_device()
+def test_torchs_own_functions_take_every_parameter(rank: int, world_size: int, foreach: bool | None) -> Report:
     torch.manual_seed(0)
     model = ScalarFirst()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, foreach=foreach)
@@ -232,14 +225,6 @@ def torchs_own(rank: int, world_size: int, foreach: bool | None) -> Report:
         optimizer.zero_grad(set_to_none=seed == 0)
     state = {n: dict(optimizer.state[p]) for n, p in model.named_parameters()}
     return {"norm": norms, "state": state} | dict(model.named_parameters())
-
-
-@pytest.mark.parametrize("foreach", FOREACH)
-def test_torchs_own_functions_take_every_parameter(foreach: bool | None, alone: Ranks, sizes: list[Ranks]) -> None:
-    (expected,) = alone.run(torchs_own, foreach)
-    for ranks in sizes:
-        for found in ranks.run(torchs_own, foreach):
-            assert_same(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def slices(memory: torch.Tensor) -> list[tuple[list[torch.Tensor], int]]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import stepping
 import trueshard
+from cases import as_on_one_device, on_ranks, raises_on_ranks
 from gathering import whole
 from handmade_training import Case, Report, batch, ids, parameters, same
 from messages import naming
@@ -30,7 +31,8 @@ from resting import all_but
 # 3. Trainability
 
 
-def freeze_and_thaw(rank: int, world_size: int) -> Report:
+@as_on_one_device(atol=1e-5)
+def test_what_is_frozen_never_moves_and_thaws(rank: int, world_size: int) -> Report:
     torch.manual_seed(0)
     model = Stack()
     model.blocks[0].requires_grad_(False)
@@ -52,10 +54,6 @@ def freeze_and_thaw(rank: int, world_size: int) -> Report:
         report[f"parameters {seed}"] = parameters(model)
     report["state"] = sorted(n for n, p in model.named_parameters() if optimizer.state.get(p))
     return report
-
-
-def test_what_is_frozen_never_moves_and_thaws(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(freeze_and_thaw, alone, *sizes)
 
 
 # 4. Ties
@@ -97,7 +95,8 @@ class Ordered(TiedBlocks):
 ORDERS = [(0, 1, 2, 0), (2, 0, 1), (2, 1, 2, 2, 0, 0), (0, 1), (1, 2), (2, 1, 0, 2, 0)]
 
 
-def in_any_order(rank: int, world_size: int) -> Report:
+@as_on_one_device(atol=1e-5)
+def test_modules_of_one_unit_are_called_in_any_order_and_again(rank: int, world_size: int) -> Report:
     report: Report = {}
     for policy in ("always", "default", "never"):
         torch.manual_seed(0)
@@ -113,10 +112,6 @@ def in_any_order(rank: int, world_size: int) -> Report:
             optimizer.zero_grad()
             report[f"{policy} {seed}"] = {"parameters": parameters(model), "without gradient": missing}
     return report
-
-
-def test_modules_of_one_unit_are_called_in_any_order_and_again(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(in_any_order, alone, *sizes)
 
 
 class Distilled(nn.Module):
@@ -268,7 +263,8 @@ class Rotating(nn.Module):
         return x
 
 
-def rotated(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_buffers_and_what_is_no_float_are_never_cast_and_inputs_as_the_policy_says(rank: int, world_size: int) -> None:
     half, full, double = torch.bfloat16, torch.float32, torch.float64
     as_written = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full, cast_forward_inputs=False)
     for word, angles in (("bf16", half), (as_written, full)):
@@ -280,10 +276,6 @@ def rotated(rank: int, world_size: int) -> None:
         assert first == [angles, angles, torch.complex64, torch.long, full, double, half]
         assert second == [half, angles, *first[2:]]
         assert_same(whole(dict(model.named_buffers())), buffers)
-
-
-def test_buffers_and_what_is_no_float_are_never_cast_and_inputs_as_the_policy_says(ranks2: Ranks) -> None:
-    ranks2.run(rotated)
 
 
 def mixed_units(rank: int, world_size: int) -> list[str]:
@@ -349,7 +341,8 @@ class TwoDtypes(nn.Module):
         return x @ self.weight + self.bias.float()
 
 
-def two_dtypes(rank: int, world_size: int) -> Report:
+@as_on_one_device(atol=1e-5)
+def test_two_trainable_dtypes_in_one_module_work(rank: int, world_size: int) -> Report:
     torch.manual_seed(0)
     model = nn.Sequential(Stack(), TwoDtypes(), TwoDtypes())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -361,10 +354,6 @@ def two_dtypes(rank: int, world_size: int) -> Report:
         optimizer.step()
         optimizer.zero_grad()
     return parameters(model)
-
-
-def test_two_trainable_dtypes_in_one_module_work(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(two_dtypes, alone, *sizes)
 
 
 # 6. Attachments
@@ -433,7 +422,8 @@ class Untied(WithMethods):
         self.head = nn.Linear(8, 64, bias=False)
 
 
-def methods(rank: int, world_size: int) -> Report:
+@as_on_one_device(atol=1e-5)
+def test_methods_and_submodules_work_beside_forward(rank: int, world_size: int) -> Report:
     report: Report = {}
     for build in (WithMethods, Untied):
         for policy in ("always", "default", "never"):
@@ -458,14 +448,11 @@ def methods(rank: int, world_size: int) -> Report:
     return report
 
 
-def test_methods_and_submodules_work_beside_forward(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(methods, alone, *sizes)
-
-
 # 7. What FSDP2 refuses
 
 
-def average(rank: int, world_size: int) -> Report:
+@as_on_one_device(atol=1e-5)
+def test_averaged_models_are_sharded_copies(rank: int, world_size: int) -> Report:
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     report: Report = {}
@@ -490,11 +477,8 @@ def average(rank: int, world_size: int) -> Report:
     return report
 
 
-def test_averaged_models_are_sharded_copies(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(average, alone, *sizes)
-
-
-def train_the_copy(rank: int, world_size: int) -> Report:
+@as_on_one_device(atol=1e-5)
+def test_a_deep_copy_trains_by_itself(rank: int, world_size: int) -> Report:
     torch.manual_seed(0)
     model = TiedBlocks()
     if world_size > 1:
@@ -512,11 +496,8 @@ def train_the_copy(rank: int, world_size: int) -> Report:
     return parameters(twin)
 
 
-def test_a_deep_copy_trains_by_itself(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(train_the_copy, alone, *sizes)
-
-
-def gradient_penalty(rank: int, world_size: int) -> Report:
+@as_on_one_device(atol=1e-5)
+def test_double_backward_works(rank: int, world_size: int) -> Report:
     """A penalty on the input's gradient, with and without the loss beside it, under every policy."""
     report: Report = {}
     for policy in ("never", "default", "always"):
@@ -554,7 +535,15 @@ class Potential(Stack):
         return energy, force
 
 
-def interrupted_penalty(rank: int, world_size: int, between: str) -> Report:
+@pytest.mark.parametrize(
+    "between",
+    all_but(
+        ["a forward", "in the forward"],
+        ["a forward", "no_grad", "a backward", "a second penalty", "in the forward"],
+    ),
+)
+@as_on_one_device()
+def test_double_backward_works_with_other_passes_in_between(rank: int, world_size: int, between: str) -> Report:
     """Other passes between the two backwards of a gradient penalty."""
     report: Report = {}
     for policy in ("never", "default", "always"):
@@ -587,21 +576,6 @@ def interrupted_penalty(rank: int, world_size: int, between: str) -> Report:
             optimizer.zero_grad()
         report[policy] = parameters(model)
     return report
-
-
-@pytest.mark.parametrize(
-    "between",
-    all_but(
-        ["a forward", "in the forward"],
-        ["a forward", "no_grad", "a backward", "a second penalty", "in the forward"],
-    ),
-)
-def test_double_backward_works_with_other_passes_in_between(between: str, alone: Ranks, sizes: list[Ranks]) -> None:
-    stepping.same(interrupted_penalty, alone, sizes, between)
-
-
-def test_double_backward_works(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(gradient_penalty, alone, *sizes)
 
 
 def lazy(rank: int, world_size: int) -> None:
@@ -683,7 +657,8 @@ def test_what_cannot_be_kept_is_refused_by_name(case: Case, message: str, ranks2
 # 8. Ranks agree
 
 
-def different_ranks(rank: int, world_size: int) -> Report:
+@as_on_one_device(atol=1e-5)
+def test_training_goes_on_from_rank_0_and_says_so(rank: int, world_size: int) -> Report:
     torch.manual_seed(0)
     first = Buffers()
     torch.manual_seed(0 if world_size == 1 else rank)
@@ -709,10 +684,6 @@ def different_ranks(rank: int, world_size: int) -> Report:
         optimizer.step()
         optimizer.zero_grad()
     return parameters(model) | whole(dict(model.named_buffers()))
-
-
-def test_training_goes_on_from_rank_0_and_says_so(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(different_ranks, alone, *sizes)
 
 
 def different_shapes(rank: int, world_size: int) -> None:
@@ -802,15 +773,12 @@ class Split(nn.Module):
         return self.one(x) if self.rank % 2 else self.two(x)
 
 
-def mixed_up(rank: int, world_size: int) -> None:
+@raises_on_ranks(2, naming("'1.one.bias'", "gradient", "[0]"))
+def test_gradients_that_would_be_mixed_up_are_an_error(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Split(rank), Block())
     trueshard.shard(model, units=["Block", "Split"])
     model(batch(0, rank, world_size)).pow(2).mean().backward()
-
-
-def test_gradients_that_would_be_mixed_up_are_an_error(ranks2: Ranks) -> None:
-    ranks2.raises(mixed_up, match=naming("'1.one.bias'", "gradient", "[0]"))
 
 
 def durations(rank: int, world_size: int, folder: str) -> list[str]:

@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 
 import stepping
 import trueshard
+from cases import as_on_one_device, on_ranks
 from gathering import whole
 from models.handmade import Scalar
 from parity import Ranks
-from stepping import EPS, same
+from stepping import EPS
 
 WIDTH = 8
 
@@ -47,7 +48,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range, rank
         optimizer.zero_grad()
 
 
-def look_for_a_learning_rate(rank: int, world_size: int) -> dict[str, Any]:
+@as_on_one_device()
+def test_copied_state_dicts_go_back_to_what_was(rank: int, world_size: int) -> dict[str, Any]:
     """As the finders of learning rates do: copy, try, go back, train."""
     model, optimizer = build(world_size)
     train(model, optimizer, range(2), rank, world_size)
@@ -57,10 +59,6 @@ def look_for_a_learning_rate(rank: int, world_size: int) -> dict[str, Any]:
     optimizer.load_state_dict(before[1])
     train(model, optimizer, range(5, 7), rank, world_size)
     return {"parameters": dict(model.named_parameters()), "before": dict(before[0])}
-
-
-def test_copied_state_dicts_go_back_to_what_was(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(look_for_a_learning_rate, alone, sizes)
 
 
 def pickled(rank: int, world_size: int) -> None:
@@ -84,7 +82,8 @@ def test_state_dicts_gradients_and_single_parameters_are_pickled(ranks3: Ranks) 
     ranks3.run(pickled)
 
 
-def saved_in_the_background(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_torchs_background_save_takes_the_state_dict(rank: int, world_size: int) -> None:
     model, optimizer = build(world_size)
     train(model, optimizer, range(2), rank, world_size)
     folder = [tempfile.mkdtemp() if rank == 0 else None]
@@ -98,11 +97,9 @@ def saved_in_the_background(rank: int, world_size: int) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_torchs_background_save_takes_the_state_dict(ranks2: Ranks) -> None:
-    ranks2.run(saved_in_the_background)
-
-
-def by_torchs_functions(rank: int, world_size: int, flatten: bool) -> Any:
+@pytest.mark.parametrize("flatten", [True, False], ids=["flat", "nested"])
+@as_on_one_device(2)
+def test_torchs_own_functions_take_state_out_and_put_it_back(rank: int, world_size: int, flatten: bool) -> Any:
     """Groups of different settings, and amsgrad's third tensor, through torch's own functions and its checkpoints."""
     model = stepping.build()
     optimizer = stepping.adamw(model, amsgrad=True)
@@ -126,12 +123,9 @@ def by_torchs_functions(rank: int, world_size: int, flatten: bool) -> Any:
     return sorted(map(str, state[1])) if flatten else None, loaded, stepping.told(other, second)
 
 
-@pytest.mark.parametrize("flatten", [True, False], ids=["flat", "nested"])
-def test_torchs_own_functions_take_state_out_and_put_it_back(flatten: bool, alone: Ranks, ranks2: Ranks) -> None:
-    same(by_torchs_functions, alone, [ranks2], flatten)
-
-
-def compiled_step(rank: int, world_size: int) -> Any:
+@pytest.mark.rest
+@as_on_one_device(2, rtol=0.001, atol=1e-05)
+def test_a_function_of_a_whole_step_is_compiled(rank: int, world_size: int) -> Any:
     model, optimizer = build(world_size)
 
     def step(seed: int) -> None:
@@ -146,12 +140,8 @@ def compiled_step(rank: int, world_size: int) -> Any:
     return dict(model.named_parameters())
 
 
-@pytest.mark.rest
-def test_a_function_of_a_whole_step_is_compiled(alone: Ranks, ranks2: Ranks) -> None:
-    same(compiled_step, alone, [ranks2], rtol=1e-3, atol=1e-5)
-
-
-def joined(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_shards_have_storages_of_their_own_in_one_piece_of_memory(rank: int, world_size: int) -> None:
     """Neighbours in memory are stepped as one flat tensor, though each has a storage of its own."""
     from trueshard import _torch
 
@@ -159,7 +149,3 @@ def joined(rank: int, world_size: int) -> None:
     shards = [p.to_local() for p in model.parameters() if isinstance(p, DTensor) and p.to_local().numel() and p.ndim]
     assert len({_torch.storage_identity(each) for each in shards}) == len(shards)
     assert len({_torch.memory_identity(each) for each in shards}) == 1
-
-
-def test_shards_have_storages_of_their_own_in_one_piece_of_memory(ranks2: Ranks) -> None:
-    ranks2.run(joined)

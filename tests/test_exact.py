@@ -11,6 +11,7 @@ from torch import nn
 
 import exactness
 import trueshard
+from cases import raises_on_ranks
 from exactness import MODELS, summed_loss
 from messages import lacking, naming
 from models.handmade import Scalar, Stack
@@ -306,16 +307,13 @@ def test_what_is_changed_after_sharding_adds_up_exactly(alone: Ranks, ranks3: Ra
         assert_same(found, expected)
 
 
-def other_threads(rank: int, world_size: int) -> None:
+@raises_on_ranks(2, "threads")
+def test_ranks_with_different_numbers_of_threads_are_refused(rank: int, world_size: int) -> None:
     torch.set_num_threads(1 + rank)
     try:
         trueshard.shard(Stack(), exact=True)
     finally:
         torch.set_num_threads(1)
-
-
-def test_ranks_with_different_numbers_of_threads_are_refused(ranks2: Ranks) -> None:
-    ranks2.raises(other_threads, match="threads")
 
 
 def interrupted(rank: int, world_size: int) -> list[dict[str, str]]:

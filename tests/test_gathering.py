@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import trueshard
+from cases import on_ranks
 from messages import naming
 from models import CASES, Batch, rows
 from models.handmade import Stack
@@ -159,7 +160,8 @@ def test_every_way_to_shard_is_undone_in_the_copy(words: dict[str, Any], ranks2:
     ranks.run(compare_all, [(name, words | dtypes[number % 2]) for number, name in enumerate(names)], timeout=250)
 
 
-def followed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_copy_follows_the_model_in_the_same_memory(rank: int, world_size: int) -> None:
     """A copy follows loads and adapters, at one collective a unit; also between forward and backward."""
     model, _ = sharded("lora", {"reshard_after_forward": "never"})
     batch = CASES["lora"].batch(4, 7)
@@ -202,17 +204,14 @@ def followed(rank: int, world_size: int) -> None:
         held.update()
 
 
-def test_a_copy_follows_the_model_in_the_same_memory(ranks2: Ranks) -> None:
-    ranks2.run(followed)
-
-
 class Odd(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[1].lock = threading.Lock()
 
 
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_copied_is_named(rank: int, world_size: int) -> None:
     model = Stack()
     with pytest.raises(ValueError, match=naming("Stack", "shard(")), trueshard.gathered(model):
         pass
@@ -236,7 +235,3 @@ def refused(rank: int, world_size: int) -> None:
         assert torch.equal(copied.extra.weight, model.extra.weight.full_tensor())
         assert type(copied) is Stack
         assert isinstance(pickle.loads(pickle.dumps(copied)), Stack)
-
-
-def test_what_cannot_be_copied_is_named(ranks2: Ranks) -> None:
-    ranks2.run(refused)

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import trueshard
+from cases import as_on_one_device
 from gathering import whole
 from messages import lacking
 from models.handmade import Stack
 from parity import Ranks
-from stepping import same
 from trueshard.sharding.engine import sharded
 from trueshard.sharding.methods import methods_that_compute
 
@@ -85,7 +85,8 @@ def test_without_its_source_in_place_operations_count(body: str, computes: bool)
     assert methods_that_compute(cls()) == ["method"] * computes
 
 
-def called(rank: int, world_size: int) -> dict[str, Any]:
+@as_on_one_device()
+def test_methods_are_those_of_one_process(rank: int, world_size: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -104,10 +105,6 @@ def called(rank: int, world_size: int) -> dict[str, Any]:
         getattr(model, name)(*arguments)
         report[name] = whole(dict(model.named_parameters()))
     return report
-
-
-def test_methods_are_those_of_one_process(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(called, alone, sizes)
 
 
 class Stray(Stack):

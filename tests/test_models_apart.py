@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import optimizer as optimizer_module
 
 import trueshard
+from cases import as_on_one_device, on_ranks
 from models.handmade import Scalar
-from parity import Ranks
-from stepping import same
 from trueshard.model import registry
 from trueshard.sharding.process_patches import PATCHES
 
@@ -38,7 +37,8 @@ def rows_of(rank: int, world_size: int, seed: int) -> torch.Tensor:
     return torch.randn(12, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
 
 
-def in_turns(rank: int, world_size: int) -> Any:
+@as_on_one_device()
+def test_models_that_take_turns_train_as_on_one_device(rank: int, world_size: int) -> Any:
     """An actor that accumulates while a critic steps, is read by it, and is copied to a teacher in between."""
     (actor, actors), (critic, critics) = build(0), build(1)
     if world_size > 1:
@@ -66,11 +66,8 @@ def in_turns(rank: int, world_size: int) -> Any:
     return dict(actor.named_parameters()), dict(critic.named_parameters())
 
 
-def test_models_that_take_turns_train_as_on_one_device(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(in_turns, alone, sizes)
-
-
-def in_threads(rank: int, world_size: int) -> Any:
+@as_on_one_device()
+def test_models_in_threads_train_as_on_one_device(rank: int, world_size: int) -> Any:
     """Two models, each with process groups of its own, trained in two threads at once; numbers of both are read."""
     models = [build(seed) for seed in range(2)]
     if world_size > 1:
@@ -100,10 +97,6 @@ def in_threads(rank: int, world_size: int) -> Any:
     return [results[number] for number in range(2)]
 
 
-def test_models_in_threads_train_as_on_one_device(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(in_threads, alone, sizes)
-
-
 def torch_now() -> dict[str, Any]:
     """What the patches replace."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
@@ -124,7 +117,8 @@ def torch_now() -> dict[str, Any]:
     }
 
 
-def patched(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_patches_are_undone_with_the_last_model(rank: int, world_size: int) -> None:
     """torch is itself before the first model, after the last one, and after a ``shard()`` that failed."""
     gc.collect()
     before = torch_now()
@@ -153,11 +147,8 @@ def patched(rank: int, world_size: int) -> None:
     assert torch_now() == before
 
 
-def test_patches_are_undone_with_the_last_model(ranks2: Ranks) -> None:
-    ranks2.run(patched)
-
-
-def foreign(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_tensors_of_the_program_itself_stay_as_torch_has_them(rank: int, world_size: int) -> None:
     """DTensors of the program itself, on a mesh of its own, do what torch does, beside a sharded model or without."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("mine",))
 
@@ -187,10 +178,6 @@ def foreign(rank: int, world_size: int) -> None:
     model, optimizer = build(0)
     trueshard.shard(model, optimizer)
     assert behave() == before
-
-
-def test_tensors_of_the_program_itself_stay_as_torch_has_them(ranks2: Ranks) -> None:
-    ranks2.run(foreign)
 
 
 def test_the_documented_table_is_that_of_the_code() -> None:

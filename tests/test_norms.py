@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import trueshard
+from cases import on_ranks
 from gathering import whole
 from messages import naming
 from models.handmade import Scalar, Sometimes, Stack, TiedBlocks, Tiny
@@ -112,7 +113,8 @@ def test_what_is_measured_of_what_does_not_move(alone: Ranks) -> None:
     assert norms["blocks.1.up.weight"]["update"] == 0.0 < norms["blocks.1.up.weight"]["parameter"]
 
 
-def one_collective(rank: int, world_size: int) -> int:
+@on_ranks(2)
+def test_it_costs_one_small_all_reduce(rank: int, world_size: int) -> int:
     from traffic import Traffic
 
     model = Scalar()
@@ -124,10 +126,6 @@ def one_collective(rank: int, world_size: int) -> int:
     assert traffic.calls["all_reduce"] == 1
     assert traffic.total == traffic.received["all_reduce"] <= 2 * 8 * 4 * len(norms)
     return len(norms)
-
-
-def test_it_costs_one_small_all_reduce(ranks2: Ranks) -> None:
-    ranks2.run(one_collective)
 
 
 def gathered(rank: int, world_size: int) -> None:

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import trueshard
+from cases import raises_on_ranks
 from gathering import whole
 from messages import naming
 from models.handmade import Scalar, Stack
-from parity import Ranks, assert_same
+from parity import Ranks
+from stepping import same
 
 
 def step(model: nn.Module, optimizers: list[torch.optim.Optimizer], rank: int, world_size: int, seed: int) -> None:
@@ -63,19 +65,14 @@ def prior(rank: int, world_size: int, kind: str, options: dict[str, Any], build:
 def test_state_that_was_there_is_sharded_along(
     kind: str, options: dict[str, Any], alone: Ranks, ranks2: Ranks, ranks3: Ranks
 ) -> None:
-    (expected,) = alone.run(prior, kind, options, Stack)
-    for ranks in (ranks2, ranks3):
-        for found in ranks.run(prior, kind, options, Stack):
-            assert_same(found, expected, rtol=1e-4, atol=1e-5)
+    same(prior, alone, [ranks2, ranks3], kind, options, Stack, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "path"), [("SGD", "foreach"), ("AdamW", "foreach"), ("AdamW", "fused")])
 def test_explicit_paths_work_with_replicated_parameters(kind: str, path: str, alone: Ranks, ranks3: Ranks) -> None:
     """A 0-dim parameter is plain beside DTensors, which torch's list operations refuse to mix."""
     options = {"lr": 0.01, path: True} | ({"momentum": 0.9} if kind == "SGD" else {"eps": 1e-3})
-    (expected,) = alone.run(prior, kind, options, Scalar)
-    for found in ranks3.run(prior, kind, options, Scalar):
-        assert_same(found, expected, rtol=1e-4, atol=1e-5)
+    same(prior, alone, [ranks3], kind, options, Scalar, atol=1e-5)
 
 
 def several(rank: int, world_size: int) -> dict[str, Any]:
@@ -108,13 +105,11 @@ def several(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_several_optimizers_over_subsets_keep_their_groups(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
-    (expected,) = alone.run(several)
-    for ranks in (ranks2, ranks3):
-        for found in ranks.run(several):
-            assert_same(found, expected, rtol=1e-4, atol=1e-5)
+    same(several, alone, [ranks2, ranks3], atol=1e-5)
 
 
-def foreign(rank: int, world_size: int) -> None:
+@raises_on_ranks(2, naming("'weight'", "(3, 8)", "not a parameter"))
+def test_a_foreign_parameter_is_refused_by_name(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model, other = Stack(), nn.Linear(8, 3)
     optimizer = torch.optim.SGD([{"params": [*model.named_parameters(), *other.named_parameters()]}], lr=0.1)
@@ -123,10 +118,6 @@ def foreign(rank: int, world_size: int) -> None:
         trueshard.shard(model, optimizer)
     finally:
         assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
-
-
-def test_a_foreign_parameter_is_refused_by_name(ranks2: Ranks) -> None:
-    ranks2.raises(foreign, match=naming("'weight'", "(3, 8)", "not a parameter"))
 
 
 def made_from_the_old_list(rank: int, world_size: int) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import trueshard
+from cases import as_on_one_device
 from messages import naming
 from parity import Pool, Ranks, assert_same
 from resting import all_but
@@ -252,7 +253,9 @@ def test_weights_written_on_one_rank_alone_reach_the_owner(alone: Ranks, ranks2:
 # Groups that change
 
 
-def groups_change(rank: int, world_size: int) -> Any:
+@pytest.mark.rest
+@as_on_one_device(3)
+def test_groups_come_go_and_change_places(rank: int, world_size: int) -> Any:
     model = build()
     optimizer = Mixed([{"params": model.layers[0].parameters(), "whole": True}, {"params": model.first.parameters()}])
     if world_size > 1:
@@ -268,11 +271,6 @@ def groups_change(rank: int, world_size: int) -> Any:
     optimizer.add_param_group({"params": model.layers[0].parameters()})  # what was whole before
     train(model, optimizer, rank, world_size, [8])
     return parameters(model)
-
-
-@pytest.mark.rest
-def test_groups_come_go_and_change_places(alone: Ranks, ranks3: Ranks) -> None:
-    same(groups_change, alone, [ranks3])
 
 
 class ByPlace(torch.optim.Optimizer):
@@ -370,7 +368,8 @@ class Fails(Whole):
         return super().step(closure)
 
 
-def fails(rank: int, world_size: int) -> Any:
+@as_on_one_device(2)
+def test_after_an_exception_the_next_step_works(rank: int, world_size: int) -> Any:
     model = build()
     optimizer = Fails(model.parameters())
     if world_size > 1:
@@ -386,10 +385,6 @@ def fails(rank: int, world_size: int) -> Any:
     optimizer.zero_grad()
     train(model, optimizer, rank, world_size, [2, 4])
     return parameters(model)
-
-
-def test_after_an_exception_the_next_step_works(alone: Ranks, ranks2: Ranks) -> None:
-    same(fails, alone, [ranks2])
 
 
 # What it costs

@@ -17,6 +17,7 @@ from torch import nn
 
 import forks
 import trueshard
+from cases import as_on_one_device, on_ranks, raises_on_ranks
 from gathering import whole
 from handmade_training import Report, batch, ids, parameters, same
 from messages import naming
@@ -130,7 +131,8 @@ def test_recomputation_repeats_its_dropout(ranks2: Ranks) -> None:
         assert_same(ranks2.run(dropout, mode), expected)
 
 
-def rests_on_the_host(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_offloaded_rests_in_host_memory(rank: int, world_size: int) -> None:
     for offload in ("cpu", "none"):
         model = Stack()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -142,10 +144,6 @@ def rests_on_the_host(rank: int, world_size: int) -> None:
         for parameter in model.parameters() if offload == "cpu" else ():
             held = [parameter, parameter.grad, *optimizer.state[parameter].values()]
             assert {each.device.type for each in held if isinstance(each, torch.Tensor)} == {"cpu"}
-
-
-def test_what_is_offloaded_rests_in_host_memory(ranks2: Ranks) -> None:
-    ranks2.run(rests_on_the_host)
 
 
 def kept_for_backward(rank: int, world_size: int, name: str, depth: int, word: str) -> int:
@@ -175,7 +173,8 @@ def test_of_a_recomputed_block_its_input_alone_is_kept(ranks2: Ranks) -> None:
         assert four - two > 2 * 4 * size, name
 
 
-def changing(rank: int, world_size: int) -> Report:
+@as_on_one_device(atol=1e-5)
+def test_policy_and_evaluation_between_steps(rank: int, world_size: int) -> Report:
     """Policies, evaluation and sampling between steps, also between backward and step."""
     torch.manual_seed(0)
     model = Methods()
@@ -207,10 +206,6 @@ def changing(rank: int, world_size: int) -> Report:
     return report
 
 
-def test_policy_and_evaluation_between_steps(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(changing, alone, *sizes)
-
-
 class Squeezed(Block):
     """Its output is a view."""
 
@@ -234,7 +229,8 @@ class WrittenTo(Stack):
         return self.last(x).view(-1, 2, 4).transpose(0, 1)
 
 
-def written_to(rank: int, world_size: int) -> Report:
+@as_on_one_device(atol=1e-5)
+def test_views_that_are_written_to_in_place_train_alike(rank: int, world_size: int) -> Report:
     report: Report = {}
     for policy in ("always", "default", "never"):
         torch.manual_seed(0)
@@ -260,21 +256,15 @@ def written_to(rank: int, world_size: int) -> Report:
     return report
 
 
-def test_views_that_are_written_to_in_place_train_alike(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(written_to, alone, *sizes)
-
-
-def writes_to_its_input(rank: int, world_size: int) -> None:
+@raises_on_ranks(2, "modified inplace")
+def test_a_unit_that_writes_to_its_own_input_is_an_error_and_no_other_gradient(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)))
     trueshard.shard(model, units="1")
     model(torch.ones(2, 8))
 
 
-def test_a_unit_that_writes_to_its_own_input_in_place_is_an_error_and_no_other_gradient(ranks2: Ranks) -> None:
-    ranks2.raises(writes_to_its_input, match="modified inplace")
-
-
-def frozen_reference(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_of_a_reference_nothing_stays_gathered_and_the_model_goes_on(rank: int, world_size: int) -> None:
     """A frozen copy of a model computes between the model's forward and its backward."""
     torch.manual_seed(0)
     model = TiedLanguageModel()
@@ -292,10 +282,6 @@ def frozen_reference(rank: int, world_size: int) -> None:
     )
     assert runtime_of(model).memory.now() == waiting != []
     (loss + wanted.mean()).backward()
-
-
-def test_of_a_reference_nothing_stays_gathered_and_the_model_goes_on(ranks2: Ranks) -> None:
-    ranks2.run(frozen_reference)
 
 
 class Fragile(Stack):
@@ -317,7 +303,8 @@ def _raise(grad: torch.Tensor) -> torch.Tensor:
     raise ValueError("in backward")
 
 
-def caught(rank: int, world_size: int) -> Report:
+@as_on_one_device(atol=1e-5)
+def test_the_step_after_a_caught_exception_is_right(rank: int, world_size: int) -> Report:
     torch.manual_seed(0)
     model = Fragile()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -333,10 +320,6 @@ def caught(rank: int, world_size: int) -> Report:
             assert where
         optimizer.zero_grad()
     return parameters(model)
-
-
-def test_the_step_after_a_caught_exception_is_right(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(caught, alone, *sizes)
 
 
 def one_fails(rank: int, world_size: int, where: str) -> None:
@@ -447,7 +430,8 @@ def test_a_model_on_the_meta_device_is_filled_later(alone: Ranks, ranks2: Ranks)
     same(meta, alone, ranks2)
 
 
-def loaded(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_a_whole_state_dict_loads_into_a_sharded_model(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     source = TiedLanguageModel()
     torch.manual_seed(0)
@@ -463,11 +447,8 @@ def loaded(rank: int, world_size: int) -> None:
     assert_same(parameters(model), {name: value * 2 for name, value in parameters(source).items()})
 
 
-def test_a_whole_state_dict_loads_into_a_sharded_model(ranks3: Ranks) -> None:
-    ranks3.run(loaded)
-
-
-def to_another_dtype(rank: int, world_size: int) -> Report:
+@as_on_one_device(3, atol=1e-5)
+def test_a_model_may_change_dtype_between_steps(rank: int, world_size: int) -> Report:
     torch.manual_seed(0)
     model = Scalar()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -481,10 +462,6 @@ def to_another_dtype(rank: int, world_size: int) -> Report:
         optimizer.step()
         optimizer.zero_grad()
     return parameters(model)
-
-
-def test_a_model_may_change_dtype_between_steps(alone: Ranks, ranks3: Ranks) -> None:
-    same(to_another_dtype, alone, ranks3)
 
 
 def saved(rank: int, world_size: int, folder: str) -> Report:

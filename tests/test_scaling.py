@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import trueshard
+from cases import on_ranks
 from gathering import whole
 from models.handmade import Scalar
 from parity import Pool, Ranks, assert_same
@@ -129,7 +130,8 @@ def test_an_optimizer_made_after_sharding_skips_too(alone: Ranks, ranks2: Ranks)
         assert_same(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def lists(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_list_over_several_meshes_finds_every_inf(rank: int, world_size: int) -> None:
     """One list over two meshes, with plain and replicated gradients in any order; the inf on each rank in turn."""
     flat = init_device_mesh("cpu", (4,))
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -160,7 +162,3 @@ def lists(rank: int, world_size: int) -> None:
     found = torch.zeros(1)
     torch._amp_foreach_non_finite_check_and_unscale_(gradients(), found, torch.tensor(0.5))
     assert found.item() == 0.0
-
-
-def test_a_list_over_several_meshes_finds_every_inf(ranks4: Ranks) -> None:
-    ranks4.run(lists)

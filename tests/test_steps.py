@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.checkpoint import checkpoint
 
 import trueshard
+from cases import as_on_one_device, on_ranks, raises_on_ranks
 from gathering import whole
 from messages import naming
 from meter import gloo_lets_go
@@ -130,7 +131,9 @@ class Twice(torch.optim.SGD):
         return first, second
 
 
-def closures(rank: int, world_size: int, how: str) -> Any:
+@pytest.mark.parametrize("how", ["positional", "keyword", "twice"])
+@as_on_one_device()
+def test_closures(rank: int, world_size: int, how: str) -> Any:
     model = build()
     optimizer: Any = Twice(model.parameters(), lr=0.05) if how == "twice" else adamw(model)
     if world_size > 1:
@@ -152,12 +155,8 @@ def closures(rank: int, world_size: int, how: str) -> Any:
     return len(losses), told(model, optimizer)
 
 
-@pytest.mark.parametrize("how", ["positional", "keyword", "twice"])
-def test_closures(how: str, alone: Ranks, sizes: list[Ranks]) -> None:
-    same(closures, alone, sizes, how)
-
-
-def dropout_in_closure(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_random_numbers_that_a_closure_draws_are_not_the_optimizers(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 5))
     optimizer = OwnSGD(model.parameters())
     trueshard.shard(model, optimizer, units=["Linear"])
@@ -172,11 +171,9 @@ def dropout_in_closure(rank: int, world_size: int) -> None:
         optimizer.step(closure)
 
 
-def test_random_numbers_that_a_closure_draws_are_not_the_optimizers(ranks2: Ranks) -> None:
-    ranks2.run(dropout_in_closure)
-
-
-def zeroed(rank: int, world_size: int, to_none: bool) -> Any:
+@pytest.mark.parametrize("to_none", [True, False])
+@as_on_one_device()
+def test_zero_grad_both_ways(rank: int, world_size: int, to_none: bool) -> Any:
     model = build()
     optimizer = adamw(model)
     if world_size > 1:
@@ -187,11 +184,6 @@ def zeroed(rank: int, world_size: int, to_none: bool) -> Any:
         optimizer.step()
     grads = whole({n: p.grad for n, p in model.named_parameters()})
     return told(model, optimizer), grads
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-def test_zero_grad_both_ways(to_none: bool, alone: Ranks, sizes: list[Ranks]) -> None:
-    same(zeroed, alone, sizes, to_none)
 
 
 def hooks(rank: int, world_size: int) -> Any:
@@ -247,7 +239,12 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def schedules(rank: int, world_size: int, when: str, tensor: bool) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    ("when", "tensor"),
+    all_but([("before", True)], itertools.product(("before", "after"), (False, True)), unpack=True),
+)
+@as_on_one_device()
+def test_schedulers_made_before_and_after(rank: int, world_size: int, when: str, tensor: bool) -> dict[str, Any]:
     found = {}
     for name, make in SCHEDULES.items():
         if tensor and name == "OneCycleLR":
@@ -269,14 +266,6 @@ def schedules(rank: int, world_size: int, when: str, tensor: bool) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize(
-    ("when", "tensor"),
-    all_but([("before", True)], itertools.product(("before", "after"), (False, True)), unpack=True),
-)
-def test_schedulers_made_before_and_after(when: str, tensor: bool, alone: Ranks, sizes: list[Ranks]) -> None:
-    same(schedules, alone, sizes, when, tensor)
-
-
 # Classes and exceptions
 
 
@@ -294,7 +283,8 @@ class Doubled(torch.optim.AdamW):
         return loss
 
 
-def doubled(rank: int, world_size: int) -> Any:
+@as_on_one_device()
+def test_a_subclass_whose_step_calls_its_parents(rank: int, world_size: int) -> Any:
     model = build()
     torch.optim.AdamW(model.parameters())  # from now on torch hooks the step of the parent class, too
     optimizer = Doubled(model.parameters(), lr=0.01, eps=EPS)
@@ -306,11 +296,9 @@ def doubled(rank: int, world_size: int) -> Any:
     return len(calls), told(model, optimizer)
 
 
-def test_a_subclass_whose_step_calls_its_parents(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(doubled, alone, sizes)
-
-
-def failing(rank: int, world_size: int, where: str) -> Any:
+@pytest.mark.parametrize("where", ["step", "closure", "pre hook", "post hook"])
+@as_on_one_device()
+def test_an_exception_leaves_dtensors_and_the_next_step_works(rank: int, world_size: int, where: str) -> Any:
     model = build()
     optimizer = OwnSGD(model.parameters())
     if world_size > 1:
@@ -341,11 +329,6 @@ def failing(rank: int, world_size: int, where: str) -> Any:
     optimizer.zero_grad()
     train(model, optimizer, rank, world_size, [2, 3])
     return told(model, optimizer)
-
-
-@pytest.mark.parametrize("where", ["step", "closure", "pre hook", "post hook"])
-def test_an_exception_leaves_dtensors_and_the_next_step_works(where: str, alone: Ranks, sizes: list[Ranks]) -> None:
-    same(failing, alone, sizes, where)
 
 
 # Dtypes, placement and policies: a twin takes the very same gradients
@@ -418,14 +401,11 @@ def twins(rank: int, world_size: int, names: list[str]) -> None:
         twin.compare(f"{name}, {kind}", model, *((2**-6, 2**-10) if "storage" in name else (1e-6, 1e-7)))
 
 
-def eps_of_the_first_dtype(rank: int, world_size: int) -> None:
+@raises_on_ranks(2, naming("Adafactor", "eps=(None", "dtypes"))
+def test_adafactors_eps_in_a_group_of_two_dtypes_is_refused(rank: int, world_size: int) -> None:
     model = Casting()
     mixed_dtypes(model)
     trueshard.shard(model, torch.optim.Adafactor(model.parameters()))
-
-
-def test_adafactors_eps_in_a_group_of_two_dtypes_is_refused(ranks2: Ranks) -> None:
-    ranks2.raises(eps_of_the_first_dtype, match=naming("Adafactor", "eps=(None", "dtypes"))
 
 
 @pytest.mark.parametrize("names", all_but([TWINS_SHORT], [TWINS_SHORT, TWINS_REST]))
@@ -505,7 +485,8 @@ def test_two_optimizers_over_one_model_and_attributes_on_parameters(alone: Ranks
     same(two, alone, sizes)
 
 
-def let_go(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_optimizer_is_freed_when_it_is_let_go_of(rank: int, world_size: int) -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     trueshard.shard(model, optimizer)
@@ -519,10 +500,6 @@ def let_go(rank: int, world_size: int) -> None:
         assert weak() is None
     finally:
         gc.enable()
-
-
-def test_an_optimizer_is_freed_when_it_is_let_go_of(ranks2: Ranks) -> None:
-    ranks2.run(let_go)
 
 
 class Recomputed(Uneven):
@@ -582,7 +559,8 @@ class Mixture(nn.Module):
         return self.uneven(self.experts[which](x))
 
 
-def model_let_go(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_is_freed_when_it_is_let_go_of(rank: int, world_size: int) -> None:
     model = Mixture()
     hooked = model.uneven.first.weight
     hooked.register_hook(lambda grad, model=model: grad * 2)  # as on one device, it does not keep the model
@@ -596,7 +574,3 @@ def model_let_go(rank: int, world_size: int) -> None:
     del model, optimizer, loss, hooked
     gc.collect()
     assert weak() is None
-
-
-def test_a_model_is_freed_when_it_is_let_go_of(ranks2: Ranks) -> None:
-    ranks2.run(model_let_go)

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import trueshard
+from cases import as_on_one_device
 from models.handmade import TiedBlocks
 from parity import Pool, Ranks, assert_same
 from stepping import EPS, OPTIMIZERS, OwnSGD, Uneven, adamw, build, loss_of, parameters, same, shown, told, train
@@ -85,7 +86,8 @@ def test_state_dict_round_trip(source: str, count: int, alone: Ranks, pool: Pool
     same(round_trip, alone, [Ranks(count, pool)], source)
 
 
-def written(rank: int, world_size: int) -> Any:
+@as_on_one_device()
+def test_state_that_is_written_to_between_steps_is_taken_up(rank: int, world_size: int) -> Any:
     model = build()
     optimizer = adamw(model)
     if world_size > 1:
@@ -102,14 +104,11 @@ def written(rank: int, world_size: int) -> Any:
     return told(model, optimizer)
 
 
-def test_state_that_is_written_to_between_steps_is_taken_up(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(written, alone, sizes)
-
-
 # Which parameters, and when
 
 
-def added(rank: int, world_size: int) -> Any:
+@as_on_one_device()
+def test_groups_come_and_go_after_sharding(rank: int, world_size: int) -> Any:
     """Groups that come after sharding, and one that goes: settings and state stay with their parameters."""
     model = build()
     optimizer = torch.optim.AdamW(model.layers.parameters(), lr=0.01, eps=EPS)
@@ -128,15 +127,12 @@ def added(rank: int, world_size: int) -> Any:
     return parameters(model)
 
 
-def test_groups_come_and_go_after_sharding(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(added, alone, sizes)
-
-
 def fail() -> None:
     raise ArithmeticError("as told")
 
 
-def adopted(rank: int, world_size: int) -> dict[str, Any]:
+@as_on_one_device()
+def test_an_optimizer_made_after_sharding_is_as_exact(rank: int, world_size: int) -> dict[str, Any]:
     """Optimizers made from the sharded model and never given to `shard()`."""
     found = {}
     for name in (*OPTIMIZERS, "own, failing"):
@@ -156,11 +152,8 @@ def adopted(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def test_an_optimizer_made_after_sharding_is_as_exact(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(adopted, alone, sizes)
-
-
-def frozen(rank: int, world_size: int) -> Any:
+@as_on_one_device(2)
+def test_frozen_parameters_and_thawed_ones(rank: int, world_size: int) -> Any:
     model = build()
     model.layers[0].requires_grad_(False)
     model.last.bias.requires_grad_(False)
@@ -176,11 +169,8 @@ def frozen(rank: int, world_size: int) -> Any:
     return told(model, *optimizers)
 
 
-def test_frozen_parameters_and_thawed_ones(alone: Ranks, ranks2: Ranks) -> None:
-    same(frozen, alone, [ranks2])
-
-
-def tied(rank: int, world_size: int) -> Any:
+@as_on_one_device(2)
+def test_a_tie_is_stepped_once(rank: int, world_size: int) -> Any:
     torch.manual_seed(0)
     model = TiedBlocks()
     optimizer = adamw(model)
@@ -195,14 +185,11 @@ def tied(rank: int, world_size: int) -> Any:
     return told(model, optimizer)
 
 
-def test_a_tie_is_stepped_once(alone: Ranks, ranks2: Ranks) -> None:
-    same(tied, alone, [ranks2])
-
-
 # Copies, and state from before and from elsewhere
 
 
-def copied(rank: int, world_size: int) -> Any:
+@as_on_one_device(2)
+def test_a_copy_of_model_and_optimizer_goes_on(rank: int, world_size: int) -> Any:
     """A copy of model and optimizer trains on, and leaves both originals alone."""
     found = {}
     for name in ("AdamW", "Muon", "own"):
@@ -219,10 +206,6 @@ def copied(rank: int, world_size: int) -> Any:
         train(model, optimizer, rank, world_size, [4, 6])
         found[name] = parameters(again), parameters(model)
     return found
-
-
-def test_a_copy_of_model_and_optimizer_goes_on(alone: Ranks, ranks2: Ranks) -> None:
-    same(copied, alone, [ranks2])
 
 
 def pickled(rank: int, world_size: int) -> Any:
@@ -242,7 +225,8 @@ def test_a_pickled_state_dict_loads_where_it_was_made(alone: Ranks, ranks2: Rank
     same(pickled, alone, [ranks2])
 
 
-def own_gradients(rank: int, world_size: int) -> Any:
+@as_on_one_device(2)
+def test_gradients_that_the_user_sets(rank: int, world_size: int) -> Any:
     """The user sets gradients: another tensor, one that was taken over from an earlier step, a sum of two."""
     model = build()
     optimizer = adamw(model)
@@ -265,11 +249,9 @@ def own_gradients(rank: int, world_size: int) -> Any:
     return told(model, optimizer)
 
 
-def test_gradients_that_the_user_sets(alone: Ranks, ranks2: Ranks) -> None:
-    same(own_gradients, alone, [ranks2])
-
-
-def prior(rank: int, world_size: int, name: str) -> Any:
+@pytest.mark.parametrize("name", ["AdamW", "Rprop", "Adafactor", "Muon", "own"])
+@as_on_one_device()
+def test_momenta_from_before_sharding_go_on(rank: int, world_size: int, name: str) -> Any:
     model = build()
     optimizer = OPTIMIZERS[name](model)
     train(model, optimizer, 0, 1, [0, 2])
@@ -277,11 +259,6 @@ def prior(rank: int, world_size: int, name: str) -> Any:
         trueshard.shard(model, optimizer)
     train(model, optimizer, rank, world_size, [4, 5, 6])
     return parameters(model)
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Rprop", "Adafactor", "Muon", "own"])
-def test_momenta_from_before_sharding_go_on(name: str, alone: Ranks, sizes: list[Ranks]) -> None:
-    same(prior, alone, sizes, name)
 
 
 def saved(rank: int, world_size: int, path: str) -> Any:

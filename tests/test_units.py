@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import trueshard
+from cases import on_ranks
 from messages import lacking, naming
 from models.handmade import Block, ExpertsBlock, Stack, TiedBlocks
 from parity import Ranks
@@ -357,12 +358,9 @@ def test_a_mesh_of_other_dimensions_than_copies_and_shards_is_refused_at_once(
     ranks2.raises(bad_mesh, names, match=words)
 
 
-def slice_of_a_mesh(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_slice_of_a_mesh_and_longer_names_are_taken(rank: int, world_size: int) -> None:
     whole = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("dp", "tp"))
     trueshard.shard(Stack(), mesh=whole["dp"])
     trueshard.shard(Stack(), mesh=init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_replicate", "dp_shard")))
     trueshard.shard(Stack(), mesh=init_device_mesh("cpu", (1, world_size), mesh_dim_names=("ddp", "fsdp")))
-
-
-def test_a_slice_of_a_mesh_and_longer_names_are_taken(ranks2: Ranks) -> None:
-    ranks2.run(slice_of_a_mesh)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trueshard.optim.norms import Norms as Norms
     from trueshard.optim.norms import clip_grad_norm_ as clip_grad_norm_
     from trueshard.optim.norms import measure_norms as measure_norms
+    from trueshard.optim.seeded_random import sample_rng as sample_rng
     from trueshard.planner.planning import plan as plan
     from trueshard.planner.workload import NothingFits as NothingFits
     from trueshard.plans import Forecast as Forecast
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from trueshard.sharding.engine import accumulate as accumulate
     from trueshard.sharding.engine import set_reshard_after_forward as set_reshard_after_forward
     from trueshard.sharding.gathering import gathered as gathered
-    from trueshard.sharding.randomness import sample_rng as sample_rng
     from trueshard.sharding.splitting import split_sequence as split_sequence
     from trueshard.sharding.stages import tie_over as tie_over
     from trueshard.sharding.tokens import TokenMean as TokenMean
@@ -66,12 +66,12 @@ _MODULES = {
     "checkpoint.saving": "Checkpoints Saving save",
     "checkpoint.weights": "weights",
     "optim.norms": "MeasuredNorms Norms clip_grad_norm_ measure_norms",
+    "optim.seeded_random": "sample_rng",
     "planner.planning": "plan",
     "planner.workload": "NothingFits",
     "plans": "Forecast MixedPrecision Plan Unit",
     "sharding.engine": "accumulate set_reshard_after_forward",
     "sharding.gathering": "gathered",
-    "sharding.randomness": "sample_rng",
     "sharding.splitting": "split_sequence",
     "sharding.stages": "tie_over",
     "sharding.tokens": "TokenMean count_targets token_mean",

@@ -79,26 +79,27 @@ def missing_for_speed() -> frozenset[str]:
 
 
 def _missing(wanted: dict[str, str]) -> list[str]:
-    found = []
+    missing = []
     for path, attributes in wanted.items():
-        known: set[str] = set()
+        present: set[str] = set()
         with contextlib.suppress(ImportError, AttributeError):
-            known = _names(pkgutil.resolve_name(path), set(attributes.split()))
-        found += [f"{path.rpartition('.')[2]}.{name}" for name in attributes.split() if name not in known]
-    return found
+            present = _names(pkgutil.resolve_name(path), set(attributes.split()))
+        missing += [f"{path.rpartition('.')[2]}.{name}" for name in attributes.split() if name not in present]
+    return missing
 
 
 def _names(owner: Any, wanted: set[str]) -> set[str]:
     """Return the attributes of a class or module; of a class also the ``wanted`` that its methods set on instances."""
-    found = set(dir(owner))
+    names = set(dir(owner))
     for cls in inspect.getmro(owner) if inspect.isclass(owner) else ():
-        found |= set(vars(cls).get("__annotations__", ()))  # once dynamo ran, it has replaced methods of nn.Module
+        names |= set(vars(cls).get("__annotations__", ()))  # once dynamo ran, it has replaced methods of nn.Module
         for value in vars(cls).values():
             function = inspect.unwrap(getattr(value, "fget", None) or value) if callable(value) else None
             stack = [code] if isinstance(code := getattr(function, "__code__", None), types.CodeType) else []
             while stack:
                 code = stack.pop()
                 if not wanted.isdisjoint(code.co_names):  # else it does not name any: reading instructions is slow
-                    found.update(each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")
-                stack += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    return found
+                    stores = (step for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
+                    names.update(step.argval for step in stores)
+                stack += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return names

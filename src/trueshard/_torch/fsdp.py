@@ -23,7 +23,7 @@ from torch.distributed.utils import _apply_to_tensors
 from trueshard._torch.capabilities import IS_2_11, missing_for_speed
 from trueshard._torch.modules import in_backward, limit_alike
 from trueshard._torch.simulating import is_fake, is_plain, real_tensors
-from trueshard._torch.tensors import apart, call_with_gradient, tensors_in
+from trueshard._torch.tensors import call_with_gradient, own_storage, tensors_in
 
 if TYPE_CHECKING:
 
@@ -113,7 +113,7 @@ def gathered_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.
     The gathered parameter is a second object behind the same name; an optimizer made while it is registered holds it.
     """
     groups = (group for module in modules if isinstance(module, ShardedModule) for group in _groups(module))
-    for parameter in (each for group in groups for each in group.fsdp_params):
+    for parameter in (parameter for group in groups for parameter in group.fsdp_params):
         if hasattr(parameter, "_unsharded_param"):
             yield parameter._param_fqn or "?", parameter.sharded_param, parameter._unsharded_param
 
@@ -145,7 +145,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 def offloaded(root: nn.Module) -> set[int]:
     """Return the ``id`` of each sharded parameter that rests on the CPU between uses; the meta device hides it."""
-    return {id(each.sharded_param) for each in _parameters_below(root) if each.offload_to_cpu}
+    return {id(p.sharded_param) for p in _parameters_below(root) if p.offload_to_cpu}
 
 
 def gathered_units(modules: Iterable[ShardedModule]) -> Callable[[], list[ShardedModule]]:
@@ -202,8 +202,8 @@ def follow_views(root: nn.Module) -> None:
 
     def following(state: Any) -> Callable[[Any], Any]:
         def register(output: Any) -> Any:
-            tensors = [each for each in tensors_in(output) if each.requires_grad] if torch.is_grad_enabled() else []
-            if all(each._base is None for each in tensors) or torch._C._are_functorch_transforms_active():
+            tensors = [t for t in tensors_in(output) if t.requires_grad] if torch.is_grad_enabled() else []
+            if all(tensor._base is None for tensor in tensors) or torch._C._are_functorch_transforms_active():
                 return type(state)._register_pre_backward_hook(state, output)
             for tensor in tensors:
                 call_with_gradient(tensor, state._pre_backward)
@@ -305,8 +305,8 @@ def reset_iteration(root: ShardedModule) -> None:
     if hasattr(communication, "reduce_scatter_state"):
         communication.reduce_scatter_state = None
     communication.post_forward_order.clear()
-    for each in context.all_states:
-        each._training_state = TrainingState.IDLE
+    for other in context.all_states:
+        other._training_state = TrainingState.IDLE
     for _, group in _groups_below(root):
         if group._all_gather_result is not None:
             group.wait_for_unshard()
@@ -362,8 +362,8 @@ def set_reshard_after_forward(module: ShardedModule, policy: bool | int, meshes:
         group.post_forward_mesh_info = info
         for parameter in group.fsdp_params:
             parameter.post_forward_mesh_info = info
-            whole = torch.empty(parameter._orig_size, device="meta")
-            parameter._init_sharded_post_forward_param_metadata(whole)
+            unsharded = torch.empty(parameter._orig_size, device="meta")
+            parameter._init_sharded_post_forward_param_metadata(unsharded)
 
 
 def join_shards(root: nn.Module, small: int) -> None:
@@ -385,12 +385,12 @@ def join_shards(root: nn.Module, small: int) -> None:
                 unit = None if data.nbytes <= small else module
                 key = unit, data.dtype, data.device, not parameter.sharded_param.requires_grad
                 kinds.setdefault(key, []).append(parameter)
-    for parameters in (each for each in kinds.values() if len(each) > 1):
+    for parameters in (members for members in kinds.values() if len(members) > 1):
         sizes = [parameter._sharded_param_data.numel() for parameter in parameters]
         memory = torch.cat([parameter._sharded_param_data for parameter in parameters])
         for parameter, part in zip(parameters, memory.split(sizes), strict=True):
             rows = parameter.sharded_param._local_tensor.size(0) if part.numel() else 0
-            data = parameter._sharded_param_data = apart(part.data)
+            data = parameter._sharded_param_data = own_storage(part.data)
             padded = data.view(parameter.padded_sharded_param_size)
             parameter.sharded_param._local_tensor = padded.narrow(0, 0, rows)
 
@@ -404,13 +404,13 @@ def align_gradients(root: nn.Module) -> None:
         _separate_gradients(parameter, torch.clone)
 
 
-def _separate_gradients(parameter: Any, apart: Callable[[torch.Tensor], torch.Tensor] = apart) -> None:
+def _separate_gradients(parameter: Any, separated: Callable[[torch.Tensor], torch.Tensor] = own_storage) -> None:
     made: Callable[[Any, torch.Tensor], torch.Tensor] = type(parameter).to_sharded_dtensor
 
     # Dynamo would compile it anew for each size, once the user compiled the function that calls backward.
     @torch.compiler.disable
     def separate(grad: torch.Tensor) -> torch.Tensor:
-        return made(parameter, apart(grad))
+        return made(parameter, separated(grad))
 
     parameter.to_sharded_dtensor = separate
 

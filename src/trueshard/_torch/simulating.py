@@ -81,7 +81,7 @@ class _FakeTensorMode(SimulationMode, FakeTensorMode):
     """
 
     _attributes: Mapping[str, Any] = {}
-    """What every fake tensor has when it is made, besides mode and device."""
+    """Attributes of a new fake tensor, besides mode and device; filled from the first one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ANSWERED or not self.cache_enabled:

@@ -82,10 +82,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def shards_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return ``local`` of each."""
-    return [each._local_tensor if isinstance(each, DTensor) else each for each in parameters]
+    return [p._local_tensor if isinstance(p, DTensor) else p for p in parameters]
 
 
-def apart(part: torch.Tensor) -> torch.Tensor:
+def own_storage(part: torch.Tensor) -> torch.Tensor:
     """Return ``part`` over the same memory, but a storage of its own that begins and ends where it does.
 
     A DTensor takes over the offset of its shard in a storage, and can then be neither copied nor pickled nor traced;
@@ -101,7 +101,7 @@ def apart(part: torch.Tensor) -> torch.Tensor:
 
 
 def flat_memory(first: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a 1-D view of ``count`` elements from where ``first`` begins, which may lie in a storage ``apart``.
+    """Return a 1-D view of ``count`` elements from where ``first`` begins, which may lie in an ``own_storage``.
 
     Raises:
         RuntimeError: the memory ends before.
@@ -118,7 +118,7 @@ def memory_identity(tensor: torch.Tensor) -> int:
 def dtensor_over(local: torch.Tensor, like: DTensor, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
     """Do ``DTensor.from_local`` for a shard that may lie anywhere in its storage."""
     mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(apart(local), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(own_storage(local), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def split_factor(placement: Any) -> int:
@@ -141,12 +141,12 @@ def shards_placed_alike(tensors: Sequence[Any]) -> list[torch.Tensor] | None:
     specs = [tensor._spec for tensor in tensors]
     shards = [tensor._local_tensor for tensor in tensors]
     mesh, placements = specs[0].mesh, specs[0].placements
-    alike = (
+    same = (
         all(spec.mesh is mesh and spec.placements == placements for spec in specs)
         and len(set(map(operator.attrgetter("dtype"), shards))) == 1
         and len(set(map(torch.Tensor.get_device, shards))) == 1
     )
-    return shards if alike else None
+    return shards if same else None
 
 
 def specs_of(tensors: Iterable[Any]) -> list[Any]:

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class ShardedModel:
-    """What optimizers and patches of torch ask of one sharded model; kept alive by its root module alone."""
+    """Record of one sharded model, as optimizers and patches of torch see it; its root module alone keeps it alive."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root

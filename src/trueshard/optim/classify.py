@@ -34,31 +34,32 @@ from trueshard.optim.rebind import by_shape, family
 from trueshard.optim.trial import LARGE_STEPS, RANKS, STEPS, Refused, Result, leaves, run, shapes_of
 
 TOLERANCE = 1e-3
-"""Of the largest change of a parameter: float32 sums in another order stay far below, any coupling far above."""
+"""Tolerated difference, as a part of a parameter's largest change: float32 sums in another order stay far below, any
+coupling far above."""
 
 
 @dataclass
 class Verdict:
-    """How one parameter group steps."""
+    """Verdict on how one parameter group may step."""
 
     whole: bool = False
     """An element's update depends on others of its parameter, beyond its row: it is made by the owner."""
     elementwise: bool = False
-    """It depends on the element alone, so that parameters can be stepped as one flat tensor."""
+    """An element's update depends on the element alone, so parameters can be stepped as one flat tensor."""
     decoupled: bool = False
     """The new parameter is ``parameter · (1 - lr · weight_decay)`` plus what a parameter of zeros would become."""
     rows: set[tuple[Any, ...]] | None = None
     """State that has a row for each row of its parameter, by its keys; None: not tried, what has its shape."""
-    alike: set[tuple[Any, ...]] = field(default_factory=set)
+    replicated: set[tuple[Any, ...]] = field(default_factory=set)
     """State that is the same on every rank, by its keys."""
     draws: bool = False
-    """It draws random numbers, on which its update does not depend."""
+    """The optimizer draws random numbers, on which its update does not depend."""
     seeded: bool = False
-    """Of exact sums: it draws, so each parameter is updated whole and by itself, from a seed of its own."""
+    """An optimizer draws, with exact sums: each parameter is updated whole and by itself, from a seed of its own."""
 
     def is_rows(self, path: tuple[Any, ...], tensor: torch.Tensor, leaf: torch.Tensor) -> bool:
         """True if the state ``tensor`` of ``leaf`` has a row for each of its rows."""
-        if self.rows is not None and (path in self.rows or path in self.alike):
+        if self.rows is not None and (path in self.rows or path in self.replicated):
             return path in self.rows and tensor.ndim > 0
         return by_shape(path, tensor, leaf)
 
@@ -75,7 +76,7 @@ _REFUSED_BY_NAME = {
     "DeMo": "it communicates by itself",
     "DistributedMuon": "it communicates by itself",
 }
-"""What others call them, wherever they are defined: what they do beside a step of one process cannot be tried."""
+"""Class names, wherever they are defined: what such a class does beside its step in one process cannot be tried."""
 _RANDOM = "it draws random numbers, which every rank would draw differently"
 _QUANTIZED = "torchao.optim."
 """Their state is quantized by blocks of a tensor: on shards, exact up to the rounding of a block."""
@@ -166,7 +167,7 @@ def _tried(optimizer: torch.optim.Optimizer, exact: bool) -> list[Verdict]:
 
 def _refuse_untried(optimizer: torch.optim.Optimizer) -> None:
     """Raise Refused if it reaches parameters by another way than its groups, or has random numbers of its own."""
-    ours = {id(p) for each in family(optimizer) for group in each.param_groups for p in group["params"]}
+    ours = {id(p) for member in family(optimizer) for group in member.param_groups for p in group["params"]}
     for member in family(optimizer):
         for name, attribute in vars(member).items():
             if name in ("param_groups", "state"):
@@ -274,14 +275,14 @@ def _steps_by_rows(
         if together.before[k].ndim == 0:
             continue
         for path, value in together.state[k].items():
-            found = [piece.state[k].get(path) for piece in pieces]
-            if _are_rows(found, value, together.before[k].shape[0]):
+            parts = [piece.state[k].get(path) for piece in pieces]
+            if _are_rows(parts, value, together.before[k].shape[0]):
                 verdict.rows.add(path)
-            elif all(_same(piece, value) for piece in found):
-                verdict.alike.add(path)
+            elif all(_same(part, value) for part in parts):
+                verdict.replicated.add(path)
             else:
                 return False
-    return not verdict.rows & verdict.alike
+    return not verdict.rows & verdict.replicated
 
 
 def _are_rows(pieces: list[Any], whole: Any, rows: int) -> bool:
@@ -293,20 +294,20 @@ def _are_rows(pieces: list[Any], whole: Any, rows: int) -> bool:
 
 
 def _same_settings(one: Result, two: Result, which: Sequence[int]) -> bool:
-    """What an optimizer estimates for all of a group shows in what it keeps there, long before it shows elsewhere."""
+    """True if both have the same numbers in ``which`` groups: an estimate for a whole group shows there first."""
     return all(_same(two.settings[i].get(path), value) for i in which for path, value in one.settings[i].items())
 
 
-def _same(found: Any, expected: Any) -> bool:
+def _same(actual: Any, expected: Any) -> bool:
     if isinstance(expected, torch.Tensor):
-        if not isinstance(found, torch.Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        if not isinstance(actual, torch.Tensor) or (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
             return False
-        a, b = found.detach().double(), expected.detach().double()
+        a, b = actual.detach().double(), expected.detach().double()
         return torch.allclose(a, b, rtol=TOLERANCE, atol=1e-5 * _largest(b), equal_nan=True)
-    if isinstance(found, float) and isinstance(expected, float):
-        return found == expected or abs(found - expected) <= 1e-5 * abs(expected)
+    if isinstance(actual, float) and isinstance(expected, float):
+        return actual == expected or abs(actual - expected) <= 1e-5 * abs(expected)
     try:
-        return bool(found == expected)
+        return bool(actual == expected)
     except Exception:
         return False
 

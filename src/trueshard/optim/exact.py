@@ -71,14 +71,16 @@ def norm(groups: Sequence[ShardGroup], order: float, count: int) -> torch.Tensor
     largest power. Collective over the meshes of the groups, twice.
     """
     device = groups[0].device
-    told = torch.zeros(2, dtype=torch.float64, device=device)  # largest; 1.0 if there is NaN, which a maximum may lose
+    peaks = torch.zeros(2, dtype=torch.float64, device=device)  # largest; 1.0 if there is NaN, which a maximum may lose
     for group in groups:
-        found = torch.zeros_like(told)
+        local = torch.zeros_like(peaks)
         for piece in group.pieces:
-            peak = largest_of(piece).to(found)
-            found = torch.maximum(found, torch.stack([peak.nan_to_num(0.0, math.inf), peak.isnan().to(found)]))
-        told = torch.maximum(told, found if group.ranks is None else _largest(group, found))
-    largest, missing = told.unbind()
+            peak = largest_of(piece).to(local)
+            local = torch.maximum(local, torch.stack([peak.nan_to_num(0.0, math.inf), peak.isnan().to(local)]))
+        if group.ranks is not None:
+            local = all_reduce_over(group.ranks, local, dist.ReduceOp.MAX)
+        peaks = torch.maximum(peaks, local)
+    largest, missing = peaks.unbind()
     if missing:
         return largest.new_full((), math.nan)
     if not largest or torch.isinf(largest):
@@ -86,11 +88,6 @@ def norm(groups: Sequence[ShardGroup], order: float, count: int) -> torch.Tensor
     scale = below(float(largest))  # a power of two, so that dividing by it rounds nothing
     total: torch.Tensor = scale * _sum_of_powers(groups, order, scale, count) ** (1.0 / order)
     return total
-
-
-def _largest(group: ShardGroup, values: torch.Tensor) -> torch.Tensor:
-    assert group.ranks is not None
-    return all_reduce_over(group.ranks, values, dist.ReduceOp.MAX)
 
 
 def _sum_of_powers(groups: Sequence[ShardGroup], order: float, scale: float, count: int) -> torch.Tensor:

@@ -106,8 +106,8 @@ class LocalShard(StandIn):
 
     def take_back(self) -> None:
         parameter, leaf = self.parameter, self.leaf
-        own, now = _torch.addresses([self._memory, leaf])
-        if now != own:  # the optimizer assigned new memory: p.data = ...
+        before, now = _torch.addresses([self._memory, leaf])
+        if now != before:  # the optimizer assigned new memory: p.data = ...
             self._memory.copy_(leaf.detach())
             leaf.data = self._memory
         if leaf.grad is not self._grad:
@@ -119,7 +119,7 @@ class LocalShard(StandIn):
         self._dtensor_of.clear()
 
     def _localise(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
-        """In place where it is a dict or a list, so that the user's own objects stay."""
+        """Return plain local state; dicts and lists are changed in place, so that the user's own objects stay."""
         if isinstance(value, DTensor):
             local = _torch.local(value)
             self._dtensor_of[id(local)] = value
@@ -134,9 +134,8 @@ class LocalShard(StandIn):
 
     def _show(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
         if isinstance(value, torch.Tensor):
-            known = self._dtensor_of.get(id(value))
-            if known is not None:
-                return known
+            if (dtensor := self._dtensor_of.get(id(value))) is not None:
+                return dtensor
             if not isinstance(value, DTensor) and self._is_rows(path, value, self.leaf):
                 return as_shard(value, self.parameter)
             return value
@@ -181,17 +180,17 @@ class JoinedShards(StandIn):
         self.leaf = leaf_over(_torch.flat_memory(self._locals[0], sum(self._counts)), members[0])
         self._grad: torch.Tensor | None = None
         self._entries: dict[str, Any] | None = None
-        """The leaf's state."""
+        """State of the leaf; None: the optimizer has made none yet."""
         self._shown: list[dict[str, Any]] = []
-        """The same as its members show it, each in its own dict."""
+        """``_entries`` as each member shows it: its view of every tensor."""
         self._values: list[Any] = []
         """Every value in ``_shown``, to see whether one was replaced."""
         self._scalars: dict[str, torch.Tensor] = {}
-        """By key of a 0-dim tensor: one element a member, of which the first is the leaf's own."""
+        """Key of a 0-dim tensor → one element a member; the first is the leaf's own, so members see its count grow."""
         self._versions: dict[str, int] = {}
-        """Of ``_scalars``, when all of its elements were known to be equal."""
+        """Version of each of ``_scalars`` when its elements were equal: comparing again would wait for the device."""
         self._spread_values: dict[str, Any] = {}
-        """What the leaf's state was when it was last spread over the members."""
+        """State of the leaf when it was last spread over the members, to see what the optimizer replaced."""
 
     def ready(self, state: State) -> bool:
         """True if all members can be stepped as one now: gradients and state allow it, or there are no gradients."""
@@ -206,8 +205,8 @@ class JoinedShards(StandIn):
             shards = _torch.shards_of(grads)
         else:
             shards = [local_gradient(member) for member in self.members]
-        alike = all(shard.dtype == self.leaf.dtype for shard in shards)
-        if not alike or not all(map(torch.Tensor.is_contiguous, shards)):
+        same_dtype = all(shard.dtype == self.leaf.dtype for shard in shards)
+        if not same_dtype or not all(map(torch.Tensor.is_contiguous, shards)):
             return False
         pieces = contiguous_pieces(shards)  # one for each unit
         if (len(pieces) > 1 and self.leaf.nbytes > COPIED) or not self._joins_state(state):
@@ -269,23 +268,23 @@ class JoinedShards(StandIn):
 
     def _joins_state(self, state: State) -> bool:
         """True if the members' state is still the leaf's, or could be joined to be it."""
-        found: list[Any] = list(map(state.get, self.members))
-        if all(entries is None for entries in found):
+        now: list[Any] = list(map(state.get, self.members))
+        if all(entries is None for entries in now):
             self._entries = None
             return True
-        if self._entries is not None and all(map(operator.is_, found, self._shown)):
+        if self._entries is not None and all(map(operator.is_, now, self._shown)):
             values = list(itertools.chain.from_iterable(map(dict.values, self._shown)))
             if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
                 return all(self._still_equal(key) for key in self._scalars)
-        if any(type(entries) is not dict or entries.keys() != found[0].keys() for entries in found):
+        if any(type(entries) is not dict or entries.keys() != now[0].keys() for entries in now):
             return False
         joined: dict[str, Any] = {}
-        for key in found[0]:
-            values = [self._local(key, member, each[key]) for member, each in zip(self.members, found, strict=True)]
+        for key in now[0]:
+            values = [self._local(key, member, entries[key]) for member, entries in zip(self.members, now, strict=True)]
             if (value := self._join(values)) is None:
                 return False
             (joined[key],) = value
-        self._entries, self._shown, self._scalars = joined, found, {}
+        self._entries, self._shown, self._scalars = joined, now, {}
         for key, value in list(joined.items()):
             self._spread(key, value)
         self._remember()
@@ -334,8 +333,8 @@ class GroupStandIns:
         self._single: dict[int, StandIn] = {id(p): Placeholder(p) for _, p in self.owned}
         """``id`` of a parameter → the stand-in that takes its place alone."""
         self._joined = _join_neighbours(self._parameters) if verdict.elementwise else []
-        joined = {id(member) for each in self._joined for member in each.members}
-        self._apart = [parameter for parameter in parameters if id(parameter) not in joined]
+        joined = {id(member) for shards in self._joined for member in shards.members}
+        self._separate = [parameter for parameter in parameters if id(parameter) not in joined]
 
     def fit(self, parameters: Sequence[torch.Tensor], verdict: Verdict) -> bool:
         """True if these are the stand-ins of ``parameters`` still."""
@@ -348,13 +347,13 @@ class GroupStandIns:
 
     def now(self, state: State) -> list[StandIn]:
         """Return what stands in the group in this step: joined shards that are ready, then the others one by one."""
-        ready = [each for each in self._joined if each.ready(state)]
-        apart = [member for each in self._joined if each not in ready for member in each.members]
-        return [*ready, *map(self._alone, [*apart, *self._apart])]
+        ready = [shards for shards in self._joined if shards.ready(state)]
+        unready = [member for shards in self._joined if shards not in ready for member in shards.members]
+        return [*ready, *map(self._alone, [*unready, *self._separate])]
 
     def _alone(self, parameter: torch.Tensor) -> StandIn:
-        if (known := self._single.get(id(parameter))) is not None:
-            return known
+        if (stand_in := self._single.get(id(parameter))) is not None:
+            return stand_in
         is_rows = self._verdict.is_rows
         made = LocalShard(parameter, is_rows) if isinstance(parameter, DTensor) else WholeTensor(parameter, parameter)
         return self._single.setdefault(id(parameter), made)
@@ -367,7 +366,7 @@ def _join_neighbours(parameters: Sequence[torch.Tensor]) -> list[JoinedShards]:
         if isinstance(parameter, DTensor) and _torch.is_plain(local) and local.numel() and local.is_contiguous()
     ]
     chains: dict[Any, list[DTensor]] = {}
-    """By what the next one must have: its address, memory, dtype and ``requires_grad``."""
+    """Key that the next neighbour must have (address, memory, dtype, ``requires_grad``) → the chain so far."""
     starts = _torch.addresses(_torch.shards_of(able))
     for start, parameter in sorted(zip(starts, able, strict=True), key=operator.itemgetter(0)):
         local = _torch.local(parameter)
@@ -382,15 +381,15 @@ def _join_neighbours(parameters: Sequence[torch.Tensor]) -> list[JoinedShards]:
 def swapped(optimizer: torch.optim.Optimizer, stand_ins: Sequence[Sequence[StandIn]]) -> Iterator[None]:
     """Inside, show the optimizer, and those that it wraps, leaves; then again DTensors, with what it changed."""
     # No optimizer expects an empty group, but each knows parameters without a gradient.
-    lists = [given or [Placeholder(None)] for given in stand_ins]
-    every = [each for given in lists for each in given]
+    lists = [in_group or [Placeholder(None)] for in_group in stand_ins]
+    every = [stand_in for in_group in lists for stand_in in in_group]
     groups = list(optimizer.param_groups)
     members = [group["params"] for group in groups]
-    for each in every:
-        each.take_gradient()
-    for group, given in zip(groups, lists, strict=True):
-        group["params"] = [each.leaf for each in given]
-    holders = [each for each in family(optimizer) if "state" in vars(each)]
+    for stand_in in every:
+        stand_in.take_gradient()
+    for group, in_group in zip(groups, lists, strict=True):
+        group["params"] = [stand_in.leaf for stand_in in in_group]
+    holders = [member for member in family(optimizer) if "state" in vars(member)]
     states: list[State] = [holder.state for holder in holders]
     distinct = {id(state): state for state in states}  # a wrapper may share the state of what it wraps
     lent = {key: _lend(state, every) for key, state in distinct.items()}
@@ -399,8 +398,8 @@ def swapped(optimizer: torch.optim.Optimizer, stand_ins: Sequence[Sequence[Stand
     yield
     for group, shown in zip(groups, members, strict=True):
         group["params"] = shown
-    for each in every:
-        each.take_back()
+    for stand_in in every:
+        stand_in.take_back()
     for holder, state in zip(holders, states, strict=True):
         left: State = holder.state
         holder.state = state  # type: ignore[assignment]
@@ -412,19 +411,19 @@ def _lend(state: State, stand_ins: Sequence[StandIn]) -> State:
     lent: State = defaultdict(dict)
     if not all(issubclass(kind, torch.Tensor) for kind in set(map(type, state))):
         lent.update((key, value) for key, value in state.items() if not isinstance(key, torch.Tensor))
-    for each in stand_ins:
-        if (entries := each.lend(state)) is not None:
-            lent[each.leaf] = entries
+    for stand_in in stand_ins:
+        if (entries := stand_in.lend(state)) is not None:
+            lent[stand_in.leaf] = entries
     return lent
 
 
 def _keep(state: State, lent: State, stand_ins: Sequence[StandIn], members: Sequence[Sequence[torch.Tensor]]) -> None:
     count = len(state)
-    for each in stand_ins:
-        each.keep(state, lent.pop(each.leaf, None))
+    for stand_in in stand_ins:
+        stand_in.keep(state, lent.pop(stand_in.leaf, None))
     state.update(lent)
     if len(state) != count:  # new state comes in the order of memory; the user's is that of the groups
-        found = dict(state)
+        entries = dict(state)
         state.clear()
-        state.update((p, found.pop(p)) for group in members for p in group if p in found)
-        state.update(found)
+        state.update((p, entries.pop(p)) for group in members for p in group if p in entries)
+        state.update(entries)

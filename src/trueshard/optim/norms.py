@@ -83,20 +83,20 @@ def clip_grad_norm_(
         check_stages("over", over)
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    given = list(parameters)
-    if not given and isinstance(parameters, types.GeneratorType):
+    members = list(parameters)
+    if not members and isinstance(parameters, types.GeneratorType):
         warnings.warn("the generator of parameters is empty (used up?), so no gradient is clipped", stacklevel=3)
-    grads = [grad for parameter in given if (grad := parameter.grad) is not None]
+    grads = [grad for parameter in members if (grad := parameter.grad) is not None]
     if not grads and over is None:
         return torch.tensor(0.0)
     groups, order = group_shards(grads), float(norm_type)
     # torch's norm is that of the vector of each gradient's norm, rounded to the gradients' dtype.
-    if over is None and 0 < order < math.inf and exact.are_exact(given):
+    if over is None and 0 < order < math.inf and exact.are_exact(members):
         total = exact.norm(groups, order, sum(grad.numel() for grad in grads)).to(_promoted(groups))
     elif over is None:
         total = _total(groups, order, foreach).to(_promoted(groups))
     else:
-        counted = [p.grad for p in given if p.grad is not None and not is_copy(p)]
+        counted = [p.grad for p in members if p.grad is not None and not is_copy(p)]
         total = _over_stages(group_shards(counted), order, foreach, over)
     if error_if_nonfinite and not torch.isfinite(total):
         each = _norms(groups, order, foreach, each=True) if groups else total.new_zeros(0)
@@ -105,13 +105,16 @@ def clip_grad_norm_(
     if scale.device.type == "cpu" and scale.item() == 1.0:  # on an accelerator, looking would wait for it
         return total
     for group in groups:
-        factor = scale.to(group.device)
-        if foreach is False:
-            for grad in group.shards:
-                grad.mul_(factor)
-        elif group.pieces:
-            _torch.foreach_mul_(group.pieces, factor)
+        _scale(group, scale.to(group.device), foreach)
     return total
+
+
+def _scale(group: ShardGroup, factor: torch.Tensor, foreach: bool | None) -> None:
+    if foreach is False:
+        for shard in group.shards:
+            shard.mul_(factor)
+    elif group.pieces:
+        _torch.foreach_mul_(group.pieces, factor)
 
 
 def _not_finite(grads: Sequence[torch.Tensor], norms: torch.Tensor, total: torch.Tensor, norm_type: float) -> str:
@@ -136,12 +139,12 @@ def _total(groups: Sequence[ShardGroup], order: float, foreach: bool | None) -> 
 def _over_stages(groups: Sequence[ShardGroup], order: float, foreach: bool | None, stages: DeviceMesh) -> torch.Tensor:
     """Return the norm of what all ``stages`` have together, each its own ``groups``. Collective."""
     device = device_of(stages)
-    told = torch.zeros(2, dtype=widest_float(device), device=device)  # norm; dtype, 0 where there is no gradient
+    message = torch.zeros(2, dtype=widest_float(device), device=device)  # norm; dtype, 0 where there is no gradient
     if groups:
-        told[0] = _total(groups, order, foreach)
-        told[1] = 1 + _FLOATS.index(_promoted(groups))
-    everyone = [torch.empty_like(told) for _ in range(stages.size())]
-    dist.all_gather(everyone, told, group=stages.get_group())
+        message[0] = _total(groups, order, foreach)
+        message[1] = 1 + _FLOATS.index(_promoted(groups))
+    everyone = [torch.empty_like(message) for _ in range(stages.size())]
+    dist.all_gather(everyone, message, group=stages.get_group())
     norms, kinds = torch.stack(everyone).unbind(1)
     dtypes = [_FLOATS[int(kind) - 1] for kind in kinds.tolist() if kind]
     if not dtypes:
@@ -157,15 +160,15 @@ def _norms(groups: Sequence[ShardGroup], order: float, foreach: bool | None, *, 
     by_ranks: dict[Ranks | None, list[ShardGroup]] = {}
     for group in groups:
         by_ranks.setdefault(group.ranks, []).append(group)
-    found = []
-    for ranks, alike in by_ranks.items():
-        norms = torch.cat([_local_norms(group, order, foreach, each).to(device) for group in alike])
+    results = []
+    for ranks, members in by_ranks.items():
+        norms = torch.cat([_local_norms(group, order, foreach, each).to(device) for group in members])
         norms = norms if each else torch.linalg.vector_norm(norms, order, keepdim=True)
-        found.append(norms if ranks is None else _across(ranks, norms, order))
-    norms = torch.cat(found)
+        results.append(norms if ranks is None else _across(ranks, norms, order))
+    norms = torch.cat(results)
     if not each or len(groups) == 1:
         return norms
-    indices = [index for alike in by_ranks.values() for group in alike for index in group.indices]
+    indices = [index for members in by_ranks.values() for group in members for index in group.indices]
     return norms[torch.tensor(indices, device=device).argsort()]
 
 
@@ -214,11 +217,11 @@ class Norms:
     """L2 norms of whole tensors, as if nothing were sharded."""
 
     gradient: float | None
-    """Before the step, as the optimizer found it; None: there was no gradient."""
+    """Norm of the gradient that the optimizer found; None: there was no gradient."""
     update: float
-    """Of the new values less the old ones; 0.0 for what did not move."""
+    """Norm of the difference, new values less old ones; 0.0 for what did not move."""
     parameter: float
-    """After the step."""
+    """Norm of the values after the step."""
 
 
 class MeasuredNorms(Mapping[str, Norms]):
@@ -230,31 +233,32 @@ class MeasuredNorms(Mapping[str, Norms]):
     """
 
     def __init__(self) -> None:
-        self._found: dict[str, Norms] | None = None
+        self._norms: dict[str, Norms] | None = None
+        """None until the block has ended."""
         self._ties: dict[str, str] = {}
         self._why = "norms are known when the block of measure_norms() has ended; read them after it"
 
-    def _known(self) -> dict[str, Norms]:
-        if self._found is None:
+    def _measured(self) -> dict[str, Norms]:
+        if self._norms is None:
             raise RuntimeError(self._why)
-        return self._found
+        return self._norms
 
     def __getitem__(self, name: str) -> Norms:
-        found = self._known()
-        if name in found:
-            return found[name]
+        norms = self._measured()
+        if name in norms:
+            return norms[name]
         if name in self._ties:
             raise KeyError(f"{name!r} is tied to {self._ties[name]!r}; ask for that")
-        raise KeyError(f"no parameter is called {name!r}.{names.nearest(name, found)}")
+        raise KeyError(f"no parameter is called {name!r}.{names.nearest(name, norms)}")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._known())
+        return iter(self._measured())
 
     def __len__(self) -> int:
-        return len(self._known())
+        return len(self._measured())
 
     def __repr__(self) -> str:
-        return f"MeasuredNorms({'not known' if self._found is None else self._found})"
+        return f"MeasuredNorms({'not known' if self._norms is None else self._norms})"
 
 
 @contextlib.contextmanager
@@ -307,14 +311,14 @@ def measure_norms(model: nn.Module) -> Iterator[MeasuredNorms]:
         change = old.to(torch.promote_types(old.dtype, torch.float32)).sub_(_torch.local(parameters[i]).detach())
         updates[i] = _squares([change])[0]
     squares = torch.stack([gradients, updates, after, had.to(after.device)])
-    alike: dict[Ranks | None, list[int]] = {}
+    by_ranks: dict[Ranks | None, list[int]] = {}
     for i, parameter in enumerate(parameters):
-        alike.setdefault(sharded_over(parameter), []).append(i)
-    for ranks, members in alike.items():
+        by_ranks.setdefault(sharded_over(parameter), []).append(i)
+    for ranks, members in by_ranks.items():
         if ranks is not None:
             squares[:, members] = all_reduce_over(ranks, squares[:, members], dist.ReduceOp.SUM)
-    found = zip(named.values(), *squares.sqrt().tolist(), strict=True)
-    measured._found = {name: Norms(g if had else None, u, p) for name, g, u, p, had in found}
+    rows = zip(named.values(), *squares.sqrt().tolist(), strict=True)
+    measured._norms = {name: Norms(g if had else None, u, p) for name, g, u, p, had in rows}
 
 
 @torch.no_grad()

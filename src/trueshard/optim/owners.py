@@ -54,12 +54,12 @@ class Holders:
         self.rank = self._coordinates.index(tuple(self._here[dim] for dim in dims))
 
     def places(self) -> list[list[int]]:
-        """Return the coordinate of each of them in the mesh."""
-        every = (dict(zip(self._dims, each, strict=True)) for each in self._coordinates)
-        return [[own.get(dim, here) for dim, here in enumerate(self._here)] for own in every]
+        """Return the coordinate of each holder in the mesh."""
+        varying = [dict(zip(self._dims, coordinate, strict=True)) for coordinate in self._coordinates]
+        return [[fixed.get(dim, here) for dim, here in enumerate(self._here)] for fixed in varying]
 
     def regions(self, parameter: DTensor) -> list[Region]:
-        """Return which indices of ``parameter`` each of them holds."""
+        """Return which indices of ``parameter`` each holder has."""
         return [region_of(parameter, place) for place in self.places()]
 
 
@@ -71,10 +71,10 @@ class Owned:
     holders: Holders
     owner: int
     place: Place
-    whole: nn.Parameter | None = None
-    """On the owner, the whole value, unless the update needs none."""
-    known: tuple[int, torch.Tensor] | None = None
-    """``_now()`` of the shard that the owner knows."""
+    full: nn.Parameter | None = None
+    """The full value, on the owner alone, from its first step on; None where the update needs no value."""
+    fetched: tuple[int, torch.Tensor] | None = None
+    """Fingerprint of this rank's rows when the owner had them last."""
 
     @property
     def local(self) -> torch.Tensor:
@@ -86,15 +86,18 @@ class Owned:
         return self.holders.rank == self.owner
 
     def note(self) -> None:
-        """Remember that the owner knows this rank's rows as they are."""
-        self.known = self._now()
+        """Remember that the owner has this rank's rows as they are."""
+        self.fetched = self._fingerprint()
 
     def is_stale(self) -> bool:
-        """True if someone wrote to this rank's rows."""
-        return self.known != self._now()
+        """True if somebody wrote to this rank's rows since the owner had them."""
+        return self.fetched != self._fingerprint()
 
-    def _now(self) -> tuple[int, torch.Tensor]:
-        """Return the version of this rank's rows and a sum over their bits: ``parameter.data`` has no version."""
+    def _fingerprint(self) -> tuple[int, torch.Tensor]:
+        """Return torch's count of writes to this rank's rows, and a sum over their bits.
+
+        The count alone misses writes through ``parameter.data``, which has a counter of its own.
+        """
         integers = self.local.detach().contiguous().view(_INTEGER[self.local.itemsize])
         return _torch.version(self.parameter), integers.sum(dtype=torch.int64)
 
@@ -142,7 +145,7 @@ class Arrival:
         device = device_of(batch.holders.mesh)
         flat = [part.reshape(-1) for part in parts]
         dtype = flat[0].dtype if flat else batch.members[0].parameter.dtype
-        # Alive until it has left.
+        # Kept alive until it has left.
         self._sent = torch.cat(flat).to(device) if flat else torch.empty(0, dtype=dtype, device=device)
         self._buffer = torch.empty(sum(received), dtype=dtype, device=device)
         group = batch.holders.group
@@ -159,86 +162,94 @@ class Batch:
 
     def __init__(self, members: Sequence[Owned], holders: Holders) -> None:
         self.holders = holders
-        of_owner = [[each for each in members if each.owner == owner] for owner in range(holders.size)]
-        self.members = [each for owned in of_owner for each in owned]
-        self.mine = of_owner[holders.rank]
-        self._here = [sum(each.local.numel() for each in owned) for owned in of_owner]
+        by_owner = [[member for member in members if member.owner == owner] for owner in range(holders.size)]
+        self.members = [member for owned in by_owner for member in owned]
+        self.mine = by_owner[holders.rank]
+        self._here = [sum(member.local.numel() for member in owned) for owned in by_owner]
         """Elements of this rank's parts, by owner."""
-        by_member = [holders.regions(each.parameter) for each in self.mine]
-        self._regions = [[regions[other] for regions in by_member] for other in range(holders.size)]
-        """Which indices each rank has of each of ``mine``."""
-        self._counts = [[math.prod(extent(region)) for region in own] for own in self._regions]
-        """Elements of the same."""
+        by_member = [holders.regions(member.parameter) for member in self.mine]
+        self._regions = [[regions[rank] for regions in by_member] for rank in range(holders.size)]
+        """Indices that each rank has of each of ``mine``."""
+        self._counts = [[math.prod(extent(region)) for region in regions] for regions in self._regions]
+        """Elements in ``_regions``."""
 
     def to_owners(self, *, gradients: bool) -> Arrival:
-        """Send this rank's part of each member, or of its gradient, to its owner; ``wholes`` reads what arrives."""
-        parts = [local_gradient(each.parameter) if gradients else each.local for each in self.members]
+        """Send this rank's part of each member, or of its gradient, to its owner; ``full`` reads what arrives."""
+        parts = [local_gradient(member.parameter) if gradients else member.local for member in self.members]
         return Arrival(self, parts, self._here, list(map(sum, self._counts)))
 
-    def wholes(self, arrival: Arrival) -> list[torch.Tensor]:
-        """Return the whole tensors of ``mine``, each in memory of its own."""
+    def full(self, arrival: Arrival) -> list[torch.Tensor]:
+        """Return the full tensors of ``mine``, each in memory of its own."""
         pieces = arrival.wait().split([count for counts in self._counts for count in counts])
         count = len(self.mine)
         return [
-            _whole_of(each, pieces[i::count], [own[i] for own in self._regions]) for i, each in enumerate(self.mine)
+            _full_of(member, pieces[i::count], [regions[i] for regions in self._regions])
+            for i, member in enumerate(self.mine)
         ]
 
-    def from_owners(self, wholes: Sequence[torch.Tensor]) -> Arrival:
-        """Send the parts of ``wholes`` (of ``mine``) to the ranks that hold them; ``parts`` reads what arrives."""
+    def from_owners(self, updated: Sequence[torch.Tensor]) -> Arrival:
+        """Send the parts of ``updated`` (of ``mine``) to the ranks that hold them; ``parts`` reads what arrives."""
         parts = [
-            take(whole.detach(), region) for own in self._regions for whole, region in zip(wholes, own, strict=True)
+            take(tensor.detach(), region)
+            for regions in self._regions
+            for tensor, region in zip(updated, regions, strict=True)
         ]
         return Arrival(self, parts, list(map(sum, self._counts)), self._here)
 
     def parts(self, arrival: Arrival) -> list[tuple[Owned, torch.Tensor]]:
         """Return every member with this rank's part of it."""
-        pieces = arrival.wait().split([each.local.numel() for each in self.members])
-        return [(each, piece.view(each.local.shape)) for each, piece in zip(self.members, pieces, strict=True)]
+        pieces = arrival.wait().split([member.local.numel() for member in self.members])
+        return [(member, piece.view(member.local.shape)) for member, piece in zip(self.members, pieces, strict=True)]
 
 
-def _whole_of(each: Owned, pieces: Sequence[torch.Tensor], regions: Sequence[Region]) -> torch.Tensor:
-    """Return the whole tensor of which these are the parts, in memory of its own."""
-    shape, device = each.parameter.shape, each.local.device
-    if each.holders.in_order and has_whole_rows(each.parameter) and all(len(region[0]) == 1 for region in regions):
+def _full_of(member: Owned, pieces: Sequence[torch.Tensor], regions: Sequence[Region]) -> torch.Tensor:
+    """Return the full tensor of which these flat ``pieces`` are the parts, in memory of its own."""
+    shape, device = member.parameter.shape, member.local.device
+    in_rows = member.holders.in_order and has_whole_rows(member.parameter)
+    if in_rows and all(len(region[0]) == 1 for region in regions):
         return torch.cat(list(pieces)).view(shape).to(device)
-    whole = pieces[0].new_empty(shape)
+    full = pieces[0].new_empty(shape)
     for piece, region in zip(pieces, regions, strict=True):
-        put(whole, region, piece.view(extent(region)))
-    return whole.to(device)
+        put(full, region, piece.view(extent(region)))
+    return full.to(device)
 
 
 def _batches(members: Sequence[Owned]) -> Iterator[Batch]:
     """Yield members of the same holders and dtype together, about ``BATCH_BYTES`` an owner, its costly ones first."""
     kinds: dict[Any, list[Owned]] = {}
-    for each in members:
-        grad = each.parameter.grad
-        key = each.holders, each.parameter.dtype, None if grad is None else grad.dtype
-        kinds.setdefault(key, []).append(each)
-    for (holders, dtype, _), alike in kinds.items():
+    for member in members:
+        grad = member.parameter.grad
+        key = member.holders, member.parameter.dtype, None if grad is None else grad.dtype
+        kinds.setdefault(key, []).append(member)
+    for (holders, dtype, _), of_kind in kinds.items():
         taken: dict[int, int] = {}
         batches: dict[int, list[Owned]] = {}
-        for each in sorted(alike, key=lambda each: -update_cost(each.parameter.shape)):
-            before = taken.get(each.owner, 0)
-            taken[each.owner] = before + each.parameter.numel() * dtype.itemsize
-            batches.setdefault(before // BATCH_BYTES, []).append(each)
+        for member in sorted(of_kind, key=lambda member: -update_cost(member.parameter.shape)):
+            before = taken.get(member.owner, 0)
+            taken[member.owner] = before + member.parameter.numel() * dtype.itemsize
+            batches.setdefault(before // BATCH_BYTES, []).append(member)
         for number in sorted(batches):
             yield Batch(batches[number], holders)
 
 
 class Owners:
+    """Owners of the parameters of one optimizer. An owner stays the owner, since it has all of the state."""
+
     def __init__(self) -> None:
         self._of: dict[int, Owned] = {}
-        """By ``id`` of the parameter."""
+        """``id`` of a parameter → its record."""
         self._holders: dict[Ranks, Holders] = {}
+        """Made once, since more than one dimension of a mesh needs a process group of its own."""
         self._loads: dict[Holders, list[list[float]]] = {}
+        """[elements, cost] that each of the holders owns so far, for parameters that are added later."""
 
     def of(self, parameters: Sequence[tuple[DTensor, Place]]) -> list[Owned]:
         """Return the records of ``parameters`` and their places now, with owners for those that are new."""
         if new := [(p, place) for p, place in parameters if id(p) not in self._of]:
-            alike: dict[Ranks, list[tuple[DTensor, Place]]] = {}
+            by_ranks: dict[Ranks, list[tuple[DTensor, Place]]] = {}
             for parameter, place in new:
-                alike.setdefault(cut_over(parameter), []).append((parameter, place))
-            for ranks, members in alike.items():
+                by_ranks.setdefault(cut_over(parameter), []).append((parameter, place))
+            for ranks, members in by_ranks.items():
                 if ranks not in self._holders:
                     self._holders[ranks] = Holders(*ranks)
                 holders = self._holders[ranks]
@@ -248,7 +259,7 @@ class Owners:
                     self._of[id(parameter)] = Owned(parameter, holders, owner, place)
         if len(self._of) > len(parameters):
             held = {id(p) for p, _ in parameters}
-            self._of = {key: each for key, each in self._of.items() if key in held}
+            self._of = {key: owned for key, owned in self._of.items() if key in held}
         for parameter, place in parameters:
             self._of[id(parameter)].place = place
         return [self._of[id(parameter)] for parameter, _ in parameters]
@@ -264,20 +275,22 @@ class Owners:
             This rank's (record, leaf with the whole gradient) of a batch, and whether it is the last. When asked for
             the next, the leaves must be updated. Leaves without a gradient are in the last, as far as they are known.
         """
-        keeping = [each for each in members if not decoupled[each.place[0]] and each.parameter.requires_grad]
+        keeping = [m for m in members if not decoupled[m.place[0]] and m.parameter.requires_grad]
         if _agree(members, keeping):
             _fetch(keeping)
-        taking = [each for each in members if each.parameter.grad is not None]
-        resting = [(each, _whole(each)) for each in keeping if each.parameter.grad is None and each.is_mine]
+        taking = [member for member in members if member.parameter.grad is not None]
+        resting = [(member, _full(member)) for member in keeping if member.parameter.grad is None and member.is_mine]
         batches = list(_batches(taking))
         if not batches and resting:
             yield resting, True
+        # Two batches of gradients are on their way at a time, and one of results: the next batch travels while this
+        # one is updated, and no more lie in memory.
         coming = [batch.to_owners(gradients=True) for batch in batches[:1]]
         going: list[tuple[Batch, Arrival]] = []
         for k, batch in enumerate(batches):
             coming += [following.to_owners(gradients=True) for following in batches[k + 1 : k + 2]]
-            grads = batch.wholes(coming.pop(0))
-            leaves = [_whole(each, zeros=decoupled[each.place[0]]) for each in batch.mine]
+            grads = batch.full(coming.pop(0))
+            leaves = [_full(member, zeros=decoupled[member.place[0]]) for member in batch.mine]
             for leaf, grad in zip(leaves, grads, strict=True):
                 leaf.grad = grad
             del grads
@@ -288,42 +301,42 @@ class Owners:
             going.append((batch, batch.from_owners(leaves)))
             if len(going) > 1:
                 _land(*going.pop(0), groups, decoupled)
-        for each in going:
-            _land(*each, groups, decoupled)
+        for batch, arrival in going:
+            _land(batch, arrival, groups, decoupled)
 
 
-def _whole(each: Owned, zeros: bool = False) -> nn.Parameter:
+def _full(member: Owned, zeros: bool = False) -> nn.Parameter:
     if zeros:
-        return leaf_over(each.local.new_zeros(each.parameter.shape), each.parameter)
-    assert each.whole is not None
-    return each.whole
+        return leaf_over(member.local.new_zeros(member.parameter.shape), member.parameter)
+    assert member.full is not None
+    return member.full
 
 
 @torch.no_grad()
 def _land(batch: Batch, arrival: Arrival, groups: list[dict[str, Any]], decoupled: Sequence[bool]) -> None:
     """Write what the owners made of a batch to this rank's parts."""
-    for each, part in batch.parts(arrival):
-        if decoupled[each.place[0]]:
-            group = groups[each.place[0]]
-            each.local.mul_(1 - group["lr"] * group["weight_decay"]).add_(part)
+    for member, part in batch.parts(arrival):
+        if decoupled[member.place[0]]:
+            group = groups[member.place[0]]
+            member.local.mul_(1 - group["lr"] * group["weight_decay"]).add_(part)
         else:
-            each.local.copy_(part)
-            each.note()
+            member.local.copy_(part)
+            member.note()
 
 
 def _agree(members: Sequence[Owned], keeping: Sequence[Owned]) -> bool:
     """True if some rank wrote to a shard since its owner fetched it; raise if ranks lack different gradients."""
     any_stale = False
-    for holders in dict.fromkeys(each.holders for each in members):
-        here = [each for each in members if each.holders is holders]
-        stale = any(each.is_stale() for each in keeping if each.holders is holders)
-        present = tuple(each.parameter.grad is not None for each in here)
-        digest = hash(present) >> 2
-        told = torch.tensor([int(stale), digest, -digest], dtype=torch.int64, device=device_of(holders.mesh))
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=holders.group)
-        anyone, most, least = told.tolist()
+    for holders in dict.fromkeys(member.holders for member in members):
+        here = [member for member in members if member.holders is holders]
+        stale = any(member.is_stale() for member in keeping if member.holders is holders)
+        present = tuple(member.parameter.grad is not None for member in here)
+        digest = hash(present) >> 2  # of a tuple of bools: the same in every process; negated below without overflow
+        message = torch.tensor([int(stale), digest, -digest], dtype=torch.int64, device=device_of(holders.mesh))
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=holders.group)
+        anyone, most, least = message.tolist()
         if most != -least:
-            shapes = [tuple(each.parameter.shape) for each, has in zip(here, present, strict=True) if not has]
+            shapes = [tuple(member.parameter.shape) for member, has in zip(here, present, strict=True) if not has]
             raise RuntimeError(
                 "ranks do not have gradients for the same parameters, so they cannot be sent to their owners; "
                 f"here {len(shapes)} have none, of shapes {shapes[:3]}: let every rank reach the same parameters"
@@ -334,13 +347,13 @@ def _agree(members: Sequence[Owned], keeping: Sequence[Owned]) -> bool:
 
 @torch.no_grad()
 def _fetch(members: Sequence[Owned]) -> None:
-    """Give every owner the whole values of its parameters."""
+    """Give every owner the full values of its parameters."""
     for batch in _batches(members):
-        values = batch.wholes(batch.to_owners(gradients=False))
-        for each, value in zip(batch.mine, values, strict=True):
-            if each.whole is None:
-                each.whole = leaf_over(value, each.parameter)
+        values = batch.full(batch.to_owners(gradients=False))
+        for member, value in zip(batch.mine, values, strict=True):
+            if member.full is None:
+                member.full = leaf_over(value, member.parameter)
             else:
-                each.whole.copy_(value)
-        for each in batch.members:
-            each.note()
+                member.full.copy_(value)
+        for member in batch.members:
+            member.note()

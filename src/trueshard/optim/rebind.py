@@ -30,12 +30,12 @@ def by_shape(path: tuple[Any, ...], tensor: torch.Tensor, parameter: torch.Tenso
 
 def family(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return ``optimizer`` and those that it wraps: attributes that are optimizers themselves, as look-ahead has."""
-    found = [optimizer]
-    for each in found:
-        for value in vars(each).values():
-            if isinstance(value, torch.optim.Optimizer) and not any(value is one for one in found):
-                found.append(value)
-    return found
+    members = [optimizer]
+    for member in members:  # which grows meanwhile
+        for value in vars(member).values():
+            if isinstance(value, torch.optim.Optimizer) and not any(value is other for other in members):
+                members.append(value)
+    return members
 
 
 def rebind(optimizer: torch.optim.Optimizer, new_of: Mapping[int, nn.Parameter], is_rows: Sequence[IsRows]) -> None:
@@ -46,23 +46,23 @@ def rebind(optimizer: torch.optim.Optimizer, new_of: Mapping[int, nn.Parameter],
     """
     rule_of: dict[int, IsRows] = {}
     seen: set[int] = set()
-    for each in family(optimizer):
-        for g, group in enumerate(each.param_groups):
+    for member in family(optimizer):
+        for g, group in enumerate(member.param_groups):
             if id(group) not in seen:  # a wrapper shares the groups of what it wraps
                 seen.add(id(group))
-                if each is optimizer:
+                if member is optimizer:
                     rule_of.update((id(parameter), is_rows[g]) for parameter in group["params"])
                 group["params"][:] = [new_of[id(parameter)] for parameter in group["params"]]
-        if id(each.state) not in seen:
-            seen.add(id(each.state))
-            items = list(each.state.items())
-            each.state.clear()
+        if id(member.state) not in seen:
+            seen.add(id(member.state))
+            items = list(member.state.items())
+            member.state.clear()
             for key, entries in items:
                 new = new_of.get(id(key)) if isinstance(key, torch.Tensor) else None
                 if new is None:
-                    each.state[key] = entries
+                    member.state[key] = entries
                 else:
-                    each.state[new] = _shard_state(entries, new, rule_of.get(id(key), by_shape))
+                    member.state[new] = _shard_state(entries, new, rule_of.get(id(key), by_shape))
 
 
 def _shard_state(value: Any, new: torch.Tensor, is_rows: IsRows, path: tuple[Any, ...] = ()) -> Any:
@@ -72,7 +72,7 @@ def _shard_state(value: Any, new: torch.Tensor, is_rows: IsRows, path: tuple[Any
             return shard_like(value, new) if value.shape == new.shape or has_whole_rows(new) else value
         return value
     # A copy: whoever undoes a failed shard() puts the old containers back.
-    return each_in(copy.copy(value), lambda each, where: _shard_state(each, new, is_rows, where), path)
+    return each_in(copy.copy(value), lambda member, where: _shard_state(member, new, is_rows, where), path)
 
 
 def _is_like(value: torch.Tensor, parameter: DTensor) -> bool:
@@ -82,14 +82,14 @@ def _is_like(value: torch.Tensor, parameter: DTensor) -> bool:
 def each_in(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...] = ()) -> Any:
     """Replace each member of a container by ``change(member, its path)``; dicts and lists are changed in place."""
     if isinstance(value, dict):
-        for name, each in value.items():
-            if not isinstance(each, (float, int)):
-                value[name] = change(each, (*path, name))
+        for name, member in value.items():
+            if not isinstance(member, (float, int)):  # asked of every parameter in every step
+                value[name] = change(member, (*path, name))
     elif isinstance(value, (list, deque)):
-        for i, each in enumerate(value):
-            value[i] = change(each, (*path, i))
+        for i, member in enumerate(value):
+            value[i] = change(member, (*path, i))
     elif type(value) is tuple:
-        return tuple(change(each, (*path, i)) for i, each in enumerate(value))
+        return tuple(change(member, (*path, i)) for i, member in enumerate(value))
     return value
 
 

@@ -17,8 +17,8 @@ DRAWS = "draws"
 
 def seed_of(*numbers: int) -> int:
     """Return a seed for generators: 63 bits of a hash of ``numbers``."""
-    told = " ".join(map(str, numbers)).encode()
-    return int.from_bytes(hashlib.sha256(told).digest()[:8], "big") >> 1
+    text = " ".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
 
 @contextlib.contextmanager
@@ -28,6 +28,26 @@ def drawn_from(*numbers: int) -> Iterator[None]:
     kind, devices = ("cuda", []) if device is None else (device.type, [torch.accelerator.current_device_index()])
     with torch.random.fork_rng(devices, device_type=kind):
         torch.manual_seed(seed_of(*numbers))
+        yield
+
+
+@contextlib.contextmanager
+def sample_rng(seed: int, step: int, microbatch: int) -> Iterator[None]:
+    """Make what is drawn inside (dropout, noise) follow from these three numbers alone::
+
+        for number in mine:  # this rank's microbatches, by their numbers among those of all ranks
+            with trueshard.sample_rng(seed, step, number), trueshard.accumulate(model, last=number == mine[-1]):
+                mean(loss_sum(model, microbatches[number])).backward()
+
+    Forward and backward belong inside. Recomputed activations draw the same numbers again. torch's generators on the
+    CPU and on this rank's accelerator are as they were afterwards; Python's and numpy's are left alone.
+
+    Args:
+        seed: of the run.
+        step: of the optimizer.
+        microbatch: its number in the step, over all ranks.
+    """
+    with drawn_from(seed, step, microbatch):
         yield
 
 

@@ -5,13 +5,19 @@ DTensors. Parameters of a group that works on shards are stepped by the call its
 batches: all but the last are stepped before the call, each from the same settings, so that what a step changes in its
 groups (a count) is changed once.
 
+``[Note: Swap in step]`` DTensor's dispatch is most of what a step of small tensors costs the host, and refuses many
+optimizers. So for the time of a step the groups and state of the user's own optimizer hold plain tensors over the very
+memory of the shards. Our pre-hook must be the last and our post-hook the first, or the user's hooks would see plain
+tensors. An exception skips post-hooks; so a function over ``step`` puts DTensors back whatever happens, and so does
+``state_dict()``, which somebody may call after a step that failed before there was such a function.
+
 What an optimizer is doing is the list ``Stepping.states``, outermost first; empty: idle, and it holds DTensors.
 
 - ``STEP``: a step runs; the class's own ``step`` sees plain tensors.
 - ``NESTED``: a step inside that step, of a subclass that calls ``super().step()``. It changes nothing.
 - ``CLOSURE``: the user's closure runs inside the step, and sees DTensors.
 
-From the first ``shard()`` of the process on, every optimizer is looked at before it steps:
+While there is a sharded model, every optimizer is looked at before it steps:
 
 - One that holds a parameter from before sharding, or one of the gathered copies, would train nothing: an error says so.
 - One that was made from a sharded model's parameters and never given to ``shard()`` is bound before its first step, so
@@ -58,7 +64,7 @@ def watch_steps() -> Callable[[], None]:
 
 @torch.compiler.disable
 def drop_unreduced(zeroed: torch.optim.Optimizer | nn.Module) -> None:
-    """After ``zero_grad`` of an optimizer or module, drop what its parameters have on this rank and not reduced yet."""
+    """Drop, after ``zero_grad`` of an optimizer or module, gradients of its parameters that are not reduced yet."""
     for model in registry.models():
         if model.has_pending:
             held = _members(zeroed) if isinstance(zeroed, torch.optim.Optimizer) else zeroed.parameters()
@@ -120,7 +126,7 @@ def _binding(optimizer: torch.optim.Optimizer) -> Stepping | None:
 
 
 def bind(optimizer: torch.optim.Optimizer, verdicts: list[Verdict] | None = None) -> Stepping:
-    """From now on, let ``optimizer`` step without DTensor dispatch, exactly. Raises the ValueError of ``classify``."""
+    """Let ``optimizer`` step without DTensor dispatch, exactly, from now on. Raises the ValueError of ``classify``."""
     binding = _binding(optimizer)
     if binding is None:
         binding = Stepping(optimizer, _verdicts(optimizer) if verdicts is None else verdicts)
@@ -134,12 +140,12 @@ def _verdicts(optimizer: torch.optim.Optimizer) -> list[Verdict]:
 
 @dataclass(frozen=True)
 class Role:
-    """How the state of a sharded parameter is kept."""
+    """Role of this rank in keeping the state of a sharded parameter."""
 
     is_mine: bool | None
-    """Whether this rank has all of it, as the parameter's owner; None: each rank has that of its shard."""
+    """True if this rank owns the parameter and has all of its state; None: each rank has the state of its shard."""
     is_rows: IsRows
-    """Of the latter, which tensors are sharded like the parameter."""
+    """Rule that tells which tensors of the state are sharded like the parameter, where each rank has some."""
 
 
 def roles_of(optimizer: torch.optim.Optimizer) -> dict[int, Role]:
@@ -150,7 +156,7 @@ def roles_of(optimizer: torch.optim.Optimizer) -> dict[int, Role]:
 
 
 class State(enum.Enum):
-    """What an optimizer is doing; the file's docstring is the glossary."""
+    """State of an optimizer; the file's docstring is the glossary."""
 
     STEP = enum.auto()
     NESTED = enum.auto()
@@ -165,17 +171,17 @@ class Stepping:
         self._verdicts = verdicts
         self._groups = list(optimizer.param_groups)
         self._stand_ins: list[GroupStandIns] = []
-        """By group, those that were used last."""
+        """Stand-ins of each group in the last step: reused while its parameters and their memory stay."""
         self._owners = Owners()
         self._swapped = contextlib.ExitStack()
         """Closing it shows DTensors again; nothing happens if they are shown."""
         self._sending: Iterator[Any] = iter(())
-        """The rest of the way of owned parameters whose last batch the call itself steps."""
+        """Generator that sends the last batch back, which the call itself steps; empty where it steps none."""
         self._watches_random = any(v.rows is not None for v in verdicts) and not any(v.draws for v in verdicts)
         self._random: Any = None
-        """State of the random number generator when the optimizer began to compute."""
+        """State of torch's generator when the optimizer began to compute; valid inside a step."""
         self._losses: list[tuple[Any, Any]] = []
-        """What the optimizer was told in this step, and what the user's closure returned."""
+        """(averaged loss that the optimizer got, the user's own loss) of each call of the closure in this step."""
         _torch.make_hookable(optimizer)
         self._before_handle = optimizer.register_step_pre_hook(torch.compiler.disable(self._before))
         after = optimizer.register_step_post_hook(torch.compiler.disable(self._after))
@@ -200,8 +206,8 @@ class Stepping:
             before.move_to_end(handle)
             self._abandon()
             try:
-                found = type(this).step(this, *args, **kwargs) if inner is None else inner(*args, **kwargs)
-                return self._with_own_losses(found)
+                result = type(this).step(this, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+                return self._with_own_losses(result)
             finally:
                 self._abandon()
                 self._losses = []
@@ -219,13 +225,13 @@ class Stepping:
     def roles(self, optimizer: torch.optim.Optimizer) -> dict[int, Role]:
         """Return by ``id`` the role of each sharded parameter."""
         self._follow(optimizer)
-        found = {
+        roles = {
             id(parameter): Role(None, verdict.is_rows)
             for group, verdict in zip(self._groups, self._verdicts, strict=True)
             for parameter in group["params"]
             if isinstance(parameter, DTensor)
         }
-        return found | {id(each.parameter): Role(each.is_mine, by_shape) for each in self._owned()}
+        return roles | {id(owned.parameter): Role(owned.is_mine, by_shape) for owned in self._owned()}
 
     # What is stepped
 
@@ -237,13 +243,13 @@ class Stepping:
             self._groups = list(groups)
         now = [(group["params"], verdict) for group, verdict in zip(groups, self._verdicts, strict=True)]
         if len(now) != len(self._stand_ins):
-            self._stand_ins = [GroupStandIns(*each) for each in now]
-        for g, each in enumerate(now):
-            if not self._stand_ins[g].fit(*each):
-                self._stand_ins[g] = GroupStandIns(*each)
+            self._stand_ins = [GroupStandIns(*group) for group in now]
+        for g, group in enumerate(now):
+            if not self._stand_ins[g].fit(*group):
+                self._stand_ins[g] = GroupStandIns(*group)
 
     def _owned(self) -> list[Owned]:
-        cut = [(parameter, (g, i)) for g, each in enumerate(self._stand_ins) for i, parameter in each.owned]
+        cut = [(parameter, (g, i)) for g, group in enumerate(self._stand_ins) for i, parameter in group.owned]
         return self._owners.of(cut) if cut else []
 
     # The hooks
@@ -265,7 +271,7 @@ class Stepping:
                 kwargs = {**kwargs, "closure": closure}
         if self._watches_random:
             self._random = torch.get_rng_state()
-        local = [each.now(optimizer.state) for each in self._stand_ins]
+        local = [group.now(optimizer.state) for group in self._stand_ins]
         if is_seeded:
             self._step_seeded(optimizer, local, owned, args, kwargs)
         elif owned:
@@ -308,12 +314,12 @@ class Stepping:
         """
         self._settle_state(optimizer, owned)
         groups = optimizer.param_groups
-        nothing_local = all(isinstance(each, Placeholder) for members in local for each in members)
+        nothing_local = all(isinstance(stand_in, Placeholder) for group in local for stand_in in group)
         walk = self._owners.walk(owned, groups, [verdict.decoupled for verdict in self._verdicts])
         for members, last in walk:
             batch: list[list[StandIn]] = [[Placeholder(p) for p in group["params"]] for group in groups]
-            for each, leaf in members:
-                batch[each.place[0]][each.place[1]] = WholeTensor(each.parameter, leaf)
+            for member, leaf in members:
+                batch[member.place[0]][member.place[1]] = WholeTensor(member.parameter, leaf)
             if last and nothing_local:
                 self._sending = walk
                 self._swapped.enter_context(swapped(optimizer, batch))
@@ -340,16 +346,16 @@ class Stepping:
         nothing: list[list[StandIn]] = [[Placeholder(p) for p in group["params"]] for group in groups]
 
         def step_alone(place: Place, stand_in: StandIn) -> None:
-            batch = [list(each) for each in nothing]
+            batch = [list(group) for group in nothing]
             batch[place[0]][place[1]] = stand_in
             with drawn_from(seed, number, *place):
                 self._step_ahead(optimizer, batch, args, kwargs)
 
         for members, _ in self._owners.walk(owned, groups, [False] * len(groups)):
-            for each, leaf in members:
-                step_alone(each.place, WholeTensor(each.parameter, leaf))
-        for g, each_here in enumerate(local):
-            for i, stand_in in enumerate(each_here):
+            for member, leaf in members:
+                step_alone(member.place, WholeTensor(member.parameter, leaf))
+        for g, stand_ins in enumerate(local):
+            for i, stand_in in enumerate(stand_ins):
                 if not isinstance(stand_in, Placeholder):
                     step_alone((g, i), stand_in)
         self._swapped.enter_context(swapped(optimizer, nothing))
@@ -357,14 +363,14 @@ class Stepping:
     def _settle_state(self, optimizer: torch.optim.Optimizer, owned: list[Owned]) -> None:
         """Give state from elsewhere (before sharding, a checkpoint) to its owner alone. Collective where it is cut."""
         for member in family(optimizer):
-            for each in owned:
-                if (entries := member.state.get(each.parameter)) is None:
+            for record in owned:
+                if (entries := member.state.get(record.parameter)) is None:
                     continue
-                whole = _gather(entries)
-                if each.is_mine:
-                    member.state[each.parameter] = whole
+                full = _gather(entries)
+                if record.is_mine:
+                    member.state[record.parameter] = full
                 else:
-                    del member.state[each.parameter]
+                    del member.state[record.parameter]
 
     # Closures
 
@@ -389,7 +395,7 @@ class Stepping:
                 raise
             self.states.pop()
             self._follow(optimizer)
-            self._swapped.enter_context(swapped(optimizer, [each.now(optimizer.state) for each in self._stand_ins]))
+            self._swapped.enter_context(swapped(optimizer, [group.now(optimizer.state) for group in self._stand_ins]))
             if self._watches_random:
                 self._random = torch.get_rng_state()
             return loss
@@ -405,19 +411,19 @@ class Stepping:
             mesh = next((p.device_mesh for p in _members(optimizer) if isinstance(p, DTensor)), None)
             if mesh is None or isinstance(loss, DTensor) or not isinstance(loss, (float, torch.Tensor)):
                 return loss
-            whole = torch.as_tensor(loss).detach().to(device_of(mesh), torch.float64, copy=True)
-            mean = all_reduce(whole, mesh) / mesh.size()
-            told = float(mean) if isinstance(loss, float) else mean.to(loss)
-            self._losses.append((told, loss))
-            return told
+            total = torch.as_tensor(loss).detach().to(device_of(mesh), torch.float64, copy=True)
+            mean = all_reduce(total, mesh) / mesh.size()
+            average = float(mean) if isinstance(loss, float) else mean.to(loss)
+            self._losses.append((average, loss))
+            return average
 
         return averaged
 
-    def _with_own_losses(self, found: Any) -> Any:
-        """Return what a step returned, with the user's own losses in place of averaged ones."""
-        if type(found) in (tuple, list):
-            return type(found)(map(self._with_own_losses, found))
-        return next((loss for told, loss in self._losses if told is found), found)
+    def _with_own_losses(self, result: Any) -> Any:
+        """Return the ``result`` of a step with the user's own losses in place of averaged ones."""
+        if type(result) in (tuple, list):
+            return type(result)(map(self._with_own_losses, result))
+        return next((loss for average, loss in self._losses if average is result), result)
 
 
 def _next_draws(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
@@ -438,7 +444,7 @@ def _next_draws(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
 def _gather(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value.full_tensor()
-    return each_in(value, lambda each, _: _gather(each))
+    return each_in(value, lambda member, _: _gather(member))
 
 
 @contextlib.contextmanager

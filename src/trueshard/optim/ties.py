@@ -26,12 +26,12 @@ from trueshard.model import registry
 
 @dataclass(frozen=True)
 class TiedName:
-    """What a parameter with copies on other stages is."""
+    """Identity of a parameter that has copies on other stages."""
 
     name: str
-    """In the whole model."""
+    """Name in the whole model."""
     is_first: bool
-    """Whether this is the first stage's, the one that counts where each parameter counts once."""
+    """True for the first stage's copy, the one that counts where each parameter counts once."""
 
 
 def tied_name(parameter: torch.Tensor) -> TiedName | None:
@@ -75,7 +75,7 @@ class Tie:
         self.is_pending = False
         """True from the beginning of a backward until a schedule has added up the copies' gradients."""
         self._earlier: torch.Tensor | None = None
-        """What was accumulated before this backward, which is the sum over copies already."""
+        """Gradient accumulated before this backward: the sum over copies already."""
 
     @torch.no_grad()
     def take_values(self) -> None:
@@ -84,35 +84,35 @@ class Tie:
         if not local.is_meta:
             local.copy_(self._exchange(local)[0])
 
-    def _exchange(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """Return what all holders give, in their order.
+    def _exchange(self, local: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all holders, in their order.
 
-        From rank to rank in the group of the stages: one made for the holders alone would cost more memory, and makes
-        torch count groups differently on different ranks.
+        They travel from rank to rank in the group of the stages: one made for the holders alone would cost more memory,
+        and makes torch count groups differently on different ranks.
         """
         mine, device = self._stages.get_local_rank(), device_of(self._stages)
-        own = own.to(device).contiguous()
-        if not own.numel():
-            return [own]
-        parts = [own if holder == mine else torch.empty_like(own) for holder in self._holders]
+        local = local.to(device).contiguous()
+        if not local.numel():
+            return [local]
+        parts = [local if holder == mine else torch.empty_like(local) for holder in self._holders]
         group, operations = self._stages.get_group(), []
         for part, holder in zip(parts, self._holders, strict=True):
             if holder != mine:
-                operations.append(dist.P2POp(dist.isend, own, group=group, group_peer=holder))
+                operations.append(dist.P2POp(dist.isend, local, group=group, group_peer=holder))
                 operations.append(dist.P2POp(dist.irecv, part, group=group, group_peer=holder))
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         return parts
 
     def set_aside(self) -> None:
-        """Before a backward, move the accumulated gradient aside."""
+        """Move the accumulated gradient aside, before a backward."""
         if not self.is_pending:
             self.is_pending = True
             self._earlier, self.parameter.grad = self.parameter.grad, None
 
     @torch.no_grad()
     def add_up(self) -> None:
-        """After a backward, make the gradient the sum over all copies. Collective."""
+        """Make the gradient the sum over all copies, after a backward. Collective."""
         if self.parameter.requires_grad:
             if self.parameter.grad is None:
                 self.parameter.grad = torch.zeros_like(self.parameter)

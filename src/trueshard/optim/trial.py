@@ -47,18 +47,18 @@ class Refused(Exception):
 
 @dataclass
 class Result:
-    """What one trial made of the stand-ins, each with the number of its place in all groups."""
+    """Result of one trial; lists go by the number of a stand-in over all groups."""
 
     before: list[torch.Tensor]
     later: list[list[torch.Tensor]]
     """Values at several times."""
     state: list[dict[tuple[Any, ...], Any]]
     settings: list[dict[tuple[Any, ...], Any]] = field(default_factory=list)
-    """By group, what it has besides parameters; at last the optimizer's own attributes."""
+    """Numbers that each group has besides parameters; at last those among the optimizer's own attributes."""
     drew: bool = False
     """Random numbers were drawn."""
     drew_elsewhere: bool = False
-    """By Python's generator or numpy's."""
+    """True if Python's generator or numpy's drew."""
 
 
 def shapes_of(group: dict[str, Any], small: bool) -> list[tuple[int, ...]]:
@@ -66,11 +66,11 @@ def shapes_of(group: dict[str, Any], small: bool) -> list[tuple[int, ...]]:
     dimensions = sorted({parameter.ndim for parameter in group["params"]})
     if not small:
         return [LARGE] if 2 in dimensions else []
-    found: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
     for n in dimensions:
         rest = (4, 3, 3, 2, 2, 2)[: max(0, n - 1)]
-        found += [()] if n == 0 else [(ROWS, *rest), (ROWS + 2, *rest)]
-    return found
+        shapes += [()] if n == 0 else [(ROWS, *rest), (ROWS + 2, *rest)]
+    return shapes
 
 
 def _gradient(shape: tuple[int, ...], number: int, rank: int | None, step: int, factor: float) -> torch.Tensor:
@@ -123,12 +123,12 @@ def run(
     numbers = itertools.count(1)
     kinds = {
         (g, i): (shape, next(numbers), rank if g == cut else None)
-        for g, each in enumerate(shapes)
-        for i, shape in enumerate(each)
+        for g, in_group in enumerate(shapes)
+        for i, shape in enumerate(in_group)
     }
     stand_ins = {place: nn.Parameter((0.1 * _values(*kind) + 0.1).to(dtype)) for place, kind in kinds.items()}
     for g, group in enumerate(trial.param_groups):
-        group["params"][:] = [each for place, each in stand_ins.items() if place[0] == g]
+        group["params"][:] = [stand_in for place, stand_in in stand_ins.items() if place[0] == g]
         _make_visible(group)
     if remade:
         trial = _remake(optimizer, trial)
@@ -138,16 +138,16 @@ def run(
     drawn = _drawn()
     later = []
     for step, factor in enumerate([1.0] * steps + list(EXTREMES) * extreme):
-        for place, each in stand_ins.items():
+        for place, stand_in in stand_ins.items():
             if only in (None, place):
-                each.grad = _gradient(*kinds[place], step, factor).to(each.dtype)
+                stand_in.grad = _gradient(*kinds[place], step, factor).to(stand_in.dtype)
         with SameDraws(seed) if same_draws else contextlib.nullcontext():
             _step(trial)
         if step >= steps - 1:
             later.append([p.detach().clone() for p in parameters])
     settings = [_numbers(group) for group in trial.param_groups]
-    members = [each.state for each in family(trial)]
-    state = [dict(each for held in members if p in held for each in leaves(held[p])) for p in parameters]
+    states = [member.state for member in family(trial)]
+    state = [dict(leaf for held in states if p in held for leaf in leaves(held[p])) for p in parameters]
     drawn_now = _drawn()
     settings.append(_numbers(vars(trial)))
     return Result(before, later, state, settings, drew=drawn_now != drawn, drew_elsewhere=drawn_now[1:] != drawn[1:])
@@ -190,11 +190,11 @@ def _numbers(table: dict[str, Any]) -> dict[tuple[Any, ...], Any]:
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield (path, value) for what nested dicts, lists and tuples hold."""
     if isinstance(value, dict):
-        for key, each in value.items():
-            yield from leaves(each, (*path, key))
+        for key, member in value.items():
+            yield from leaves(member, (*path, key))
     elif isinstance(value, (list, tuple)):
-        for i, each in enumerate(value):
-            yield from leaves(each, (*path, i))
+        for i, member in enumerate(value):
+            yield from leaves(member, (*path, i))
     else:
         yield path, value
 
@@ -206,26 +206,30 @@ def _copy(optimizer: torch.optim.Optimizer, fresh: bool) -> torch.optim.Optimize
     """
     members = family(optimizer)
     nothing = nn.Parameter(torch.zeros(1))
-    memo: dict[int, Any] = {id(p): nothing for each in members for group in each.param_groups for p in group["params"]}
+    memo: dict[int, Any] = {id(p): nothing for o in members for group in o.param_groups for p in group["params"]}
     copies = []
-    for each in members:
-        new = object.__new__(type(each))
-        memo[id(each)] = new
-        # What an optimizer keeps of all parameters together lies under keys of its own.
-        own = {key: copy.deepcopy(value) for key, value in each.state.items() if not isinstance(key, torch.Tensor)}
-        memo[id(each.state)] = defaultdict(dict, own)
+    for member in members:
+        new = object.__new__(type(member))
+        memo[id(member)] = new
+        # What an optimizer keeps of all parameters together lies under keys that are no parameters.
+        shared = {key: copy.deepcopy(value) for key, value in member.state.items() if not isinstance(key, torch.Tensor)}
+        memo[id(member.state)] = defaultdict(dict, shared)
         copies.append(new)
-    for each, new in zip(members, copies, strict=True):
-        for key, value in vars(each).items():
+    for member, new in zip(members, copies, strict=True):
+        for key, value in vars(member).items():
             if key.endswith("_hooks"):
                 new.__dict__[key] = type(value)()
             elif key != "step":  # what schedulers put over the class's own
                 new.__dict__[key] = copy.deepcopy(value, memo)
     if fresh:
-        given = {"lr", "initial_lr"}.union(*(each.defaults for each in members if hasattr(each, "defaults")))
+        settings = {"lr", "initial_lr"}.union(*(member.defaults for member in members if hasattr(member, "defaults")))
         for group in (group for new in copies for group in new.param_groups):
             for key, value in list(group.items()):
-                if key not in given and isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool):
+                if (
+                    key not in settings
+                    and isinstance(value, (int, float, torch.Tensor))
+                    and not isinstance(value, bool)
+                ):
                     del group[key]
     return copies[0]
 
@@ -234,11 +238,11 @@ def _remake(optimizer: torch.optim.Optimizer, trial: torch.optim.Optimizer) -> t
     """Construct the copy with the arguments that can be read from its defaults and attributes."""
     defaults = getattr(optimizer, "defaults", {})
     names = list(inspect.signature(type(optimizer).__init__).parameters)[2:]
-    known = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)} | defaults
+    arguments = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)} | defaults
     groups = [{k: v for k, v in group.items() if k == "params" or k in defaults} for group in trial.param_groups]
-    wrapped: Any = [each for each in family(trial) if each is not trial]
+    wrapped: Any = [member for member in family(trial) if member is not trial]
     made: Any = type(optimizer)
     remade: torch.optim.Optimizer = made(
-        wrapped[0] if wrapped else groups, **{name: known[name] for name in names if name in known}
+        wrapped[0] if wrapped else groups, **{name: arguments[name] for name in names if name in arguments}
     )
     return remade

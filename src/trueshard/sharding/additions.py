@@ -37,7 +37,7 @@ from trueshard.sharding.replicated import HoldsWhole
 
 
 def follow_assignments(runtime: Runtime, numbers: Mapping[nn.Module, int]) -> None:
-    """From now on, take what is assigned to modules of a model; ``numbers``: each module → its unit's in the plan."""
+    """Take what is assigned to modules of a model from now on; ``numbers``: each module → its unit's in the plan."""
     runtime.homes.update(numbers)
     root: Any = runtime.root
     if (resize := getattr(root, "resize_token_embeddings", None)) is not None:
@@ -185,10 +185,7 @@ def _forget_removed(runtime: Runtime) -> None:
 
 
 def _settle_added(runtime: Runtime) -> None:
-    """Before a pass: give parameters that were added since the last one rank 0's values, and show them in the plan.
-
-    Collective.
-    """
+    """Give parameters that were added since the last pass rank 0's values, and show them in the plan. Collective."""
     added, runtime.added = [whole for whole in runtime.added if whole.places], []
     name_of = {id(t): name for name, _, _, t in reversed(list(names.named_tensors(runtime.root, "parameters")))}
     kept = [(name_of[id(whole.parameter)], whole) for whole in added if id(whole.parameter) in name_of]
@@ -201,7 +198,7 @@ def _settle_added(runtime: Runtime) -> None:
     if runtime.exact is not None:
         runtime.exact.name((name, whole.parameter) for name, whole in kept)
     shown_ones = tuple(Replicated(name, whole.parameter.numel(), "added after shard()") for name, whole in kept)
-    earlier = tuple(each for each in runtime.plan.replicated if each.name not in dict(kept))
+    earlier = tuple(whole for whole in runtime.plan.replicated if whole.name not in dict(kept))
     runtime.plan = dataclasses.replace(runtime.plan, replicated=(*earlier, *shown_ones))
 
 

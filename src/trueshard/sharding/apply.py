@@ -69,7 +69,7 @@ def apply(
     registry.add(runtime, [patch.install for patch in PATCHES])
     modules = dict(names.named_modules(root))
     originals = names.held_tensors(root, "parameters")
-    replicated = {each.name for each in plan.replicated}
+    replicated = {whole.name for whole in plan.replicated}
     whole: set[Any] = {original.tensor for original in originals if original.name in replicated}
     _prepare_tensors(originals, whole, device_of(mesh))
     arrived = arrived_on(root)
@@ -83,6 +83,7 @@ def apply(
         _prepare_modules(unit, [modules[name] for name in unit.modules], plan)
     if shared is not None and parts is not None:
         split_ends(root, parts, shared.get_group())
+    # [Note: Order of application]
     for unit in sorted(plan.units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules)):
         _shard_unit(unit, modules, plan, axes, whole)
     if plan.exact and mesh.size(-1) == 1:
@@ -125,6 +126,7 @@ def _shard_unit(unit: Unit, modules: Mapping[str, nn.Module], plan: Plan, axes: 
     if unit.kind == "experts":
         # Inside its block, it is given what the block computed: routing weights stay in their own dtype.
         mixed, mesh = dataclasses.replace(mixed, output=None, cast_inputs=False), axes.alike or mesh
+    # Exact sums are exact in float64 alone; what FSDP2 has reduced, it casts to the stored dtype itself.
     compute, reduce, output = mixed.compute, "float64" if plan.exact else mixed.reduce, mixed.output
     dtypes: dict[str | None, torch.dtype] = {n: getattr(torch, n) for n in (compute, reduce, output) if n}
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if plan.offload == "cpu" else OffloadPolicy()
@@ -153,7 +155,7 @@ def _shard_unit(unit: Unit, modules: Mapping[str, nn.Module], plan: Plan, axes: 
 def _attach(
     runtime: Runtime, modules: Mapping[str, nn.Module], originals: list[Held], hooked: Collection[str]
 ) -> dict[int, nn.Parameter]:
-    """Move attributes, hooks and gradients to the shards, and install the runtime; the arguments are ``apply``'s.
+    """Move what the user set on parameters to the shards, and install the runtime; the arguments are ``apply``'s.
 
     Returns ``id`` of each original parameter → the parameter that took its place.
     """
@@ -161,28 +163,20 @@ def _attach(
     named = {name: number for number, unit in enumerate(units) for name in unit.modules}
     number_of = {module: names.nearest_above(name, named) for name, module in modules.items()}
     heads: list[Any] = [modules[unit.modules[0]] for unit in units]
-    replicated = {each.name for each in runtime.plan.replicated}
+    replicated = {whole.name for whole in runtime.plan.replicated}
     members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in units]
     new_of: dict[int, nn.Parameter] = {}
     for original in originals:
-        module, attribute = original.places[0]
-        number = number_of[module]
+        number = number_of[original.places[0][0]]
         if original.name in replicated:
             runtime.hold_whole(original, heads[number])
-        new = _torch.own_parameters(module)[attribute]
-        assert new is not None
-        new_of[id(original.tensor)] = new
-        attributes = attributes_of(original.tensor)
-        new.__dict__.update(attributes)
-        if original.tensor.grad is not None and isinstance(new, DTensor):
-            new.grad = shard_like(original.tensor.grad, new)
+        new = new_of[id(original.tensor)] = _move_attachments(original)
         if original.name not in replicated:
             members[number].append((original.name, new))
             gathers = original.name in hooked
             if gathers or GradientHooks.on(original.tensor):
                 runtime.hooks.add(new, GradientHooks(original.tensor, gathers), heads[number])
-            for name in units[number].modules if attributes else ():
-                methods.carry_attributes(modules[name], module, attribute, attributes)
+            _carry_to_gathered(original, [modules[name] for name in units[number].modules])
     with_lists = _units_with_lists(number_of)
     for number, (unit, module) in enumerate(zip(units, heads, strict=True)):
         runtime.units[module] = [parameter for _, parameter in members[number]]
@@ -194,8 +188,27 @@ def _attach(
     if not any(parameter.is_meta for parameter in new_of.values()):
         _torch.initialise(runtime.root)
     runtime.install()
+    # Behind all that assigns to modules here: from now on an assignment is the user's.
     follow_assignments(runtime, number_of)
     return new_of
+
+
+def _move_attachments(original: Held) -> nn.Parameter:
+    """Give the parameter that took the place of ``original`` its attributes and its gradient; return it."""
+    module, attribute = original.places[0]
+    new = _torch.own_parameters(module)[attribute]
+    assert new is not None
+    new.__dict__.update(attributes_of(original.tensor))
+    if original.tensor.grad is not None and isinstance(new, DTensor):
+        new.grad = shard_like(original.tensor.grad, new)
+    return new
+
+
+def _carry_to_gathered(original: Held, unit: list[nn.Module]) -> None:
+    """Give the gathered parameter, which the forward sees, the attributes of the original."""
+    if attributes := attributes_of(original.tensor):
+        for module in unit:
+            methods.carry_attributes(module, *original.places[0], attributes)
 
 
 def _keep_records(root: nn.Module) -> None:

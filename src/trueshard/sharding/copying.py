@@ -93,8 +93,9 @@ def copy_modules(
         except Exception as error:
             name = _uncopied(root, parameters)
             raise RuntimeError(f"the module {name!r} cannot be copied by copy.deepcopy: {error}") from error
-    for module in (m for each in (copied if isinstance(copied, list) else [copied]) for m in each.modules()):
-        release_whole(module)
+    for top in copied if isinstance(copied, list) else [copied]:
+        for module in top.modules():
+            release_whole(module)
     return copied
 
 

@@ -26,8 +26,8 @@ from trueshard.model import registry
 from trueshard.sharding.hooks import Runtime
 from trueshard.sharding.stall_watch import time_limit, user_line
 
-_PAUSE = 0.0005
-"""Seconds between two looks whether all ranks read."""
+_PAUSES = 0.0005, 0.05
+"""Seconds between two looks whether all ranks read: the first, and the longest, to which they double."""
 _reads: weakref.WeakKeyDictionary[Any, Counter[Any]] = weakref.WeakKeyDictionary()
 """Default process group → what tells a mesh → number of reads so far. It belongs to the mesh, as the sequence numbers
 of its process groups do, and to no model: which models a rank still holds depends on when Python frees them."""
@@ -52,13 +52,14 @@ def agree_to_read(value: DTensor) -> None:
     place = f"trueshard/read/{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
     keys = {rank: f"{place}/{counts[key]}/{rank}" for rank in ranks}
     store.set(keys[mine], f"{site}|{tuple(value.shape)}|{value.dtype}|{value.placements}")
-    deadline = time.monotonic() + time_limit(world).total_seconds()
+    deadline, pause = time.monotonic() + time_limit(world).total_seconds(), _PAUSES[0]
     # Not store.wait(): it would hold the one connection to the store, and so the reads of other threads.
     while not store.check(list(keys.values())):
         if time.monotonic() > deadline:
             missing = [rank for rank in ranks if not store.check([keys[rank]])]
             raise RuntimeError(_words(site, f"ranks {missing} read none"))
-        time.sleep(_PAUSE)
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSES[1])
     texts = dict(zip(ranks, store.multi_get(list(keys.values())), strict=True))
     for rank, text in texts.items():
         if text != texts[mine]:
@@ -98,7 +99,7 @@ def differentiate(
             or for an input that is not used, as torch does.
     """
     pairs_of: dict[Runtime, Any] = {runtime: runtime.in_graph() for runtime in registry.models()}
-    pairs = [pair for each in pairs_of.values() for pair in each]
+    pairs = [pair for of_model in pairs_of.values() for pair in of_model]
     sharded_of = {id(tensor): sharded for sharded, leaf in pairs for tensor in (sharded, leaf)}
     if not any(id(tensor) in sharded_of for tensor in inputs):
         return engine(inputs, allow_unused, accumulate)
@@ -161,7 +162,7 @@ def assign_data(tensor: DTensor, value: torch.Tensor) -> None:
     Raises:
         RuntimeError: ``value`` has another shape or dtype.
     """
-    new, old = ((tuple(each.shape), each.dtype) for each in (value, tensor))
+    new, old = ((tuple(it.shape), it.dtype) for it in (value, tensor))
     if new != old:
         raise RuntimeError(
             f"p.data = w: w has shape {new[0]} and {new[1]}, the whole parameter {old[0]} and {old[1]}. Assign "

@@ -60,7 +60,7 @@ def shard(
         facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key != "units"]
         facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
         facts += exact.kernels(axes.data) if resolved.exact else []
-        facts += [(f"optimizer {i}'s way to step", manner(each)) for i, each in enumerate(verdicts)]
+        facts += [(f"optimizer {i}'s way to step", manner(groups)) for i, groups in enumerate(verdicts)]
         agreement.agree_on_structure(before, facts, mesh)
         hooked = [p.name for p in parameters if _torch.gradient_hooks(p.tensor)[0]]
         hooked_anywhere: set[str] = set().union(*distributed.gather_objects(hooked, mesh))
@@ -68,7 +68,7 @@ def shard(
             _equalise(parameters, buffers, optimizers, mesh)
             new_of = apply.apply(model, resolved, axes, hooked=hooked_anywhere)
             for optimizer, verdict in zip(optimizers, verdicts, strict=True):
-                rebind(optimizer, new_of, [each.is_rows for each in verdict])
+                rebind(optimizer, new_of, [group.is_rows for group in verdict])
             after, *_ = intent.capture(model, optimizers)
             if words := intent.difference(before, after):
                 raise RuntimeError(f"sharding would change the model: {words}")

@@ -40,8 +40,8 @@ from trueshard.plans import Plan
 from trueshard.text import logger, nearest
 
 EXPONENT = -40
-"""Of the grid's step, for the finished gradient, where no other is asked for: 9.1e-13. What the largest elements of all
-microbatches of a step may add up to is 2**53 steps, here 8192."""
+"""Default exponent of the grid's step, for the finished gradient: 9.1e-13. The largest elements of all microbatches of
+a step may add up to 2**53 steps, here 8192."""
 MANTISSA = 24
 """Bits of float32."""
 KEPT = 16
@@ -54,11 +54,11 @@ def check_globs(root: nn.Module, plan: Plan) -> None:
     """Raise ValueError for a glob of ``exact`` that matches no parameter."""
     if not isinstance(plan.exact, Mapping) or plan.pipeline:  # a stage has some of the parameters, and is refused
         return
-    known = [name for name, *_ in names.named_tensors(root, "parameters")]
+    present = [name for name, *_ in names.named_tensors(root, "parameters")]
     for glob in plan.exact:
-        if not any(fnmatch.fnmatchcase(name, glob) for name in known):
-            shown = ", ".join(map(repr, known[:8]))
-            raise ValueError(f"exact: {glob!r} matches no parameter.{nearest(glob, known)} Parameters: {shown}")
+        if not any(fnmatch.fnmatchcase(name, glob) for name in present):
+            shown = ", ".join(map(repr, present[:8]))
+            raise ValueError(f"exact: {glob!r} matches no parameter.{nearest(glob, present)} Parameters: {shown}")
 
 
 def refuse(root: nn.Module, plan: Plan) -> None:
@@ -114,14 +114,14 @@ def refuse_fused(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 class ExactSums:
-    """What one sharded model needs to add up gradients exactly."""
+    """Exact sums of the gradients of one sharded model."""
 
     def __init__(self, mesh: DeviceMesh, requested: bool | Mapping[str, int], names: dict[int, str]) -> None:
         self.mesh = mesh
         self._names = names
         """``id`` of a parameter → its name: the table of the model's record, which is filled here."""
         self.coarse: list[str] = []
-        """What lost digits in the first step that was rounded, in sentences."""
+        """Messages about gradients that lost digits in the first step that was rounded."""
         self._globs = requested if isinstance(requested, Mapping) else {}
         self._exponents: dict[str, int] = {}
         """Name → exponent of the grid's step; a tie for each of its names."""
@@ -135,7 +135,7 @@ class ExactSums:
         self._reductions: dict[str, int] = {}
         """Unit → how often FSDP2 has reduced its gradients in this backward."""
         self.factor = 1.0 / mesh.size()
-        """By which the next sum over microbatches and ranks is multiplied."""
+        """Factor by which the next sum over microbatches and ranks is multiplied."""
 
     def install(self, units: Iterable[tuple[str, ShardedModule]]) -> None:
         """Let FSDP2 add, and multiply the sum of each named unit once."""
@@ -170,10 +170,10 @@ class ExactSums:
         """Raise RuntimeError if an earlier backward has reduced gradients that this one would be added to. Collective
         where some are there.
         """
-        found = [_torch.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        if not found:
+        grads = [_torch.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if not grads:
             return
-        kept = torch.stack([grad.any() for grad in found]).any().to(device_of(self.mesh), torch.uint8)
+        kept = torch.stack([grad.any() for grad in grads]).any().to(device_of(self.mesh), torch.uint8)
         if all_reduce(kept, self.mesh, dist.ReduceOp.MAX):
             raise RuntimeError(
                 "exact=True: gradients of an earlier backward are there already, and reduced ones do not add up "
@@ -248,9 +248,9 @@ class ExactSums:
             most = all_reduce(self._in_order(called, peaks), self.mesh, dist.ReduceOp.MAX).tolist()
             self._tell_of_coarse(dict(zip(called, most, strict=True)))
 
-    def _in_order(self, called: Sequence[str], found: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _in_order(self, called: Sequence[str], values: Mapping[str, torch.Tensor]) -> torch.Tensor:
         zero = torch.zeros((), dtype=torch.float64, device=device_of(self.mesh))
-        return torch.stack([found.get(name, zero).to(zero) for name in called])
+        return torch.stack([values.get(name, zero).to(zero) for name in called])
 
     def _refuse(self, called: Sequence[str], sums: torch.Tensor, over: torch.Tensor) -> None:
         worst = int(torch.where(over, sums, torch.zeros_like(sums)).argmax())
@@ -273,14 +273,14 @@ class ExactSums:
         Of float32's 24 bits, those of the largest element that are worth less than a step are lost. That element is of
         one microbatch, so it is the same at any number of ranks.
         """
-        found = {}
+        exponents = {}
         for name, peak in peaks.items():
             if 0 < peak < 2.0**KEPT:
-                found[name] = max(self._exponents[name] + math.frexp(peak)[1] - MANTISSA, EXPONENTS[0])
-        if not found:
+                exponents[name] = max(self._exponents[name] + math.frexp(peak)[1] - MANTISSA, EXPONENTS[0])
+        if not exponents:
             return
-        shown = ", ".join(f"{name!r}: {exponent}" for name, exponent in list(found.items())[:SHOWN])
-        more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
+        shown = ", ".join(f"{name!r}: {exponent}" for name, exponent in list(exponents.items())[:SHOWN])
+        more = f" (and {len(exponents) - SHOWN} more)" if len(exponents) > SHOWN else ""
         self.coarse.append(
             f"Gradients are so small that exact sums keep fewer than {KEPT} of the {MANTISSA} bits of their largest "
             f"elements; exponents that keep all: exact={{{shown}}}{more}."

@@ -44,7 +44,7 @@ class GatheredUnits:
         return sum(map(_torch.version, self._units[module]))
 
     def follow_writes(self) -> None:
-        """Before a pass: see [Note: Versions]."""
+        """Bring shards and gathered parameters to one value, before a pass: see [Note: Versions]."""
         gathered = self.now()
         self._write_back(gathered)
         for module in gathered:
@@ -83,7 +83,7 @@ class GatheredUnits:
                 module.reshard()
 
     def free_after_pass(self) -> None:
-        """After an outermost pass without gradients, leave gathered what was so before it."""
+        """Free, after an outermost pass without gradients, all units that were not gathered before it."""
         self.free(self._before)
 
     def gather_for_backward(self) -> None:

@@ -77,7 +77,7 @@ class GatheredCopy:
         with torch.inference_mode(False):
             self.module: Any = copy_modules(runtime, root, made, {}).eval()
         """The copy; it is the same object after ``update``."""
-        originals, copies = (dict(names.named_modules(each)) for each in (root, self.module))
+        originals, copies = (dict(names.named_modules(model)) for model in (root, self.module))
         self._twins = {originals[name]: twin for name, twin in copies.items()}
         self._settings = {module: copy.deepcopy(_settings(module)) for module in self._twins}
         self._cast_as_units_do(copies)
@@ -95,11 +95,11 @@ class GatheredCopy:
             raise RuntimeError("this copy of the model is closed; make another")
         for unit in gather_each(runtime, runtime.units):
             for (module, attribute), *_ in _torch.places_in_unit(unit):
-                whole = _torch.own_parameters(module)[attribute]
-                assert whole is not None
-                self._twin_of(module, attribute).copy_(whole)
-        for each in runtime.replicated:
-            self._twin_of(*each.places[0]).copy_(each.gathered())
+                gathered = _torch.own_parameters(module)[attribute]
+                assert gathered is not None
+                self._twin_of(module, attribute).copy_(gathered)
+        for whole in runtime.replicated:
+            self._twin_of(*whole.places[0]).copy_(whole.gathered())
         for module, twin in self._twins.items():
             self._follow(module, twin)
 
@@ -111,13 +111,13 @@ class GatheredCopy:
 
     def _twin_of(self, module: nn.Module, attribute: str) -> torch.Tensor:
         twin = self._twins.get(module)
-        found = None if twin is None else _torch.own_parameters(twin).get(attribute)
-        if found is None:
+        parameter = None if twin is None else _torch.own_parameters(twin).get(attribute)
+        if parameter is None:
             raise RuntimeError(
                 f"the model was given {attribute!r} of a {type(module).__name__} after its gathered copy was made: "
                 "make another copy"
             )
-        return found
+        return parameter
 
     def _follow(self, module: nn.Module, twin: nn.Module) -> None:
         """Copy buffers, and settings that changed."""

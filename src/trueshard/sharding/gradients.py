@@ -69,13 +69,13 @@ class GradientHooks:
     def on(tensor: torch.Tensor) -> bool:
         return any(_torch.gradient_hooks(tensor))
 
-    def transform(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the whole gradient as the hooks of ``register_hook`` leave it."""
+    def transform(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the full gradient as the hooks of ``register_hook`` leave it."""
         for hook in list((self.before or {}).values()):
             with torch.no_grad():
-                answer = hook(whole)
-            whole = whole if answer is None else answer
-        return whole
+                answer = hook(grad)
+            grad = grad if answer is None else answer
+        return grad
 
     def accumulated(self, parameter: torch.Tensor) -> None:
         """Call the hooks of ``register_post_accumulate_grad_hook``."""
@@ -83,7 +83,7 @@ class GradientHooks:
             hook(parameter)
 
     def set_aside(self, parameter: torch.Tensor) -> None:
-        """Before reduction, move accumulated gradients aside: hooks see this backward's gradient alone."""
+        """Move accumulated gradients aside, before a reduction: hooks see this backward's gradient alone."""
         if self.gathers and parameter.grad is not None:
             self._earlier, parameter.grad = parameter.grad, None
 
@@ -91,8 +91,8 @@ class GradientHooks:
         """Call the hooks: FSDP2 has put the reduced gradient into the sharded ``parameter``."""
         grad = parameter.grad
         if self.gathers and isinstance(grad, DTensor):
-            whole = self.transform(grad.full_tensor())
-            parameter.grad = distribute_tensor(whole, grad.device_mesh, grad.placements, src_data_rank=None)
+            full = self.transform(grad.full_tensor())
+            parameter.grad = distribute_tensor(full, grad.device_mesh, grad.placements, src_data_rank=None)
         self.put_back(parameter)
         self.accumulated(parameter)
 
@@ -114,7 +114,7 @@ class HookedParameters:
         """``id`` of a parameter → the parameter, and its hooks."""
 
     def add(self, parameter: torch.Tensor, hooks: GradientHooks, unit: ShardedModule) -> None:
-        """From now on, call ``hooks`` when the gradient of the sharded ``parameter`` of ``unit`` is reduced."""
+        """Call ``hooks`` whenever the gradient of the sharded ``parameter`` of ``unit`` is reduced."""
         self._hooks[id(parameter)] = parameter, hooks
         trainable = parameter.requires_grad
         # torch takes such hooks on trainable tensors only; a frozen one may be unfrozen later.
@@ -207,8 +207,8 @@ class Usage:
         if most == -least:
             return
         everyone: list[Any] = gather_objects(missing, self.mesh)
-        name = next(name for name in sorted(set().union(*everyone)) if not all(name in each for each in everyone))
-        without = [rank for rank, each in enumerate(everyone) if name in each]
+        name = next(name for name in sorted(set().union(*everyone)) if not all(name in names for names in everyone))
+        without = [rank for rank, names in enumerate(everyone) if name in names]
         raise RuntimeError(
             f"{name!r} got a gradient on some ranks but not on ranks {without}, so this step's gradients are mixed up: "
             "let every rank use the same parameters (add 0 * module(x).sum() where one is skipped)"

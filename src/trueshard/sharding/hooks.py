@@ -58,7 +58,7 @@ KEY = "_trueshard"
 
 
 class State(enum.Enum):
-    """What a sharded model is doing; the file's docstring is the glossary."""
+    """State of a sharded model; the file's docstring is the glossary."""
 
     PASS = enum.auto()
     SHARED = enum.auto()
@@ -86,11 +86,11 @@ class Runtime(ShardedModel):
         self.homes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         """Each module of the model, those assigned later too → the place of its unit in the plan."""
         self.smaller_meshes: dict[Any, DeviceMesh] = {}
-        """For units that reshard to a number of ranks: kept, so that a number makes its process groups once."""
+        """Meshes of units that reshard to a number of ranks: kept, so that a number makes its process groups once."""
         self.replicated: list[WholeParameter] = []
         """Parameters that every rank holds whole, in the same order on every rank."""
         self.added: list[WholeParameter] = []
-        """Those that the user added since the last pass, on which ranks have not agreed yet."""
+        """Whole parameters that the user added since the last pass, on which ranks have not agreed yet."""
         self.before_pass: list[Callable[[], None]] = []
         """Called before each outermost pass, behind what resets FSDP2 and before what reads its parameters."""
         self.memory = GatheredUnits({})
@@ -101,7 +101,7 @@ class Runtime(ShardedModel):
         self.accumulating = False
         """True while gradients add up on each rank without being reduced: the user's setting, not a state."""
         self.changes: Trace | None = None
-        """What ``shard()`` changed in modules, which a copy undoes; None until all is made."""
+        """Changes of ``shard()`` to modules, which a copy undoes; None until all are made."""
         self.states: list[State] = []
         self._trainable: list[Any] = []
         """``requires_grad`` and dtype of each parameter, as FSDP2 has read them."""
@@ -356,7 +356,7 @@ class Runtime(ShardedModel):
     # Readers
 
     def hold_whole(self, held: Held, unit: ShardedModule) -> WholeParameter:
-        """From now on, hold a parameter of ``unit`` whole on every rank, and average its gradient."""
+        """Hold a parameter of ``unit`` whole on every rank from now on, and average its gradient."""
         whole = WholeParameter(held, self.mesh, self.compute_dtype, self.begin_backward)
         whole.computing = lambda: (
             torch.compiler.is_compiling() or self.is_in(State.PASS) or _torch.in_backward() or _torch.in_pass(unit)

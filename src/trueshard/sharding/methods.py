@@ -47,14 +47,14 @@ def methods_that_compute(module: nn.Module) -> list[str]:
 
 def _methods(cls: type[nn.Module]) -> dict[str, types.FunctionType]:
     """Return the user's own methods of a module class, as Python functions."""
-    found: dict[str, types.FunctionType] = {}
+    functions: dict[str, types.FunctionType] = {}
     bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
     for base in (base for base in bases if not f"{base.__module__}.".startswith(_LIBRARIES)):
         for name, value in vars(base).items():
             hidden = name.startswith("__") or name == "forward" or hasattr(nn.Module, name)
             if not hidden and inspect.isfunction(value) and not inspect.isgeneratorfunction(value):
-                found.setdefault(name, value)
-    return found
+                functions.setdefault(name, value)
+    return functions
 
 
 def in_a_pass(
@@ -131,13 +131,15 @@ def after_gathering(unit: nn.Module, function: Callable[[], Any]) -> Any:
     """Call ``function()`` when ``unit`` has gathered, before the user's own forward pre-hooks; return the handle."""
     call = torch.compiler.disable(function)
     hooks = _torch.forward_pre_hooks(unit)
-    gather = next(iter(hooks))  # FSDP2 puts its hook first
+    # FSDP2's own hook is the first; ours comes in before it, and FSDP2's goes back to the front. So the user's hooks
+    # see what ours has done.
+    gather = next(iter(hooks))
     handle = unit.register_forward_pre_hook(lambda *_: call() and None, prepend=True)
     hooks.move_to_end(gather, last=False)
     return handle
 
 
-def carry_attributes(unit: nn.Module, module: nn.Module, attribute: str, found: dict[str, Any]) -> None:
+def carry_attributes(unit: nn.Module, module: nn.Module, attribute: str, values: dict[str, Any]) -> None:
     """Give a gathered parameter, at the first pass of ``unit``, the attributes that the user set on the original.
 
     FSDP2 makes the gathered parameter when it gathers for the first time, and keeps that object.
@@ -147,7 +149,7 @@ def carry_attributes(unit: nn.Module, module: nn.Module, attribute: str, found: 
         gathered = _torch.own_parameters(module)[attribute]
         if gathered is not None and not isinstance(gathered, DTensor):
             handle.remove()
-            gathered.__dict__.update(found)
+            gathered.__dict__.update(values)
 
     handle = after_gathering(unit, carry)
 
@@ -174,13 +176,13 @@ def writes_parameters(function: types.FunctionType, attributes: Collection[str])
 
 def names_in(function: types.FunctionType) -> set[str]:
     """Return every attribute and global that the code of ``function`` names, nested functions included."""
-    found: set[str] = set()
+    words: set[str] = set()
     stack = [inspect.unwrap(function).__code__]
     while stack:
         code = stack.pop()
-        found.update(code.co_names)
+        words.update(code.co_names)
         stack.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return found
+    return words
 
 
 def _is_in_place(word: str) -> bool:
@@ -210,8 +212,8 @@ class _Reader:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         value = node.iter if isinstance(node, (ast.For, ast.comprehension)) else node.value
         if value is not None and self._is_parameter(value):
-            every = (each for target in targets for each in ast.walk(target))
-            self._bound |= {each.id for each in every if isinstance(each, ast.Name)}
+            parts = (part for target in targets for part in ast.walk(target))
+            self._bound |= {part.id for part in parts if isinstance(part, ast.Name)}
 
     def _is_parameter(self, node: ast.AST) -> bool:
         """True for what may be a parameter, a module, or a collection of them."""
@@ -247,7 +249,7 @@ class _Reader:
             targets = node.targets
         elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
             targets = [node.target]
-        flat = [each for target in targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
+        flat = [part for target in targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
         # A plain assignment to a name binds it; an augmented one writes what it stands for.
         kinds = (ast.Attribute, ast.Subscript, *([ast.Name] if isinstance(node, ast.AugAssign) else []))
-        return any(isinstance(each, kinds) and self._is_parameter(each) for each in flat)
+        return any(isinstance(part, kinds) and self._is_parameter(part) for part in flat)

@@ -30,12 +30,12 @@ class Patch:
     """A function of torch that is replaced, or a hook that is called for all of the process."""
 
     name: str
-    """Of the function, class or operators."""
+    """Name of the function, class or operators."""
     does: str
     why: str
-    """Why it cannot be left to the parameters of one model."""
+    """Reason why it cannot be left to the objects of one model."""
     install: Callable[[], Callable[[], Any]]
-    """Installs it, and returns what undoes it."""
+    """Function that installs it, and returns what undoes it."""
 
 
 PATCHES = (
@@ -124,4 +124,4 @@ PATCHES = (
         _torch.complete_units,
     ),
 )
-"""In the order in which they are installed."""
+"""Every patch, in the order of installation."""

@@ -37,7 +37,7 @@ class WholeParameter:
     def __init__(self, original: Held, mesh: DeviceMesh, compute: torch.dtype | None, used: Callable[..., Any]) -> None:
         self.places, self.compute, self._used = original.places, compute, used
         self.original: torch.Tensor | None = None
-        """What the user assigned, if that was after ``shard()``; the same object may be assigned again: a tie."""
+        """Parameter that the user assigned after ``shard()``, who may assign it again, as a tie; else None."""
         self.hooks = GradientHooks(original.tensor) if GradientHooks.on(original.tensor) else None
         self._attributes = attributes_of(original.tensor)
         self.computing: Callable[[], bool] = lambda: False
@@ -50,7 +50,7 @@ class WholeParameter:
         self._memory: torch.Tensor | None = None
         """The DTensor's local tensor when the leaf was made over it."""
         self.summed: torch.Tensor | None = None
-        """With exact sums: the gradients of earlier backwards that did not reduce, in float64."""
+        """Sum of gradients of backwards that did not reduce, in float64; None without exact sums."""
         self.refresh()
 
     @property
@@ -96,7 +96,7 @@ class WholeParameter:
 
     @torch.no_grad()
     def sum_apart(self) -> None:
-        """After a backward that did not reduce, add the leaf's gradient to an exact sum, which float32 would round."""
+        """Add the leaf's gradient to an exact sum, which float32 would round, after a backward that did not reduce."""
         if self.leaf.grad is not None:
             added = self.leaf.grad.double()
             self.summed = added if self.summed is None else self.summed.add_(added)

@@ -1,4 +1,4 @@
-"""The stages of a pipeline, each a sharded model on ranks of its own: what they hold in common."""
+"""Tie parameters over the stages of a pipeline, each a sharded model on ranks of its own."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ def _check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
         if len(copies) < 2:
             raise ValueError(f"{name!r} is given by {len(copies)} of {len(everyone)} stages; a tie has two copies")
         first, expected = copies[0]
-        for number, found in copies[1:]:
+        for number, description in copies[1:]:
             for what, value in expected.items():
-                if found[what] != value:
+                if description[what] != value:
                     raise ValueError(
-                        f"{name!r}: its {what} is {value} on stage {first} and {found[what]} on stage {number}; build "
-                        "the copies alike, and shard their stages on slices of one mesh"
+                        f"{name!r}: its {what} is {value} on stage {first} and {description[what]} on stage {number}; "
+                        "build the copies alike, and shard their stages on slices of one mesh"
                     )

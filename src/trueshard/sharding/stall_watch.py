@@ -1,9 +1,10 @@
 """Say where each rank is when ranks wait for one another in vain: a thread of each rank looks now and then.
 
-It looks at the stack of the thread that called ``shard()``, a few times in half a minute, and writes where that is to
-the store that the ranks were started with. Once a rank has waited in one collective for half a minute, one of those
-that wait logs a line that names the slowest; and once more shortly before the process group's time limit, which ends
-the run. A step itself does nothing for this.
+``[Note: Why a thread]`` A rank that waits in a collective runs no Python of ours, and the others, which never came,
+know nothing of it: only a look from outside can tell. The thread reads the stack of the one that called ``shard()``, a
+few times in half a minute, and writes where that is to the store that the ranks were started with. Once a rank has
+waited in one collective for half a minute, one of those that wait logs a line that names the slowest; and once more
+shortly before the process group's time limit, which ends the run. A step itself does nothing for this.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _COLLECTIVES = [f"{_TORCH}distributed{os.sep}{name}.py" for name in ("distribute
 _WAITS = {"agree_to_read"}
 """Functions of TrueShard that wait for the others without a collective."""
 _CALLED = {"shard", "save", "load", "accumulate", "clip_grad_norm_", "step", "generate"}
-"""What users call that has collectives and is neither forward nor backward."""
+"""Functions for users that have collectives and are neither forward nor backward."""
 _KEY = "trueshard/waiting"
 _watched: Any = None
 """The process group whose ranks are watched."""
@@ -45,17 +46,17 @@ _watched: Any = None
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a rank is."""
+    """Place of a rank in the program."""
 
     calls: int
-    """Collectives that it has begun."""
+    """Number of collectives that the rank has begun: who has begun fewer is behind."""
     collective: str
-    """The one it is in; empty: none."""
+    """Collective that the rank is in; empty: none."""
     unit: str | None
     phase: str
     """``"forward"``, ``"backward"``, or the function that the user called: ``"step()"``, ``"save()"``."""
     line: str
-    """Of the user's code."""
+    """Line of the user's code."""
 
     def __str__(self) -> str:
         of = "" if self.unit is None else f" of unit {self.unit or '(root)'!r}"
@@ -64,7 +65,7 @@ class Place:
 
 
 def watch_ranks() -> None:
-    """From now on, say where ranks are if they wait in vain; nothing in one process. Called by each rank."""
+    """Say where ranks are if they wait in vain, from now on; nothing in one process. Called by each rank."""
     global _watched
     world = dist.group.WORLD
     if dist.get_world_size() == 1 or _watched is world:
@@ -74,8 +75,8 @@ def watch_ranks() -> None:
     except (AttributeError, RuntimeError):  # an older torch, or a kind of store without: nothing is said then
         return
     _watched = world
-    known = world, store, dist.get_rank(), dist.get_world_size(), threading.get_ident()
-    threading.Thread(target=_watch, args=known, name="trueshard-waiting", daemon=True).start()
+    arguments = world, store, dist.get_rank(), dist.get_world_size(), threading.get_ident()
+    threading.Thread(target=_watch, args=arguments, name="trueshard-waiting", daemon=True).start()
 
 
 def time_limit(group: Any) -> timedelta:
@@ -99,10 +100,10 @@ def _watch(group: Any, store: Any, rank: int, ranks: int, thread: int) -> None:
             elif place.collective and due and waited >= due[-1]:
                 end = f"; the time limit of {limit:.0f} s ends this run" if due.pop() != patience else ""
                 if store.add(f"{_KEY}/said/{place.calls}/{place.collective}/{end}", 1) == 1:  # of all, one says it
-                    keys = [f"{_KEY}/{each}" for each in range(ranks)]
-                    found = [Place(*json.loads(store.get(key))) if store.check([key]) else None for key in keys]
-                    places = described(dict(enumerate(found)))
-                    logger.warning("ranks have waited for %.0f s: %s%s", waited, places, end)
+                    keys = [f"{_KEY}/{number}" for number in range(ranks)]
+                    places = [Place(*json.loads(store.get(key))) if store.check([key]) else None for key in keys]
+                    words = described(dict(enumerate(places)))
+                    logger.warning("ranks have waited for %.0f s: %s%s", waited, words, end)
             time.sleep(pause)
     except RuntimeError:  # the process with the store has ended
         return
@@ -112,12 +113,12 @@ def place_of(frame: types.FrameType | None, calls: int) -> Place:
     """Return where the thread with this innermost ``frame`` is; ``calls``: collectives that it has begun."""
     collective = phase = called = ""
     unit = None
-    for each, _ in traceback.walk_stack(frame) if frame else ():
-        file, name = each.f_code.co_filename, each.f_code.co_name
+    for outer, _ in traceback.walk_stack(frame) if frame else ():
+        file, name = outer.f_code.co_filename, outer.f_code.co_name
         if file in _COLLECTIVES or name in _WAITS:
             collective = name
         elif unit is None:
-            unit = _torch.unit_in(each)
+            unit = _torch.unit_in(outer)
         if name in _CALLED and file.startswith((_TORCH, _OWN)):
             called = f"{name}()"
         elif not phase and name in ("_engine_run_backward", "_call_impl"):
@@ -132,16 +133,16 @@ def described(places: Mapping[int, Place | None]) -> str:
         at.setdefault(place, []).append(rank)
     # Who has begun fewer collectives is behind; of those with as many, who is in none.
     order = sorted(at, key=lambda place: (-1, False) if place is None else (place.calls, bool(place.collective)))
-    told = [f"{_ranks(at[place])} {'has not called shard()' if place is None else place}" for place in order]
-    told[0] += " (slowest)" if len(told) > 1 else ""
-    return "; ".join(told)
+    words = [f"{_ranks(at[place])} {'has not called shard()' if place is None else place}" for place in order]
+    words[0] += " (slowest)" if len(words) > 1 else ""
+    return "; ".join(words)
 
 
 def user_line(frame: types.FrameType | None) -> str:
     """Return ``file:line`` of the innermost frame that is not torch's or TrueShard's; ``?`` if there is none."""
-    for each, line in traceback.walk_stack(frame) if frame else ():
-        if not each.f_code.co_filename.startswith((_TORCH, _OWN)):
-            return f"{os.path.basename(each.f_code.co_filename)}:{line}"
+    for outer, line in traceback.walk_stack(frame) if frame else ():
+        if not outer.f_code.co_filename.startswith((_TORCH, _OWN)):
+            return f"{os.path.basename(outer.f_code.co_filename)}:{line}"
     return "?"
 
 

@@ -27,9 +27,9 @@ from trueshard.distributed import device_of
 from trueshard.model import names
 from trueshard.optim.exact import loss_on_grid
 from trueshard.optim.norms import clip_grad_norm_
+from trueshard.optim.seeded_random import sample_rng
 from trueshard.sharding.engine import accumulate
 from trueshard.sharding.hooks import runtime_of
-from trueshard.sharding.randomness import sample_rng
 from trueshard.sharding.splitting import split_sequence
 from trueshard.sharding.tokens import token_mean
 from trueshard.train.data.loader import EndlessLoader
