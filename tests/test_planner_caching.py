@@ -62,15 +62,6 @@ def cached(allocator: CachingAllocator) -> list[MemoryBlock]:
     return [block for pool in allocator.pools.values() for _, _, block in pool.free]
 
 
-def test_small_requests_share_a_segment() -> None:
-    allocator = CachingAllocator()
-    for _ in range(4):
-        allocator.allocate(512 * KIB)
-    assert allocator.reserved == 2 * MIB
-    allocator.allocate(1)
-    assert allocator.reserved == 4 * MIB
-
-
 def test_requests_of_some_mib_share_a_segment() -> None:
     allocator = CachingAllocator()
     first, second = allocator.allocate(8 * MIB), allocator.allocate(8 * MIB)
@@ -116,34 +107,6 @@ def test_free_neighbours_merge(order: tuple[int, ...]) -> None:
     assert [(block.address, block.size) for block in cached(allocator)] == [(0, 20 * MIB)]
 
 
-def test_segments_do_not_merge() -> None:
-    allocator = CachingAllocator()
-    for block in [allocator.allocate(20 * MIB) for _ in range(2)]:
-        allocator.free(block)
-    allocator.allocate(40 * MIB)
-    assert allocator.reserved == 80 * MIB
-
-
-def test_cached_memory_does_not_go_to_another_stream_or_pool() -> None:
-    allocator = CachingAllocator()
-    allocator.free(allocator.allocate(20 * MIB, "compute"))
-    allocator.allocate(20 * MIB, "all_gather")
-    assert allocator.reserved == 40 * MIB
-    allocator.allocate(KIB, "compute")
-    assert allocator.reserved == 42 * MIB
-
-
-def test_what_is_cached_is_used_again() -> None:
-    allocator = CachingAllocator()
-    for _ in range(3):
-        blocks = [allocator.allocate(size) for size in (100, MIB, 3 * MIB, 50 * MIB)]
-        reserved = allocator.reserved
-        for block in blocks:
-            allocator.free(block)
-        assert allocator.reserved == reserved
-    assert allocator.allocated == 0
-
-
 def test_alternating_sizes_fragment() -> None:
     """Every second of ten blocks is freed: 150 MiB are free, and 32 MiB fit nowhere."""
     allocator = CachingAllocator()
@@ -165,7 +128,7 @@ REQUESTS = st.lists(st.one_of(st.tuples(SIZES, STREAMS), st.integers(0, 1000)), 
 """A size and stream to allocate, or which of the live blocks to free."""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(REQUESTS)
 def test_it_decides_as_a_plain_one(requests: list[tuple[int, Stream] | int]) -> None:
     allocator, plain = CachingAllocator(), Plain()
@@ -175,6 +138,7 @@ def test_it_decides_as_a_plain_one(requests: list[tuple[int, Stream] | int]) -> 
             block, expected = allocator.allocate(*request), plain.allocate(*request)
             live.append((block, expected))
             assert [block.address, block.size] == expected[:2]
+            assert request[0] <= block.size < request[0] + MIB + 512
         elif live:
             block, expected = live.pop(request % len(live))
             allocator.free(block)
@@ -182,27 +146,11 @@ def test_it_decides_as_a_plain_one(requests: list[tuple[int, Stream] | int]) -> 
         assert allocator.reserved == plain.reserved
         free = sorted([b.address, b.size] for b in cached(allocator))
         assert free == sorted([b[0], b[1]] for b in plain.blocks if b[4])
-
-
-@settings(max_examples=150, deadline=None)
-@given(REQUESTS)
-def test_what_always_holds(requests: list[tuple[int, Stream] | int]) -> None:
-    allocator = CachingAllocator()
-    live: list[MemoryBlock] = []
-    before = 0
-    for request in requests:
-        if isinstance(request, tuple):
-            live.append(allocator.allocate(*request))
-            assert request[0] <= live[-1].size < request[0] + MIB + 512
-        elif live:
-            allocator.free(live.pop(request % len(live)))
-        both = sorted([*live, *cached(allocator)], key=lambda block: block.address)
+        both = sorted([*(block for block, _ in live), *cached(allocator)], key=lambda block: block.address)
         assert all(low.address + low.size <= high.address for low, high in pairwise(both))
-        assert sum(block.size for block in live) == allocator.allocated <= allocator.peak_allocated
-        assert sum(block.size for block in both) == allocator.reserved >= max(before, allocator.peak_allocated)
-        before = allocator.reserved
-    for block in live:
+        assert sum(block.size for block, _ in live) == allocator.allocated <= allocator.peak_allocated
+        assert sum(block.size for block in both) == allocator.reserved >= allocator.peak_allocated
+    for block, _ in live:
         allocator.free(block)
-    assert allocator.allocated == 0
-    free = cached(allocator)
-    assert len({block.segment for block in free}) == len(free), "a free segment is one block"
+    free_blocks = cached(allocator)
+    assert len({block.segment for block in free_blocks}) == len(free_blocks), "a free segment is one block"

@@ -53,18 +53,94 @@ def spans(device: Hardware, *events: Event, mode: str = "eager", ranks_per_node:
     return {span.event: (span.start, span.end) for span in line.spans}, line
 
 
-def test_kernels_run_in_a_row(device: Hardware) -> None:
-    at, line = spans(device, compute(2), compute(3))
-    assert at == {0: (0, 2), 1: (2, 5)}
-    assert (line.seconds, line.compute_seconds, line.exposed_seconds) == (5, 5, 0)
+COPY = compute(1, "backward", op="fsdp.chunk_cat")
+TO_GATHER = [dataclasses.replace(elementwise(1, 1, op), stream="all_gather") for op in ("aten.copy_", "fsdp.copy_in")]
+REDUCED = dataclasses.replace(compute(1, "backward", after=(0,), op="aten.div_"), stream="reduce_scatter")
+LINES: dict[str, tuple[list[Event], dict[str, float], dict[int, tuple[float, float]], dict[str, float]]] = {
+    "kernels run in a row": (
+        [compute(2), compute(3)],
+        {},
+        {0: (0, 2), 1: (2, 5)},
+        {"seconds": 5, "compute_seconds": 5, "exposed_seconds": 0},
+    ),
+    "an all-gather overlaps kernels before it and is waited for by its reader": (
+        [compute(2), collective("all_gather", 5), compute(1), compute(1, after=(1,))],
+        {},
+        {1: (0, 5), 2: (2, 3), 3: (5, 6)},
+        {"exposed_seconds": 2},
+    ),
+    "a new forward gathers nothing before what was before it": (
+        [compute(7, "optimizer"), collective("all_gather", 1), compute(1, after=(1,))],
+        {},
+        {1: (7, 8)},
+        {},
+    ),
+    "a reduce-scatter runs behind compute, the next copy waits for it, and clipping for all": (
+        [
+            *(compute(4, "backward"), COPY, collective("reduce_scatter", 3, "backward"), compute(2, "backward")),
+            *(COPY, collective("reduce_scatter", 9, "backward"), compute(1, "clip"), compute(1, "optimizer")),
+        ],
+        {},
+        {2: (5, 8), 3: (5, 7), 4: (8, 9), 5: (9, 18), 6: (18, 19)},
+        {"exposed_seconds": 1 + 9, "seconds": 20},
+    ),
+    "what follows a reduction on its stream stays behind compute": (
+        [
+            *(collective("reduce_scatter", 5, "backward"), REDUCED, compute(2, "backward")),
+            collective("all_reduce", 4, "backward", after=(0,), ranks=2, stride=8),
+            *(compute(1, "backward"), compute(1, "optimizer")),
+        ],
+        {},
+        {1: (5, 6), 2: (0, 2), 3: (6, 10), 4: (2, 3), 5: (10, 11)},
+        {"exposed_seconds": 7},
+    ),
+    "the copy into an all-gather does not wait for compute": (
+        [compute(9), *TO_GATHER, collective("all_gather", 3), compute(1, after=(3,))],
+        {},
+        {1: (0, 1), 2: (1, 3), 3: (3, 6)},
+        {},
+    ),
+    "other collectives are waited for": (
+        [compute(1, "clip"), collective("all_reduce", 2, "clip", "compute"), compute(1, "clip")],
+        {},
+        {0: (0, 1), 1: (1, 3), 2: (3, 4)},
+        {"exposed_seconds": 2, "compute_seconds": 2},
+    ),
+    "transfers have their own stream": (
+        [compute(1), HostCopy(EventPlace("forward", "a"), "to_device", 4), compute(1), compute(1, after=(1,))],
+        {},
+        {1: (0, 4), 2: (1, 2), 3: (4, 5)},
+        {},
+    ),
+    "nothing starts before the host issues it": (
+        [compute(1), compute(1), compute(5), compute(1)],
+        {"launch_seconds": 2.0},
+        {0: (2, 3), 1: (4, 5), 2: (6, 11), 3: (11, 12)},
+        {"host_seconds": 2 + 1 + 1, "exposed_seconds": 0},
+    ),
+    "the host takes longer to gather a unit": (
+        [collective("all_gather", 1), compute(1, after=(0,)), collective("all_reduce", 1, "clip", "compute")],
+        {"launch_seconds": 1.0, "collective_seconds": 4.0},
+        {0: (5, 6), 1: (6, 7), 2: (7, 8)},
+        {"host_seconds": 5, "exposed_seconds": 2},
+    ),
+}
+"""Events, costs of the host, spans by event, and sums."""
 
 
-def test_an_all_gather_overlaps_kernels_before_it_and_is_waited_for_by_its_reader(device: Hardware) -> None:
-    at, line = spans(device, compute(2), collective("all_gather", 5), compute(1), compute(1, after=(1,)))
-    assert at[1] == (0, 5)
-    assert at[2] == (2, 3)
-    assert at[3] == (5, 6)
-    assert line.exposed_seconds == 2
+@pytest.mark.parametrize("case", LINES)
+def test_events_are_laid_on_streams(case: str, device: Hardware) -> None:
+    events, costs, expected, sums = LINES[case]
+    at, line = spans(hardware("h100", **UNIT | {"eager": PLAIN | costs}), *events)
+    assert {event: at[event] for event in expected} == expected
+    assert {name: getattr(line, name) for name in sums} == sums
+
+
+def test_without_streams_everything_is_in_a_row(device: Hardware) -> None:
+    events = compute(2), collective("all_gather", 5), compute(1), collective("reduce_scatter", 3), compute(1)
+    at, line = spans(hardware("cpu", **UNIT), *events)
+    assert [at[i][0] for i in range(5)] == [0, 2, 7, 8, 11]
+    assert (line.seconds, line.exposed_seconds, line.compute_seconds) == (12, 8, 4)
 
 
 def unit_forward(events: list[Event], gather: int, copy: int, work: int) -> None:
@@ -108,107 +184,12 @@ def test_in_backward_a_gather_waits_for_the_copy_of_the_unit_that_runs(device: H
     assert at[5] == (18, 20)
 
 
-def test_a_new_forward_gathers_nothing_before_what_was_before_it(device: Hardware) -> None:
-    at, _ = spans(device, compute(7, "optimizer"), collective("all_gather", 1), compute(1, after=(1,)))
-    assert at[1] == (7, 8)
-
-
-def test_a_reduce_scatter_runs_behind_compute(device: Hardware) -> None:
-    copy = compute(1, "backward", op="fsdp.chunk_cat")
-    at, line = spans(
-        device,
-        compute(4, "backward"),
-        copy,
-        collective("reduce_scatter", 3, "backward"),
-        compute(2, "backward"),
-        copy,
-        collective("reduce_scatter", 9, "backward"),
-        compute(1, "clip"),
-        compute(1, "optimizer"),
-    )
-    assert at[2] == (5, 8)
-    assert at[3] == (5, 7)
-    assert at[4] == (8, 9)  # the copy waits for the reduce-scatter before
-    assert at[5] == (9, 18)
-    assert at[6] == (18, 19)  # clipping waits for all
-    assert line.exposed_seconds == 1 + 9
-    assert line.seconds == 20
-
-
 def test_one_group_has_one_queue_and_two_groups_have_two(device: Hardware) -> None:
     reduce, gather = collective("reduce_scatter", 5, "backward"), collective("all_gather", 5, "backward")
     same, _ = spans(device, reduce, gather)
     assert same[1] == (5, 10)
     other, _ = spans(device, reduce, dataclasses.replace(gather, ranks=2, stride=8))
     assert other[1] == (0, 5)
-
-
-def test_what_follows_a_reduction_on_its_stream_stays_behind_compute(device: Hardware) -> None:
-    at, line = spans(
-        device,
-        collective("reduce_scatter", 5, "backward"),
-        dataclasses.replace(compute(1, "backward", after=(0,), op="aten.div_"), stream="reduce_scatter"),
-        compute(2, "backward"),
-        collective("all_reduce", 4, "backward", after=(0,), ranks=2, stride=8),
-        compute(1, "backward"),
-        compute(1, "optimizer"),
-    )
-    assert at[1] == (5, 6)
-    assert at[2] == (0, 2)
-    assert at[3] == (6, 10)
-    assert at[4] == (2, 3)
-    assert at[5] == (10, 11)
-    assert line.exposed_seconds == 7
-
-
-def test_the_copy_into_an_all_gather_does_not_wait_for_compute(device: Hardware) -> None:
-    cast = dataclasses.replace(elementwise(1, 1, "aten._foreach_copy_"), stream="all_gather")
-    copy = dataclasses.replace(elementwise(2, 1, "fsdp.all_gather_copy_in"), stream="all_gather")
-    at, _ = spans(device, compute(9), cast, copy, collective("all_gather", 3), compute(1, after=(3,)))
-    assert at[1] == (0, 1)
-    assert at[2] == (1, 3)
-    assert at[3] == (3, 6)
-
-
-def test_other_collectives_are_waited_for(device: Hardware) -> None:
-    at, line = spans(device, compute(1, "clip"), collective("all_reduce", 2, "clip", "compute"), compute(1, "clip"))
-    assert at == {0: (0, 1), 1: (1, 3), 2: (3, 4)}
-    assert line.exposed_seconds == 2
-    assert line.compute_seconds == 2
-
-
-def test_transfers_have_their_own_stream(device: Hardware) -> None:
-    down = HostCopy(EventPlace("forward", "a"), "to_device", 4)
-    at, _ = spans(device, compute(1), down, compute(1), compute(1, after=(1,)))
-    assert at[1] == (0, 4)
-    assert at[2] == (1, 2)
-    assert at[3] == (4, 5)
-
-
-def test_nothing_starts_before_the_host_issues_it(device: Hardware) -> None:
-    slow = hardware("h100", **{**UNIT, "eager": {**PLAIN, "launch_seconds": 2.0}})
-    at, line = spans(slow, compute(1), compute(1), compute(5), compute(1))
-    assert at == {0: (2, 3), 1: (4, 5), 2: (6, 11), 3: (11, 12)}
-    assert line.host_seconds == 2 + 1 + 1
-    assert line.exposed_seconds == 0
-
-
-def test_the_host_takes_longer_to_gather_a_unit(device: Hardware) -> None:
-    slow = hardware("h100", **{**UNIT, "eager": {**PLAIN, "launch_seconds": 1.0, "collective_seconds": 4.0}})
-    at, line = spans(
-        slow, collective("all_gather", 1), compute(1, after=(0,)), collective("all_reduce", 1, "clip", "compute")
-    )
-    assert at == {0: (5, 6), 1: (6, 7), 2: (7, 8)}
-    assert (line.host_seconds, line.exposed_seconds) == (5, 2)
-
-
-def test_without_streams_everything_is_in_a_row(device: Hardware) -> None:
-    cpu = hardware("cpu", **UNIT)
-    at, line = spans(
-        cpu, compute(2), collective("all_gather", 5), compute(1), collective("reduce_scatter", 3), compute(1)
-    )
-    assert [at[i][0] for i in range(5)] == [0, 2, 7, 8, 11]
-    assert (line.seconds, line.exposed_seconds, line.compute_seconds) == (12, 8, 4)
 
 
 def test_over_nodes_ranks_wait_for_the_slowest(device: Hardware) -> None:

@@ -122,16 +122,21 @@ class _Scheduler:
         self.times = all_seconds(trace.events, hardware, mode)
         self.line = Timeline()
         self.host = 0.0
+        """End of what the host has issued, or computed itself."""
         self.compute = 0.0
-        # When each is idle: streams other than compute, and communicators of groups (axis, ranks, stride).
+        """End of the compute stream's last kernel."""
         self.free: dict[Stream, float] = defaultdict(float)
+        """End of the last work of each other stream."""
         self.queues: dict[tuple[str, int, int], float] = {}
-        # By position: when the result of a communication or transfer is available, and when the host issued it.
+        """End of the last collective of each group (axis, ranks, stride): its communicator has one queue."""
         self.done: dict[int, float] = {}
+        """End of each communication or transfer, by position: when its result is available."""
         self.issued: dict[int, float] = {}
-        # When all all-gather buffers but the last have been copied out, and when the last has.
+        """Time at which the host had issued it: before, a kernel that wants it waits for the host."""
         self.may_gather = 0.0
+        """Time at which an all-gather gets a buffer: all but the last have been copied out."""
         self.copied_out = 0.0
+        """Time at which the last buffer has been copied out."""
         self.in_forward = False
         self.before_forward = 0.0
         """End of the events before this forward on the compute stream."""

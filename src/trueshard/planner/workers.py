@@ -35,9 +35,6 @@ class Workers:
     Args:
         functions: what tasks may call, by name.
         count: how many; None: one for each core, two at most, and none where a process cannot be forked.
-
-    Attributes:
-        count: how many there are.
     """
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], count: int | None = None) -> None:
@@ -45,6 +42,7 @@ class Workers:
         if count is None:
             count = min(2, cpu_cores()) if sys.platform == "linux" else 0
         self.count = count if count > 1 else 0
+        """Processes of the pool; 0: tasks run here. One alone would only add the cost of sending."""
         self._pool: ProcessPoolExecutor | None = None
         self._processes: set[BaseProcess] = set()
         """Held to be killed, and for the exit code of one that died."""

@@ -89,16 +89,14 @@ class _Facts:
 
 
 class KnownValues(_torch.SimulationMode):
-    """Real copies of small fake storages. As a dispatch mode it follows what runs before recording begins.
-
-    Attributes:
-        guesses: how often a value, or a shape that depends on values, was not known.
-    """
+    """Real copies of small fake storages. As a dispatch mode it follows what runs before recording begins."""
 
     def __init__(self) -> None:
         super().__init__()
         self.guesses = 0
-        self._drawn: int | None = None  # random tensors so far, inside ``drawing``
+        """Times that a value, or a shape that depends on values, was not known; ``preflight`` watches it rise."""
+        self._drawn: int | None = None
+        """Random tensors drawn so far, inside ``drawing``; None outside, where they stay unknown."""
         self._facts: weakref.WeakKeyDictionary[Any, _Facts] = weakref.WeakKeyDictionary()
         """Facts by storage."""
         self.imbalance = 1.0

@@ -41,9 +41,10 @@ class _Offloading:
         self.sharded = sharded
         self.host: dict[int, Allocation] = {}
         self.events: list[Event] = []
-        # Old position → new one, and for a reduction → that of the copy of its result to the host.
         self.at: dict[int, int] = {}
+        """New position of each old one."""
         self.sent: dict[int, int] = {}
+        """Old position of a reduction → new one of the copy of its result to the host, for which clipping waits."""
         self.copies: list[Allocation] = []
         """Copies of shards on the device, until the gather has read them; the newest first."""
         self.kept: list[Allocation] = []

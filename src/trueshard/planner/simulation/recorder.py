@@ -42,33 +42,41 @@ Source: ``index_backward``, ``value_selecting_reduction_backward_symint`` of tor
 class Recorder(_torch.SimulationMode):
     """A dispatch mode that records events.
 
-    Attributes:
-        place: current phase and unit; ``track_units`` and the caller set it.
-        unit: unit whose parameters are being gathered or reduced; None: that of ``place``.
-        stream: CUDA stream on which FSDP2 would run the current operator.
-        members: by unit, names of the parameters that it gathers, in FSDP2's order.
-        axes: by name of a process group, the axes of the mesh that it is of: several if each has all ranks.
-        apart: units of experts that ranks share.
-        values: values of small tensors that are known in spite of fake tensors.
+    [Note: what a watched program does otherwise] Autograd and fused operators take other ways when a dispatch mode sees
+    them, or when tensors are fake: they copy where they would write in place. Each such place is undone where it is
+    seen, with the source that decides: ``_INTO_ZEROS``, ``_accumulates_in_place``, ``_mask_in_place``.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.place = EventPlace("between", "")
+        """Current phase, set by the caller, and unit, set by ``track_units``."""
         self.unit: str | None = None
+        """Unit whose parameters FSDP2 gathers or reduces at present; None: that of ``place``. It gathers the next unit
+        while one runs, so the two differ."""
         self.stream: Stream = "compute"
+        """CUDA stream on which FSDP2 would run the current operator: a CPU has none, so hooks tell."""
         self.members: dict[str, list[str]] = {}
+        """Names of the parameters that each unit gathers, in FSDP2's order: it copies them out of one buffer."""
         self.axes: dict[str, list[str]] = {}
+        """Axes of the mesh by name of their process group: several if each of them has all ranks."""
         self.apart: set[str] = set()
+        """Units of experts that ranks share."""
         self.values = KnownValues()
+        """Values of small tensors, known in spite of fake tensors."""
         self.events: list[Event] = []
         self._allocations = 0
-        # By identity of the storage:
         self._alive: dict[int, Allocation] = {}
+        """Current allocation by identity of its storage, as the tables below: tensors come and go, and FSDP2 frees a
+        storage that lives on by resizing it to 0."""
         self._references: dict[int, Any] = {}
+        """Weak references that tell when a storage is gone; an identity may be used again after that."""
         self._before_resize: dict[int, Allocation | None] = {}
-        self._written_by: dict[int, int] = {}  # position of the communication that wrote it last
-        self._copied: dict[int, int] = {}  # position of the communication whose result it is a copy of
+        """Last allocation of a gathered parameter: when FSDP2 gathers it again, the new one gets its name and shape."""
+        self._written_by: dict[int, int] = {}
+        """Position of the communication that wrote the storage last."""
+        self._copied: dict[int, int] = {}
+        """Position of the communication of whose result it is a copy, for which a product waits, too."""
 
     # Memory
 

@@ -317,6 +317,7 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, *, probe: boo
     recorder.values.imbalance = job.imbalance
     with recorder.values:
         optimizers = list(workload.optimizers(model))
+        # A compiled kernel would want memory: blocks run eagerly, and ``_as_planned`` rewrites the trace.
         resolved = engine.shard(model, optimizers, dataclasses.replace(plan, compile=False), mesh)
         if probe:
             _make_optimizer_state(model, optimizers)
@@ -326,7 +327,7 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, *, probe: boo
     recorder.adopt(_optimizer_state(model, optimizers), "optimizer", "")
 
     def enter(phase: Phase) -> None:
-        if phase == "clip":
+        if phase == "clip":  # gradients are what is left in ``.grad`` now; before, nothing tells them from activations
             recorder.mark([p.grad for p in model.parameters() if p.grad is not None], "gradients")
         recorder.place = EventPlace(phase, "")
 
