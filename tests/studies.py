@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+
 from trueshard.planner import ledger
 from trueshard.planner.timeline import Span, Timeline
 from trueshard.planner.trace import (
@@ -229,7 +232,7 @@ def forecast(of: Trace, time: Timeline, budget: int = 80 << 30) -> Forecast:
     )
 
 
-def study(layers: int = 3, alternatives: tuple[Alternative, ...] = (), kernels: int = 12) -> Study:
+def study(layers: int = 3, kernels: int = 12) -> Study:
     chosen = plan(layers)
     step = trace(chosen, kernels=kernels)
     time = timeline(step)
@@ -240,5 +243,23 @@ def study(layers: int = 3, alternatives: tuple[Alternative, ...] = (), kernels: 
         timeline=time,
         reasons=("Blocks are freed after forward: gathering again is hidden behind computation.",),
         assumptions=("Every rank has batches of the same shape.",),
-        alternatives=list(alternatives),
     )
+
+
+def with_alternatives(layers: int, others: Mapping[str, tuple[float, float]], too_large: str) -> Study:
+    """A study with other plans, whose words have memory and speed as multiples of this plan's; one does not fit."""
+    one = study(layers)
+    mine = one.forecast
+    alternatives = [
+        Alternative(
+            words,
+            dataclasses.replace(
+                mine,
+                peak_reserved_bytes=int(mine.peak_reserved_bytes * memory),
+                tokens_per_second_per_rank=mine.tokens_per_second_per_rank * speed,
+                fits=words != too_large,
+            ),
+        )
+        for words, (memory, speed) in others.items()
+    ]
+    return dataclasses.replace(one, alternatives=alternatives)

@@ -21,27 +21,8 @@ def names(*given: str) -> list[str]:
 
 
 def with_alternatives() -> Study:
-    study = studies.study(layers=4)
-    forecast = study.forecast
-
-    def other(words: str, memory: float, speed: float, fits: bool = True) -> Alternative:
-        return Alternative(
-            words,
-            dataclasses.replace(
-                forecast,
-                peak_reserved_bytes=int(forecast.peak_reserved_bytes * memory),
-                tokens_per_second_per_rank=forecast.tokens_per_second_per_rank * speed,
-                fits=fits,
-            ),
-        )
-
-    others = [
-        other("recompute full", 0.5, 0.8),
-        other("slower and larger", 1.1, 0.9),
-        other("reshard never", 1.2, 1.1),
-        other("too large", 9, 2, fits=False),
-    ]
-    return dataclasses.replace(study, alternatives=others)
+    others = {"recompute full": (0.5, 0.8), "slower and larger": (1.1, 0.9), "reshard never": (1.2, 1.1)}
+    return studies.with_alternatives(4, others | {"too large": (9, 2)}, too_large="too large")
 
 
 def test_names_that_differ_in_a_number_are_one() -> None:
