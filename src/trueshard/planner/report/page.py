@@ -212,13 +212,10 @@ def time_parts(study: Study) -> list[dict[str, Any]]:
     for span in study.timeline.spans:
         if span.stream == "compute" and type(study.trace.events[span.event]) is Kernel:
             computing[_group(study.trace, span)] += span.end - span.start
-    total = sum(computing.values()) or 1.0
-    names = {"waiting": "waiting", "host": "host", "other ranks": "ranks"}
-    rows: list[tuple[str, float, bool]] = [
-        (name, seconds / total * study.forecast.compute_seconds, False) for name, seconds in computing.items()
-    ]
-    parts = report.time_parts(study)
-    rows += [(names[part["name"]], part["seconds"], True) for part in parts if part["name"] in names]
+    scale = study.forecast.compute_seconds / (sum(computing.values()) or 1.0)
+    rows: list[tuple[str, float, bool]] = [(name, seconds * scale, False) for name, seconds in computing.items()]
+    kinds = {"waiting": "waiting", "host": "host", "other ranks": "ranks"}
+    rows += [(kinds[name], seconds, True) for name, seconds, _ in report.time_parts(study) if name in kinds]
     return [{"name": name, "seconds": seconds, "gap": gap} for name, seconds, gap in rows if seconds > 0.0]
 
 

@@ -292,7 +292,7 @@ def _time(study: Study) -> list[str]:
         f", and {operations(again)} again by recomputing" if again else ""
     )
     rows = [("step", duration(forecast.step_seconds), "")]
-    rows += [(part["name"], duration(part["seconds"]), part["words"]) for part in time_parts(study)]
+    rows += [(name, duration(seconds), words) for name, seconds, words in time_parts(study)]
     rows[1] = (*rows[1][:2], work)
     if bubble := forecast.bubble_seconds:
         words = _of_step("of the waiting, while the pipeline fills and drains", bubble, forecast.step_seconds)
@@ -304,10 +304,10 @@ def _time(study: Study) -> list[str]:
     return ["Time of a step", *_indented(rows, right=(1,))]
 
 
-def time_parts(study: Study) -> list[dict[str, Any]]:
-    """Return the parts of a step, which add up to it: ``name``, ``seconds``, ``share`` and ``words`` of each.
+def time_parts(study: Study) -> list[tuple[str, float, str]]:
+    """Return (name, seconds, words) of the parts of a step, which add up to it; the first is computing.
 
-    The first is computing. Of an accumulation that is not simulated whole, host and other ranks are in proportion.
+    Of an accumulation of which a few microbatches are simulated, host and other ranks are in proportion.
     """
     forecast, line = study.forecast, study.timeline
     step = forecast.step_seconds
@@ -320,11 +320,8 @@ def time_parts(study: Study) -> list[dict[str, Any]]:
         ("host", host, "the device waits for work to be issued"),
         ("other ranks", rest - host, "the slowest of several nodes"),
     ]
-    return [
-        {"name": name, "seconds": seconds, "share": seconds / (step or 1.0), "words": _of_step(words, seconds, step)}
-        for name, seconds, words in parts
-        if seconds > step / 10000 or name in ("computing", "waiting")
-    ]
+    shown = [part for part in parts if part[1] > step / 10000 or part[0] in ("computing", "waiting")]
+    return [(name, seconds, _of_step(words, seconds, step)) for name, seconds, words in shown]
 
 
 def _of_step(words: str, seconds: float, step: float) -> str:

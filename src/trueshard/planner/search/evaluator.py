@@ -25,7 +25,7 @@ from trueshard.planner.search.costs import Costs, Layout, PlannedUnit, UnitCost,
 from trueshard.planner.search.space import RECOMPUTE, Candidate, Setting, Space, Values
 from trueshard.planner.simulation.extension import KEPT
 from trueshard.planner.simulation.repeats import FEWEST, find_runs
-from trueshard.planner.simulation.simulate import Short, Simulator, Steps
+from trueshard.planner.simulation.simulate import Short, Simulation, Simulator
 from trueshard.planner.workers import Task, Workers
 from trueshard.planner.workload import Job, Study, Workload
 from trueshard.plans import Forecast, Plan, Unit
@@ -66,11 +66,11 @@ class Simulations:
         """Start to measure what the units of a short model cost."""
         return self.workers.start("probe", _sendable(short), cluster, mode)
 
-    def _run_all(self, shorts: Sequence[Short]) -> list[Steps]:
+    def _run_all(self, shorts: Sequence[Short]) -> list[Simulation]:
         tasks = [self.workers.start("run", _sendable(short)) for short in shorts]
         return [self.workers.result(task) for task in tasks]
 
-    def _run(self, short: Short) -> Steps:
+    def _run(self, short: Short) -> Simulation:
         return self.simulator.run(self._with_workload(short))
 
     def _probe(self, short: Short, cluster: Cluster, mode: Mode) -> Costs:

@@ -199,18 +199,6 @@ class Short:
         return repr((where, batch, units, fixed, [(run.container, run.period) for run in self.runs], self.kept))
 
 
-@dataclass
-class Steps:
-    """Traces that running a short model recorded."""
-
-    first: Trace
-    steady: Trace
-    score: Trace | None
-    warnings: set[str]
-    runs: Sequence[Run]
-    """Runs of equal blocks in the full model."""
-
-
 class Simulator:
     """Simulates jobs of one workload: its model is built once, and what several jobs share is run once.
 
@@ -219,11 +207,12 @@ class Simulator:
         run_all: runs several short models, perhaps side by side; None: ``run``, one after the other.
     """
 
-    def __init__(self, workload: Workload, run_all: Callable[[list[Short]], list[Steps]] | None = None) -> None:
+    def __init__(self, workload: Workload, run_all: Callable[[list[Short]], list[Simulation]] | None = None) -> None:
         self.workload = workload
         self._run_all = run_all or (lambda shorts: [self.run(short) for short in shorts])
         self._mode = _torch.fake_tensors()
-        self._known: dict[Hashable, Steps] = {}
+        self._known: dict[Hashable, tuple[Simulation, Sequence[Run]]] = {}
+        """Simulations of short models, with the runs of the model that was shortened, by ``Short.key``."""
 
     @functools.cached_property
     def model(self) -> nn.Module:
@@ -256,25 +245,27 @@ class Simulator:
         """Run the model with ``KEPT`` blocks of each run, and once for each run with one block less; extend traces."""
         runs = short.runs
         less = ([KEPT - (r == other) for other in range(len(runs))] for r in range(len(runs)))
-        shorts = [short, *(dataclasses.replace(short, kept=kept) for kept in less)]
-        keys = [short.key() for short in shorts]
-        missing = [key for key in keys if key not in self._known]
-        made = self._run_all([shorts[keys.index(key)] for key in missing])
-        base, *fewer = [{**self._known, **dict(zip(missing, made, strict=True))}[key] for key in keys]
-        messages = sorted(set().union(base.warnings, *(steps.warnings for steps in fewer)))
-        if not runs:  # nothing to share with other jobs: the traces may be large
-            return Simulation(short.plan, base.first, base.steady, base.score, warnings=messages)
-        self._known.update(zip(missing, made, strict=True))
-        first = extend(base.first, [steps.first for steps in fewer], runs, base.runs)
-        steady = extend(base.steady, [steps.steady for steps in fewer], runs, base.runs)
-        score = base.score and extend(base.score, [steps.score for steps in fewer if steps.score], runs, base.runs)
-        return Simulation(short.plan, first, steady, score, models=len(shorts), warnings=messages)
+        shorts = {s.key(): s for s in (short, *(dataclasses.replace(short, kept=kept) for kept in less))}
+        missing = [s for key, s in shorts.items() if key not in self._known]
+        known = self._known | {s.key(): (made, s.runs) for s, made in zip(missing, self._run_all(missing), strict=True)}
+        (base, recorded), *others = (known[key] for key in shorts)
+        fewer = [simulation for simulation, _ in others]
+        base = dataclasses.replace(base, plan=short.plan, models=len(shorts))
+        if not runs:  # nothing to share with other jobs, and its traces may be large
+            return base
+        self._known = known
+        base.first = extend(base.first, [simulation.first for simulation in fewer], runs, recorded)
+        base.steady = extend(base.steady, [simulation.steady for simulation in fewer], runs, recorded)
+        if base.score is not None:
+            base.score = extend(base.score, [s.score for s in fewer if s.score is not None], runs, recorded)
+        base.warnings = sorted({*base.warnings, *(line for simulation in fewer for line in simulation.warnings)})
+        return base
 
-    def run(self, short: Short) -> Steps:
+    def run(self, short: Short) -> Simulation:
         """Run two steps, and the score if there is one, of a short model."""
         with self._prepared(short) as (mesh, model, plan, messages):
             first, steady, *score = _run(short.job, mesh, model, plan)
-        return Steps(first, steady, score[0] if score else None, messages, short.runs)
+        return Simulation(short.plan, first, steady, score[0] if score else None, warnings=sorted(messages))
 
     def probe(self, short: Short) -> Trace:
         """Run one step alone of a short model, whose optimizers have stepped before: less than half of ``run``."""
