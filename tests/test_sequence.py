@@ -460,3 +460,35 @@ def test_of_one_sample_a_part_does_not_keep_the_whole(ranks2: Ranks) -> None:
     for kept in ranks2.run(held):
         assert kept
         assert all(taken == memory for taken, memory in kept)
+
+
+def in_flight(rank: int, world_size: int, words: dict[str, Any]) -> float:
+    """A student whose pass is interrupted by that of a teacher with other sequences, and their backwards in turn."""
+
+    def trained(shard: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        student, teacher = Plain().double(), Plain().double()
+        for model in (student, teacher) if shard else ():
+            trueshard.shard(model, tensor={"ranks": world_size, "sequence": True, **STYLES}, **words)
+        ids, others = torch.arange(14).view(2, 7) % 13, torch.arange(10).view(2, 5) % 13
+        answers: list[torch.Tensor] = []
+        # The teacher's pass lies between two blocks of the student's: its length and its parts are others.
+        hook = student.blocks[1].register_forward_pre_hook(lambda *_: answers.append(teacher(others)) or None)
+        outputs = [student(ids), teacher(others.roll(1, 1))]
+        hook.remove()
+        for output in (*outputs, *answers):
+            output.logsumexp(-1).square().mean().backward()
+        models = {"student": student, "teacher": teacher}
+        return {
+            f"{who} {n}": whole(p.grad)
+            for who, m in models.items()
+            for n, p in m.named_parameters()
+            if p.grad is not None
+        }
+
+    return distance(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("words", [{}, FULL])
+def test_two_models_in_flight_do_not_see_each_other(words: dict[str, Any], ranks3: Ranks) -> None:
+    assert max(ranks3.run(in_flight, words)) < EXACT

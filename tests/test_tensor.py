@@ -26,6 +26,8 @@ from trueshard import _torch
 from trueshard.checkpoint.catalogue import Catalogue
 from trueshard.checkpoint.format import dtype_of
 from trueshard.model.regions import has_one_run, region_of, take
+from trueshard.parallel.tensor import own_styles
+from trueshard.parallel.tp_styles import shared_head
 from trueshard.train.losses import CausalLoss
 
 EXACT = 1e-12
@@ -536,18 +538,20 @@ def test_saving_and_loading_take_memory_as_on_one_axis(ranks4: Ranks, tmp_path: 
 def losses(rank: int, world_size: int, tensor: int) -> dict[str, torch.Tensor]:
     """Losses at the head and their gradients: of tokens and of rows; whole logits; log-probabilities of policies."""
     found = {}
-    for name in ("llama", "tied"):
+    for name, head in (("llama", ""), ("tied", ""), ("llama", "colwise_rep")):
         model = build(name)
+        styles = {"ranks": tensor, **own_styles(model), "lm_head": head} if head else tensor
         if tensor:
-            trueshard.shard(model, tensor=tensor)
+            trueshard.shard(model, tensor=styles)
+            assert name == "tied" or shared_head(model.lm_head) is not None
         ids = batch(0)[:3]
         targets = ids.roll(-1, 1)
         targets[0, :5] = -100
         for what, loss in {"rows": CausalLoss(), "whole": CausalLoss(whole_logits=True)}.items():
             each = loss(model, {"input_ids": ids, "targets": targets}, rows=what == "rows")
             each.sum().backward()
-            found[f"{name} {what}"] = each.detach().double()
-            found |= {f"{name} {what} {n}": whole(p.grad) for n, p in model.named_parameters()}
+            found[f"{name} {head} {what}"] = each.detach().double()
+            found |= {f"{name} {head} {what} {n}": whole(p.grad) for n, p in model.named_parameters()}
             assert not loss.whole_logits or what == "whole"
             model.zero_grad()
     return found

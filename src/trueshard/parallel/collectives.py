@@ -17,22 +17,40 @@ from torch.autograd.function import once_differentiable
 from trueshard.model.regions import rows_of
 
 Group = dist.ProcessGroup
-_last: list[torch.Tensor] = []
-"""The tensor that ``sum_gradients`` was given last, and what it returned; empty from the backward on."""
 
 
-def sum_gradients(x: torch.Tensor, group: Group) -> torch.Tensor:
+class LastInput:
+    """The tensor that modules of one model were given last, and what ``sum_gradients`` made of it.
+
+    Strong references, which backward lets go of: a note on the tensor itself would be a cycle with what was made of it,
+    and keep activations until Python collects garbage.
+    """
+
+    def __init__(self) -> None:
+        self.pair: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __deepcopy__(self, memo: Any) -> LastInput:
+        return LastInput()
+
+
+def is_split() -> bool:
+    """True where blocks hold parts of sequences, if they do at all: with gradients, since else nothing is kept."""
+    return torch.is_grad_enabled()
+
+
+def sum_gradients(x: torch.Tensor, group: Group, last: LastInput | None = None) -> torch.Tensor:
     """Return ``x``, the same on every rank; its gradient is the sum of what ranks have.
 
-    Of a tensor that several modules are given (queries, keys and values) gradients are added first, and summed once.
+    ``last``: if several modules are given one tensor in turn (queries, keys and values), it gets their gradients added
+    up first, and sums them over ranks once.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    if torch.compiler.is_compiling():
-        return _SumGradients.apply(x, group)
-    if not (_last and _last[0] is x):
-        _last[:] = x, _SumGradients.apply(x, group)
-    return _last[1]
+    if last is None or torch.compiler.is_compiling():
+        return _SumGradients.apply(x, group, None)
+    if last.pair is None or last.pair[0] is not x:
+        last.pair = x, _SumGradients.apply(x, group, last)
+    return last.pair[1]
 
 
 def sum_parts(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -91,16 +109,16 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 class _SumGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: torch.Tensor, group: Group, last: LastInput | None) -> torch.Tensor:
+        ctx.group, ctx.last = group, last
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if not torch.compiler.is_compiling():
-            _last.clear()
-        return _summed(grad, ctx.group), None
+        if ctx.last is not None:
+            ctx.last.pair = None
+        return _summed(grad, ctx.group), None, None
 
 
 class _SumParts(torch.autograd.Function):

@@ -18,7 +18,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,36 +27,23 @@ from torch import nn
 
 from trueshard.model import names
 from trueshard.model.last_norm import ASKED, last_norm
-from trueshard.parallel.collectives import gather, own_part, scatter_sum
+from trueshard.parallel.collectives import gather, is_split, own_part, scatter_sum
+from trueshard.parallel.tp_styles import REPLICATE, STYLES
 from trueshard.plans import Plan
 
 _DIM = 1  # of the tokens, in (batch, tokens, width)
-_SCATTERED = {
-    "colwise",
-    "rowwise",
-    "packed_colwise",
-    "packed_rowwise",
-    "replicated_with_grad_allreduce",
-    "local_params",
-    "replicate",
-}
-"""Styles of modules that communicate nothing, if what holds them gathers and scatters."""
 
 
-class _Pass:
-    """The pass of a model that is under way."""
+@dataclass
+class Pass:
+    """The pass of one model that is under way. Each sharded model has its own, so that several may be in flight."""
 
-    total = 0
-    """Tokens of the sequences that the blocks are given."""
-    in_parts = False
+    total: int = 0
+    """Tokens of the sequences that the blocks are given; a recomputation in backward has those of its forward."""
+    in_parts: bool = False
     """What the next block is given is this rank's part; the first begins it, the last or the norm ends it."""
-    asked = False
+    asked: bool = False
     """Hidden states between blocks are whole, since the model returns them."""
-
-
-def is_split() -> bool:
-    """True where blocks hold parts of sequences: with gradients."""
-    return torch.is_grad_enabled()
 
 
 @dataclass(frozen=True)
@@ -84,7 +71,8 @@ class Parts:
 
     blocks: tuple[Block, ...]
     norm: str | None
-    """That behind the last block, if it does."""
+    """Name of the norm behind the last block, if it does."""
+    state: Pass = field(default_factory=Pass, compare=False)
 
     def holds_parts(self, name: str) -> bool:
         """True if gradients of what every rank has whole, under this name, are parts of a sum."""
@@ -100,7 +88,9 @@ def parts_of(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> Parts:
     """Return what may compute on parts of sequences; raise ValueError for a model of another form."""
     blocks = _blocks_of(root, plan, styles)
     norm = last_norm(root, [block.name for block in blocks])
-    otherwise = [name for name, word in styles.items() if word != "replicate"] + [each.name for each in plan.replicated]
+    otherwise = [name for name, word in styles.items() if STYLES[word] != STYLES[REPLICATE]] + [
+        each.name for each in plan.replicated
+    ]
     return Parts(tuple(blocks), None if any(f"{name}.".startswith(f"{norm}.") for name in otherwise) else norm)
 
 
@@ -135,12 +125,12 @@ def _shares_all(name: str, child: nn.Module, styles: Mapping[str, str]) -> bool:
     adapted = [f"{name}.{below}" for below, module in child.named_modules() if hasattr(module, "lora_A")]
     for below, module in child.named_modules():
         full = f"{name}.{below}"
-        if full in styles and styles[full] not in _SCATTERED:
+        if full in styles and not STYLES[styles[full]].defers:
             return False
         inside = any(full.startswith(f"{layer}.") for layer in adapted)
         for attribute, parameter in module.named_parameters(recurse=False):
-            style = styles.get(f"{full}.{attribute}") or styles.get(full)
-            if parameter.ndim > 1 and not inside and style in (None, "replicate", "local_params"):
+            style = STYLES[styles.get(f"{full}.{attribute}") or styles.get(full, REPLICATE)]
+            if parameter.ndim > 1 and not inside and style.dim is None and not style.sums:
                 return False
     return True
 
@@ -152,13 +142,13 @@ def split_children(root: nn.Module, parts: Parts, group: dist.ProcessGroup) -> N
         for name in block.scattered:
             _around(
                 modules[name],
-                functools.partial(_gathered, group=group, sums=True),
+                functools.partial(_gathered, state=parts.state, group=group, sums=True),
                 functools.partial(_scattered, group=group),
             )
         for name in block.whole:
             _around(
                 modules[name],
-                functools.partial(_gathered, group=group, sums=False),
+                functools.partial(_gathered, state=parts.state, group=group, sums=False),
                 functools.partial(_kept, group=group),
             )
 
@@ -168,43 +158,47 @@ def split_ends(root: nn.Module, parts: Parts, group: dist.ProcessGroup) -> None:
 
     Around what recomputes a block, which then keeps a part.
     """
-    modules = dict(names.named_modules(root))
+    modules, state = dict(names.named_modules(root)), parts.state
     ends = [block.name for block in parts.blocks]
     last = parts.norm or ends[-1]
     for name in ends:
         _around(
             modules[name],
-            functools.partial(_begun, group=group, first=name == ends[0]),
-            functools.partial(_ended, group=group, last=name == last),
+            functools.partial(_begun, state=state, group=group, first=name == ends[0]),
+            functools.partial(_ended, state=state, group=group, last=name == last),
         )
     if parts.norm is not None:
-        _around(modules[last], functools.partial(_begun_anew, group=group), functools.partial(_ended, group=group))
-    _follow_passes(modules[ends[0].rpartition(".")[0].rpartition(".")[0]])
+        _around(
+            modules[last],
+            functools.partial(_begun_anew, state=state, group=group),
+            functools.partial(_ended, state=state, group=group),
+        )
+    _follow_passes(modules[ends[0].rpartition(".")[0].rpartition(".")[0]], state)
 
 
-def _begun(x: torch.Tensor, group: dist.ProcessGroup, first: bool = True) -> torch.Tensor:
+def _begun(x: torch.Tensor, state: Pass, group: dist.ProcessGroup, first: bool = True) -> torch.Tensor:
     """Enter a block, or the norm where it is given whole sequences."""
-    if not (first or _Pass.asked):
+    if not (first or state.asked):
         return x
-    _Pass.total, _Pass.in_parts = x.shape[_DIM], True
+    state.total, state.in_parts = x.shape[_DIM], True
     return own_part(x, _DIM, group)
 
 
-def _begun_anew(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _begun_anew(x: torch.Tensor, state: Pass, group: dist.ProcessGroup) -> torch.Tensor:
     """Enter the norm, which a model may also call with whole sequences."""
-    return x if _Pass.in_parts else _begun(x, group)
+    return x if state.in_parts else _begun(x, state, group)
 
 
-def _ended(x: torch.Tensor, group: dist.ProcessGroup, last: bool = True) -> torch.Tensor:
+def _ended(x: torch.Tensor, state: Pass, group: dist.ProcessGroup, last: bool = True) -> torch.Tensor:
     """Leave a block or the norm."""
-    if not (last or _Pass.asked):
+    if not (last or state.asked):
         return x
-    _Pass.in_parts = False
-    return gather(x, _DIM, _Pass.total, group)
+    state.in_parts = False
+    return gather(x, _DIM, state.total, group)
 
 
-def _gathered(x: torch.Tensor, group: dist.ProcessGroup, sums: bool) -> torch.Tensor:
-    return gather(x, _DIM, _Pass.total, group, sums=sums)
+def _gathered(x: torch.Tensor, state: Pass, group: dist.ProcessGroup, sums: bool) -> torch.Tensor:
+    return gather(x, _DIM, state.total, group, sums=sums)
 
 
 def _kept(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -245,7 +239,7 @@ def _around(module: nn.Module, enter: Callable[..., Any] | None, leave: Callable
     module.__dict__["forward"] = forward
 
 
-def _follow_passes(holder: nn.Module) -> None:
+def _follow_passes(holder: nn.Module, state: Pass) -> None:
     """Note whether the module that holds the blocks is asked for what lies between them."""
     if type(holder).forward is nn.Module.forward:
         return
@@ -256,26 +250,26 @@ def _follow_passes(holder: nn.Module) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = (dict(zip(parameters, args, strict=False)) | kwargs).get(ASKED)
         asked = getattr(getattr(holder, "config", None), ASKED, False) if given is None else given
-        before, _Pass.in_parts, _Pass.asked = (_Pass.in_parts, _Pass.asked), False, bool(asked)
+        before, state.in_parts, state.asked = (state.in_parts, state.asked), False, bool(asked)
         try:
             return inner(*args, **kwargs)
         finally:
-            _Pass.in_parts, _Pass.asked = before
+            state.in_parts, state.asked = before
 
     holder.__dict__["forward"] = forward
 
 
-def recomputing(contexts: Callable[[], Any] | None = None) -> Any:
+def recomputing(state: Pass, contexts: Callable[[], Any] | None = None) -> Any:
     """Return the contexts of a forward and of its recomputation, which sees sequences of the same length."""
     forward, again = contexts() if contexts is not None else (contextlib.nullcontext(), contextlib.nullcontext())
-    return forward, _of_length(_Pass.total, again)
+    return forward, _of_length(state, state.total, again)
 
 
 @contextlib.contextmanager
-def _of_length(total: int, inner: Any) -> Iterator[None]:
-    before, _Pass.total = _Pass.total, total
+def _of_length(state: Pass, total: int, inner: Any) -> Iterator[None]:
+    before, state.total = state.total, total
     try:
         with inner:
             yield
     finally:
-        _Pass.total = before
+        state.total = before

@@ -22,8 +22,9 @@ from trueshard import _torch
 from trueshard.model import names
 from trueshard.model.names import Held, nearest
 from trueshard.model.regions import rows_of
+from trueshard.parallel.collectives import LastInput
 from trueshard.parallel.sequence import Parts, parts_of, split_children
-from trueshard.parallel.tp_styles import STYLES, Style, compute_with_parts, share_forward
+from trueshard.parallel.tp_styles import REPLICATE, STYLES, Style, compute_with_parts, share_forward
 from trueshard.plans import Plan
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -114,7 +115,7 @@ def _of_parted_ties(root: nn.Module, styles: Mapping[str, str]) -> dict[str, str
     for held in names.held_tensors(root, "parameters"):
         dims = {getattr(_placement(held, i, styles), "dim", None) for i in range(len(held.places))}
         if len(dims) > 1:
-            found |= {name.rpartition(".")[0]: "replicate" for name in held.names}
+            found |= {name.rpartition(".")[0]: REPLICATE for name in held.names}
     return found
 
 
@@ -153,10 +154,9 @@ def _of_adapter(name: str, layer: Any, word: str) -> dict[str, str]:
     """Return the styles of the parts of a LoRA layer: the low rank between its two matrices is on every rank."""
     found = {f"{name}.base_layer": word}
     for adapter in layer.lora_A:
-        if word.startswith("colwise"):
-            found[f"{name}.lora_B.{adapter}"] = word
-        elif word.startswith("rowwise"):
-            found[f"{name}.lora_A.{adapter}"] = word
+        if STYLES[word].linear:  # LoRA's second matrix makes the outputs, its first takes the inputs
+            matrix = "lora_B" if STYLES[word].dim == -2 else "lora_A"
+            found[f"{name}.{matrix}.{adapter}"] = word
     return found
 
 
@@ -219,8 +219,11 @@ def _refuse_module(name: str, module: Any, word: str, ranks: int) -> None:
                 f"tensor: {name!r} is a {type(module).__name__}, not a linear layer with a floating-point weight of "
                 f"(out_features, in_features), which {word!r} is for: give it another style, or leave out tensor"
             )
-    if word.startswith("embedding") and not isinstance(module, nn.Embedding):
-        raise ValueError(f"tensor: {name!r} is a {type(module).__name__}, no embedding; {word!r} does not fit it")
+    kind = STYLES[word].of
+    if kind is not None and not isinstance(module, kind):
+        raise ValueError(
+            f"tensor: {name!r} is a {type(module).__name__}, no {kind.__name__.lower()}; {word!r} does not fit it"
+        )
 
 
 def _refuse_heads(root: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
@@ -230,7 +233,7 @@ def _refuse_heads(root: nn.Module, styles: Mapping[str, str], ranks: int) -> Non
         width = getattr(modules.get(name), "out_features", None)
         owner: Any = modules.get(name.rpartition(".")[0])
         head = getattr(owner, "head_dim", None)
-        if word != "colwise" or width is None or not isinstance(head, int) or width % head:
+        if not STYLES[word].hands_on or width is None or not isinstance(head, int) or width % head:
             continue
         if (width // head) % ranks:
             raise ValueError(
@@ -267,7 +270,7 @@ def _placement(held: Held, place: int, styles: Mapping[str, str]) -> Any:
 
 def _style_of(parameter: str, styles: Mapping[str, str]) -> Style:
     """Return a parameter's own style, or that of its module."""
-    return STYLES[styles.get(parameter) or styles.get(parameter.rpartition(".")[0], "replicate")]
+    return STYLES[styles.get(parameter) or styles.get(parameter.rpartition(".")[0], REPLICATE)]
 
 
 def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> Parts | None:
@@ -279,6 +282,7 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> Parts | None:
     whole = {each.name for each in plan.replicated}
     parts = parts_of(root, plan, styles) if plan.sequence else None
     sums: dict[nn.Module, set[str]] = {}
+    last_input = LastInput()
     for held in names.held_tensors(root, "parameters"):
         if held.name in whole or isinstance(held.tensor, DTensor):
             continue
@@ -293,10 +297,9 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> Parts | None:
         compute_with_parts(module, attributes)
     for name, module in names.named_modules(root):
         if name in styles:
-            if styles[name] == "mla_kv_a_proj":
-                config: Any = getattr(names.unwrap(root), "config", None)
-                module.__dict__["_trueshard_rope"] = config.get_text_config().qk_rope_head_dim
-            share_forward(module, styles[name], mesh, in_block=parts is not None and parts.scatters(name))
+            if (prepare := STYLES[styles[name]].prepare) is not None:
+                prepare(root, module)
+            share_forward(module, styles[name], mesh, last_input, in_block=parts is not None and parts.scatters(name))
     if parts is not None:
         split_children(root, parts, mesh.get_group())
     return parts

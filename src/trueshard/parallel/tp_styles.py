@@ -23,11 +23,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from trueshard import _torch
 from trueshard.model import names
 from trueshard.model.regions import rows_of
-from trueshard.parallel.collectives import gather, own_part, sum_gradients, sum_parts
-from trueshard.parallel.sequence import is_split
+from trueshard.parallel.collectives import LastInput, gather, is_split, own_part, sum_gradients, sum_parts
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_KEY, _SHARED = "_trueshard_sums", "_trueshard_shared_head"
+_KEY, _SHARED, _LAST = "_trueshard_sums", "_trueshard_shared_head", "_trueshard_last_input"
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,23 @@ class Style:
     """``enter`` communicates nothing."""
     apart: str | None = None
     """Attribute that the module computes without, and which is added to its output."""
+    defers: bool = False
+    """Communicates nothing where the module that holds it gathers before it and scatters after (``sequence``)."""
+    shares_outputs: bool = False
+    """Each rank computes a part of the outputs, which ``leave`` joins: of a head, the loss can be computed on parts."""
+    weights_outputs: bool = False
+    """The second input (routing weights of experts) needs the gradients of all ranks, too."""
+    by_rows: bool = False
+    """For embeddings of whose rows each rank has a part."""
+    of: type[nn.Module] | None = None
+    """Class of module that the style is for; None: any."""
+    prepare: Callable[[nn.Module, nn.Module], None] | None = None
+    """(root, module) → what ``leave`` needs to know is noted on the module."""
+
+    @property
+    def hands_on(self) -> bool:
+        """True if each rank goes on with its part of a linear layer's outputs, such as its heads."""
+        return self.linear and self.dim == -2 and self.leave is None
 
     def placement(self, parameter: torch.Tensor) -> Any:
         """Return how the parameter is placed on the axis."""
@@ -61,8 +77,8 @@ class Style:
         return _torch.packed(dim, self.halves) if self.halves > 1 and parameter.ndim > 1 else Shard(dim)
 
 
-def _sum_gradients(_: nn.Module, value: Any, group: dist.ProcessGroup) -> Any:
-    return sum_gradients(value, group)
+def _sum_gradients(module: nn.Module, value: Any, group: dist.ProcessGroup) -> Any:
+    return sum_gradients(value, group, module.__dict__[_LAST])
 
 
 def _sum(_: nn.Module, output: Any, group: dist.ProcessGroup) -> Any:
@@ -85,33 +101,45 @@ def _divide(_: nn.Module, value: Any, group: dist.ProcessGroup) -> Any:
     return value / group.size()
 
 
+def _note_rope(root: nn.Module, module: nn.Module) -> None:
+    config: Any = getattr(names.unwrap(root), "config", None)
+    module.__dict__["_trueshard_rope"] = config.get_text_config().qk_rope_head_dim
+
+
 def _sum_rope_gradients(module: Any, output: Any, group: dist.ProcessGroup) -> Any:
-    """Of multi-head latent attention: what goes past the next projection to this rank's heads only."""
+    """Sum gradients of what goes past the next projection to this rank's heads only (multi-head latent attention)."""
     rope = module.__dict__["_trueshard_rope"]
     passed, rotated = output.split([output.shape[-1] - rope, rope], dim=-1)
     return torch.cat([passed, sum_gradients(rotated, group)], dim=-1)
 
 
-_COLUMNS = Style(dim=-2, vectors=True, enter=_sum_gradients, linear=True)
-_ROWS = Style(dim=-1, leave=_sum, linear=True, apart="bias")
+REPLICATE = "replicate"
+"""The style of what no other style names: every rank has all of it, and computes all of it."""
+_WHOLE = Style(defers=True)
+_JOINED_COLUMNS = Style(
+    dim=-2, vectors=True, enter=_sum_gradients, leave=_gather_output, linear=True, shares_outputs=True
+)
+_SPLIT_ROWS = Style(dim=-1, enter=_split_input, leave=_sum, linear=True, apart="bias")
 STYLES: dict[str, Style] = {
-    "colwise": _COLUMNS,
-    "colwise_gather_output": Style(dim=-2, vectors=True, enter=_sum_gradients, leave=_gather_output, linear=True),
-    "rowwise": _ROWS,
-    "rowwise_split_input": Style(dim=-1, enter=_split_input, leave=_sum, linear=True, apart="bias"),
-    "embedding_rowwise": Style(dim=-2),
-    "embedding_colwise": Style(dim=-1, leave=_gather_vectors),
-    "packed_colwise": Style(dim=-2, vectors=True, halves=2, enter=_sum_gradients),
-    "packed_rowwise": Style(dim=-1, halves=2),
-    "replicated_with_grad_allreduce": Style(sums=True),
-    "moe_tp_experts": Style(enter=_sum_gradients, leave=_sum),
+    "colwise": Style(dim=-2, vectors=True, enter=_sum_gradients, linear=True, defers=True),
+    "colwise_gather_output": _JOINED_COLUMNS,
+    "colwise_rep": _JOINED_COLUMNS,
+    "rowwise": Style(dim=-1, leave=_sum, linear=True, apart="bias", defers=True),
+    "rowwise_split_input": _SPLIT_ROWS,
+    "rowwise_rep": _SPLIT_ROWS,
+    "embedding_rowwise": Style(dim=-2, by_rows=True, of=nn.Embedding),
+    "embedding_colwise": Style(dim=-1, leave=_gather_vectors, of=nn.Embedding),
+    "packed_colwise": Style(dim=-2, vectors=True, halves=2, enter=_sum_gradients, defers=True),
+    "packed_rowwise": Style(dim=-1, halves=2, defers=True),
+    "replicated_with_grad_allreduce": Style(sums=True, defers=True),
+    "moe_tp_experts": Style(enter=_sum_gradients, leave=_sum, weights_outputs=True),
     "moe_identity_expert": Style(enter=_divide, local=True),
-    "mla_kv_a_proj": Style(leave=_sum_rope_gradients),
+    "mla_kv_a_proj": Style(leave=_sum_rope_gradients, prepare=_note_rope),
     "all_reduce": Style(leave=_sum),
-    "local_params": Style(),
-    "replicate": Style(),
+    "local_params": _WHOLE,
+    REPLICATE: _WHOLE,
 }
-STYLES["colwise_rep"], STYLES["rowwise_rep"] = STYLES["colwise_gather_output"], STYLES["rowwise_split_input"]
+"""What each word means. Nothing outside of this table compares words: what differs is in the record."""
 
 
 class ComputesWithParts(nn.Module):
@@ -134,17 +162,25 @@ def compute_with_parts(module: nn.Module, sums: set[str]) -> None:
     names.mix_in(module, ComputesWithParts)
 
 
-def share_forward(module: nn.Module, word: str, mesh: DeviceMesh, *, in_block: bool = False) -> None:
+def share_forward(
+    module: nn.Module, word: str, mesh: DeviceMesh, last_input: LastInput, *, in_block: bool = False
+) -> None:
     """Put what a style does to inputs and outputs around ``module``'s own forward, in place.
 
-    ``in_block``: of a block that holds parts of sequences, whose own children communicate.
+    Args:
+        module: the module.
+        word: its style.
+        mesh: the tensor axis.
+        last_input: the model's, so that queries, keys and values sum the gradient of their input once.
+        in_block: of a block that holds parts of sequences, whose own children communicate.
     """
+    module.__dict__[_LAST] = last_input
     style, inner, group = STYLES[word], module.forward, mesh.get_group()
-    if word == "embedding_rowwise":
+    if style.by_rows:
         module.__dict__["forward"] = _own_rows_of(module, inner, group)
     if not any((style.enter, style.leave, style.apart)):
         return
-    if word == "colwise_gather_output":
+    if style.shares_outputs:
         module.__dict__[_SHARED] = SharedHead(module, group)
 
     @functools.wraps(inner)
@@ -152,7 +188,7 @@ def share_forward(module: nn.Module, word: str, mesh: DeviceMesh, *, in_block: b
         joins = not (in_block and is_split())
         if style.enter is not None and (joins or style.local):
             args, kwargs = _on_first(functools.partial(style.enter, module), args, kwargs, group)
-        if word == "moe_tp_experts" and joins:  # the weights of the experts of each token, too
+        if style.weights_outputs and joins:
             args, kwargs = _on_weights(args, kwargs, group)
         left_out, output = _without(module, style.apart, inner, args, kwargs)
         if style.leave is not None and output is not None and joins:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trueshard.parallel.sequence import recomputing
+from trueshard.parallel.sequence import Parts, recomputing
 
 _aten = torch.ops.aten
 _ATTENTION = (
@@ -28,13 +28,13 @@ _ATTENTION = (
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
 
 
-def recompute(module: nn.Module, mode: str, *, shared: bool = False, of_parts: bool = False) -> None:
+def recompute(module: nn.Module, mode: str, *, shared: bool = False, parts: Parts | None = None) -> None:
     """Make ``module`` recompute its forward in backward, in place.
 
     ``"full"`` keeps only the inputs for backward; ``"selective"`` also the costly operations' outputs. ``shared``: the
-    module's matrices, by ranks. ``of_parts``: it is given parts of sequences.
+    module's matrices, by ranks. ``parts``: what of the model is given parts of sequences.
     """
-    function = _checkpointed(mode, shared, of_parts)
+    function = _checkpointed(mode, shared, parts)
     if any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__):
         module.gradient_checkpointing = True  # type: ignore[assignment]
         module._gradient_checkpointing_func = function  # type: ignore[assignment]
@@ -50,14 +50,14 @@ def recompute(module: nn.Module, mode: str, *, shared: bool = False, of_parts: b
     module.__dict__["forward"] = recomputed
 
 
-def _checkpointed(mode: str, shared: bool, of_parts: bool) -> Callable[..., Any]:
+def _checkpointed(mode: str, shared: bool, parts: Parts | None) -> Callable[..., Any]:
     """Return (function, *args) → its outputs, recomputed in backward."""
     contexts = _selective_contexts if mode == "selective" else None
     plain = _checkpoint_in(contexts)
     if not shared:
         return plain
     compiled = _checkpoint_in(contexts or _traced_contexts)
-    eager = _checkpoint_in(functools.partial(recomputing, contexts)) if of_parts else plain
+    eager = plain if parts is None else _checkpoint_in(functools.partial(recomputing, parts.state, contexts))
 
     def function(*args: Any) -> Any:
         # A compiler traces the recomputation along with the forward: at the same length, and in no context of ours.

@@ -31,7 +31,7 @@ from trueshard.model.snapshot import Snapshot
 from trueshard.optim.rebind import shard_like
 from trueshard.parallel import experts
 from trueshard.parallel.context import share_attention
-from trueshard.parallel.sequence import split_ends
+from trueshard.parallel.sequence import Parts, split_ends
 from trueshard.parallel.tensor import arrived_on, cut
 from trueshard.plans import MixedPrecision, Plan, Unit
 from trueshard.sharding import methods
@@ -80,7 +80,7 @@ def apply(
     if "context" in axes.along and plan.context > 1:
         share_attention(root, axes.along["context"])
     for unit in plan.units:
-        _prepare_modules(unit, [modules[name] for name in unit.modules], plan)
+        _prepare_modules(unit, [modules[name] for name in unit.modules], plan, parts)
     if shared is not None and parts is not None:
         split_ends(root, parts, shared.get_group())
     # [Note: Order of application]
@@ -109,10 +109,10 @@ def _prepare_tensors(originals: list[Held], whole: set[nn.Parameter], device: to
                 names.mix_in(module, HoldsWhole)
 
 
-def _prepare_modules(unit: Unit, modules: list[nn.Module], plan: Plan) -> None:
+def _prepare_modules(unit: Unit, modules: list[nn.Module], plan: Plan, parts: Parts | None) -> None:
     for module in modules:
         if unit.activation_checkpointing != "none":
-            recompute(module, unit.activation_checkpointing, shared=plan.tensor > 1, of_parts=plan.sequence)
+            recompute(module, unit.activation_checkpointing, shared=plan.tensor > 1, parts=parts)
         if plan.compile and unit.kind == "block" and not _torch.is_compiled_in_place(module):
             module.compile()
         if unit.kind != "root" and _torch.own_parameters(module) and not _torch.is_compiled_in_place(module):
