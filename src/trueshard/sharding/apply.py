@@ -76,6 +76,8 @@ def apply(
     if plan.experts > 1:
         experts.cut(root, plan, axes)
     shared = axes.along.get("tensor") or arrived
+    # Gathered, a parameter is on the axis along which it is cut, alone.
+    runtime.meshes |= {*axes.along.values(), *([shared] if shared is not None else [])}
     parts = cut(root, plan, shared) if shared is not None else None
     if "context" in axes.along and plan.context > 1:
         share_attention(root, axes.along["context"])

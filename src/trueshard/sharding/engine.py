@@ -223,5 +223,6 @@ def set_reshard_after_forward(model: nn.Module, policy: str | int | Mapping[str,
     for module, value in zip(runtime.units, values, strict=True):
         module.reshard()
         _torch.set_reshard_after_forward(module, value, runtime.smaller_meshes)
+    runtime.meshes |= set(runtime.smaller_meshes.values())
     units = (dataclasses.replace(u, reshard_after_forward=v) for u, v in zip(plan.units, values, strict=True))
     runtime.plan = dataclasses.replace(plan, units=tuple(units))

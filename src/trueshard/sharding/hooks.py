@@ -142,6 +142,7 @@ class Runtime(ShardedModel):
         root.__dict__[KEY] = self
         self.memory = GatheredUnits(self.units)
         self.meshes |= {p.device_mesh for p in self.parameters() if isinstance(p, DTensor)}
+        self.meshes |= set(self.smaller_meshes.values())  # between forward and backward, with an integer policy
         _torch.call_before_backward(self.units, self._begin_double_backward)
         _torch.call_after_schedule(self.root, self._end_schedule)
         _torch.follow_views(root)
