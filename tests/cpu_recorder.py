@@ -16,7 +16,7 @@ import torch
 
 from cpu_scripts import COUNTING, Result, Rule, Script, every, within
 from trueshard import _torch
-from trueshard.planner.simulation.operators import short_name
+from trueshard.planner.simulation.operator_facts import short_name
 from trueshard.planner.simulation.recorder import Recorder
 from trueshard.planner.trace import Allocation, Free
 

@@ -21,7 +21,7 @@ from trueshard.planner.inputs.architectures import architecture, known
 from trueshard.planner.inputs.factories import named_configuration
 from trueshard.planner.inputs.workloads import workload_of
 from trueshard.planner.planning import Request
-from trueshard.planner.report.report import text
+from trueshard.planner.report.summary import text
 from trueshard.planner.workload import Study
 
 QUICK = ("llama-3-70b", "qwen2.5-7b", "gpt-oss-120b")

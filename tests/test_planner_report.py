@@ -11,7 +11,7 @@ import studies
 from messages import lacking
 from trueshard.planner import ledger
 from trueshard.planner.report.compare import collapse, diff
-from trueshard.planner.report.report import as_json, duration, pareto, text
+from trueshard.planner.report.summary import as_json, duration, pareto, text
 from trueshard.planner.workload import Alternative, StepPhase, Study
 from trueshard.plans import Forecast, MixedPrecision, Plan, Replicated
 

@@ -294,7 +294,7 @@ def _show(
     study: Study, out: Path | None, html: Path | None, as_json: bool, rehearsal: Any = None, points: Any = None
 ) -> None:
     """Print a study, and write its files."""
-    from trueshard.planner.report import page, report
+    from trueshard.planner.report import page, summary
 
     if out is not None:
         replace_text(out, study.plan.to_json() + "\n")
@@ -302,9 +302,9 @@ def _show(
         replace_text(html, page.page(study, points))
     if as_json:
         more = {} if rehearsal is None else {"rehearsal": dataclasses.asdict(rehearsal)}
-        print(json.dumps(report.as_json(study) | more, indent=2))
+        print(json.dumps(summary.as_json(study) | more, indent=2))
     else:
-        print(report.text(study), *([] if rehearsal is None else ["", rehearsal]), sep="\n")
+        print(summary.text(study), *([] if rehearsal is None else ["", rehearsal]), sep="\n")
 
 
 def _check_writable(*files: Path | None) -> None:

@@ -24,7 +24,7 @@ from trueshard.errors import UserError
 from trueshard.planner.choose_plan import solve, space_of
 from trueshard.planner.inputs.architectures import architecture
 from trueshard.planner.planning import Request
-from trueshard.planner.report.report import WIDTH, as_json, duration, headline, verdict
+from trueshard.planner.report.summary import WIDTH, as_json, duration, headline, verdict
 from trueshard.planner.search.evaluator import Evaluator, cost
 from trueshard.planner.search.space import RECOMPUTE, Setting
 from trueshard.planner.workload import Study

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from trueshard.planner.report import compare, report
+from trueshard.planner.report import compare, summary
 from trueshard.planner.report.frame import SHOWING, framed
 from trueshard.planner.report.page import STACK
 from trueshard.plans import Forecast, Plan
@@ -49,8 +49,8 @@ def _plan(forecast: Forecast) -> dict[str, Any]:
     waiting = forecast.exposed_communication_seconds
     rest = max(forecast.step_seconds - forecast.compute_seconds - waiting, 0.0)
     return {
-        "where": report.headline(forecast),
-        "verdict": report.verdict(forecast),
+        "where": summary.headline(forecast),
+        "verdict": summary.verdict(forecast),
         "fits": forecast.fits,
         "live": forecast.peak_live_bytes,
         "reserved": forecast.peak_reserved_bytes,
@@ -74,7 +74,7 @@ def _figures(forecasts: Sequence[Forecast]) -> list[dict[str, Any]]:
     received = [each.bytes_received_per_step for each in forecasts]
     add("Received in a step", list(received), [size(count) for count in received])
     seconds = [each.step_seconds for each in forecasts]
-    add("Step", seconds, [report.duration(each) for each in seconds])
+    add("Step", seconds, [summary.duration(each) for each in seconds])
     speeds = [each.tokens_per_second_per_rank for each in forecasts]
     add(f"{forecasts[0].counted.capitalize()} a second and rank", speeds, [f"{each:,.0f}" for each in speeds])
     shares = [each.mfu for each in forecasts]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from trueshard.planner import ledger
 from trueshard.planner.ledger import Curve, Numbers, Peak, Series
-from trueshard.planner.report import report
+from trueshard.planner.report import summary
 from trueshard.planner.report.compare import Collapsed, collapse
 from trueshard.planner.report.frame import SHOWING, framed
 from trueshard.planner.timeline import Span, Timeline
@@ -42,8 +42,8 @@ TENSORS = 25
 def page(study: Study, grid: dict[str, Any] | None = None) -> str:
     """Return the page as text; ``grid``: the points of its sliders, of ``planner.grid``."""
     return framed(
-        title=report.headline(study.forecast),
-        text=report.text(study),
+        title=summary.headline(study.forecast),
+        text=summary.text(study),
         data=_data(study) | {"grid": grid},
         main=(SHOWING, "page.html"),
         styles=[],
@@ -55,13 +55,13 @@ def _data(study: Study) -> dict[str, Any]:
     forecast = study.forecast
     live = ledger.curve(study.trace)
     peak = ledger.peak(study.trace)
-    mine, *others = report.every_plan(study)
+    mine, *others = summary.every_plan(study)
     return {
-        "headline": report.headline(forecast),
+        "headline": summary.headline(forecast),
         "counted": forecast.counted,
-        "settings": report.settings(study),
+        "settings": summary.settings(study),
         "fits": forecast.fits,
-        "verdict": report.verdict(forecast),
+        "verdict": summary.verdict(forecast),
         "tiles": _tiles(study),
         "reserved": forecast.peak_reserved_bytes,
         "budget": forecast.budget_bytes,
@@ -72,11 +72,11 @@ def _data(study: Study) -> dict[str, Any]:
         "seconds_of_step": forecast.step_seconds,
         "parts": time_parts(study),
         "phases": phases(study.timeline),
-        "steps": report.phase_rows(study),
-        "steps_title": report.phases_title(study),
+        "steps": summary.phase_rows(study),
+        "steps_title": summary.phases_title(study),
         "alternatives": [{**mine, "words": "This plan"}, *others],
         "tensors": _tensors(study, peak),
-        "units": report.unit_rows(study),
+        "units": summary.unit_rows(study),
         "reasons": list(dict.fromkeys(study.reasons)),
         "assumptions": list(dict.fromkeys(study.assumptions)),
     }
@@ -90,7 +90,7 @@ def _tiles(study: Study) -> list[dict[str, Any]]:
     rows = [
         ("Live peak", size(forecast.peak_live_bytes), where),
         ("Reserved peak", size(forecast.peak_reserved_bytes), f"of {size(forecast.budget_bytes)}"),
-        ("Step", report.duration(forecast.step_seconds), f"{report.duration(forecast.compute_seconds)} computing"),
+        ("Step", summary.duration(forecast.step_seconds), f"{summary.duration(forecast.compute_seconds)} computing"),
         (f"{forecast.counted.capitalize()} a second", f"{forecast.tokens_per_second_per_rank:,.0f}", "a rank"),
         ("MFU", f"{forecast.mfu:.1%}", "recomputation not counted"),
         ("Received", size(forecast.bytes_received_per_step), f"a rank and step; {exposed / step:.1%} of time waiting"),
@@ -215,7 +215,7 @@ def time_parts(study: Study) -> list[dict[str, Any]]:
     scale = study.forecast.compute_seconds / (sum(computing.values()) or 1.0)
     rows: list[tuple[str, float, bool]] = [(name, seconds * scale, False) for name, seconds in computing.items()]
     kinds = {"waiting": "waiting", "host": "host", "other ranks": "ranks"}
-    rows += [(kinds[name], seconds, True) for name, seconds, _ in report.time_parts(study) if name in kinds]
+    rows += [(kinds[name], seconds, True) for name, seconds, _ in summary.time_parts(study) if name in kinds]
     return [{"name": name, "seconds": seconds, "gap": gap} for name, seconds, gap in rows if seconds > 0.0]
 
 

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.planner.simulation import operators
-from trueshard.planner.simulation.operators import run_operator, short_name, tensors_of, written_arguments
+from trueshard.planner.simulation import operator_facts
+from trueshard.planner.simulation.operator_facts import run_operator, short_name, tensors_of, written_arguments
 
 LARGEST = 256 << 10
 """Bytes of the largest storage that has a real copy."""
@@ -172,7 +172,7 @@ class KnownValues(_torch.SimulationMode):
         if name in _UNREAD or not self._concerns(name, inputs, outputs):
             return
         if name == "alltoall_base_" and not args[3] and not args[0].is_floating_point():
-            self._follow_counts(args[0], args[1], operators.group_of(args[2]))
+            self._follow_counts(args[0], args[1], operator_facts.group_of(args[2]))
             return
         written = written_arguments(func, args, kwargs)
         drawn = name in _DRAWN and self._drawn is not None

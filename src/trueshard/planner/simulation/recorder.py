@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.model import names
-from trueshard.planner.simulation import operators
+from trueshard.planner.simulation import operator_facts
 from trueshard.planner.simulation.fake_values import KnownValues
-from trueshard.planner.simulation.operators import nbytes, tensors_of, written_arguments
+from trueshard.planner.simulation.operator_facts import nbytes, tensors_of, written_arguments
 from trueshard.planner.trace import Allocation, Collective, Communication, Event, EventPlace, Free, Kernel, Kind, Stream
 from trueshard.plans import Plan
 
@@ -186,12 +186,12 @@ class Recorder(_torch.SimulationMode):
         by_mode = _torch.called_by_mode(sys._getframe())
         if func is torch.ops.aten._safe_softmax.default and not by_mode:
             self._mask_in_place(args[0])
-        if (size := operators.storage_bytes(func, args)) is not None:
+        if (size := operator_facts.storage_bytes(func, args)) is not None:
             results[0].untyped_storage().resize_(size)
         kernel: Kernel | None = None
-        if func.namespace in operators.COLLECTIVES:
+        if func.namespace in operator_facts.COLLECTIVES:
             self._collective(func, args, results)
-        elif not operators.is_free(func):
+        elif not operator_facts.is_free(func):
             kernel = self._kernel(func, args, kwargs, inputs, results)
         self.allocate_results(func, args, kwargs, results, runs=kernel is not None, by_mode=by_mode)
         if kernel is not None:
@@ -248,7 +248,7 @@ class Recorder(_torch.SimulationMode):
         made = Kernel(
             self.place,
             str(_torch.packet_of(func)),
-            operators.flops_of(func, args, kwargs, results),
+            operator_facts.flops_of(func, args, kwargs, results),
             read,
             nbytes(results) if results else read // 2,
             "" if first is None else _dtype_name(first),
@@ -286,7 +286,7 @@ class Recorder(_torch.SimulationMode):
     # Collectives and FSDP2
 
     def _collective(self, func: Any, args: Any, results: Sequence[torch.Tensor]) -> None:
-        traffic = operators.traffic(func, args)
+        traffic = operator_facts.traffic(func, args)
         if traffic is None:
             return
         kind, group, full_bytes, received = traffic
@@ -325,7 +325,7 @@ class Recorder(_torch.SimulationMode):
         """Set kinds by FSDP2's own operators: its buffers, gathered parameters, unreduced gradients."""
         if func.namespace != "fsdp":
             return
-        operator = operators.short_name(func)
+        operator = operator_facts.short_name(func)
         if operator == "all_gather_copy_in":
             self.mark((*(each for each in args[0] if not self._is_parameter(each)), args[1]), "communication")
         elif operator == "split_with_sizes_copy":

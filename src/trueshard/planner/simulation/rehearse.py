@@ -27,7 +27,7 @@ from trueshard.model import names
 from trueshard.planner.forecasting import MICROBATCHES
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.inputs.fake_tensors import mapped, replace_plain
-from trueshard.planner.report.report import duration
+from trueshard.planner.report.summary import duration
 from trueshard.planner.reserve import replay
 from trueshard.planner.simulation.simulate import (
     Simulation,

@@ -26,7 +26,7 @@ from trueshard.planner import process
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.inputs.batches import model_loss
 from trueshard.planner.planning import Request
-from trueshard.planner.report import report
+from trueshard.planner.report import summary
 from trueshard.planner.workload import StepPhase, Study
 from trueshard.plans import Plan
 from trueshard.train.config import Config
@@ -155,7 +155,7 @@ def bytes_of(found: Study | Unplanned) -> int | None:
 def write(folder: Path, found: Study | Unplanned | Plan) -> None:
     """Write `plan.json` in the run's folder: a study, a plan alone, or why there is no forecast. For one rank."""
     if isinstance(found, Study):
-        record = report.as_json(found)
+        record = summary.as_json(found)
     else:
         record = {"plan": dataclasses.asdict(found)} if isinstance(found, Plan) else {"unplanned": found}
     replace_text(folder / "plan.json", json.dumps(record, indent=1))
@@ -177,7 +177,7 @@ def dry_run(config: Config, nproc: int | None = None, *, hardware: str | None = 
     here = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     node = ranks if named is None else min(ranks, named.ranks_per_node)
     found = study(config, settings, ranks, named or here, node, in_place=True)
-    told = f"No forecast of memory and speed: {found}" if isinstance(found, Unplanned) else report.text(found)
+    told = f"No forecast of memory and speed: {found}" if isinstance(found, Unplanned) else summary.text(found)
     if samples is not None:
         steps = config.train.steps or steps_of_epochs(config, samples)
         epochs, length = steps * config.train.batch_size / samples, config.train.sequence_length
