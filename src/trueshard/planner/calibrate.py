@@ -10,7 +10,6 @@ import dataclasses
 import gc
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ from trueshard.text import table
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is computed."""
+    """Sizes of what is computed, and for how long."""
 
     tokens: int
     hidden: int
@@ -41,15 +40,16 @@ class Sizes:
     small: int
     """Operations in a row of which the host's time is taken."""
     seconds: float
-    """For which each rate is measured."""
+    """Time for which each rate is measured."""
 
 
 LARGE = Sizes(8192, 4096, 14336, 32, copied=1 << 30, small=2000, seconds=4.0)
-"""Of a GPU: a block of Llama 3 8B."""
+"""A block of Llama 3 8B, for a GPU."""
 SMALL = Sizes(128, 256, 768, 4, copied=1 << 24, small=200, seconds=0.1)
-"""Of a CPU."""
+"""A smaller block, for a CPU."""
 UNITS = 12
 """Units of the model of which the host's time for a collective is taken."""
+MODES = ("eager", "compile")
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,22 @@ class Calibration:
     """A device of the catalogue, and what was measured in the place of its figures."""
 
     base: Hardware
-    found: dict[str, float]
-    """By key of the hardware file; those of its tables with a dot: ``eager.matmul``."""
+    measured: dict[str, float]
+    """Figures by key of the hardware file, with a dot in a key of its tables: ``eager.matmul``."""
     device: str
 
     @property
     def hardware(self) -> Hardware:
         """The device as measured."""
-        return hardware(self.base.name, **_nested(self.found))
+        overrides: dict[str, Any] = {}
+        for key, value in self.measured.items():
+            table, _, inner = key.rpartition(".")
+            (overrides.setdefault(table, {}) if table else overrides)[inner] = value
+        return hardware(self.base.name, **overrides)
 
     def __str__(self) -> str:
         rows = []
-        for key, value in self.found.items():
+        for key, value in self.measured.items():
             old: Any = self.base
             for part in key.split("."):
                 old = old.get(part) if isinstance(old, Mapping) else getattr(old, part)
@@ -81,12 +85,8 @@ class Calibration:
             f"measured with torch {torch.__version__} by `trueshard plan calibrate`; what does not stand here is "
             f"that of {self.base.name} in the catalogue"
         )
-        lines = [f'base = "{self.base.name}"', f'title = "{self.device}"', f'source = "{source}"']
-        for key, value in _nested(self.found).items():
-            inner = value.items() if isinstance(value, dict) else ()
-            shown = f"{{ {', '.join(f'{name} = {each!r}' for name, each in inner)} }}" if inner else repr(value)
-            lines.append(f"{key} = {shown}")
-        return "\n".join(lines) + "\n"
+        head = f'base = "{self.base.name}"\ntitle = "{self.device}"\nsource = "{source}"\n'
+        return head + "".join(f"{key} = {value!r}\n" for key, value in self.measured.items())
 
 
 def calibrate_here(base: str | None, tell: Callable[[str], object] = lambda line: None) -> Calibration:
@@ -107,68 +107,30 @@ def calibrate(
         sizes: None: ``LARGE``, on a CPU ``SMALL``.
     """
     on_gpu = device.type == "cuda"
-    sizes = sizes or (LARGE if on_gpu else SMALL)
-    clock = _Clock(device)
-    found: dict[str, float] = _own_memory(device) if on_gpu else {}
+    title = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    bench = _Bench(device, sizes or (LARGE if on_gpu else SMALL))
+    measured = _own_memory(device) if on_gpu else {}
     tell("measuring matrix products, attention and memory")
-    found |= _rates(clock, base, sizes)
+    measured |= _rates(bench, base)
     if on_gpu:
         tell("measuring copies from the host")
-        found["host_bandwidth"] = _copies(clock, sizes)
+        measured["host_bandwidth"] = bench.copies()
     tell("measuring launches")
-    found |= _launches(clock, sizes, on_gpu)
+    measured |= _launches(bench)
     tell("measuring what a unit's collectives take the host")
-    so_far = Calibration(base, {key: _rounded(value) for key, value in found.items()}, _title(device))
-    both = _collective_seconds(device, so_far.hardware)
-    found |= {"eager.collective_seconds": both, "compile.collective_seconds": both}
-    return dataclasses.replace(so_far, found={key: _rounded(value) for key, value in found.items()})
+    without = Calibration(base, {key: _rounded(value) for key, value in measured.items()}, title)
+    measured |= _of_modes("collective_seconds", _collective_seconds(bench, without.hardware))
+    return dataclasses.replace(without, measured={key: _rounded(value) for key, value in measured.items()})
 
 
-def _nested(found: dict[str, float]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    tables: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for key, value in found.items():
-        table, dot, inner = key.partition(".")
-        if dot:
-            tables[table][inner] = value
-        else:
-            nested[key] = value
-    return nested | tables
+def _of_modes(key: str, value: float) -> dict[str, float]:
+    """Return a figure that is the same, or was measured once, for eager and compiled units."""
+    return {f"{mode}.{key}": value for mode in MODES}
 
 
 def _rounded(value: float) -> float:
     """Return a figure with the four digits that a measurement is worth; bytes as a whole number."""
     return value if isinstance(value, int) else float(f"{value:.4g}")
-
-
-def _title(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-
-
-class _Clock:
-    """Seconds between two moments at which the device has nothing left to do."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def sustained(self, work: Callable[[], object], seconds: float) -> float:
-        """Return the seconds of one call, of as many in a row as fill ``seconds``, after some that do not count."""
-        for _ in range(3):
-            work()
-        self.settle()
-        began = time.perf_counter()
-        work()
-        self.settle()
-        times = max(1, round(seconds / (time.perf_counter() - began)))
-        began = time.perf_counter()
-        for _ in range(times):
-            work()
-        self.settle()
-        return (time.perf_counter() - began) / times
 
 
 def _own_memory(device: torch.device) -> dict[str, float]:
@@ -186,139 +148,165 @@ def _own_memory(device: torch.device) -> dict[str, float]:
 # Rates
 
 
-def _rates(clock: _Clock, base: Hardware, sizes: Sizes) -> dict[str, float]:
+class _Bench:
+    """Work on a device, and a clock that reads when the device has nothing left to do."""
+
+    def __init__(self, device: torch.device, sizes: Sizes) -> None:
+        self.device, self.sizes = device, sizes
+        self.on_gpu = device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
+
+    def settle(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def random(self, *shape: int, dtype: torch.dtype | None = None, grad: bool = False) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, dtype=dtype or self.dtype, requires_grad=grad)
+
+    def sustained(self, work: Callable[[], object], seconds: float) -> float:
+        """Return the seconds of one call, of as many in a row as fill ``seconds``, after some that do not count."""
+        for _ in range(3):
+            work()
+        self.settle()
+        began = time.perf_counter()
+        work()
+        self.settle()
+        times = max(1, round(seconds / (time.perf_counter() - began)))
+        began = time.perf_counter()
+        for _ in range(times):
+            work()
+        self.settle()
+        return (time.perf_counter() - began) / times
+
+    def products(self) -> float:
+        """Return operations a second in the products of a block's two wide layers, forward and backward."""
+        sizes = self.sizes
+        wide = self.random(sizes.intermediate, sizes.hidden, grad=True)
+        back = self.random(sizes.hidden, sizes.intermediate, grad=True)
+        rows = self.random(sizes.tokens, sizes.hidden, grad=True)
+        slope = torch.randn_like(rows)
+
+        def work() -> object:
+            return torch.autograd.grad(
+                functional.linear(functional.linear(rows, wide), back), [rows, wide, back], slope
+            )
+
+        seconds = self.sustained(work, sizes.seconds)
+        return 3 * 2 * 2 * sizes.tokens * sizes.hidden * sizes.intermediate / seconds
+
+    def attention(self) -> float:
+        """Return operations a second that a causal mask leaves, forward and backward (2 and 5 products of scores)."""
+        sizes = self.sizes
+        width = sizes.hidden // sizes.heads
+        shape = (1, sizes.heads, sizes.tokens, width)
+        query, key, value = (self.random(*shape, grad=True) for _ in range(3))
+        slope = self.random(*shape)
+
+        def work() -> object:
+            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            return torch.autograd.grad(mixed, [query, key, value], slope)
+
+        seconds = self.sustained(work, sizes.seconds)
+        return 7 * 2 * sizes.heads * sizes.tokens**2 * width / 2 / seconds
+
+    def memory(self) -> float:
+        """Return bytes a second of a sum of two tensors: two are read, one is written."""
+        one, two = (self.random(self.sizes.copied // 4, dtype=torch.float32) for _ in range(2))
+        result = torch.empty_like(one)
+        return 3 * self.sizes.copied / self.sustained(lambda: torch.add(one, two, out=result), self.sizes.seconds)
+
+    def copies(self) -> float:
+        """Return bytes a second from pinned memory to the device."""
+        host = torch.empty(self.sizes.copied, dtype=torch.uint8, pin_memory=True)
+        here = torch.empty_like(host, device=self.device)
+        seconds = self.sustained(lambda: here.copy_(host, non_blocking=True), self.sizes.seconds / 4)
+        return self.sizes.copied / seconds
+
+
+def _rates(bench: _Bench, base: Hardware) -> dict[str, float]:
     """Return shares of the peaks; a rate above the data sheet's takes its place there."""
-    dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
-    products, attention, memory = _products(clock, dtype, sizes), _attention(clock, dtype, sizes), _memory(clock, sizes)
-    name = str(dtype).removeprefix("torch.")
+    products, attention, memory = bench.products(), bench.attention(), bench.memory()
+    name = str(bench.dtype).removeprefix("torch.")
     peak, bandwidth = max(base.peak(name), products, attention), max(base.memory_bandwidth, memory)
-    found = {f"peak_flops.{name}": peak} if peak > base.peak(name) else {}
-    found |= {"memory_bandwidth": bandwidth} if bandwidth > base.memory_bandwidth else {}
-    for mode in ("eager", "compile"):
-        found |= {f"{mode}.matmul": products / peak, f"{mode}.attention": attention / peak}
-        found[f"{mode}.memory"] = memory / bandwidth
-    return found
-
-
-def _products(clock: _Clock, dtype: torch.dtype, sizes: Sizes) -> float:
-    """Return operations a second in the products of a block's two wide layers, forward and backward."""
-    wide = nn.Linear(sizes.hidden, sizes.intermediate, bias=False, device=clock.device, dtype=dtype)
-    back = nn.Linear(sizes.intermediate, sizes.hidden, bias=False, device=clock.device, dtype=dtype)
-    rows = torch.randn(sizes.tokens, sizes.hidden, device=clock.device, dtype=dtype, requires_grad=True)
-    slope = torch.randn_like(rows)
-    operands = [rows, wide.weight, back.weight]
-    seconds = clock.sustained(lambda: torch.autograd.grad(back(wide(rows)), operands, slope), sizes.seconds)
-    return 3 * 2 * 2 * sizes.tokens * sizes.hidden * sizes.intermediate / seconds
-
-
-def _attention(clock: _Clock, dtype: torch.dtype, sizes: Sizes) -> float:
-    """Return operations a second that a causal mask leaves, forward and backward (2 and 5 products of scores)."""
-    width = sizes.hidden // sizes.heads
-    shape = (1, sizes.heads, sizes.tokens, width)
-    parts = [torch.randn(shape, device=clock.device, dtype=dtype, requires_grad=True) for _ in range(3)]
-    slope = torch.randn(shape, device=clock.device, dtype=dtype)
-
-    def work() -> object:
-        query, key, value = parts
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return torch.autograd.grad(mixed, parts, slope)
-
-    seconds = clock.sustained(work, sizes.seconds)
-    return 7 * 2 * sizes.heads * sizes.tokens**2 * width / 2 / seconds
-
-
-def _memory(clock: _Clock, sizes: Sizes) -> float:
-    """Return bytes a second of a sum of two tensors: two are read, one is written."""
-    one, two = (torch.randn(sizes.copied // 4, device=clock.device) for _ in range(2))
-    result = torch.empty_like(one)
-    return 3 * sizes.copied / clock.sustained(lambda: torch.add(one, two, out=result), sizes.seconds)
-
-
-def _copies(clock: _Clock, sizes: Sizes) -> float:
-    """Return bytes a second from pinned memory to the device."""
-    host = torch.empty(sizes.copied, dtype=torch.uint8, pin_memory=True)
-    here = torch.empty_like(host, device=clock.device)
-    return sizes.copied / clock.sustained(lambda: here.copy_(host, non_blocking=True), sizes.seconds / 4)
+    measured = {f"peak_flops.{name}": peak} if peak > base.peak(name) else {}
+    measured |= {"memory_bandwidth": bandwidth} if bandwidth > base.memory_bandwidth else {}
+    for key, share in (("matmul", products / peak), ("attention", attention / peak), ("memory", memory / bandwidth)):
+        measured |= _of_modes(key, share)
+    return measured
 
 
 # Fixed costs
 
 
-def _launches(clock: _Clock, sizes: Sizes, on_gpu: bool) -> dict[str, float]:
+def _launches(bench: _Bench) -> dict[str, float]:
     """Return the host's seconds for an operation, and the least that one occupies the device.
 
     On a CPU an operation occupies the host and the device alike; both together are ``kernel_seconds``.
     """
-    small = torch.randn(64, 64, device=clock.device)
+    small = bench.random(64, 64, dtype=torch.float32)
+    chained = 16
+    calls = bench.sizes.small // chained
 
     def chain(value: torch.Tensor) -> torch.Tensor:
-        for _ in range(16):
+        for _ in range(chained):
             value = small @ value  # nothing that a compiler would fuse
         return value
 
     def issued(work: Callable[[torch.Tensor], torch.Tensor]) -> float:
         """Return the host's seconds, which does not wait for the device, for one operation: the median of several."""
-        found = []
+        seconds = []
         for _ in range(9):
-            clock.settle()
+            bench.settle()
             began = time.perf_counter()
-            for _ in range(sizes.small // 16 // 4):
+            for _ in range(calls // 4):
                 work(small)
-            found.append((time.perf_counter() - began) / (sizes.small // 16 // 4 * 16))
-        return statistics.median(found[2:])
+            seconds.append((time.perf_counter() - began) / (calls // 4 * chained))
+        return statistics.median(seconds[2:])
 
     with torch.no_grad():
         eager = issued(chain)
-        if not on_gpu:
-            return {"eager.kernel_seconds": eager, "compile.kernel_seconds": eager}
+        if not bench.on_gpu:
+            return _of_modes("kernel_seconds", eager)
         compiled = issued(torch.compile(chain))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(sizes.small // 16):
+            for _ in range(calls):
                 chain(small)
-        shortest = clock.sustained(graph.replay, 0.2) / (sizes.small // 16 * 16)
+        shortest = bench.sustained(graph.replay, 0.2) / (calls * chained)
     launches = {"eager.launch_seconds": eager, "compile.launch_seconds": compiled}
-    return launches | {"eager.kernel_seconds": shortest, "compile.kernel_seconds": shortest}
+    return launches | _of_modes("kernel_seconds", shortest)
 
 
-def _collective_seconds(device: torch.device, known: Hardware) -> float:
+def _collective_seconds(bench: _Bench, device: Hardware) -> float:
     """Return the host's additional seconds to gather or reduce a unit: what a step of tiny units takes beyond forecast.
 
     The step runs as rank 0 of eight, in a world whose collectives return at once.
     """
     job = Job(_tiny_units(), (8,), choices=Options(units="Linear", reshard_after_forward="always"))
     made = simulate(job)
-    free = hardware(known.name, **_without_collectives(known))
-    forecast = seconds_alone(made, free)
+    free = {mode: dataclasses.asdict(getattr(device, mode)) | {"collective_seconds": 0.0} for mode in MODES}
+    forecast = seconds_alone(made, hardware(device.name, **free))
     count = sum(isinstance(event, Communication) for event in made.steady.events)
-    clock, found = _Clock(device), []
-    with world(job, device.type) as mesh:
-        step = ready(dataclasses.replace(job, plan=made.plan), mesh, device)
+    seconds = []
+    with world(job, bench.device.type) as mesh:
+        step = ready(dataclasses.replace(job, plan=made.plan), mesh, bench.device)
         for _ in range(5 * STEPS):
-            clock.settle()
+            bench.settle()
             began = time.perf_counter()
             step()
-            clock.settle()
-            found.append(time.perf_counter() - began)
+            bench.settle()
+            seconds.append(time.perf_counter() - began)
         del step
     gc.collect()
-    return max(0.0, (statistics.median(found[STEPS:]) - forecast) / count)
-
-
-def _without_collectives(known: Hardware) -> dict[str, Any]:
-    told = {mode: dataclasses.asdict(getattr(known, mode)) for mode in ("eager", "compile")}
-    return {mode: values | {"collective_seconds": 0.0} for mode, values in told.items()}
+    return max(0.0, (statistics.median(seconds[STEPS:]) - forecast) / count)
 
 
 def _tiny_units() -> Workload:
-    def model() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(UNITS)))
-
     return Workload(
         "tiny units",
-        model,
-        lambda made: [torch.optim.SGD(made.parameters(), lr=0.1, foreach=True)],
+        lambda: nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(UNITS))),
+        lambda model: [torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)],
         lambda count, _: torch.randn(count, 64),
-        lambda made, batch: made(batch).sum(),
+        lambda model, batch: model(batch).sum(),
         sequence=1,
     )

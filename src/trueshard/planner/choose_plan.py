@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trueshard import _torch
-from trueshard.axes import ranks_along
+from trueshard.axes import ranks_along, sizes_of
 from trueshard.model import names
 from trueshard.options import DEFAULTS, Options, is_free
 from trueshard.planner import pipelining, process
@@ -22,7 +22,7 @@ from trueshard.planner.inputs.workloads import is_size, workload_of
 from trueshard.planner.planning import Request
 from trueshard.planner.search import axes
 from trueshard.planner.search.evaluator import Simulations
-from trueshard.planner.search.search import choose, objects_frozen
+from trueshard.planner.search.search import checked, choose, objects_frozen
 from trueshard.planner.search.space import RECOMPUTE, Setting, Space
 from trueshard.planner.simulation.preflight import preflight
 from trueshard.planner.workers import Workers
@@ -45,25 +45,19 @@ def solve(request: Request, progress: Callable[[str], object] = lambda line: Non
         return axes.choose(request, functools.partial(solve, progress=progress, workers=workers), progress)
     request.choices().replace(memory=None).check_alone(request.plan, defaults=FREE)
     space, is_open = space_of(request)
-    check = functools.partial(_checked, request, space)
+    check = functools.partial(_warnings, request, space)
     workers = None if process.is_planners() else workers
     if space.pipe.stages > 1:
         with Workers({"check": check}, workers) as side:
-            checking = side.start("check")
-            try:
-                found = _of_pipeline(space, request.plan, workers)
-            except Exception:
-                side.result(checking)  # says it better
-                raise
-            found = dataclasses.replace(found, assumptions=(*found.assumptions, *side.result(checking)))
+            study = checked(side, lambda: _of_pipeline(space, request.plan, workers))
     elif is_open and request.plan is None:
-        found = choose(space, progress, workers=workers, check=check)
+        study = choose(space, progress, workers=workers, check=check)
     else:
-        found = _of_one_plan(space, request.plan, workers, check)
-    return dataclasses.replace(found, assumptions=(*_left_out(request, space), *found.assumptions))
+        study = _of_one_plan(space, request.plan, workers, check)
+    return dataclasses.replace(study, assumptions=(*_left_out(request, space), *study.assumptions))
 
 
-def _checked(request: Request, space: Space) -> list[str]:
+def _warnings(request: Request, space: Space) -> list[str]:
     """Return the warnings of ``_preflight``; an error that may come of what was assumed says so."""
     try:
         return _preflight(space, request.plan)
@@ -76,18 +70,18 @@ def _checked(request: Request, space: Space) -> list[str]:
 
 def _left_out(request: Request, space: Space) -> list[str]:
     """Return what stands for options that were left out, each with the option that changes it."""
-    said = []
+    sentences = []
     if request.mixed_precision == "auto" and request.plan is None:
         dtypes = "bfloat16 (--param-dtype), and gradients are reduced in float32 (--reduce-dtype)"
         stored = "the dtype that they are stored in (--param-dtype)"
-        said.append(f"Units compute in {stored if space.choices.mixed_precision is None else dtypes}.")
+        sentences.append(f"Units compute in {stored if space.choices.mixed_precision is None else dtypes}.")
     if space.optimizer == "adamw" and request.optimizer is None:
-        said.append("The optimizer is AdamW (--optimizer).")
+        sentences.append("The optimizer is AdamW (--optimizer).")
     if request.sequence is None and space.workload.sequence > 1:
-        said.append(f"A sample has {space.workload.sequence:,} tokens (--sequence).")
+        sentences.append(f"A sample has {space.workload.sequence:,} tokens (--sequence).")
     if space.microbatch is None and space.global_batch is None:
-        said.append("A rank takes one sample in a forward (--microbatch).")
-    return said
+        sentences.append("A rank takes one sample in a forward (--microbatch).")
+    return sentences
 
 
 def best_plan(request: Request) -> Plan:
@@ -111,7 +105,7 @@ def best_plan_for(
         replicate=ranks[0] if len(ranks) == 2 else 1,
         microbatch=1,
         accumulation=1,
-        optimizer=lambda made: [_over(made, each, name_of) for each in optimizers],
+        optimizer=lambda copy: [_over(copy, optimizer, name_of) for optimizer in optimizers],
         **vars(choices),
     )
     space, _ = space_of(request)
@@ -126,7 +120,7 @@ def _over(model: nn.Module, optimizer: torch.optim.Optimizer, name_of: Mapping[i
     _torch.make_hookable(made)
     made.state, made.param_groups = defaultdict(dict), []
     for group in optimizer.param_groups:
-        members = [parameters[name] for each in group["params"] if (name := name_of.get(id(each))) in parameters]
+        members = [parameters[name] for member in group["params"] if (name := name_of.get(id(member))) in parameters]
         if members:
             made.param_groups.append({**group, "params": members})
     return made
@@ -134,11 +128,11 @@ def _over(model: nn.Module, optimizer: torch.optim.Optimizer, name_of: Mapping[i
 
 def space_of(request: Request) -> tuple[Space, bool]:
     """Return the plans that are asked for, and whether there is anything to choose."""
-    device, choices, own = request.device(), request.choices(), request.optimizer
+    device, choices, optimizer, plan = request.device(), request.choices(), request.optimizer, request.plan
     workload = workload_of(
         request.model,
         sequence=request.sequence,
-        optimizer=own,
+        optimizer=optimizer,
         batch=request.batch,
         loss=request.loss,
         clip=request.clip,
@@ -151,10 +145,10 @@ def space_of(request: Request) -> tuple[Space, bool]:
     is_open |= request.global_batch is not None and (microbatch is None or request.accumulation is None)
     if request.offload is None and is_open:
         choices = choices.replace(offload="auto")
-    own_ranks = request.plan.ranks if request.plan is not None else ()
-    if (given := request.plan) is not None:
-        choices = choices.on({"tensor": given.tensor, "context": given.context}).replace(experts=given.experts)
-    replicate = request.replicate or (own_ranks[0] if len(own_ranks) == 2 else None)
+    replicate = request.replicate
+    if plan is not None:
+        choices = choices.on(sizes_of(plan)).replace(experts=plan.experts)
+        replicate = replicate or (plan.ranks[0] if len(plan.ranks) == 2 else None)
     space = Space(
         workload=workload,
         hardware=device,
@@ -166,7 +160,7 @@ def space_of(request: Request) -> tuple[Space, bool]:
         microbatch=microbatch,
         accumulation=request.accumulation,
         global_batch=request.global_batch,
-        optimizer="adamw" if own is None else own if isinstance(own, str) else "own",
+        optimizer="adamw" if optimizer is None else optimizer if isinstance(optimizer, str) else "own",
         imbalance=request.imbalance,
         pipe=request.pipe(),
     )
@@ -177,7 +171,7 @@ def _samples(batch: Any) -> int | None:
     """Return how many samples a batch, or its size, holds; None if it is neither."""
     if is_size(batch):
         return int(batch[0])
-    return next((len(each) for each in _torch.tensors_in(batch) if each.ndim), None)
+    return next((len(tensor) for tensor in _torch.tensors_in(batch) if tensor.ndim), None)
 
 
 def _preflight(space: Space, plan: Plan | None) -> list[str]:
@@ -212,20 +206,20 @@ def _of_pipeline(space: Space, plan: Plan | None, workers: int | None) -> Study:
     with pipelining.ends_of(jobs[0], space.pipe, workers) as ends:
         for job in jobs:
             must_fit = free and job is not jobs[-1]
-            found = pipelining.study_pipeline(job, cluster, space.pipe, ends, space.budget, must_fit=must_fit)
-            if found is not None and (found.forecast.fits or not free):
-                return found
-    assert found is not None
-    forecast = found.forecast
+            study = pipelining.study_pipeline(job, cluster, space.pipe, ends, space.budget, must_fit=must_fit)
+            if study is not None and (study.forecast.fits or not free):
+                return study
+    assert study is not None
+    forecast = study.forecast
     raise NothingFits(
         f"nothing fits: a stage of {space.pipe.stages} reserves {size(forecast.peak_reserved_bytes)} even if all is "
         f"recomputed, of {size(forecast.budget_bytes)}: give more ranks, or a smaller microbatch",
-        found,
+        study,
     )
 
 
 def _of_one_plan(space: Space, plan: Plan | None, workers: int | None, check: Callable[[], list[str]]) -> Study:
-    """Return the study of a plan; None: of the one that the choices mean."""
+    """Return the study of a plan; None: of the one that the options mean."""
     space = dataclasses.replace(space, microbatch=space.microbatch or 1, accumulation=space.accumulation or 1)
     (batch,) = space.batches()
     setting = Setting(space.replicate or 1, *batch, space.offloads[0])
@@ -233,10 +227,4 @@ def _of_one_plan(space: Space, plan: Plan | None, workers: int | None, check: Ca
     with objects_frozen():
         simulations.prepare()
         with simulations.workers as side:
-            checking = side.start("check")
-            try:
-                found = space.study(plan, setting, space.budget, simulations.simulator)
-            except Exception:
-                side.result(checking)
-                raise
-            return dataclasses.replace(found, assumptions=(*found.assumptions, *side.result(checking)))
+            return checked(side, lambda: space.study(plan, setting, space.budget, simulations.simulator))

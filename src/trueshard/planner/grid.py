@@ -12,20 +12,18 @@ from trueshard.planner.planning import Request
 from trueshard.planner.workload import Study
 
 FACTORS = (0.5, 1, 2)
+AXES = ("ranks", "sequence", "microbatch")
 
 
-def grid(request: Request, found: Study, progress: Callable[[str], object] = lambda line: None) -> dict[str, Any]:
+def grid(request: Request, study: Study, progress: Callable[[str], object] = lambda line: None) -> dict[str, Any]:
     """Return the axes' values and the forecast of each point, or why it has none: plain data.
 
     The plan's words for resharding, activation checkpointing and offload hold at all points, so nothing is chosen
     anew. Each point is simulated.
     """
-    forecast, plan = found.forecast, found.plan
-    axes = {
-        "ranks": _around(forecast.ranks),
-        "sequence": _around(forecast.sequence),
-        "microbatch": _around(forecast.microbatch),
-    }
+    forecast, plan = study.forecast, study.plan
+    start = tuple(getattr(forecast, axis) for axis in AXES)
+    values = [sorted({max(1, int(value * factor)) for factor in FACTORS}) for value in start]
     fixed = dataclasses.replace(
         request,
         plan=None,
@@ -35,24 +33,19 @@ def grid(request: Request, found: Study, progress: Callable[[str], object] = lam
         accumulation=forecast.accumulation,
         global_batch=None,
     )
-    points = []
-    every = list(itertools.product(*axes.values()))
-    for number, values in enumerate(every):
-        progress(f"Point {number + 1} of {len(every)} of the sliders")
-        changed: dict[str, Any] = dict(zip(axes, values, strict=True))
-        if changed == {key: getattr(forecast, key) for key in axes}:
-            points.append(_figures(found))
-            continue
+    points: list[dict[str, Any]] = []
+    for point in itertools.product(*values):
+        progress(f"Point {len(points) + 1} of {len(FACTORS) ** len(AXES)} of the sliders")
+        changed: dict[str, Any] = dict(zip(AXES, point, strict=True))
         try:
-            points.append(_figures(solve(dataclasses.replace(fixed, **changed))))
+            points.append(_figures(study if point == start else solve(dataclasses.replace(fixed, **changed))))
         except ValueError as error:
             points.append({"problem": str(error)})
-    start = [values.index(getattr(forecast, key)) for key, values in axes.items()]
-    return {"axes": [{"name": key, "values": values} for key, values in axes.items()], "start": start, "points": points}
-
-
-def _around(value: int) -> list[int]:
-    return sorted({max(1, int(value * factor)) for factor in FACTORS})
+    return {
+        "axes": [{"name": axis, "values": column} for axis, column in zip(AXES, values, strict=True)],
+        "start": [column.index(value) for column, value in zip(values, start, strict=True)],
+        "points": points,
+    }
 
 
 def _figures(study: Study) -> dict[str, Any]:

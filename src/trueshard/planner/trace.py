@@ -129,7 +129,7 @@ class Communication:
     axis: str = "shard"
     """Axis of the mesh: ``"replicate"``, ``"shard"``, ``"context"``, ``"tensor"``, ``"experts"``, ``"pipeline"``."""
     seconds: float | None = None
-    """As of a kernel."""
+    """Duration, as that of a kernel."""
 
 
 @dataclass(slots=True)

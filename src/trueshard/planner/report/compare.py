@@ -45,22 +45,21 @@ def collapse(
     for item in items:
         template, number = _split(name(item))
         groups.setdefault((template, same(item)), []).append((number, item))
-    found = []
+    rows = []
     for (template, _), members in groups.items():
-        whole = tuple(item for _, item in members)
+        group = tuple(item for _, item in members)
         label = template.replace(_NUMBER, _ranges([number for number, _ in members]))
-        found.append(Collapsed(name(whole[0]) if len(whole) == 1 else label, whole))
-    return found
+        rows.append(Collapsed(name(group[0]) if len(group) == 1 else label, group))
+    return rows
 
 
 def _split(name: str) -> tuple[str, int]:
     """Return (name with ``_NUMBER`` in place of its number, the number); -1 without one."""
-    parts = [re.fullmatch(r"(.*\.|)(\d+)(\.\D.*|)", part) for part in name.split(" + ")]
-    found = [part for part in parts if part is not None]
-    numbers = {part[2] for part in found}
-    if len(found) < len(parts) or len(numbers) != 1:
+    matches = [re.fullmatch(r"(.*\.|)(\d+)(\.\D.*|)", part) for part in name.split(" + ")]
+    numbers = {match[2] if match else None for match in matches}
+    if None in numbers or len(numbers) != 1:
         return name, -1
-    return " + ".join(f"{part[1]}{_NUMBER}{part[3]}" for part in found), int(numbers.pop())
+    return " + ".join(f"{match[1]}{_NUMBER}{match[3]}" for match in matches if match), int(str(numbers.pop()))
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -70,7 +69,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 _TABLES = ("mixed_precision", "peak_by_kind", "received_by_collective")
-_NO_SETTINGS = ("units", "replicated", "resolved_for", "forecast")
+NO_SETTINGS = ("units", "replicated", "resolved_for", "forecast")
 
 
 def diff(one: Plan, other: Plan) -> str:
@@ -79,9 +78,9 @@ def diff(one: Plan, other: Plan) -> str:
     Repeated units that differ in the same way are one line. Forecasts are compared if both plans carry one.
     """
     first, second = dataclasses.asdict(one), dataclasses.asdict(other)
-    forecasts = [each["forecast"] for each in (first, second)]
+    forecasts = [plan["forecast"] for plan in (first, second)]
     blocks = [
-        list(_changed(*(_flat(each, _NO_SETTINGS) for each in (first, second)))),
+        list(_changed(*(_flat(plan, NO_SETTINGS) for plan in (first, second)))),
         _titled("units", [*_membership(first, second, "units"), *_units(first, second)]),
         _titled("replicated", list(_membership(first, second, "replicated"))),
         _titled("forecast", [] if None in forecasts else list(_changed(*map(_flat, forecasts)))),
@@ -92,13 +91,13 @@ def diff(one: Plan, other: Plan) -> str:
 
 def _flat(tree: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
     """Return a table whose inner tables in ``_TABLES`` are keys with a dot."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and key in _TABLES:
-            found |= {f"{key}.{inner}": each for inner, each in value.items()}
+            flat |= {f"{key}.{inner}": entry for inner, entry in value.items()}
         elif key not in without:
-            found[key] = value
-    return found
+            flat[key] = value
+    return flat
 
 
 def _units(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
@@ -108,12 +107,13 @@ def _units(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]
         for unit in second["units"]
         if unit["name"] in before
     ]
-    for row in collapse([each for each in changes if each[1]], lambda each: each[0], lambda each: each[1]):
+    changes = [(name, change) for name, change in changes if change]
+    for row in collapse(changes, name=lambda pair: pair[0], same=lambda pair: pair[1]):
         yield f"{row}: {row.items[0][1]}"
 
 
 def _membership(first: Mapping[str, Any], second: Mapping[str, Any], key: str) -> Iterator[str]:
-    names = [[each["name"] for each in plan[key]] for plan in (first, second)]
+    names = [[entry["name"] for entry in plan[key]] for plan in (first, second)]
     for word, mine, others in (("first", names[0], names[1]), ("second", names[1], names[0])):
         for row in collapse([name for name in mine if name not in set(others)], lambda name: name):
             yield f"{row}: only in the {word}"
@@ -127,8 +127,8 @@ def _changed(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[st
 
 
 def _percent(a: Any, b: Any) -> str:
-    numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (a, b))
-    return f" ({(b - a) / a:+.1%})" if numbers and a else ""
+    are_numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (a, b))
+    return f" ({(b - a) / a:+.1%})" if are_numbers and a else ""
 
 
 def _word(name: str, value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trueshard.planner.report import compare, summary
@@ -26,18 +26,17 @@ def page(plans: Sequence[tuple[str, Plan]]) -> str:
             )
     forecasts = [plan.forecast for _, plan in plans if plan.forecast is not None]
     names = [name for name, _ in plans]
-    first = plans[0][1]
-    lines = [[name, compare.diff(first, plan)] for name, plan in plans[1:]]
+    differences = [[name, compare.diff(plans[0][1], plan)] for name, plan in plans[1:]]
     return framed(
         title=f"{forecasts[0].model}: {' and '.join(names)}",
-        text="\n\n".join(f"{names[0]} → {name}\n{text}" for name, text in lines),
+        text="\n\n".join(f"{names[0]} → {name}\n{text}" for name, text in differences),
         data={
             "headline": f"{forecasts[0].model}: plans compared",
             "names": names,
-            "plans": [_plan(each) for each in forecasts],
+            "plans": list(map(_plan, forecasts)),
             "figures": _figures(forecasts),
             "settings": _settings([plan for _, plan in plans]),
-            "differences": lines,
+            "differences": differences,
         },
         main=(SHOWING, "compare.html"),
         styles=[],
@@ -63,42 +62,31 @@ def _plan(forecast: Forecast) -> dict[str, Any]:
 
 def _figures(forecasts: Sequence[Forecast]) -> list[dict[str, Any]]:
     """Return rows of a table: a label, a cell of each plan, and by how much the last differs from the first."""
-    rows: list[tuple[str, list[float], list[str]]] = []
-
-    def add(label: str, values: list[float], words: list[str]) -> None:
-        rows.append((label, values, words))
-
-    for label, key in (("Live peak", "peak_live_bytes"), ("Reserved peak", "peak_reserved_bytes")):
-        counts = [getattr(each, key) for each in forecasts]
-        add(label, counts, [size(count) for count in counts])
-    received = [each.bytes_received_per_step for each in forecasts]
-    add("Received in a step", list(received), [size(count) for count in received])
-    seconds = [each.step_seconds for each in forecasts]
-    add("Step", seconds, [summary.duration(each) for each in seconds])
-    speeds = [each.tokens_per_second_per_rank for each in forecasts]
-    add(f"{forecasts[0].counted.capitalize()} a second and rank", speeds, [f"{each:,.0f}" for each in speeds])
-    shares = [each.mfu for each in forecasts]
-    add("MFU", shares, [f"{each:.1%}" for each in shares])
-    return [
-        {"label": label, "cells": words, "change": f"{values[-1] / values[0] - 1:+.1%}" if values[0] else ""}
-        for label, values, words in rows
+    counted = forecasts[0].counted.capitalize()
+    figures: list[tuple[str, str, Callable[[Any], str]]] = [
+        ("Live peak", "peak_live_bytes", size),
+        ("Reserved peak", "peak_reserved_bytes", size),
+        ("Received in a step", "bytes_received_per_step", size),
+        ("Step", "step_seconds", summary.duration),
+        (f"{counted} a second and rank", "tokens_per_second_per_rank", "{:,.0f}".format),
+        ("MFU", "mfu", "{:.1%}".format),
     ]
+    rows = []
+    for label, field, words in figures:
+        values = [getattr(forecast, field) for forecast in forecasts]
+        change = f"{values[-1] / values[0] - 1:+.1%}" if values[0] else ""
+        rows.append({"label": label, "cells": list(map(words, values)), "change": change})
+    return rows
 
 
-_NOT_SETTINGS = ("units", "replicated", "resolved_for", "forecast")
+_OF_FORECAST = ("hardware", "ranks", "sequence", "microbatch", "accumulation", "optimizer")
+"""Settings of the job, which are the forecast's."""
 
 
 def _settings(plans: Sequence[Plan]) -> list[dict[str, Any]]:
     """Return the settings that differ; the batch is among them."""
-    every = []
-    for plan in plans:
-        row = {key: value for key, value in dataclasses.asdict(plan).items() if key not in _NOT_SETTINGS}
-        for key in ("hardware", "ranks", "sequence", "microbatch", "accumulation", "optimizer"):
-            row[f"{key} (forecast)"] = getattr(plan.forecast, key)
-        every.append(row)
-    rows = []
-    for key in every[0]:
-        cells = [str(row.get(key)) for row in every]
-        if len(set(cells)) > 1:
-            rows.append({"label": key, "cells": cells})
-    return rows
+    names = [field.name for field in dataclasses.fields(Plan) if field.name not in compare.NO_SETTINGS]
+    columns = [(name, [getattr(plan, name) for plan in plans]) for name in names]
+    columns += [(f"{name} (forecast)", [getattr(plan.forecast, name) for plan in plans]) for name in _OF_FORECAST]
+    rows = [{"label": label, "cells": list(map(str, values))} for label, values in columns]
+    return [row for row in rows if len(set(row["cells"])) > 1]

@@ -1,9 +1,9 @@
-"""Choose how many ranks share matrices, sequences, experts and blocks: upwards from what is given, an axis at a time.
+"""Choose how many ranks share experts, matrices, sequences and blocks: an axis at a time, upwards from what is given.
 
 An axis is doubled as long as the best plan with it is faster, or lacks less memory where none fits. Each number is a
-search of its own. Ranks that share matrices stay inside a node, where links are fast; what ``shard()`` refuses (heads
-that do not divide, a model without experts) ends an axis. A pipeline needs several microbatches: it is tried where
-these are given, or where nothing else fits.
+search of its own. Ranks that talk inside of every block stay inside a node, where links are fast; what ``shard()``
+refuses (heads that do not divide, a model without experts) ends an axis. A pipeline needs several microbatches: it is
+tried where these are given, or where nothing else fits.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from trueshard.axes import AXES, ranks_along
 from trueshard.planner.planning import Request
 from trueshard.planner.workload import NothingFits, Study
 from trueshard.text import size
 
-AXES = ("experts", "tensor", "context", "pipeline")
-"""In the order in which they are tried."""
+TRIED = tuple(axis for axis in reversed(AXES) if axis.is_option or axis.place == "stages")
+"""The order in which axes are tried, from the innermost outwards."""
 
 
 @dataclass(frozen=True)
@@ -28,25 +29,23 @@ class _Trial:
     request: Request
     study: Study
     error: NothingFits | None = None
-    """None also where nothing was to be chosen: a plan that is said is forecast, whether it fits or not."""
+    """None also where nothing was to be chosen: a given plan is forecast, whether it fits or not."""
 
     @property
-    def fits(self) -> bool:
-        return self.study.forecast.fits
+    def lack(self) -> int:
+        """Bytes by which it does not fit; 0 if it does."""
+        forecast = self.study.forecast
+        return 0 if forecast.fits else forecast.peak_reserved_bytes - forecast.budget_bytes
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Smaller is better: what fits by its speed, else by the bytes that it lacks."""
-        forecast = self.study.forecast
-        if self.fits:
-            return 0, -forecast.tokens_per_second_per_rank
-        return 1, forecast.peak_reserved_bytes - forecast.budget_bytes
+        """Smaller for better: the bytes that it lacks, then its speed."""
+        return self.lack, -self.study.forecast.tokens_per_second_per_rank
 
     def __str__(self) -> str:
         forecast = self.study.forecast
-        if self.fits:
-            return f"{_words(self.request)} {forecast.tokens_per_second_per_rank:,.0f} {forecast.counted}/s"
-        return f"{_words(self.request)} lacks {size(forecast.peak_reserved_bytes - forecast.budget_bytes)}"
+        speed = f"{forecast.tokens_per_second_per_rank:,.0f} {forecast.counted}/s"
+        return f"{_words(self.request)} {f'lacks {size(self.lack)}' if self.lack else speed}"
 
 
 def choose(
@@ -63,15 +62,21 @@ def choose(
         NothingFits: with any axes, where plans are searched; the error is that of those that lack the least.
         ValueError: ``shard()`` refuses the request itself.
     """
-    request = dataclasses.replace(request, axes=False)
-    trials = [_tried(request, solve)]
+
+    def tried(request: Request) -> _Trial:
+        try:
+            return _Trial(request, solve(request))
+        except NothingFits as error:
+            return _Trial(request, error.study, error)
+
+    trials = [tried(dataclasses.replace(request, axes=False))]
     best = trials[0]
     try:
-        for axis in AXES:
-            for larger in _doubled(best, axis):
+        for axis in TRIED:
+            for larger in _doubled(best, axis.name, in_node=axis.in_node, piped=axis.place == "stages"):
                 progress(f"{_words(larger)}; the best so far: {best}")
                 try:
-                    trial = _tried(larger, solve)
+                    trial = tried(larger)
                 except ValueError:
                     break
                 trials.append(trial)
@@ -83,37 +88,26 @@ def choose(
             raise
     if best.error is not None:
         raise best.error
-    others = "; ".join(str(each) for each in trials if each is not best)
+    others = "; ".join(str(trial) for trial in trials if trial is not best)
     words = _words(best.request)
-    told = f"{words[0].upper()}{words[1:]}: {others or 'no axis can be shared by more ranks'}."
-    return dataclasses.replace(best.study, reasons=(told, *best.study.reasons))
+    reason = f"{words[0].upper()}{words[1:]}: {others or 'no axis can be shared by more ranks'}."
+    return dataclasses.replace(best.study, reasons=(reason, *best.study.reasons))
 
 
-def _tried(request: Request, solve: Callable[[Request], Study]) -> _Trial:
-    try:
-        found = solve(request)
-    except NothingFits as error:
-        return _Trial(request, error.study, error)
-    return _Trial(request, found)
-
-
-def _doubled(best: _Trial, axis: str) -> Iterator[Request]:
+def _doubled(best: _Trial, axis: str, *, in_node: bool, piped: bool) -> Iterator[Request]:
     """Yield requests with 2, 4, … times as many ranks on an axis, up to what the ranks and a node allow."""
     request = best.request
-    if axis == "pipeline" and best.fits and not (request.accumulation or request.global_batch):
+    if piped and not best.lack and not (request.accumulation or request.global_batch):
         return
     node = request.ranks_per_node or request.device().ranks_per_node
-    now = _ranks(request, axis)
-    while (now := 2 * now) <= (min(node, request.ranks) if axis == "tensor" else request.ranks):
-        value: Any = {"ranks": now, "sequence": True} if axis == "tensor" else now
+    most = min(node, request.ranks) if in_node else request.ranks
+    ranks = 2 * ranks_along(request, axis)
+    while ranks <= most:
+        value: Any = {"ranks": ranks, "sequence": True} if in_node else ranks
         yield dataclasses.replace(request, **{axis: value})
-
-
-def _ranks(request: Request, axis: str) -> int:
-    value = getattr(request, axis)
-    return int(value if isinstance(value, int) else value.get("ranks", 1))
+        ranks *= 2
 
 
 def _words(request: Request) -> str:
-    shared = [f"{axis} {ranks}" for axis in AXES if (ranks := _ranks(request, axis)) > 1]
+    shared = [f"{axis.name} {ranks}" for axis in TRIED if (ranks := ranks_along(request, axis.name)) > 1]
     return ", ".join(shared) or "nothing but shards shared"

@@ -105,7 +105,7 @@ def _sendable(short: Short) -> Short:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a candidate takes, as predicted or as studied."""
+    """Time and memory of a candidate, as predicted or as studied."""
 
     cost: float
     """Seconds a token of one rank."""

@@ -24,7 +24,7 @@ SHORTEST = 128
 """Tokens below which no shorter sequence is proposed."""
 
 DOUBLINGS = 4
-"""How often the ranks are doubled, and the sequence halved, to find what fits."""
+"""Number of times that the ranks are doubled, and the sequence halved, to find what fits."""
 
 
 # Candidates in words
@@ -147,7 +147,7 @@ class Change:
     words: str
     space: Space
     rather: Change | None = None
-    """What would be better, if it fits, too."""
+    """The change that is better, if it fits, too."""
 
 
 def _other_jobs(space: Space) -> Iterator[list[Change]]:

@@ -27,6 +27,7 @@ from trueshard.options import Offload
 from trueshard.planner.search import explain
 from trueshard.planner.search.evaluator import MARGIN, Evaluator
 from trueshard.planner.search.space import Candidate, Setting, Space
+from trueshard.planner.workers import Workers
 from trueshard.planner.workload import Alternative, Study
 
 ENOUGH = 5e-3
@@ -69,13 +70,21 @@ def choose(
             check()
             raise
         with evaluator.workers:
-            checking = evaluator.workers.start("check")
-            try:
-                remarks = _search(evaluator, time.perf_counter() + seconds)
-            except Exception:
-                evaluator.workers.result(checking)
-                raise
-            return _study_of_best(evaluator, [*remarks, *evaluator.workers.result(checking)])
+            return checked(evaluator.workers, lambda: _found(evaluator, time.perf_counter() + seconds))
+
+
+def checked(workers: Workers, make: Callable[[], Study]) -> Study:
+    """Return a study with the assumptions that the task ``check`` returns, which runs beside it.
+
+    An error of the check is raised in the place of one of the study: it names what is wrong with the user's model.
+    """
+    checking = workers.start("check")
+    try:
+        study = make()
+    except Exception:
+        workers.result(checking)
+        raise
+    return dataclasses.replace(study, assumptions=(*study.assumptions, *workers.result(checking)))
 
 
 @contextlib.contextmanager
@@ -91,9 +100,10 @@ def objects_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _search(evaluator: Evaluator, until: float) -> list[str]:
-    """Search until there is a best candidate; return remarks on how it was found."""
+def _found(evaluator: Evaluator, until: float) -> Study:
+    """Search until there is a best candidate, and return its study."""
     explain.check_largest_unit(evaluator)
+    remarks: tuple[str, ...] = ()
     try:
         evaluator.start_probes()
         for offload in evaluator.space.offloads:
@@ -102,15 +112,9 @@ def _search(evaluator: Evaluator, until: float) -> list[str]:
     except KeyboardInterrupt:
         if evaluator.best is None:
             raise
-        return [f"Interrupted: the best of the {len(evaluator.forecasts)} plans that were compared until then."]
-    if evaluator.best is None:
+        remarks = (f"Interrupted: the best of the {len(evaluator.forecasts)} plans that were compared until then.",)
+    if (best := evaluator.best) is None:
         raise explain.nothing_fits(evaluator)
-    return []
-
-
-def _study_of_best(evaluator: Evaluator, remarks: list[str]) -> Study:
-    best = evaluator.best
-    assert best is not None
     alternatives = [
         Alternative(explain.described(evaluator, candidate), forecast)
         for candidate, forecast in evaluator.forecasts.items()
@@ -118,8 +122,9 @@ def _study_of_best(evaluator: Evaluator, remarks: list[str]) -> Study:
     ]
     study = evaluator.studies[best]
     reasons = explain.reasons(evaluator, proposals(evaluator, best.setting.offload))
-    assumptions = (*study.assumptions, *remarks)
-    return dataclasses.replace(study, reasons=reasons, assumptions=assumptions, alternatives=alternatives)
+    return dataclasses.replace(
+        study, reasons=reasons, assumptions=(*study.assumptions, *remarks), alternatives=alternatives
+    )
 
 
 def _search_with(evaluator: Evaluator, offload: Offload, until: float) -> None:

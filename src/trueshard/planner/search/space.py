@@ -18,7 +18,7 @@ from trueshard.planner.workload import Job, Study, Workload
 from trueshard.plans import Plan
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-"""From the fastest to the one that takes the least memory."""
+"""Words, from the fastest to the one that takes the least memory."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Space:
     None: microbatch and accumulation are 1 where they are not given."""
     optimizer: str
     imbalance: float = 1.0
-    """As ``Job.imbalance``."""
+    """Tokens of the busiest rank's experts over their mean, see ``Job.imbalance``."""
     pipe: Pipeline = field(default_factory=Pipeline)
 
     def cluster(self, replicate: int) -> Cluster:

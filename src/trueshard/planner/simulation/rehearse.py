@@ -173,12 +173,12 @@ def _measured(job: Job) -> tuple[int, int, float]:
                 step()
                 mark.record()
             torch.cuda.synchronize()
-        found = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         later = [one.elapsed_time(two) / 1000 for one, two in itertools.pairwise(marks[1:])]
         del step
     gc.collect()
     torch.cuda.empty_cache()
-    return *found, statistics.median(later)
+    return *peaks, statistics.median(later)
 
 
 @contextlib.contextmanager
