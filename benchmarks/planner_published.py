@@ -26,7 +26,7 @@ from benchmarks import published_attention as attention
 from benchmarks.published_pending import PENDING
 from benchmarks.published_precision import device_of, revised, stages_revised
 from benchmarks.published_rows import ROWS, SOURCES, Model, Row, Setting
-from benchmarks.published_traces import on_one_device
+from benchmarks.published_traces import ExpandableAllocator, on_one_device
 from benchmarks.table import Table, Tell
 from trueshard.axes import OPTIONS, ranks_along
 from trueshard.options import Options
@@ -332,9 +332,9 @@ def _forecast(row: Row) -> dict[str, Any]:
         rate = count / seconds / setting.tensor / setting.context
         found |= {"tokens_expected": rate, "error": rate / row.tokens - 1}
     if row.memory is not None:
-        reserved = replay(
-            made.first, made.steady, workspace_bytes=device.workspace_bytes, expandable=row.expandable
-        ).reserved
+        allocator = ExpandableAllocator() if row.expandable else None
+        workspace = device.workspace_bytes
+        reserved = replay(made.first, made.steady, workspace_bytes=workspace, allocator=allocator).reserved
         live = max(ledger.peak(made.first).bytes, ledger.peak(made.steady).bytes)
         found |= {"live_expected": live / 2**30, "reserved_expected": reserved / 2**30}
         expected = (live if row.memory_kind == "live" else reserved) / 2**30

@@ -33,7 +33,7 @@ import torch
 
 from trueshard import _torch
 from trueshard.parallel import context
-from trueshard.sharding import apply
+from trueshard.sharding import activation_checkpointing
 
 
 @contextlib.contextmanager
@@ -61,7 +61,7 @@ def keys_repeated() -> Iterator[None]:
 @contextlib.contextmanager
 def attention_again() -> Iterator[None]:
     """Let selective recomputation compute attention again, too."""
-    with mock.patch.object(apply, "_ATTENTION", ()):
+    with mock.patch.object(activation_checkpointing, "_ATTENTION", ()):
         yield
 
 

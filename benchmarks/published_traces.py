@@ -1,4 +1,4 @@
-"""What others' code on a single GPU takes otherwise than this library's: rewrites of a simulated step's trace."""
+"""What others' code takes otherwise than this library's: rewrites of a simulated step's trace, expandable segments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from benchmarks.published_rows import Setting
 from trueshard.planner.ledger import Lifetime, lifetimes
-from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Trace
+from trueshard.planner.reserve import MINIMUM, CachingAllocator, MemoryBlock, Pool, round_up
+from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Stream, Trace
 
 STASH = 5
 """Inputs of blocks that stay on the device while later ones are copied to the host.
@@ -85,3 +86,39 @@ def _inputs_of_blocks(trace: Trace) -> list[Lifetime]:
         sizes[each.allocation.bytes] += each.allocation.bytes
     by_size = [each for each in left if each.allocation.bytes == max(sizes, key=lambda size: sizes[size])]
     return sorted(by_size, key=lambda each: each.made)
+
+
+_ADDRESSES = 1 << 50
+"""Distance between segments that grow."""
+
+
+class ExpandableAllocator(CachingAllocator):
+    """The allocator with ``expandable_segments:True`` in ``PYTORCH_CUDA_ALLOC_CONF``.
+
+    A pool is one segment that grows by pages of 2 or 20 MiB behind its last block, which is extended if it is free, and
+    every remainder of 512 bytes is split off.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: dict[Pool, int] = {}
+        """Address behind each pool's segment."""
+
+    def pool(self, stream: Stream, small: bool) -> Pool:
+        pool = super().pool(stream, small)
+        if pool not in self.ends:
+            pool.remainder = MINIMUM
+            self.ends[pool] = _ADDRESSES * len(self.ends)
+        return pool
+
+    def reserve(self, pool: Pool, size: int) -> MemoryBlock:
+        end = self.ends[pool]
+        base = end // _ADDRESSES * _ADDRESSES
+        start = end
+        if (last := pool.edges.get((base, end))) is not None and last.end == end:
+            pool.remove(last)
+            start = last.address
+        more = round_up(start + size - end, pool.segment)
+        self.ends[pool] = end + more
+        self.reserved += more
+        return MemoryBlock(pool, base, start, end + more - start)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.published_traces import ExpandableAllocator
 from plain_allocators import Plain
 from trueshard.planner.reserve import CachingAllocator, MemoryBlock
 from trueshard.planner.trace import Stream
@@ -39,7 +40,7 @@ def test_a_first_request(asked: int, allocated: int, reserved: int) -> None:
 
 def test_an_expandable_segment_grows_behind_its_last_block() -> None:
     """20 MiB pages; a free last block is extended, any remainder is split off, streams have segments of their own."""
-    allocator = CachingAllocator(expandable=True)
+    allocator = ExpandableAllocator()
     first = allocator.allocate(30 * MIB)
     assert allocator.reserved == 40 * MIB
     second = allocator.allocate(11 * MIB)  # 10 MiB are free behind the first: one page more

@@ -10,9 +10,6 @@ Constants are from ``c10/core/AllocatorConfig.h`` of torch 2.13.
 - If no block fits, a segment is reserved: 2 MiB for the small pool, 20 MiB for requests under 10 MiB, the request
   rounded up to 2 MiB above. A freed block is coalesced with free neighbours of its segment and stays reserved.
 
-With ``expandable_segments:True`` in ``PYTORCH_CUDA_ALLOC_CONF``, a pool is one segment that grows by pages of 2 or 20
-MiB behind its last block, which is extended if it is free, and every remainder of 512 bytes is split off.
-
 The model differs in one point: addresses of segments only ever rise. The driver's may not, which changes ties alone.
 """
 
@@ -33,7 +30,12 @@ MATMULS = frozenset(
 
 
 def replay(
-    first: Trace, steady: Trace, *, repeats: int = 2, workspace_bytes: int = 0, expandable: bool = False
+    first: Trace,
+    steady: Trace,
+    *,
+    repeats: int = 2,
+    workspace_bytes: int = 0,
+    allocator: CachingAllocator | None = None,
 ) -> CachingAllocator:
     """Replay resident storages, a first step, and then ``repeats`` steady ones through an allocator, and return it.
 
@@ -48,17 +50,17 @@ def replay(
 
     ``workspace_bytes``: workspace that torch gives each cuBLAS handle at its first matrix product and keeps. Handles
     belong to threads (``thread_local`` in ``CublasHandlePool.cpp``), and autograd runs the backward of a device in a
-    thread of its own, so there are two. ``expandable``: with expandable segments.
+    thread of its own, so there are two.
     """
-    run = _Replay(workspace_bytes, expandable)
+    run = _Replay(workspace_bytes, allocator or CachingAllocator())
     for trace in [first] + [steady] * repeats:
         run.step(trace)
     return run.allocator
 
 
 class _Replay:
-    def __init__(self, workspace_bytes: int, expandable: bool) -> None:
-        self.allocator = CachingAllocator(expandable)
+    def __init__(self, workspace_bytes: int, allocator: CachingAllocator) -> None:
+        self.allocator = allocator
         self.live: dict[int, tuple[Allocation, MemoryBlock | None]] = {}
         """Storages by number; no block for those of 0 bytes."""
         self.workspace_bytes = workspace_bytes
@@ -132,8 +134,6 @@ MIN_LARGE = 10 << 20
 """Requests from this size on get a segment of their own (kMinLargeAlloc)."""
 ROUND_LARGE = 2 << 20
 """Multiple to which such a segment is rounded up (kRoundLarge)."""
-_ADDRESSES = 1 << 50
-"""Distance between expandable segments."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen, by which making one would take three times as long
@@ -155,14 +155,10 @@ class MemoryBlock:
 class Pool:
     """Free blocks of one stream, for small or for large requests."""
 
-    def __init__(self, small: bool, base: int | None = None) -> None:
+    def __init__(self, small: bool) -> None:
         self.segment = SMALL_SEGMENT if small else LARGE_SEGMENT
-        self.remainder = MINIMUM if small or base is not None else SMALL + MINIMUM
+        self.remainder = MINIMUM if small else SMALL + MINIMUM
         """Smallest remainder that is split off."""
-        self.base = base
-        """Address of an expandable segment; None: segments are of fixed size."""
-        self.mapped = 0
-        """Bytes of the expandable segment."""
         self.free: list[tuple[int, int, MemoryBlock]] = []
         """(size, address, block), sorted; addresses are unique."""
         self.edges: dict[tuple[int, int], MemoryBlock] = {}
@@ -196,8 +192,7 @@ class Pool:
 class CachingAllocator:
     """The allocator of one device; all sizes in bytes."""
 
-    def __init__(self, expandable: bool = False) -> None:
-        self.expandable = expandable
+    def __init__(self) -> None:
         self.allocated = 0
         """Bytes of blocks in use, as ``torch.cuda.memory_allocated``."""
         self.reserved = 0
@@ -208,9 +203,9 @@ class CachingAllocator:
 
     def allocate(self, bytes: int, stream: Stream = "compute") -> MemoryBlock:
         """Return a block of at least ``bytes`` (which must be positive), to be used on ``stream``."""
-        size = _round_up(bytes, MINIMUM)
-        pool = self._pool(stream, size <= SMALL)
-        block = pool.take(size) or (self._extended if self.expandable else self._new_segment)(pool, size)
+        size = round_up(bytes, MINIMUM)
+        pool = self.pool(stream, size <= SMALL)
+        block = pool.take(size) or self.reserve(pool, size)
         if block.size - size >= pool.remainder:
             pool.add(MemoryBlock(pool, block.segment, block.address + size, block.size - size))
             block = MemoryBlock(pool, block.segment, block.address, size)
@@ -223,32 +218,20 @@ class CachingAllocator:
         self.allocated -= block.size
         block.pool.add(block)
 
-    def _pool(self, stream: Stream, small: bool) -> Pool:
+    def pool(self, stream: Stream, small: bool) -> Pool:
+        """Return the pool of a stream for small or large requests."""
         if (stream, small) not in self.pools:
-            base = _ADDRESSES * len(self.pools) if self.expandable else None
-            self.pools[stream, small] = Pool(small, base)
+            self.pools[stream, small] = Pool(small)
         return self.pools[stream, small]
 
-    def _extended(self, pool: Pool, size: int) -> MemoryBlock:
-        """Map pages behind the last block of an expandable segment; a free last block is part of the result."""
-        assert pool.base is not None
-        end = pool.base + pool.mapped
-        if (last := pool.edges.get((pool.base, end))) is not None and last.end == end:
-            pool.remove(last)
-            start = last.address
-        else:
-            start = end
-        more = _round_up(start + size - end, pool.segment)
-        pool.mapped += more
-        self.reserved += more
-        return MemoryBlock(pool, pool.base, start, end + more - start)
-
-    def _new_segment(self, pool: Pool, size: int) -> MemoryBlock:
-        total = pool.segment if size < MIN_LARGE else _round_up(size, ROUND_LARGE)
+    def reserve(self, pool: Pool, size: int) -> MemoryBlock:
+        """Return a new segment, at least ``size`` bytes."""
+        total = pool.segment if size < MIN_LARGE else round_up(size, ROUND_LARGE)
         block = MemoryBlock(pool, self.reserved, self.reserved, total)
         self.reserved += total
         return block
 
 
-def _round_up(size: int, multiple: int) -> int:
+def round_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple that is not smaller."""
     return (size + multiple - 1) // multiple * multiple
