@@ -91,6 +91,7 @@ class LocalShard(StandIn):
         self._memory = _torch.local(parameter)
         self.leaf = leaf_over(self._memory, parameter)
         self._grad: torch.Tensor | None = None
+        """Gradient that the leaf was given in this step, to see whether the optimizer put another in its place."""
         self._dtensor_of: dict[int, DTensor] = {}
         """``id`` of a lent tensor of state → the DTensor that it came from."""
 
@@ -179,6 +180,7 @@ class JoinedShards(StandIn):
         self._specs = _torch.specs_of(members)
         self.leaf = leaf_over(_torch.flat_memory(self._locals[0], sum(self._counts)), members[0])
         self._grad: torch.Tensor | None = None
+        """Flat gradient, from ``ready`` to the end of the step."""
         self._entries: dict[str, Any] | None = None
         """State of the leaf; None: the optimizer has made none yet."""
         self._shown: list[dict[str, Any]] = []
@@ -334,6 +336,7 @@ class GroupStandIns:
         """``id`` of a parameter → the stand-in that takes its place alone."""
         self._joined = _join_neighbours(self._parameters) if verdict.elementwise else []
         joined = {id(member) for shards in self._joined for member in shards.members}
+        # What is not joined in any step; of what is joined, a step may take some one by one.
         self._separate = [parameter for parameter in parameters if id(parameter) not in joined]
 
     def fit(self, parameters: Sequence[torch.Tensor], verdict: Verdict) -> bool:

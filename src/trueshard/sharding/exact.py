@@ -126,12 +126,13 @@ class ExactSums:
         self._exponents: dict[str, int] = {}
         """Name → exponent of the grid's step; a tie for each of its names."""
         self._hooked: Any = WeakTensorKeyDictionary()
-        """Leaves that have the hook."""
+        """Leaves that have the hook that rounds: FSDP2 keeps a gathered parameter's object from pass to pass."""
         self._largest: dict[str, torch.Tensor] = {}
         """Name → sum over microbatches of the largest element of this rank's gradient, in units of the grid: 0-dim."""
         self._peaks: dict[str, torch.Tensor] | None = {}
         """Name → the largest element itself, in the first step that is rounded; None afterwards."""
         self._rounds = True
+        """False in a backward whose gradient is no sum: one microbatch on one rank."""
         self._reductions: dict[str, int] = {}
         """Unit → how often FSDP2 has reduced its gradients in this backward."""
         self.factor = 1.0 / mesh.size()

@@ -78,6 +78,7 @@ class GatheredCopy:
             self.module: Any = copy_modules(runtime, root, made, {}).eval()
         """The copy; it is the same object after ``update``."""
         originals, copies = (dict(names.named_modules(model)) for model in (root, self.module))
+        # Module of the sharded model → its copy; and its settings when they were last copied, to see what changed.
         self._twins = {originals[name]: twin for name, twin in copies.items()}
         self._settings = {module: copy.deepcopy(_settings(module)) for module in self._twins}
         self._cast_as_units_do(copies)

@@ -149,7 +149,9 @@ class Usage:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self._lists: list[tuple[ShardedModule, list[nn.Parameter]]] = []
+        """Units that hold a list of modules, with their sharded parameters: reduced whole."""
         self._elsewhere: list[tuple[str, nn.Parameter]] = []
+        """All other sharded parameters: ranks must reach the same ones."""
         self._marked: dict[int, int] = {}
         """Identity of each gathered parameter that has a hook → that of its shards."""
         self._used: set[int] = set()

@@ -94,8 +94,11 @@ class Runtime(ShardedModel):
         self.before_pass: list[Callable[[], None]] = []
         """Called before each outermost pass, behind what resets FSDP2 and before what reads its parameters."""
         self.memory = GatheredUnits({})
+        """Follows what is gathered; made anew in ``install``, when ``units`` is filled."""
         self.hooks = HookedParameters()
+        """Gradient hooks of the user."""
         self.usage = Usage(mesh)
+        """Tracks the parameters that a backward reached on this rank."""
         self.exact = ExactSums(mesh, plan.exact, self.exact_names) if plan.exact else None
         """Present if gradients are to be the same bits at any number of ranks."""
         self.accumulating = False
@@ -103,6 +106,7 @@ class Runtime(ShardedModel):
         self.changes: Trace | None = None
         """Changes of ``shard()`` to modules, which a copy undoes; None until all are made."""
         self.states: list[State] = []
+        """See the file's glossary. A list, since passes nest and a backward may recompute a pass."""
         self._trainable: list[Any] = []
         """``requires_grad`` and dtype of each parameter, as FSDP2 has read them."""
         self._made_buffers = False
