@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import trueshard
 from gathering import whole
 from parity import Ranks, assert_same
 
@@ -109,6 +110,17 @@ def same(
     for ranks in sizes:
         for found in ranks.run(case, *args):
             assert_same(found, expected, rtol=rtol, atol=atol)
+
+
+def shard_over(world_size: int, model: nn.Module, *optimizers: torch.optim.Optimizer, **words: Any) -> None:
+    """Shard on several ranks; one is the plain PyTorch that they are held against."""
+    if world_size > 1:
+        trueshard.shard(model, *optimizers, **words)
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 class Twin:

@@ -17,15 +17,14 @@ from cases import as_on_one_device, on_ranks
 from messages import naming
 from models.handmade import Scalar
 from parity import Ranks
-from stepping import same
+from stepping import same, shard_over, take_step
 from trueshard import _torch
 
 
 def build(world_size: int) -> nn.Module:
     torch.manual_seed(0)
     model = Scalar()
-    if world_size > 1:
-        trueshard.shard(model)
+    shard_over(world_size, model)
     return model
 
 
@@ -140,8 +139,7 @@ def test_data_that_is_assigned_is_taken_or_refused(rank: int, world_size: int) -
         if step == 0:
             weight.grad.data = weight.grad.data * 3
             model.scale.grad.data = torch.tensor(0.25)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         if step == 1:
             weight.data = torch.arange(weight.numel()).view(weight.shape) / 100
             model.last.weight.data = model.last.weight.data.clone() * 0.5
@@ -233,8 +231,7 @@ def test_plain_tensors_compute_with_sharded_ones(rank: int, world_size: int) -> 
     average = [parameter.detach().clone() for parameter in model.parameters()]
     importance = [torch.rand_like(parameter) for parameter in before]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).chunk(world_size)[rank]
     own = list(model.parameters())
     for _ in range(3):
@@ -245,8 +242,7 @@ def test_plain_tensors_compute_with_sharded_ones(rank: int, world_size: int) -> 
         l2 = sum((i * (p - b) ** 2).sum() for i, p, b in zip(importance, own, before, strict=True))
         together = torch.stack([parameter.pow(2).sum() for parameter in own]).sum()
         (loss + 0.01 * l1 - 0.1 * -l2 + together / 100 + own[0] * rows.mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         with torch.no_grad():
             for mean, parameter in zip(average, own, strict=True):
                 mean.mul_(0.5).add_(parameter, alpha=0.5)

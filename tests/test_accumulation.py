@@ -16,6 +16,7 @@ from gathering import whole
 from messages import naming
 from models.handmade import Scalar
 from parity import Ranks
+from stepping import shard_over, take_step
 
 
 class Planted(Exception):
@@ -86,8 +87,7 @@ def test_a_step_without_a_last_microbatch_is_an_error_and_can_go_on(rank: int, w
                 optimizer.step()
         with accumulate(model, world_size, last=True):
             backward(model, 1, rank, world_size)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return dict(model.named_parameters())
 
 
@@ -109,12 +109,10 @@ def test_complex_gradients_beside_real_ones_keep_both_parts(rank: int, world_siz
     torch.manual_seed(0)
     model = Phases()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     for seed in range(3):
         backward(model, seed, rank, world_size)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return dict(model.named_parameters())
 
 

@@ -20,6 +20,7 @@ from cases import as_on_one_device, on_ranks
 from messages import naming
 from models.handmade import Scalar
 from parity import Ranks
+from stepping import shard_over, take_step
 from trueshard.sharding.engine import sharded
 
 
@@ -67,8 +68,7 @@ CHANGES = [head, parameter, inside_a_block, layer, tie_among_new_ones, twice, fe
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, rank: int, world_size: int) -> None:
     rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
     model(rows).pow(2).mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
 
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["freed", "gathered"])
@@ -78,8 +78,7 @@ def test_what_is_added_trains_as_on_one_device(rank: int, world_size: int, chang
     torch.manual_seed(0)
     model = Scalar()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    if world_size > 1:
-        trueshard.shard(model, optimizer, reshard_after_forward="never" if gathered else "default")
+    shard_over(world_size, model, optimizer, reshard_after_forward="never" if gathered else "default")
     step(model, optimizer, 0, rank, world_size)
     if gathered:
         model(torch.ones(1, 8))

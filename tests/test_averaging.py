@@ -23,7 +23,7 @@ from cases import as_on_one_device
 from gathering import whole
 from models.handmade import WIDTH, Block, Scalar
 from parity import Pool, Ranks, assert_same
-from stepping import same
+from stepping import same, shard_over, take_step
 
 Report = dict[str, Any]
 
@@ -69,14 +69,12 @@ def averaged(rank: int, world_size: int, way: str, early: bool) -> Report:
     if way == "ema of a model of floats, with buffers":
         model.calls = model.calls.float()  # torch's EMA of a list takes no integers
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     copy = AveragedModel(model, **WAYS[way]()) if early else None
     report: Report = {}
     for seed in range(4):
         model(rows(seed, rank, world_size)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         if copy is None:
             copy = AveragedModel(model, **WAYS[way]())
         copy.update_parameters(model)
@@ -167,14 +165,12 @@ def test_averaged_values_are_swapped_in_and_out(rank: int, world_size: int) -> R
     torch.manual_seed(0)
     model = Everything()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     copy = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
     report: Report = {}
     for seed in range(3):
         model(rows(seed, rank, world_size)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         copy.update_parameters(model)
         kept = [p.detach().clone() for p in model.parameters()]
         with torch.no_grad():
@@ -223,8 +219,7 @@ def schedule(rank: int, world_size: int) -> Report:
     report: Report = {"rates": []}
     for seed in range(5):
         model(rows(seed, 0, 1)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         scheduler.step()
         report["rates"].append(optimizer.param_groups[0]["lr"])
         if seed >= 2:

@@ -19,7 +19,7 @@ from cases import on_ranks
 from messages import naming
 from parity import Ranks, assert_same
 from resting import all_but
-from stepping import build, parameters, same, train
+from stepping import build, parameters, same, shard_over, train
 from trueshard.optim.classify import classify, manner
 
 Update = Callable[["Made", dict[str, Any], torch.Tensor, dict[str, Any]], torch.Tensor]
@@ -335,8 +335,7 @@ def exact(rank: int, world_size: int, name: str) -> dict[str, Any]:
         optimizer = FOUND[name][1](model)
         if prior:
             train(model, optimizer, 0, 1, [0, 2])
-        if world_size > 1:
-            trueshard.shard(model, optimizer)
+        shard_over(world_size, model, optimizer)
         train(model, optimizer, rank, world_size, [4, 5, 6])
         found[f"{prior=}"] = parameters(model)
         if name in ("rows", "nested"):

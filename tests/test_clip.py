@@ -18,6 +18,7 @@ from gathering import whole
 from messages import naming
 from models.handmade import Scalar, Stack, TiedBlocks, Tiny
 from parity import Pool, Ranks, assert_same
+from stepping import shard_over
 from trueshard.optim.shards import group_shards
 
 ORDERS = [0.5, 1.0, 2.0, 3.0, math.inf, -math.inf, 0.0, -1.0]
@@ -146,8 +147,7 @@ def not_finite(rank: int, world_size: int) -> list[Any]:
         for order in (1.0, 2.0, math.inf):
             torch.manual_seed(0)
             model = Stack()
-            if world_size > 1:
-                trueshard.shard(model)
+            shard_over(world_size, model)
             gradients(model, rank, world_size)
             grad = model.last.weight.grad
             if world_size == 1:
@@ -176,8 +176,7 @@ def test_what_is_not_finite_on_one_rank_is_an_error_on_every_rank(alone: Ranks, 
 def test_parameters_come_as_a_list_a_generator_or_one_tensor(rank: int, world_size: int) -> Report:
     torch.manual_seed(0)
     model = Stack()
-    if world_size > 1:
-        trueshard.shard(model)
+    shard_over(world_size, model)
     gradients(model, rank, world_size)
     clip = trueshard.clip_grad_norm_ if world_size > 1 else torch.nn.utils.clip_grad_norm_
     report: Report = {
@@ -208,8 +207,7 @@ def test_torchs_own_functions_take_every_parameter(rank: int, world_size: int, f
     torch.manual_seed(0)
     model = ScalarFirst()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, foreach=foreach)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     norms = []
     for seed in range(3):
         x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]

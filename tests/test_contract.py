@@ -27,6 +27,7 @@ from models import LAZY
 from models.handmade import Block, Buffers, Methods, Scalar, Stack, TiedBlocks, TiedLanguageModel
 from parity import Ranks, assert_same
 from resting import all_but
+from stepping import shard_over, take_step
 
 # 3. Trainability
 
@@ -37,8 +38,7 @@ def test_what_is_frozen_never_moves_and_thaws(rank: int, world_size: int) -> Rep
     model = Stack()
     model.blocks[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     report: Report = {}
     for seed in range(6):
         if seed == 2:
@@ -49,8 +49,7 @@ def test_what_is_frozen_never_moves_and_thaws(rank: int, world_size: int) -> Rep
             model.blocks[1].norm.requires_grad_(True)
         model(batch(seed, rank, world_size)).pow(2).mean().backward()
         report[f"without gradient {seed}"] = [n for n, p in model.named_parameters() if p.grad is None]
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         report[f"parameters {seed}"] = parameters(model)
     report["state"] = sorted(n for n, p in model.named_parameters() if optimizer.state.get(p))
     return report
@@ -108,8 +107,7 @@ def test_modules_of_one_unit_are_called_in_any_order_and_again(rank: int, world_
         for seed, model.order in enumerate(ORDERS):
             model(batch(seed, rank, world_size)).pow(2).mean().backward()
             missing = [name for name, p in model.named_parameters() if p.grad is None]
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
             report[f"{policy} {seed}"] = {"parameters": parameters(model), "without gradient": missing}
     return report
 
@@ -141,8 +139,7 @@ def distilled(rank: int, world_size: int, folder: str) -> Report:
             trueshard.shard(again)
         for seed in range(3):
             model(ids(seed, rank, world_size)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         path = Path(folder, f"{world_size} {shared} {policy}")
         trueshard.save(path, model=model)
         trueshard.load(path, model=again)
@@ -312,12 +309,10 @@ def quantized(rank: int, world_size: int, compute: str | None) -> Report:
     torch.manual_seed(0)
     model = nn.Sequential(Quantized(8, 9), Quantized(9, 8))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    if world_size > 1:
-        trueshard.shard(model, optimizer, units="Quantized", mixed_precision=compute)
+    shard_over(world_size, model, optimizer, units="Quantized", mixed_precision=compute)
     for seed in range(3):
         model(batch(seed, rank, world_size)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     assert not model[0].codes.requires_grad
     return parameters(model)
 
@@ -351,8 +346,7 @@ def test_two_trainable_dtypes_in_one_module_work(rank: int, world_size: int) -> 
         assert [each.name for each in plan.replicated] == ["1.bias", "2.bias"]
     for seed in range(3):
         model(batch(seed, rank, world_size)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return parameters(model)
 
 
@@ -377,8 +371,7 @@ def attachments(rank: int, world_size: int) -> Report:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     in_forward: list[Any] = []
     model.blocks[0].register_forward_pre_hook(lambda m, _: in_forward.append(getattr(m.up.weight, "tag", None)))
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     assert model.blocks[0].up.weight.tag is tag
     for seed in range(3):
         if seed == 1:
@@ -390,8 +383,7 @@ def attachments(rank: int, world_size: int) -> Report:
                     model(x).pow(2).mean().backward()
             else:
                 model(x).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     assert in_forward == [tag] * 6
     assert ("after", (8,)) in seen
     assert ("backward", ()) in seen
@@ -430,16 +422,14 @@ def test_methods_and_submodules_work_beside_forward(rank: int, world_size: int) 
             torch.manual_seed(0)
             model = build()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            if world_size > 1:
-                trueshard.shard(model, optimizer, reshard_after_forward=policy)
+            shard_over(world_size, model, optimizer, reshard_after_forward=policy)
             for seed in range(3):
                 x = ids(seed, rank, world_size)
                 model.loss(x).backward()
                 model.loss_by_weight(x).backward()
                 model.encode(x).mean().backward()
                 F.mse_loss(model.layers[0](model.embed(x)), torch.zeros(6 // world_size, 5, 8)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
                 start = ids(seed, 0, 1)
                 report[f"{build.__name__} {policy} {seed}"] = model.generate(start, 3)
             report[f"{build.__name__} {policy}"] = parameters(model)
@@ -460,14 +450,12 @@ def test_averaged_models_are_sharded_copies(rank: int, world_size: int) -> Repor
         torch.manual_seed(0)
         model = build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if world_size > 1:
-            trueshard.shard(model, optimizer)
+        shard_over(world_size, model, optimizer)
         ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=False)
         mean = AveragedModel(model)
         for seed in range(3):
             model(batch(seed, rank, world_size)).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
             ema.update_parameters(model)
             mean.update_parameters(model)
         shards = [p for p in ema.parameters() if isinstance(p, DTensor)]
@@ -481,8 +469,7 @@ def test_averaged_models_are_sharded_copies(rank: int, world_size: int) -> Repor
 def test_a_deep_copy_trains_by_itself(rank: int, world_size: int) -> Report:
     torch.manual_seed(0)
     model = TiedBlocks()
-    if world_size > 1:
-        trueshard.shard(model, activation_checkpointing="full", reshard_after_forward="always")
+    shard_over(world_size, model, activation_checkpointing="full", reshard_after_forward="always")
     untouched = parameters(model)
     twin = copy.deepcopy(copy.deepcopy(model))
     assert type(twin).forward is type(model).forward
@@ -490,8 +477,7 @@ def test_a_deep_copy_trains_by_itself(rank: int, world_size: int) -> Report:
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     for seed in range(3):
         twin(batch(seed, rank, world_size)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     assert_same(parameters(model), untouched)
     return parameters(twin)
 
@@ -504,8 +490,7 @@ def test_double_backward_works(rank: int, world_size: int) -> Report:
         torch.manual_seed(0)
         model = Stack()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        if world_size > 1:
-            trueshard.shard(model, optimizer, reshard_after_forward=policy)
+        shard_over(world_size, model, optimizer, reshard_after_forward=policy)
         for seed, kind in enumerate(["both", "plain", "penalty", "unused", "both", "plain"]):
             x = batch(seed, rank, world_size).requires_grad_(True)
             out = model(x)
@@ -516,8 +501,7 @@ def test_double_backward_works(rank: int, world_size: int) -> Report:
                 loss = {"both": loss + penalty, "penalty": penalty, "unused": None}[kind]
             if loss is not None:
                 loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
             with torch.no_grad():
                 report[f"{policy} {seed}"] = model(batch(9, 0, 1))
         report[policy] = parameters(model)
@@ -550,8 +534,7 @@ def test_double_backward_works_with_other_passes_in_between(rank: int, world_siz
         torch.manual_seed(0)
         model = Potential() if between == "in the forward" else Stack()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02, eps=1e-3)
-        if world_size > 1:
-            trueshard.shard(model, optimizer, reshard_after_forward=policy)
+        shard_over(world_size, model, optimizer, reshard_after_forward=policy)
         for seed in range(3):
             x, y = (batch(seed + n, rank, world_size).requires_grad_(True) for n in (0, 10))
             if between == "in the forward":
@@ -572,8 +555,7 @@ def test_double_backward_works_with_other_passes_in_between(rank: int, world_siz
                     grad = grad + other
                 loss = model(y).pow(2).sum(1).mean() if between != "a backward" else 0.0
                 (loss + grad.pow(2).sum(1).mean()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         report[policy] = parameters(model)
     return report
 
@@ -665,8 +647,7 @@ def test_training_goes_on_from_rank_0_and_says_so(rank: int, world_size: int) ->
     model = Buffers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(batch(rank if world_size > 1 else 0, 0, 1)).pow(2).mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
     said: list[str] = []
     if world_size > 1:
         with warnings.catch_warnings(record=True) as caught:
@@ -681,8 +662,7 @@ def test_training_goes_on_from_rank_0_and_says_so(rank: int, world_size: int) ->
         assert "'first.weight'" in said[0]
     for seed in range(2):
         model(batch(seed, rank, world_size)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return parameters(model) | whole(dict(model.named_buffers()))
 
 
@@ -738,8 +718,7 @@ def routed(rank: int, world_size: int) -> Report:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ModuleList([Routed(), Routed()])[0], Routed())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-    if world_size > 1:
-        trueshard.shard(model, optimizer, units="Routed")
+    shard_over(world_size, model, optimizer, units="Routed")
     chosen: Report = {}
     for seed in range(4):
         x = batch(seed, rank, world_size)
@@ -750,8 +729,7 @@ def routed(rank: int, world_size: int) -> Report:
             else:
                 model(x + part).pow(2).mean().backward()
         chosen[f"without gradient {seed}"] = [n for n, p in model.named_parameters() if p.grad is None]
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     chosen["state"] = sorted(n for n, p in model.named_parameters() if optimizer.state.get(p))
     return chosen | parameters(model)
 

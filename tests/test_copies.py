@@ -22,7 +22,7 @@ from cases import as_on_one_device, on_ranks
 from gathering import whole
 from models.handmade import Scalar
 from parity import Ranks
-from stepping import EPS
+from stepping import EPS, shard_over, take_step
 
 WIDTH = 8
 
@@ -31,8 +31,7 @@ def build(world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Scalar()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=EPS)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     return model, optimizer
 
 
@@ -44,8 +43,7 @@ def loss_of(model: nn.Module, seed: int, rank: int, world_size: int) -> torch.Te
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range, rank: int, world_size: int) -> None:
     for seed in seeds:
         loss_of(model, seed, rank, world_size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
 
 
 @as_on_one_device()
@@ -130,8 +128,7 @@ def test_a_function_of_a_whole_step_is_compiled(rank: int, world_size: int) -> A
 
     def step(seed: int) -> None:
         loss_of(model, seed, rank, world_size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
 
     if world_size > 1:
         step = torch.compile(step, backend="eager")

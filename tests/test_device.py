@@ -22,6 +22,7 @@ from gathering import whole
 from models import CASES, Case, rows
 from parity import DEVICE, Pool, Ranks, assert_same
 from running import metrics, project, run
+from stepping import take_step
 
 STEPS = 3
 ROUGH = {"mixed": 1e-2}
@@ -71,8 +72,7 @@ def train(case: Case, model: nn.Module, optimizer: Any, rank: int, world_size: i
                 loss.backward()
         losses.append(float(loss.detach()))
         clip(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return losses
 
 

@@ -19,6 +19,7 @@ import trueshard
 from messages import naming
 from models.handmade import Stack
 from parity import Pool, Ranks, assert_same
+from stepping import take_step
 from trueshard.optim.exact import loss_on_grid
 
 STEPS = 10
@@ -83,8 +84,7 @@ def train(
                 mean(loss).backward()
             total += loss_on_grid(loss)
         norm = float(trueshard.clip_grad_norm_(model.parameters(), CLIP))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         record.append((mean.value(total), norm, trueshard.state_hash(model, optimizer).total))
     return record
 

@@ -16,6 +16,7 @@ import trueshard
 from exactness import llama, summed_loss
 from optimizer_catalogue import entries
 from parity import Ranks
+from stepping import take_step
 
 MICROBATCHES, STEPS, MIDDLE = 6, 4, 2
 
@@ -79,8 +80,7 @@ def train(
                 with trueshard.accumulate(model, last=number == own[-1]):
                     mean(summed_loss(model, step, number)[0]).backward()
             before = torch.get_rng_state()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
             found[f"drew outside {step}"] = not torch.equal(before, torch.get_rng_state())
             found[f"hashes {step}"] = dict(trueshard.state_hash(model, optimizer))
         if name == "langevin" and world_size == 1:

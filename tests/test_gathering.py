@@ -19,6 +19,7 @@ from messages import naming
 from models import CASES, Batch, rows
 from models.handmade import Stack
 from parity import Ranks
+from stepping import take_step
 from traffic import Traffic
 from trueshard import _torch
 from trueshard.distributed import replicated_mesh
@@ -57,8 +58,7 @@ def sharded(name: str, words: dict[str, Any]) -> tuple[nn.Module, torch.optim.Op
 def step(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, rank: int, world_size: int) -> None:
     case = CASES.get(name, CASES["llama"])
     case.loss(model, rows(case.batch(12, seed), rank, world_size)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
 
 
 def outputs(model: nn.Module, batch: Batch) -> list[torch.Tensor]:

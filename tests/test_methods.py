@@ -16,6 +16,7 @@ from gathering import whole
 from messages import lacking
 from models.handmade import Stack
 from parity import Ranks
+from stepping import shard_over, take_step
 from trueshard.sharding.engine import sharded
 from trueshard.sharding.methods import methods_that_compute
 
@@ -90,16 +91,14 @@ def test_methods_are_those_of_one_process(rank: int, world_size: int) -> dict[st
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if world_size > 1:
-        trueshard.shard(model, optimizer, reshard_after_forward="always")
+    shard_over(world_size, model, optimizer, reshard_after_forward="always")
     report: dict[str, Any] = {}
     for seed in range(2):
         x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
         for name in COMPUTE:
             out = getattr(model, name)({"data": x} if name == "data_of" else x)
             out.pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         report[f"trained {seed}"] = whole(dict(model.named_parameters()))
     for name, arguments in (("reset", ()), ("halve", ()), ("shift", ()), ("follow", (0.9,))):
         getattr(model, name)(*arguments)

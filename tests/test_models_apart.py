@@ -21,6 +21,7 @@ from torch.optim import optimizer as optimizer_module
 import trueshard
 from cases import as_on_one_device, on_ranks
 from models.handmade import Scalar
+from stepping import take_step
 from trueshard.model import registry
 from trueshard.sharding.process_patches import PATCHES
 
@@ -55,10 +56,8 @@ def test_models_that_take_turns_train_as_on_one_device(rank: int, world_size: in
             if not last:
                 critics.zero_grad()  # drops what the critic has, and nothing of the actor's
                 critic(rows).pow(2).mean().backward()
-                critics.step()
-                critics.zero_grad()
-        actors.step()
-        actors.zero_grad()
+                take_step(critics)
+        take_step(actors)
         critics.zero_grad()
         if world_size > 1:
             runtimes = registry.models()
@@ -84,8 +83,7 @@ def test_models_in_threads_train_as_on_one_device(rank: int, world_size: int) ->
             for last in (False, True):
                 with trueshard.accumulate(model, last=last) if world_size > 1 else torch.enable_grad():
                     model(rows_of(rank, world_size, 10 * number + step)).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
             norms.append(torch.tensor([model.last.weight.norm().item()]))
         results[number] = norms, dict(model.named_parameters())
 

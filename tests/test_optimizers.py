@@ -15,7 +15,7 @@ from gathering import whole
 from messages import naming
 from models.handmade import Scalar, Stack
 from parity import Ranks
-from stepping import same
+from stepping import same, shard_over, take_step
 
 
 def step(model: nn.Module, optimizers: list[torch.optim.Optimizer], rank: int, world_size: int, seed: int) -> None:
@@ -23,8 +23,7 @@ def step(model: nn.Module, optimizers: list[torch.optim.Optimizer], rank: int, w
     mine = x.chunk(world_size)[rank]
     model(mine).pow(2).mean().backward()
     for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
 
 
 def prior(rank: int, world_size: int, kind: str, options: dict[str, Any], build: Callable[[], nn.Module]) -> Any:
@@ -91,8 +90,7 @@ def several(rank: int, world_size: int) -> dict[str, Any]:
     groups = [[(list(g), [names[id(p)] for p in g["params"]]) for g in o.param_groups] for o in (first, second)]
     tag, rate = first.param_groups[0]["tag"], first.param_groups[1]["lr"]
     given = first.param_groups[0]["param_names"]
-    if world_size > 1:
-        trueshard.shard(model, first, second)
+    shard_over(world_size, model, first, second)
     now = {id(p): n for n, p in model.named_parameters()}
     assert groups == [[(list(g), [now[id(p)] for p in g["params"]]) for g in o.param_groups] for o in (first, second)]
     assert first.param_groups[0]["tag"] is tag

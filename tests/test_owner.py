@@ -18,7 +18,7 @@ from cases import as_on_one_device
 from messages import naming
 from parity import Pool, Ranks, assert_same
 from resting import all_but
-from stepping import WHOLE, Mixed, Whole, build, loss_of, parameters, same, train
+from stepping import WHOLE, Mixed, Whole, build, loss_of, parameters, same, shard_over, train
 from traffic import Traffic
 from trueshard.optim import owners as owner
 from trueshard.optim.owners import assign, update_cost
@@ -84,8 +84,7 @@ def few(rank: int, world_size: int) -> dict[str, Any]:
         torch.manual_seed(0)
         model = Few()
         optimizers = [ALL_WHOLE[name](list(model.parameters()))]
-        if world_size > 1:
-            trueshard.shard(model, *optimizers)
+        shard_over(world_size, model, *optimizers)
         train(model, optimizers, rank, world_size)
         found[name] = parameters(model)
     return found
@@ -103,8 +102,7 @@ def closures(rank: int, world_size: int) -> Any:
             continue
         model = build()
         optimizers = make(model)
-        if world_size > 1:
-            trueshard.shard(model, *optimizers)
+        shard_over(world_size, model, *optimizers)
         calls = []
         for step in range(3):
 
@@ -152,8 +150,7 @@ def state_sizes(rank: int, world_size: int) -> dict[str, int]:
     for name, make in ALL_WHOLE.items():
         model = nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(6)))
         optimizer = make(list(model.parameters()))
-        if world_size > 1:
-            trueshard.shard(model, optimizer, units=["Linear"])
+        shard_over(world_size, model, optimizer, units=["Linear"])
         for _ in range(2):
             model(torch.ones(2, 12)).sum().backward()
             optimizer.step()
@@ -188,8 +185,7 @@ def state_dicts(rank: int, world_size: int, source: str) -> Any:
         model = build()
         model.load_state_dict(weights)
         optimizers = make(model)
-        if world_size > 1:
-            trueshard.shard(model, *optimizers)
+        shard_over(world_size, model, *optimizers)
         for each, state in zip(optimizers, saved, strict=True):
             each.load_state_dict(state)
         train(model, optimizers, rank, world_size, [4, 5, 6])
@@ -211,8 +207,7 @@ def written(rank: int, world_size: int, how: str) -> Any:
     for name in ("Muon", "Adafactor", "Whole"):
         model = build()
         optimizers = WHOLE[name](model)
-        if world_size > 1:
-            trueshard.shard(model, *optimizers)
+        shard_over(world_size, model, *optimizers)
         train(model, optimizers, rank, world_size, [0])
         average = {n: p.detach().clone() for n, p in model.named_parameters()}
         train(model, optimizers, rank, world_size, [2])
@@ -258,8 +253,7 @@ def test_weights_written_on_one_rank_alone_reach_the_owner(alone: Ranks, ranks2:
 def test_groups_come_go_and_change_places(rank: int, world_size: int) -> Any:
     model = build()
     optimizer = Mixed([{"params": model.layers[0].parameters(), "whole": True}, {"params": model.first.parameters()}])
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     train(model, optimizer, rank, world_size, [0])
     optimizer.add_param_group({"params": model.last.parameters(), "whole": True, "lr": 0.1})
     train(model, optimizer, rank, world_size, [2])
@@ -372,8 +366,7 @@ class Fails(Whole):
 def test_after_an_exception_the_next_step_works(rank: int, world_size: int) -> Any:
     model = build()
     optimizer = Fails(model.parameters())
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     train(model, optimizer, rank, world_size, [0])
     optimizer.fail_at = 1
     loss_of(model, 1, rank, world_size).backward()

@@ -26,6 +26,7 @@ from models import CASES
 from models.handmade import Block, Methods, Scalar, Stack, TiedLanguageModel
 from parity import LAUNCHER_VARIABLES, RankFailure, Ranks, assert_same
 from resting import all_but
+from stepping import shard_over, take_step
 from training import train
 from trueshard import _torch
 from trueshard.distributed import device_of
@@ -54,8 +55,7 @@ def trained(
             else:
                 model(batch(2 * seed + part, rank, world_size, samples)).pow(2).mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return parameters(model)
 
 
@@ -179,8 +179,7 @@ def test_policy_and_evaluation_between_steps(rank: int, world_size: int) -> Repo
     torch.manual_seed(0)
     model = Methods()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     report: Report = {}
     policies: list[Any] = ["never", "always", {"layers.*": "never"}, "last_layer", world_size, 1, "default"]
     for seed, policy in enumerate(policies):
@@ -238,8 +237,7 @@ def test_views_that_are_written_to_in_place_train_alike(rank: int, world_size: i
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            if world_size > 1:
-                trueshard.shard(model, optimizer, reshard_after_forward=policy)
+            shard_over(world_size, model, optimizer, reshard_after_forward=policy)
             for seed in range(3):
                 out = model(batch(seed, rank, world_size))
                 if seed < 2:
@@ -250,8 +248,7 @@ def test_views_that_are_written_to_in_place_train_alike(rank: int, world_size: i
                 loss.backward(retain_graph=seed == 1)
                 if seed == 1:
                     loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
         report[policy] = parameters(model)
     return report
 
@@ -308,8 +305,7 @@ def test_the_step_after_a_caught_exception_is_right(rank: int, world_size: int) 
     torch.manual_seed(0)
     model = Fragile()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     for seed, where in enumerate(["", "forward", "", "backward", "backward", "forward", ""]):
         model.fail = where
         try:
@@ -356,8 +352,7 @@ def notebook(rank: int, world_size: int) -> Report:
         for seed in range(3):
             logits = model(ids(seed, 0, 1))
             logits.pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         report[str(sharded)] = parameters(model)
     return report
 
@@ -421,8 +416,7 @@ def meta(rank: int, world_size: int) -> Report:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for seed in range(2):
         model(batch(seed, rank, world_size)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return parameters(model)
 
 
@@ -452,15 +446,13 @@ def test_a_model_may_change_dtype_between_steps(rank: int, world_size: int) -> R
     torch.manual_seed(0)
     model = Scalar()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     for seed in range(3):
         if seed == 1:
             model.double()
         x = batch(seed, rank, world_size).to(next(model.parameters()).dtype)
         model(x).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return parameters(model)
 
 
@@ -474,16 +466,14 @@ def saved(rank: int, world_size: int, folder: str) -> Report:
     if world_size == 3:
         for seed in range(2):
             model(batch(seed, rank, world_size)).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         trueshard.save(os.path.join(folder, "two"), model=model, optimizer=optimizer, extra={"step": 2, "rng": [1.5]})
     else:
         found = trueshard.load(os.path.join(folder, "two"), model=model, optimizer=optimizer)
         assert found == {"extra": {"step": 2, "rng": [1.5]}}
     for seed in steps:
         model(batch(seed, rank, world_size)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return parameters(model)
 
 

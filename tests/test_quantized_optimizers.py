@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from optimizer_catalogue import entries
 from optimizer_trial import QUANTIZED_TOLERANCE, build, further, train, trained
 from parity import Pool, Ranks
+from stepping import shard_over
 
 LIBRARY = "torchao.optim"
 QUANTIZED = ("Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8")
@@ -24,15 +25,13 @@ COMPILED = ("even.weight", "uneven.weight", "head.bias")
 
 def held(rank: int, world_size: int, name: str) -> dict[str, Any]:
     """Of the state of `even.weight`: what it is shown as, what this rank holds of it, and in how many bytes."""
-    import trueshard
 
     entry = entries(LIBRARY)[name]
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.simplefilter("ignore")
         model = build(entry)
         (optimizer,) = entry.make(model)
-        if world_size > 1:
-            trueshard.shard(model, optimizer, units="Linear")
+        shard_over(world_size, model, optimizer, units="Linear")
         train(entry, model, [optimizer], rank, world_size)
     parameter = model.get_parameter("even.weight")
     found = {}

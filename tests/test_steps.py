@@ -28,7 +28,23 @@ from messages import naming
 from meter import gloo_lets_go
 from parity import Ranks, assert_same
 from resting import all_but
-from stepping import EPS, OwnSGD, Twin, Uneven, Whole, adamw, build, loss_of, parameters, same, shown, told, train
+from stepping import (
+    EPS,
+    OwnSGD,
+    Twin,
+    Uneven,
+    Whole,
+    adamw,
+    build,
+    loss_of,
+    parameters,
+    same,
+    shard_over,
+    shown,
+    take_step,
+    told,
+    train,
+)
 
 # Every path of torch's own classes
 
@@ -79,8 +95,7 @@ def capturable(rank: int, world_size: int) -> Any:
     """On the CPU torch refuses it inside the step, which is then as if it had not been called."""
     model = build()
     optimizer = adamw(model, capturable=True)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     loss_of(model, 0, rank, world_size).backward()
     try:
         optimizer.step()
@@ -136,8 +151,7 @@ class Twice(torch.optim.SGD):
 def test_closures(rank: int, world_size: int, how: str) -> Any:
     model = build()
     optimizer: Any = Twice(model.parameters(), lr=0.05) if how == "twice" else adamw(model)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     losses: list[torch.Tensor] = []
     for step in range(3):
 
@@ -176,8 +190,7 @@ def test_random_numbers_that_a_closure_draws_are_not_the_optimizers(rank: int, w
 def test_zero_grad_both_ways(rank: int, world_size: int, to_none: bool) -> Any:
     model = build()
     optimizer = adamw(model)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     for step in range(3):
         optimizer.zero_grad(set_to_none=to_none)
         loss_of(model, step, rank, world_size, aside=step == 1).backward()
@@ -207,8 +220,7 @@ def hooks(rank: int, world_size: int) -> Any:
     handles = [register_optimizer_step_pre_hook(hook("global pre before"))]
     optimizer.register_step_pre_hook(hook("pre before"))
     optimizer.register_step_post_hook(hook("post before"))
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     handles.append(register_optimizer_step_post_hook(hook("global post after")))
     handles.append(register_optimizer_step_pre_hook(hook("global pre after")))
     optimizer.register_step_pre_hook(hook("pre after"))
@@ -254,8 +266,7 @@ def test_schedulers_made_before_and_after(rank: int, world_size: int, when: str,
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             schedule = make(optimizer) if when == "before" else None
-            if world_size > 1:
-                trueshard.shard(model, optimizer)
+            shard_over(world_size, model, optimizer)
             schedule = schedule or make(optimizer)
             rates = []
             for step in range(4):
@@ -290,8 +301,7 @@ def test_a_subclass_whose_step_calls_its_parents(rank: int, world_size: int) -> 
     optimizer = Doubled(model.parameters(), lr=0.01, eps=EPS)
     calls: list[int] = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     train(model, optimizer, rank, world_size)
     return len(calls), told(model, optimizer)
 
@@ -301,8 +311,7 @@ def test_a_subclass_whose_step_calls_its_parents(rank: int, world_size: int) -> 
 def test_an_exception_leaves_dtensors_and_the_next_step_works(rank: int, world_size: int, where: str) -> Any:
     model = build()
     optimizer = OwnSGD(model.parameters())
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     optimizer.fail_at = 2 if where == "step" else -1
     train(model, optimizer, rank, world_size, [0])
 
@@ -424,8 +433,7 @@ def test_steps_on_two_mesh_dimensions_and_on_part_of_the_ranks(ranks4: Ranks) ->
 def compiled(rank: int, world_size: int, backend: str) -> Any:
     model = build()
     optimizer = adamw(model, foreach=True)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     step = torch.compile(optimizer.step, backend=backend)
     for number in range(3):
         loss_of(model, number, rank, world_size).backward()
@@ -444,13 +452,11 @@ def test_a_compiled_step(alone: Ranks, ranks2: Ranks) -> None:
 def compiled_whole(rank: int, world_size: int, backend: str) -> Any:
     model = build()
     optimizer = adamw(model, foreach=True)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
 
     def step(number: int) -> None:
         loss_of(model, number, rank, world_size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
 
     step = torch.compile(step, backend=backend)
     for number in range(3):
@@ -468,8 +474,7 @@ def two(rank: int, world_size: int) -> Any:
     model = build()
     model.first.weight.rate = 0.5
     optimizers = [adamw(model), OwnSGD(model.parameters(), lr=0.01)]
-    if world_size > 1:
-        trueshard.shard(model, *optimizers)
+    shard_over(world_size, model, *optimizers)
     train(model, [optimizers[0], *optimizers, optimizers[1]], rank, world_size, [0])
     for step in (2, 4):
         loss_of(model, step, rank, world_size).backward()
@@ -530,8 +535,7 @@ def steps_on_end(rank: int, world_size: int) -> list[set[tuple[int, int]]]:
             with gloo_lets_go():
                 loss_of(model, number, rank, world_size).backward()
                 trueshard.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
             gc.collect()
             objects = gc.get_objects()
             counts.append((len(objects), sum(isinstance(each, torch.Tensor) for each in objects)))

@@ -18,7 +18,22 @@ import trueshard
 from cases import as_on_one_device
 from models.handmade import TiedBlocks
 from parity import Pool, Ranks, assert_same
-from stepping import EPS, OPTIMIZERS, OwnSGD, Uneven, adamw, build, loss_of, parameters, same, shown, told, train
+from stepping import (
+    EPS,
+    OPTIMIZERS,
+    OwnSGD,
+    Uneven,
+    adamw,
+    build,
+    loss_of,
+    parameters,
+    same,
+    shard_over,
+    shown,
+    take_step,
+    told,
+    train,
+)
 
 # State
 
@@ -58,16 +73,14 @@ def round_trip(rank: int, world_size: int, source: str) -> Any:
         weights = parameters(first)
     else:
         held = adamw(first)
-        if world_size > 1:
-            trueshard.shard(first, held)
+        shard_over(world_size, first, held)
         train(first, held, rank, world_size)
         weights = parameters(first)
     saved = held.state_dict()
     model = build()
     model.load_state_dict(weights)
     optimizer = adamw(model)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     if source == "after a step":
         train(model, optimizer, rank, world_size, [9])
     optimizer.load_state_dict(copy.deepcopy(saved) if source != "itself" else saved)
@@ -90,8 +103,7 @@ def test_state_dict_round_trip(source: str, count: int, alone: Ranks, pool: Pool
 def test_state_that_is_written_to_between_steps_is_taken_up(rank: int, world_size: int) -> Any:
     model = build()
     optimizer = adamw(model)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     train(model, optimizer, rank, world_size, [0, 2])
     first, second, third, fourth = list(model.parameters())[:4]
     with torch.no_grad():
@@ -113,8 +125,7 @@ def test_groups_come_and_go_after_sharding(rank: int, world_size: int) -> Any:
     model = build()
     optimizer = torch.optim.AdamW(model.layers.parameters(), lr=0.01, eps=EPS)
     own = OwnSGD(model.first.parameters())
-    if world_size > 1:
-        trueshard.shard(model, optimizer, own)
+    shard_over(world_size, model, optimizer, own)
     train(model, [optimizer, own], rank, world_size, [0])
     optimizer.add_param_group({"params": model.aside.parameters(), "lr": 0.1})
     own.add_param_group({"params": model.last.parameters(), "lr": 0.01})
@@ -137,8 +148,7 @@ def test_an_optimizer_made_after_sharding_is_as_exact(rank: int, world_size: int
     found = {}
     for name in (*OPTIMIZERS, "own, failing"):
         model = build()
-        if world_size > 1:
-            trueshard.shard(model)
+        shard_over(world_size, model)
         optimizer = OPTIMIZERS[name.split(",")[0]](model)
         if name == "own, failing":
             loss_of(model, 0, rank, world_size).backward()
@@ -158,8 +168,7 @@ def test_frozen_parameters_and_thawed_ones(rank: int, world_size: int) -> Any:
     model.layers[0].requires_grad_(False)
     model.last.bias.requires_grad_(False)
     optimizers = [adamw(model), OwnSGD(model.parameters(), lr=0.01)]
-    if world_size > 1:
-        trueshard.shard(model, *optimizers)
+    shard_over(world_size, model, *optimizers)
     train(model, optimizers, rank, world_size, [0, 2])
     model.layers[0].requires_grad_(True)
     model.last.bias.requires_grad_(True)
@@ -174,13 +183,11 @@ def test_a_tie_is_stepped_once(rank: int, world_size: int) -> Any:
     torch.manual_seed(0)
     model = TiedBlocks()
     optimizer = adamw(model)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     for step in range(3):
         x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step)).chunk(world_size)[rank]
         model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     assert model.blocks[2].up.weight is model.blocks[0].up.weight
     return told(model, optimizer)
 
@@ -195,8 +202,7 @@ def test_a_copy_of_model_and_optimizer_goes_on(rank: int, world_size: int) -> An
     for name in ("AdamW", "Muon", "own"):
         model = build()
         optimizer = OPTIMIZERS[name](model)
-        if world_size > 1:
-            trueshard.shard(model, optimizer)
+        shard_over(world_size, model, optimizer)
         train(model, optimizer, rank, world_size, [0, 2])
         held = parameters(model)
         again, other = copy.deepcopy((model, optimizer))
@@ -211,8 +217,7 @@ def test_a_copy_of_model_and_optimizer_goes_on(rank: int, world_size: int) -> An
 def pickled(rank: int, world_size: int) -> Any:
     model = build()
     optimizer = adamw(model)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     train(model, optimizer, rank, world_size, [0, 2])
     state = pickle.loads(pickle.dumps(optimizer.state_dict()))
     optimizer.state.clear()
@@ -230,8 +235,7 @@ def test_gradients_that_the_user_sets(rank: int, world_size: int) -> Any:
     """The user sets gradients: another tensor, one that was taken over from an earlier step, a sum of two."""
     model = build()
     optimizer = adamw(model)
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     kept = {}
     for step in range(4):
         loss_of(model, step, rank, world_size).backward()
@@ -255,8 +259,7 @@ def test_momenta_from_before_sharding_go_on(rank: int, world_size: int, name: st
     model = build()
     optimizer = OPTIMIZERS[name](model)
     train(model, optimizer, 0, 1, [0, 2])
-    if world_size > 1:
-        trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     train(model, optimizer, rank, world_size, [4, 5, 6])
     return parameters(model)
 
@@ -267,8 +270,7 @@ def saved(rank: int, world_size: int, path: str) -> Any:
     for name in ("AdamW", "Rprop", "Adafactor", "Muon", "own"):
         model = build()
         optimizer = OPTIMIZERS[name](model)
-        if world_size > 1:
-            trueshard.shard(model, optimizer)
+        shard_over(world_size, model, optimizer)
         if not Path(path, name).exists():
             train(model, optimizer, rank, world_size, [0, 2])
             trueshard.save(Path(path) / name, model=model, optimizer=optimizer)
