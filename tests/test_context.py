@@ -15,6 +15,8 @@ from gathering import whole
 from messages import lacking, naming
 from parity import Pool, Ranks, assert_same
 from sequences import IGNORED, LENGTH, ROWS, STEPS, batch_of, build, summed
+from trueshard.parallel import context
+from trueshard.parallel.mask_trial import try_masks
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any], loss_of: Any) -> dict[str, Any]:
@@ -347,14 +349,14 @@ def undone(rank: int, world_size: int) -> dict[str, Any]:
     from trueshard.sharding import engine
 
     model = build("llama")
-    config, watch = model.config, engine.watch
-    engine.watch = lambda *args: 1 / 0
+    config, bind = model.config, engine.rebind
+    engine.rebind = lambda *args: 1 / 0
     try:
-        trueshard.shard(model, context=2)
+        trueshard.shard(model, torch.optim.SGD(model.parameters()), context=2)
     except ZeroDivisionError:
         pass
     finally:
-        engine.watch = watch
+        engine.rebind = bind
     assert model.config is config
     assert config._attn_implementation == "sdpa"
     assert not any("_trueshard_context" in module.__dict__ for module in model.modules())
@@ -368,3 +370,62 @@ def undone(rank: int, world_size: int) -> dict[str, Any]:
 def test_a_shard_that_fails_leaves_attention_as_it_was(ranks2: Ranks) -> None:
     first, second = ranks2.run(undone)
     assert_same(torch.cat([first["part"], second["part"]], 1), first["whole"], rtol=1e-12, atol=1e-12)
+
+
+def mixing(rank: int, world_size: int, how: str) -> None:
+    """Models whose masks do not follow positions: of one it is seen, of the other it cannot be told."""
+    from transformers import masking_utils
+
+    model, batch = build("llama"), batch_of("packed", 0)
+    inner: Any = model.model
+
+    class Mixes(type(inner)):  # type: ignore[misc]
+        def forward(self, *args: Any, position_ids: Any = None, inputs_embeds: Any = None, **kwargs: Any) -> Any:
+            if how == "unknown":
+                raise RuntimeError("a forward of one's own")
+            mask = masking_utils.create_causal_mask(self.config, inputs_embeds, None, None, position_ids=None)
+            for layer in self.layers:
+                layer(inputs_embeds, attention_mask=mask, position_ids=position_ids)
+
+    inner.__class__ = Mixes
+    trueshard.shard(model, context=world_size)
+    trueshard.split_sequence(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("seen", ["LlamaForCausalLM", "packed documents apart"]), ("unknown", ["cannot be told", "own"])]
+)
+def test_packed_documents_that_would_see_each_other_are_refused(how: str, words: list[str], ranks2: Ranks) -> None:
+    ranks2.raises(mixing, how, match=naming(*words))
+
+
+def test_masks_are_told_by_trial_for_every_language_model() -> None:
+    from models.decoders import DENSE, EXPERTS
+
+    refused = 0
+    for name, case in (DENSE | EXPERTS).items():
+        model = case.build(0)
+        try:
+            context.refuse(model, trueshard.Plan(context=2))
+        except ValueError:
+            refused += 1
+            continue
+        trial = try_masks(model, context.attention_of(model))
+        # OPT alone makes no difference between documents, and counts positions by the mask.
+        assert trial.keeps_apart is (name != "opt")
+        assert trial.counts_by_mask is (name == "opt")
+        with torch.no_grad():
+            assert documents_mix(model) is not trial.keeps_apart
+    assert refused < 10
+
+
+def documents_mix(model: nn.Module) -> bool:
+    """True if the second of two packed documents depends on the first."""
+    positions = torch.arange(4).repeat(2).unsqueeze(0)
+    ids = torch.arange(3, 11).unsqueeze(0)
+    other = ids.clone()
+    other[:, 1] += 20
+    one, two = (
+        model.eval()(input_ids=each, position_ids=positions, use_cache=False).logits[:, 4:] for each in (ids, other)
+    )
+    return not torch.allclose(one, two, rtol=0, atol=1e-5)  # experts add up in another order

@@ -33,11 +33,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from trueshard import _torch
 from trueshard.model import names
 from trueshard.parallel.collectives import exchange, part_of
+from trueshard.parallel.mask_trial import MaskTrial, try_masks
 from trueshard.parallel.tensor import refuse_random
 from trueshard.plans import Plan
 
 GROUP = "_trueshard_context"
 """Attribute of each module of attention: the process group of the ranks that share a sequence."""
+_TRIAL = "_trueshard_mask_trial"
 _OURS = "trueshard_"
 """Beginning of the names under which attention is registered."""
 _KINDS = ("sdpa", "eager")
@@ -96,6 +98,7 @@ def refuse(root: nn.Module, plan: Plan) -> None:
             "keys cannot go round instead: choose a divisor"
         )
     refuse_random(root, "context", plan.context)
+    try_masks(model, attention_of(model))
 
 
 def _refuse_attention(model: Any, kind: str, plan: Plan) -> None:
@@ -145,20 +148,10 @@ def _source(model: nn.Module) -> str:
         return ""
 
 
-def takes_masks_by_kind(model: nn.Module) -> bool:
-    """Return True if the model takes a dict of masks, one for each kind of its layers."""
-    return re.search(r"isinstance\([^)]*attention_mask, dict\)", _source(model)) is not None
-
-
-def masks_follow_positions(model: nn.Module) -> bool:
-    """Return True if the model's masks keep packed documents apart, which it tells by their positions."""
-    calls = r"(?:create_\w*mask|mask_function)\(((?:[^()]|\([^()]*\))*)\)|mask_kwargs = \{(.*?)\}"
-    return any("position_ids" in "".join(found) for found in re.findall(calls, _source(model), re.DOTALL))
-
-
-def counts_by_mask(model: nn.Module) -> bool:
-    """Return True if the model counts positions by its mask where it is given none."""
-    return re.search(r"cumsum\(\s*attention_mask|attention_mask(\.long\(\))?\.cumsum", _source(model)) is not None
+def mask_trial(model: nn.Module) -> MaskTrial:
+    """Return how the model of a sharded one makes masks, as it was found before sharding."""
+    trial: MaskTrial = model.__dict__[_TRIAL]
+    return trial
 
 
 def _kind(config: Any) -> str:
@@ -178,6 +171,7 @@ def share_attention(root: nn.Module, mesh: DeviceMesh) -> None:
     name = f"{_OURS}{kind}"
     AttentionInterface.register(name, functools.partial(attend, kind))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kind])
+    model.__dict__[_TRIAL] = try_masks(model, attention_of(model))
     old, new = model.config, copy.copy(model.config)
     new._attn_implementation = name
     for module in root.modules():

@@ -13,12 +13,7 @@ from trueshard import _torch
 from trueshard.distributed import device_of
 from trueshard.model import names
 from trueshard.parallel.collectives import part_of
-from trueshard.parallel.context import (
-    counts_by_mask,
-    language_model,
-    masks_follow_positions,
-    takes_masks_by_kind,
-)
+from trueshard.parallel.context import language_model, mask_trial
 from trueshard.sharding.hooks import Runtime, runtime_of
 
 IGNORED = -100
@@ -141,22 +136,27 @@ def _masks(runtime: Runtime, batch: Mapping[str, Any]) -> Any:
     from transformers.masking_utils import create_masks_for_generate
 
     model = language_model(runtime.root)
+    trial = mask_trial(model)
     ids, given = batch["input_ids"], batch.get("attention_mask")
     dtype = runtime.compute_dtype or model.dtype
     embeddings = torch.empty((*ids.shape, 0), dtype=dtype, device=ids.device)
     positions = batch.get("position_ids")
-    if positions is None and given is not None and counts_by_mask(model) and bool((given.diff() > 0).any()):
+    if positions is None and given is not None and trial.counts_by_mask and bool((given.diff() > 0).any()):
         raise ValueError(
             f"position_ids: {_torch.own_class(model).__name__} counts them by the mask, which has padding before "
             "tokens: give them"
         )
-    apart = positions if masks_follow_positions(model) else None
-    masks = create_masks_for_generate(model.config, embeddings, given, None, apart)
+    if positions is not None and given is None and not trial.keeps_apart and bool((positions.diff(dim=1) != 1).any()):
+        raise ValueError(
+            f"position_ids: {_torch.own_class(model).__name__} does not keep packed documents apart: each would see "
+            "those before it; give one document a sequence, or a 4-D attention_mask"
+        )
+    masks = create_masks_for_generate(model.config, embeddings, given, None, positions if trial.keeps_apart else None)
     plain = torch.empty((1, 1, 0, ids.shape[1]), dtype=torch.bool, device=ids.device)
     if not isinstance(masks, dict):
         return plain if masks is None else masks
     masks = {kind: plain if mask is None else mask for kind, mask in masks.items()}
-    if takes_masks_by_kind(model):
+    if trial.takes_kinds:
         return masks
     if len(masks) > 1:
         raise ValueError(
