@@ -123,11 +123,11 @@ def cast(trace: Trace, plan: Plan, recipe: Recipe, device: Hardware, mode: Mode)
     blocks = {unit.name for unit in plan.units if unit.kind == "block"}
     events: list[Event] = []
     moved: list[int] = []
-    known: set[int] = set()
+    already: set[int] = set()
     for event in trace.events:
         copies = 0
         if type(event) is Kernel and event.place.unit in blocks and event.op in ("aten.mm", "aten.addmm"):
-            moved_to_cast = _cast_bytes(event, recipe, _gathers_before(trace, event, recipe), known)
+            moved_to_cast = _cast_bytes(event, recipe, _gathers_before(trace, event, recipe), already)
             if moved_to_cast:
                 copies = int(event.read // 2 * recipe.operand_bytes)
                 event = _product(event, recipe, moved_to_cast, device, mode)
@@ -145,18 +145,18 @@ def cast(trace: Trace, plan: Plan, recipe: Recipe, device: Hardware, mode: Mode)
 
 def _gathers_before(trace: Trace, kernel: Kernel, recipe: Recipe) -> dict[int, Communication]:
     """Return the all-gathers on the tensor axis whose results a product reads, in one byte an element."""
-    found = [(i, trace.events[i]) for i in kernel.after] if recipe.gathers else []
-    return {i: event for i, event in found if _is_shared_gather(event)}
+    read = [(i, trace.events[i]) for i in kernel.after] if recipe.gathers else []
+    return {i: event for i, event in read if _is_shared_gather(event)}
 
 
 def _is_shared_gather(event: Event) -> TypeGuard[Communication]:
     return type(event) is Communication and event.op == "all_gather" and event.axis == "tensor"
 
 
-def _cast_bytes(kernel: Kernel, recipe: Recipe, gathers: Mapping[int, Communication], known: set[int]) -> int:
+def _cast_bytes(kernel: Kernel, recipe: Recipe, gathers: Mapping[int, Communication], already: set[int]) -> int:
     """Return the bytes that casting a product's operands moves; 0 if they stay in the compute dtype.
 
-    ``known``: gathers whose pieces were cast for another product; those of this one are added.
+    ``already``: gathers whose pieces were cast for another product; those of this one are added.
     """
     if kernel.dtype not in ("bfloat16", "float16") or kernel.place.phase not in ("forward", "backward"):
         return 0
@@ -167,9 +167,9 @@ def _cast_bytes(kernel: Kernel, recipe: Recipe, gathers: Mapping[int, Communicat
     rows, inner, _ = dimensions(kernel)
     moved += gathered * TRANSPOSED if inner > rows else 0  # over more tokens than features: a weight's gradient
     moved += sum(
-        gather.bytes // 2 / gather.ranks * recipe.cast_bytes for i, gather in gathers.items() if i not in known
+        gather.bytes // 2 / gather.ranks * recipe.cast_bytes for i, gather in gathers.items() if i not in already
     )
-    known.update(gathers)
+    already.update(gathers)
     return max(1, int(moved))
 
 
@@ -199,15 +199,15 @@ def dimensions(kernel: Kernel) -> tuple[float, float, float]:
 
 def _gathered_in_one_byte(events: list[Event], blocks: set[str]) -> list[Event]:
     """Halve the matrices among what the blocks gather, and the buffers through which they pass."""
-    whole: dict[str, int] = defaultdict(int)
+    full: dict[str, int] = defaultdict(int)
     halved: dict[str, int] = defaultdict(int)
     for event in events:
         if type(event) is Allocation and event.kind == "gathered" and event.unit in blocks:
-            whole[event.unit] += event.bytes
+            full[event.unit] += event.bytes
             halved[event.unit] += _halved(event)
-    share = {unit: halved[unit] / whole[unit] for unit in whole if whole[unit]}
+    share = {unit: halved[unit] / full[unit] for unit in full if full[unit]}
     sizes: dict[int, int] = {}
-    found: list[Event] = []
+    rewritten: list[Event] = []
     for event in events:
         if type(event) is Allocation and event.unit in share:
             if event.kind == "gathered":
@@ -219,7 +219,9 @@ def _gathered_in_one_byte(events: list[Event], blocks: set[str]) -> list[Event]:
         elif _is_shared_gather(event) and event.unit in blocks:
             event = dataclasses.replace(event, bytes=event.bytes // 2, received=event.received // 2)
         elif (
-            type(event) is Kernel and event.op == "aten.clone" and any(_is_shared_gather(found[i]) for i in event.after)
+            type(event) is Kernel
+            and event.op == "aten.clone"
+            and any(_is_shared_gather(rewritten[i]) for i in event.after)
         ):
             event = dataclasses.replace(event, read=event.read // 2, written=event.written // 2)
         elif type(event) is Communication and event.op == "all_gather" and event.unit in share:
@@ -228,8 +230,8 @@ def _gathered_in_one_byte(events: list[Event], blocks: set[str]) -> list[Event]:
         elif type(event) is Kernel and event.op in ("fsdp.all_gather_copy_in", "fsdp.split_with_sizes_copy"):
             part = share.get(event.place.unit, 1.0)
             event = dataclasses.replace(event, read=int(event.read * part), written=int(event.written * part))
-        found.append(event)
-    return found
+        rewritten.append(event)
+    return rewritten
 
 
 def _halved(event: Allocation) -> int:

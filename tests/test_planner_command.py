@@ -215,6 +215,7 @@ def test_what_is_left_out_is_said_with_the_option_that_changes_it(
         ("mine.py:make --out nowhere/a.json", ("no folder", "nowhere")),
         ("mine.py:make --html nowhere/a.html --out a.json", ("no folder", "nowhere")),
         ("mine.py:make --html tiny", ("tiny", "is a folder")),
+        ("tiny --sliders", ("--html",)),
     ],
 )
 def test_wrong_input_is_one_line(refused: Said, words: str, parts: tuple[object, ...]) -> None:
@@ -232,31 +233,23 @@ def test_a_plan_holds_every_choice(refused: Said, folder: Path) -> None:
 
 
 @pytest.mark.rest
-def test_sliders_have_a_forecast_for_each_position(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sliders_have_a_forecast_for_each_position(said: Said, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trueshard.planner import grid
 
+    def sizes(ranks: int, sequence: int, microbatch: int) -> list[str]:
+        return ["--ranks", str(ranks), "--sequence", str(sequence), "--microbatch", str(microbatch)]
+
     monkeypatch.setattr(grid, "FACTORS", (1, 2))
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    words = ["plan", str(tmp_path), *FEW, "--sequence", "32", "--microbatch", "1"]
-    assert main([*words, "--html", str(tmp_path / "plan.html"), "--sliders"]) == 0
-    found = re.search(r'id="data">(.*?)</script>', (tmp_path / "plan.html").read_text(), re.DOTALL)
-    assert found
-    told = json.loads(found[1])["grid"]
-    assert {axis["name"]: axis["values"] for axis in told["axes"]} == {
-        "ranks": [2, 4],
-        "sequence": [32, 64],
-        "microbatch": [1, 2],
-    }
-    assert told["start"] == [0, 0, 0]
-    capsys.readouterr()
-    for number, (ranks, sequence, microbatch) in enumerate([(2, 32, 1), (2, 64, 2), (4, 32, 1)]):
-        place = (0, 3, 4)[number]
-        one = ["plan", str(tmp_path), "--hardware", "cpu", "--ranks", str(ranks), "--sequence", str(sequence)]
-        one += ["--microbatch", str(microbatch), *FEW[4:], "--json"]
-        assert main(one) == 0
-        assert json.loads(capsys.readouterr().out)["peak_live_bytes"] == told["points"][place]["live"]
+    said("tiny", *FEW, *sizes(2, 32, 1), "--html", "plan.html", "--sliders")
+    data = re.search(r'id="data">(.*?)</script>', (folder / "plan.html").read_text(), re.DOTALL)
+    assert data
+    shown = json.loads(data[1])["grid"]
+    values = {axis["name"]: axis["values"] for axis in shown["axes"]}
+    assert values == {"ranks": [2, 4], "sequence": [32, 64], "microbatch": [1, 2]}
+    assert shown["start"] == [0, 0, 0]
+    for number, point in ((0, (2, 32, 1)), (3, (2, 64, 2)), (4, (4, 32, 1))):
+        alone = json.loads(said("tiny", *FEW, *sizes(*point), "--json"))
+        assert alone["peak_live_bytes"] == shown["points"][number]["live"]
 
 
 def test_a_model_named_like_a_command_is_not_mistaken_for_it(refused: Said, folder: Path) -> None:
@@ -264,9 +257,3 @@ def test_a_model_named_like_a_command_is_not_mistaken_for_it(refused: Said, fold
     (folder / "tiny").rename(folder / "diff")
     assert lacking(refused("diff", "a.json", "b.json"), "plan diff", "folder", "./diff") == []
     assert lacking(refused("./diff", "--memory", "lots"), "memory='lots'") == []
-
-
-def test_sliders_are_part_of_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    assert main(["plan", str(tmp_path), *FEW, "--sliders"]) == 2
-    assert "--html" in capsys.readouterr().err

@@ -27,6 +27,7 @@ from trueshard.text import size
 
 AUTO = {"reshard_after_forward": "auto", "activation_checkpointing": "auto", "offload": "auto"}
 MIB = 1 << 20
+WORDS = 8192
 BUDGETS = 4
 """Between the smallest and the largest peak of all plans."""
 MOST = 16
@@ -44,53 +45,32 @@ class Block(nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
 
-class Net(nn.Module):
-    def __init__(self, blocks: int, width: int = 1024, words: int = 8192) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.head = nn.Linear(width, words, bias=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 class Tower(nn.Module):
-    """Without an embedding there is one grouping of units only."""
+    """Blocks and a head; without an embedding (``words``) there is one grouping of units only."""
 
-    def __init__(self, blocks: int, width: int = 1024) -> None:
+    def __init__(self, blocks: int, words: int = 0, width: int = 1024) -> None:
         super().__init__()
+        self.embed = nn.Embedding(words, width) if words else nn.Identity()
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.head = nn.Linear(width, width, bias=False)
+        self.head = nn.Linear(width, words or width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
 
-def tower(blocks: int) -> Workload:
+def tower(blocks: int, words: int = 0) -> Workload:
+    def batch(samples: int, length: int) -> torch.Tensor:
+        return torch.randint(0, words, (samples, length)) if words else torch.randn(samples, length, 1024)
+
     return Workload(
         name="tower",
-        model=lambda: Tower(blocks),
+        model=lambda: Tower(blocks, words),
         optimizers=lambda model: [torch.optim.AdamW(model.parameters(), foreach=True)],
-        batch=lambda samples, length: torch.randn(samples, length, 1024),
+        batch=batch,
         loss=lambda model, x: model(x).float().square().mean(),
-        sequence=2048,
-        clip=None,
-    )
-
-
-def workload(blocks: int) -> Workload:
-    return Workload(
-        name="net",
-        model=lambda: Net(blocks),
-        optimizers=lambda model: [torch.optim.AdamW(model.parameters(), foreach=True)],
-        batch=lambda samples, length: torch.randint(0, 8192, (samples, length)),
-        loss=lambda model, ids: nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()),
         sequence=2048,
         clip=None,
     )
@@ -167,7 +147,7 @@ ALWAYS, NONE = {"reshard_after_forward": "always"}, {"activation_checkpointing":
     ("trained", "fixed", "global_batch"),
     [
         (tower(1), {}, None),
-        (workload(1), NONE, None),
+        (tower(1, WORDS), NONE, None),
         pytest.param(tower(1), ALWAYS, 16, marks=pytest.mark.rest),
         pytest.param(tower(2), ALWAYS, None, marks=pytest.mark.rest),
     ],
@@ -281,7 +261,7 @@ def test_words_that_are_fixed_are_kept_and_only_the_rest_is_chosen() -> None:
         "activation_checkpointing": {"blocks.*": "full", "blocks.0": "auto"},
         "offload": "none",
     }
-    found = choose(space(workload(2), choices=Options(**words)))
+    found = choose(space(tower(2, WORDS), choices=Options(**words)))
     reshard = {unit.name: unit.reshard_after_forward for unit in found.plan.units}
     assert reshard == {"": True, "embed": True, "blocks.0": True, "blocks.1": False, "head": True}
     assert [unit.activation_checkpointing for unit in found.plan.units if unit.kind == "block"] == ["none", "full"]

@@ -299,8 +299,8 @@ class Evaluator:
             if unit.kind != "block" and unit.name in measured_units:
                 parts.append((i, (unit.name, *(joined if not unit.name else ()))))
             else:
-                alike = equal[_likeness(unit)]
-                parts.append((i, (alike[min(1, len(alike) - 1)],) if alike else ()))
+                equals = equal[_likeness(unit)]
+                parts.append((i, (equals[min(1, len(equals) - 1)],) if equals else ()))
         rank = {name: number for number, name in enumerate(measured_units)}
         return sorted(parts, key=lambda part: rank[part[1][0]] if part[1] else len(rank))
 
@@ -309,7 +309,7 @@ class Evaluator:
         setting = candidate.setting
         layout = self._layout(setting)
         costs = {word: self.costs(setting.microbatch, word) for word in {again for _, again in candidate.values}}
-        most = max(costs.values(), key=lambda each: len(each.units))
+        most = max(costs.values(), key=lambda cost: len(cost.units))
         planned = []
         for i, names in self._measured_parts(setting.replicate, candidate.split, tuple(most.units)):
             freed, again = candidate.values[i]

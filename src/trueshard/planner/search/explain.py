@@ -237,7 +237,7 @@ def reasons(evaluator: Evaluator, proposals: Sequence[Candidate]) -> tuple[str, 
     if len(space.offloads) > 1 and best.setting.offload == "none":
         sentences.append("Offload none: it fits without.")
     elif len(space.offloads) > 1:
-        without = [evaluator.expected(each) for each in evaluator.forecasts if each.setting.offload == "none"]
+        without = [evaluator.expected(other) for other in evaluator.forecasts if other.setting.offload == "none"]
         lacking = size(int(min(expected.excess for expected in without)))
         sentences.append(f"Offload cpu: without it the most frugal plan lacks {lacking}.")
     return tuple(sentences)
@@ -282,17 +282,17 @@ def _sentence(evaluator: Evaluator, best: Candidate, texts: Mapping[Candidate, M
     faster = [other for other in lacking if expected[other].cost < mine.cost]
     clauses = []
     if faster:
-        other = min(faster, key=lambda each: expected[each].excess)
+        other = min(faster, key=lambda other: expected[other].excess)
         gain = figure(other, f"{mine.cost / expected[other].cost - 1:.1%}")
         clauses.append(f"{name(other)} would be {gain} faster but {lack(other)}")
     if fitting:
-        other = min(fitting, key=lambda each: (expected[each].cost, expected[each].reserved))
+        other = min(fitting, key=lambda other: (expected[other].cost, expected[other].reserved))
         loss, more = 1 - mine.cost / expected[other].cost, int(expected[other].reserved - mine.reserved)
         memory = f" and takes {figure(other, size(abs(more)))} {'more' if more > 0 else 'less'}" if more else ""
         slower = f"{figure(other, f'{loss:.1%}')} slower"
         clauses.append(f"{name(other)} is {slower if loss >= 0.0005 else f'hardly slower{memory}'}")
     elif lacking and not faster:
-        other = min(lacking, key=lambda each: expected[each].excess)
+        other = min(lacking, key=lambda other: expected[other].excess)
         clauses.append(f"{name(other)} {lack(other)}")
     words = "; ".join(clauses) or "nothing else fits the words that were given"
     text = texts[best][choice]

@@ -132,7 +132,7 @@ def _search_with(evaluator: Evaluator, offload: Offload, until: float) -> None:
     while evaluator.best is None or time.perf_counter() < until:
         candidates = proposals(evaluator, offload, until - time.perf_counter())
         if candidates:
-            candidate = min(candidates, key=lambda each: _order(evaluator, each))
+            candidate = min(candidates, key=lambda candidate: _order(evaluator, candidate))
             worth = evaluator.best_cost() * (1 - ENOUGH)
             if candidate in evaluator.forecasts or evaluator.expected(candidate).cost >= worth:
                 return
@@ -163,15 +163,15 @@ def proposals(evaluator: Evaluator, offload: Offload, seconds: float = math.inf)
 
     Mixtures are among them where a study of one is expected to take no more than ``seconds``.
     """
-    found = (_proposal(evaluator, *grouping, seconds) for grouping in _groupings(evaluator, offload))
-    return [candidate for candidate in found if candidate is not None]
+    best = (_proposal(evaluator, *grouping, seconds) for grouping in _groupings(evaluator, offload))
+    return [candidate for candidate in best if candidate is not None]
 
 
 def _smallest_left(evaluator: Evaluator, offload: Offload) -> Candidate:
     """Return the candidate that takes the least memory, of those that were not studied if any."""
-    every = [each for grouping in _groupings(evaluator, offload) for each in evaluator.candidates(*grouping)]
+    every = [member for grouping in _groupings(evaluator, offload) for member in evaluator.candidates(*grouping)]
     left = [candidate for candidate in every if candidate not in evaluator.forecasts]
-    return min(left or every, key=lambda each: evaluator.expected(each).reserved)
+    return min(left or every, key=lambda candidate: evaluator.expected(candidate).reserved)
 
 
 def _proposal(evaluator: Evaluator, setting: Setting, split: bool, seconds: float) -> Candidate | None:
@@ -195,7 +195,7 @@ def _proposal(evaluator: Evaluator, setting: Setting, split: bool, seconds: floa
         is_quick = mixture in evaluator.forecasts or evaluator.effort(mixture) <= seconds
         return mixture if gain > ENOUGH and is_quick else candidate
     # Of small models predictions are so near to each other that a study may have turned their order.
-    return min(filter(may_fit, candidates), key=lambda each: _order(evaluator, each), default=None)
+    return min(filter(may_fit, candidates), key=lambda candidate: _order(evaluator, candidate), default=None)
 
 
 def _hull(evaluator: Evaluator, candidates: list[Candidate]) -> list[Candidate]:

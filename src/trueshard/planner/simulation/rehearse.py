@@ -203,7 +203,7 @@ def ready(job: Job, mesh: DeviceMesh, device: torch.device) -> Callable[[], None
     def step() -> None:
         with device:
             batches = [workload.batch(job.microbatch, workload.sequence) for _ in range(job.accumulation)]
-        batches = mapped(lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, batches)
+        batches = mapped(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batches)
         run_step(workload, model, optimizers, batches)
 
     return step
@@ -223,7 +223,7 @@ def _materialise(root: nn.Module, device: torch.device) -> None:
         _fill(made, "buffers")
         return made
 
-    replace_plain(root, {}, lambda each: each.is_meta, real)
+    replace_plain(root, {}, lambda tensor: tensor.is_meta, real)
     assert isinstance(root, _torch.ShardedModule)
     _torch.initialise(root)
     _torch.join_shards(root, SMALL)  # as shard() does where there is memory
