@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from gathering import whole
-from parity import Ranks, assert_same
 
 Report = dict[str, Any]
 Case = Callable[[int, int], Any]
@@ -25,10 +24,3 @@ def ids(seed: int, rank: int, world_size: int) -> torch.Tensor:
 
 def parameters(model: nn.Module) -> Report:
     return whole(dict(model.named_parameters()))
-
-
-def same(case: Case, alone: Ranks, *others: Ranks, rtol: float = 1e-4, atol: float = 1e-5) -> None:
-    (expected,) = alone.run(case)
-    for ranks in others:
-        for found in ranks.run(case):
-            assert_same(found, expected, rtol=rtol, atol=atol)

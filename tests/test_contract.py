@@ -17,17 +17,16 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-import stepping
 import trueshard
 from cases import as_on_one_device, on_ranks, raises_on_ranks
 from gathering import whole
-from handmade_training import Case, Report, batch, ids, parameters, same
+from handmade_training import Case, Report, batch, ids, parameters
 from messages import naming
 from models import LAZY
 from models.handmade import Block, Buffers, Methods, Scalar, Stack, TiedBlocks, TiedLanguageModel
 from parity import Ranks, assert_same
 from resting import all_but
-from stepping import shard_over, take_step
+from stepping import same, shard_over, take_step
 
 # 3. Trainability
 
@@ -154,7 +153,7 @@ def distilled(rank: int, world_size: int, folder: str) -> Report:
 
 
 def test_a_student_and_its_teacher_keep_their_ties(alone: Ranks, ranks2: Ranks, tmp_path: Path) -> None:
-    stepping.same(distilled, alone, [ranks2], str(tmp_path), atol=1e-5)
+    same(distilled, alone, [ranks2], str(tmp_path), atol=1e-5)
 
 
 # 5. Dtypes
@@ -318,7 +317,7 @@ def quantized(rank: int, world_size: int, compute: str | None) -> Report:
 
 
 def test_frozen_bytes_are_sharded_and_never_cast(alone: Ranks, sizes: list[Ranks]) -> None:
-    stepping.same(quantized, alone, sizes, None)
+    same(quantized, alone, sizes, None)
     for ranks in sizes:
         for found in ranks.run(quantized, "bf16"):
             assert found["0.codes"].dtype == torch.uint8
@@ -391,7 +390,7 @@ def attachments(rank: int, world_size: int) -> Report:
 
 
 def test_attributes_and_hooks_survive(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(attachments, alone, *sizes)
+    same(attachments, alone, sizes, atol=1e-5)
 
 
 class WithMethods(Methods):
@@ -737,7 +736,7 @@ def routed(rank: int, world_size: int) -> Report:
 def test_experts_that_only_some_ranks_use_are_trained_alike(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
     (expected,) = alone.run(routed)
     assert "1.experts.3.weight" in expected["without gradient 0"]
-    same(routed, alone, ranks2, ranks3)
+    same(routed, alone, [ranks2, ranks3], atol=1e-5)
 
 
 class Split(nn.Module):

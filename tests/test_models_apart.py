@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import gc
 import re
@@ -25,6 +26,7 @@ from stepping import take_step
 from trueshard.model import registry
 from trueshard.sharding.process_patches import PATCHES
 
+SOURCE = Path(trueshard.__file__).parent
 CONTRACT = Path(__file__).parents[1] / "docs" / "concepts" / "contract.md"
 
 
@@ -143,6 +145,30 @@ def test_patches_are_undone_with_the_last_model(rank: int, world_size: int) -> N
     with pytest.raises(ValueError, match="LBFGS"):
         trueshard.shard(model, unstepped)
     assert torch_now() == before
+
+
+PACKAGES = ("model", "optim", "sharding", "_torch")
+MAKERS = ("WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakTensorKeyDictionary", "ExitStack", "Counter")
+MAKERS += ("dict", "list", "set", "count", "defaultdict", "deque")
+OF_THE_PROCESS = {
+    "model.registry._models",
+    "model.registry._numbers",
+    "model.registry._installed",
+    "sharding.dtensor_compat._reads",
+}
+
+
+def test_what_changes_stands_on_the_record_of_a_model() -> None:
+    changing = set()
+    for file in (file for package in PACKAGES for file in (SOURCE / package).glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+            is_empty = isinstance(value, ast.Dict | ast.List | ast.Set) and not ast.unparse(value).strip("[{}]")
+            made = ast.unparse(value.func).rpartition(".")[2] if isinstance(value, ast.Call) and not value.args else ""
+            if is_empty or made in MAKERS:
+                target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+                changing.add(f"{file.parent.name}.{file.stem}.{ast.unparse(target)}")
+    assert changing == OF_THE_PROCESS
 
 
 @on_ranks(2)
