@@ -131,7 +131,7 @@ def unbalanced(factor: float) -> tuple[int, int, list[str]]:
     """Bytes that travel to and from experts, FLOPs, and what is said of it, where routers decide."""
     workload = Setting("qwen3 moe, routed").workload()
     found = simulate(Job(workload, (2,), microbatch=2, choices=Options(experts=2), imbalance=factor))
-    return ledger.received_by_axis(found.steady)["experts"], ledger.flops(found.steady), found.warnings
+    return ledger.received(found.steady, by="axis")["experts"], ledger.flops(found.steady), found.warnings
 
 
 def test_the_busiest_rank_gets_more_tokens_and_computes_more() -> None:

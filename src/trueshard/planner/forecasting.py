@@ -208,7 +208,7 @@ def sums_of(trace: Trace, line: Timeline) -> dict[str, Any]:
         "compute_seconds": line.compute_seconds,
         "exposed_communication_seconds": line.exposed_seconds,
         "received_by_collective": ledger.received(trace),
-        "received_by_axis": ledger.received_by_axis(trace),
+        "received_by_axis": ledger.received(trace, by="axis"),
         "exposed_by_axis": line.exposed_by_axis,
     }
 

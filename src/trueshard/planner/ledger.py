@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -166,22 +166,13 @@ def alive(trace: Trace, position: int) -> list[Allocation]:
     return [lifetime.allocation for lifetime in lifetimes(trace) if lifetime.made <= position < lifetime.freed]
 
 
-def received(trace: Trace) -> dict[str, int]:
-    """Return the bytes that this rank receives in a step, by collective, in the order of first use."""
-    received: dict[str, int] = defaultdict(int)
+def received(trace: Trace, by: Literal["op", "axis"] = "op") -> dict[str, int]:
+    """Return the bytes that this rank receives in a step, by collective or by axis, in the order of first use."""
+    counts: dict[str, int] = defaultdict(int)
     for event in trace.events:
         if type(event) is Communication:
-            received[event.op] += event.received
-    return dict(received)
-
-
-def received_by_axis(trace: Trace) -> dict[str, int]:
-    """Return the bytes that this rank receives in a step, by axis of the mesh, in the order of first use."""
-    received: dict[str, int] = defaultdict(int)
-    for event in trace.events:
-        if type(event) is Communication:
-            received[event.axis] += event.received
-    return dict(received)
+            counts[getattr(event, by)] += event.received
+    return dict(counts)
 
 
 def flops(trace: Trace, *, recomputed: bool = True) -> int:
