@@ -16,7 +16,7 @@ from messages import lacking, naming
 from parity import Pool, Ranks, assert_same
 from sequences import IGNORED, LENGTH, ROWS, STEPS, batch_of, build, summed
 from trueshard.parallel import context
-from trueshard.parallel.mask_trial import try_masks
+from trueshard.parallel.forward_trial import try_masks
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any], loss_of: Any) -> dict[str, Any]:
@@ -325,6 +325,10 @@ def catalogue(rank: int, world_size: int) -> dict[str, Any]:
         for kind in ("plain", *MASKED):
             batch = batch_of(kind, 0)
             whole_batch = {key: each for key, each in batch.items() if key != "labels"}
+            if name == "opt" and kind == "packed":  # its documents see each other, on one process, too
+                with pytest.raises(ValueError, match=naming("OPTForCausalLM", "apart")):
+                    trueshard.split_sequence(model, whole_batch)
+                continue
             with torch.no_grad():
                 part = model(**trueshard.split_sequence(model, whole_batch)).logits
                 whole = model(**whole_batch).logits

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trueshard import _torch
 from trueshard.model import names
 from trueshard.parallel.collectives import exchange, part_of
-from trueshard.parallel.mask_trial import MaskTrial, try_masks
+from trueshard.parallel.forward_trial import MaskTrial, try_masks
 from trueshard.parallel.tensor import refuse_random
 from trueshard.plans import Plan
 

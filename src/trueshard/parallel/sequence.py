@@ -5,8 +5,8 @@ so its activations take 1/tensor of the memory (Korthikanti et al., 2022, arXiv 
 feed-forward) gathers the tokens before. Where styles share all of its matrices, it communicates nothing inside, all of
 its gradients are parts of a sum, and the sum of its outputs is scattered after: the bytes are those without sequence
 parallelism. Else it computes as without, and each rank keeps its part of the output. The norm behind the last block
-computes on parts, too, where the model's forward shows that nothing else reads what the blocks return
-(``model/last_norm.py``).
+computes on parts, too, where a trial of the model's forward shows that nothing else reads what the blocks return
+(``forward_trial``).
 
 Without gradients nothing is split: there is no memory to save. Where a model is asked for its hidden states, each block
 takes its part of whole ones and gathers them again.
@@ -26,12 +26,14 @@ import torch.distributed as dist
 from torch import nn
 
 from trueshard.model import names
-from trueshard.model.last_norm import ASKED, last_norm
 from trueshard.parallel.collectives import gather, is_split, own_part, scatter_sum
+from trueshard.parallel.forward_trial import last_norm
 from trueshard.parallel.tp_styles import REPLICATE, STYLES
 from trueshard.plans import Plan
 
 _DIM = 1  # of the tokens, in (batch, tokens, width)
+ASKED = "output_hidden_states"
+"""Argument of transformers' models by which they return what lies between blocks."""
 
 
 @dataclass
@@ -173,7 +175,7 @@ def split_ends(root: nn.Module, parts: Parts, group: dist.ProcessGroup) -> None:
             functools.partial(_begun_anew, state=state, group=group),
             functools.partial(_ended, state=state, group=group),
         )
-    _follow_passes(modules[ends[0].rpartition(".")[0].rpartition(".")[0]], state)
+    _follow_passes(modules[ends[0].rpartition(".")[0].rpartition(".")[0]], state, parts.norm)
 
 
 def _begun(x: torch.Tensor, state: Pass, group: dist.ProcessGroup, first: bool = True) -> torch.Tensor:
@@ -239,7 +241,7 @@ def _around(module: nn.Module, enter: Callable[..., Any] | None, leave: Callable
     module.__dict__["forward"] = forward
 
 
-def _follow_passes(holder: nn.Module, state: Pass) -> None:
+def _follow_passes(holder: nn.Module, state: Pass, norm: str | None) -> None:
     """Note whether the module that holds the blocks is asked for what lies between them."""
     if type(holder).forward is nn.Module.forward:
         return
@@ -252,7 +254,15 @@ def _follow_passes(holder: nn.Module, state: Pass) -> None:
         asked = getattr(getattr(holder, "config", None), ASKED, False) if given is None else given
         before, state.in_parts, state.asked = (state.in_parts, state.asked), False, bool(asked)
         try:
-            return inner(*args, **kwargs)
+            output = inner(*args, **kwargs)
+            if (
+                state.in_parts
+            ):  # a forward that goes another way than it was tried: its output would be a part, silently
+                raise RuntimeError(
+                    f"tensor: {type(holder).__name__} did not call {norm!r} behind its blocks in this pass, as it did "
+                    "when it was tried, and returns a part of the sequence: leave out sequence"
+                )
+            return output
         finally:
             state.in_parts, state.asked = before
 
