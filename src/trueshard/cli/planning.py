@@ -49,7 +49,7 @@ _MODEL = (
 
 
 @takes_options(("mixed_precision", "offload", "memory"), reshard_after_forward="auto", activation_checkpointing="auto")
-def _request(
+def _arguments(
     *,
     model: Annotated[str, typer.Argument(help=_MODEL + _listed(), metavar="MODEL")] = "",
     hardware: Annotated[str, typer.Option(help="A device of the catalogue, or a TOML file.", metavar="NAME")] = "h100",
@@ -89,48 +89,40 @@ def _request(
         float, typer.Option(help="Tokens of the busiest rank's experts over their mean.", metavar="FACTOR", min=1.0)
     ] = 1.0,
     plan_file: PlanFile = None,
-) -> Any:
-    """Return the options that planning and rehearsing take as a `Request`."""
+) -> dict[str, Any]:
+    """Return the options that planning and rehearsing take, by name."""
+    return dict(locals())  # its parameters
+
+
+def _request(arguments: dict[str, Any]) -> Request:
+    """Return the request that ``_arguments`` make."""
     from trueshard.planner.planning import Request, read_plan
 
-    if not model:
+    if not arguments["model"]:
         raise UserError("plan needs a MODEL, such as llama-3-70b, a folder with a config.json, or file.py:factory")
-    if sequence_parallel:
-        options["tensor"] = {"ranks": options["tensor"], "sequence": True}
+    fields = {field.name for field in dataclasses.fields(Request)}
+    values = {name: value for name, value in arguments.items() if name in fields} | arguments["options"]
+    if arguments["sequence_parallel"]:
+        values["tensor"] = {"ranks": values["tensor"], "sequence": True}
+    file = arguments["plan_file"]
     return Request(
-        model=model,
-        hardware=hardware,
-        ranks=ranks,
-        ranks_per_node=ranks_per_node,
-        replicate=replicate,
-        sequence=sequence,
-        microbatch=microbatch,
-        accumulation=accumulation,
-        global_batch=global_batch,
-        mixed_precision=_precision(param_dtype, reduce_dtype) or "auto",
-        storage_dtype=storage_dtype,
-        optimizer=optimizer,
-        memory=memory,
-        offload=offload,
-        pipeline=pipeline,
-        schedule=schedule,
-        virtual=virtual,
-        axes=axes,
-        imbalance=imbalance,
-        plan=None if plan_file is None else read_plan(plan_file),
-        **options,
+        **values,
+        mixed_precision=_precision(arguments["param_dtype"], arguments["reduce_dtype"]) or "auto",
+        plan=None if file is None else read_plan(file),
     )
 
 
 def _takes_request(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, whose first parameter is a function that makes the request, the options of `_request`, too."""
-    theirs = inspect.signature(_request).parameters
+    """Give a command, whose first parameter is a function that makes the request, the options that make it, too."""
+    theirs = inspect.signature(_arguments).parameters
     _, *others = inspect.signature(command, eval_str=True).parameters.values()
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        request = functools.partial(_request, **{name: values[name] for name in theirs})
-        command(request, **{parameter.name: values[parameter.name] for parameter in others})
+        arguments = _arguments(**{name: values[name] for name in theirs})
+        command(
+            functools.partial(_request, arguments), **{parameter.name: values[parameter.name] for parameter in others}
+        )
 
     parameters = [*theirs.values(), *(parameter for parameter in others if parameter.name not in theirs)]
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
