@@ -13,10 +13,10 @@ import pytest
 import corpora
 from messages import naming
 from trueshard.errors import UserError
-from trueshard.train.data.formats import BUFFER, shuffled
 from trueshard.train.data.loader import Loader
 from trueshard.train.data.prepared import Prepared, prepare
 from trueshard.train.data.samples import IGNORED, Stream
+from trueshard.train.data.streams import BUFFER, shuffled
 
 
 def streamed(root: Path, settings: dict[str, Any], **sections: Any) -> Prepared:

@@ -19,11 +19,11 @@ import corpora
 from messages import naming
 from trueshard.errors import UserError
 from trueshard.train.config import Config
-from trueshard.train.data.chat import VisionCollate, place_images
 from trueshard.train.data.loader import Loader
 from trueshard.train.data.prepared import Prepared
 from trueshard.train.data.samples import IGNORED
 from trueshard.train.data.tokenizer import CHATML
+from trueshard.train.data.vision import VisionCollate, place_images
 
 IMAGE_TOKENS = 16
 """Of a picture of 16 × 16 in patches of 4 × 4."""

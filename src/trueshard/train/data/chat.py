@@ -8,31 +8,25 @@
   conversation is rendered up to the beginning and up to the end of each turn, and the text between is the target, with
   the token that ends the turn. Both must be prefixes of the whole.
 - Targets are found as spans of characters, so that the whole is tokenised once, as it is when the model is used.
-- With images, conversations are kept as JSON records, and turned into tokens and pixels with each batch: the
-  thread that makes batches reads the images; data are only checked before.
-- The processor expands an image into many tokens. Targets are found in the text without images, and shifted by the
-  number of tokens of the images before them; every token is compared, so that no shift goes unnoticed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from trueshard.errors import UserError, cut_line, explained
+from trueshard.errors import UserError, explained
 from trueshard.model import names
-from trueshard.train.data.samples import Batch, Document, Ids, Sample, pad_ends, whole
+from trueshard.train.data.data_format import DataFormat, Format, FormatInputs, single
+from trueshard.train.data.samples import Document, packed, pad_ends, stack
 from trueshard.train.data.sources import Fields, Record
-from trueshard.train.data.tokenizer import IMAGE
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -67,35 +61,6 @@ def messages(value: Any, where: str, role: str = "role", content: str = "content
         state = "empty" if value == [] else f"a {type(value).__name__}"
         raise UserError(f"{where} is {state}, wanted a list of messages; correct it")
     return [_message(entry, f"{where}[{number}]", role, content) for number, entry in enumerate(value)]
-
-
-def place_images(found: list[Message], images: list[Any], where: str) -> list[Message]:
-    """Return the messages with contents as parts, and each image as ``{"type": "image", "image": …}`` in its place."""
-    left, mark = list(images), {"type": "image"}
-    placed = [{**message, "content": _parts(message["content"])} for message in found]
-    first = next((message for message in placed if message["role"] == "user"), None)
-    if first is not None and not any(part["type"] == "image" for message in placed for part in message["content"]):
-        first["content"] = [mark] * len(left) + first["content"]
-    for message in placed:
-        for number, part in enumerate(message["content"]):
-            if part == mark:
-                if not left:
-                    raise UserError(f'{where}: a message has a place for an image that "images" lacks; correct it')
-                message["content"][number] = {**mark, "image": left.pop(0)}
-    if left:
-        raise UserError(f"{where}: {len(left)} of {len(images)} images have no place in the messages; correct it")
-    return placed
-
-
-def _parts(content: str | list[Message]) -> list[Message]:
-    """Return a content as parts; "<image>" becomes an image without a path."""
-    if not isinstance(content, str):
-        return list(content)
-    parts: list[Message] = []
-    for number, text in enumerate(content.split(IMAGE)):
-        parts += [{"type": "image"}] if number else []
-        parts += [{"type": "text", "text": text}] if text else []
-    return parts
 
 
 def texts(found: list[Message]) -> Iterator[str]:
@@ -235,6 +200,15 @@ class ChatTemplate:
         return str(text[0]), list(marked[0]) if marked else []
 
 
+def _inside(places: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+    """Return bool [tokens]: True if a token begins in a span. ``places``: [tokens, 2], its range of characters."""
+    begins, ends = places.reshape(-1, 2).T
+    found = np.zeros(len(begins), dtype=np.bool_)
+    for first, last in spans:
+        found |= (begins >= first) & (begins < last) & (ends > begins)
+    return found
+
+
 def encode_chats(template: ChatTemplate, records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
     """Return one document a record."""
     rendered = [template.render(spoken(each), each.where, each.fields.get("tools")) for each in records]
@@ -246,207 +220,18 @@ def spoken(record: Record) -> list[Message]:
     return flat(conversation(record.fields, record.where), record.where)
 
 
-def encode_prompts(
-    template: ChatTemplate, most: int | None, records: Sequence[Record], folder: Path
-) -> list[tuple[Document, ...]]:
-    """Return one document a record, the prompt and all fields as JSON; none for a prompt of more than ``most`` tokens.
-
-    Images held as bytes go to `images/` in ``folder``; what else JSON cannot hold is left out of the fields.
-    """
-    found: list[tuple[Document, ...]] = []
-    for record in records:
-        prompt = prompt_of(record, images=most is None)
-        if most is None:
-            _store_images([prompt], folder)  # type: ignore[list-item]
-        else:
-            tools = record.fields.get("tools")
-            text = prompt if isinstance(prompt, str) else template.prompt(prompt, record.where, tools)
-            if len(template.tokenizer(text, add_special_tokens=False)["input_ids"]) > most:
-                found.append(())
-                continue
-        kept = {"prompt": prompt, "record": _plain({**record.fields, "prompt": prompt})}
-        found.append((whole(np.frombuffer(json.dumps(kept).encode(), dtype=np.uint8)),))
-    return found
+def open_chat(inputs: FormatInputs) -> Format:
+    """Return the format with a run's tokenizer."""
+    section, pad = inputs.section, inputs.pad
+    encode = partial(encode_chats, ChatTemplate(inputs.tokenizer, section.answers_only))
+    if not section.packing:
+        return Format("single", encode, single, partial(pad_ends, pad), inputs.vocabulary)
+    return Format("packed", encode, partial(packed, length=inputs.length, pad=pad), stack, inputs.vocabulary)
 
 
-def prompt_of(record: Record, images: bool = False) -> str | list[Message]:
-    """Return the prompt of a record: a string, or messages, with ``images`` in place. Raises `UserError`."""
-    value, where = record.fields.get("prompt"), record.where
-    if images:
-        asked = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        fields = {**record.fields, "messages": asked}
-        return vision_messages(Record(fields, record.file, record.line, where, record.folder))
-    if isinstance(value, str) and value.strip():
-        return value
-    if value is None or isinstance(value, str):
-        state = "has no 'prompt'" if value is None else "has an empty 'prompt'"
-        near = names.nearest("prompt", record.fields, 1)
-        raise UserError(f"{where}: {state}, found keys {sorted(record.fields)}; correct it.{near}".removesuffix("."))
-    return flat(messages(value, f"{where}: prompt"), where)
-
-
-def _plain(value: Any) -> Any:
-    """Return what JSON can hold of a value; None in place of anything else."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, (str, int, float, bool)) else None
-
-
-def _inside(places: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
-    """Return bool [tokens]: True if a token begins in a span. ``places``: [tokens, 2], its range of characters."""
-    begins, ends = places.reshape(-1, 2).T
-    found = np.zeros(len(begins), dtype=np.bool_)
-    for first, last in spans:
-        found |= (begins >= first) & (begins < last) & (ends > begins)
-    return found
-
-
-# Conversations with images
-
-
-def encode_vision(records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
-    """Return one document a record: its messages as JSON. Images held as bytes go to `images/` in ``folder``."""
-    conversations = [vision_messages(each) for each in records]
-    _store_images(conversations, folder)
-    return [(whole(np.frombuffer(json.dumps(found).encode(), dtype=np.uint8)),) for found in conversations]
-
-
-def _store_images(conversations: Sequence[list[Message]], folder: Path) -> None:
-    """Write images held as bytes to `images/` in ``folder``, and put their paths in their places."""
-    for part in (part for found in conversations for message in found for part in message["content"]):
-        if isinstance(part.get("image"), bytes):
-            name = f"images/{hashlib.sha256(part['image']).hexdigest()[:32]}"
-            (folder / "images").mkdir(exist_ok=True)
-            (folder / name).write_bytes(part["image"])
-            part["image"] = name
-
-
-def vision_messages(record: Record) -> list[Message]:
-    """Return the messages of a record with their images in place: checked absolute paths, or bytes."""
-    where, images = record.where, record.fields.get("images", record.fields.get("image"))
-    images = [] if images is None else images if isinstance(images, list) else [images]
-    found = place_images(conversation(record.fields, where), images, where)
-    if not any(part["type"] == "image" for message in found for part in message["content"]):
-        # A rank with such a batch would not gather the weights that read images, while the others wait for it.
-        raise UserError(f'{where}: has no image, which every record needs with data.format = "vision"; leave it out')
-    for message in found:
-        message["content"] = [_located(part, where, record.folder) for part in message["content"]]
-    return found
-
-
-def _located(part: Message, where: str, folder: Path) -> Message:
-    """Make the path of an image absolute, and check the image."""
-    if part["type"] != "image":
-        return part
-    image = part["image"]
-    if isinstance(image, Mapping):  # as the `datasets` library stores it
-        image = image.get("bytes") or image.get("path")
-    if isinstance(image, str):
-        image = str((folder / Path(image).expanduser()).absolute())
-        if not Path(image).is_file():
-            raise UserError(
-                f"{where}: the image {image} does not exist; correct the path, which is relative to {folder}"
-            )
-    elif not isinstance(image, bytes):
-        raise UserError(f"{where}: wanted the path of an image, found a {type(image).__name__}; correct it")
-    read_image(image, where, verify=True)
-    return {"type": "image", "image": image}
-
-
-def read_image(image: str | bytes, where: str, verify: bool = False) -> Any:
-    """Return an image, a path or bytes, in RGB; with ``verify``, only check it, without decoding."""
-    from PIL import Image
-
-    name = "an image in the data" if isinstance(image, bytes) else f"the image {image}"
-    kinds = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-    refused = explained(f"{where}: {name} cannot be read", "replace it, or leave it out", kinds, cut_line)
-    with refused, Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
-        return opened.verify() if verify else opened.convert("RGB")
-
-
-class VisionCollate:
-    """Makes a batch of samples ``{"messages", "where"}``: ``input_ids``, ``targets``, ``attention_mask`` and the
-    processor's other tensors, such as ``pixel_values``. Sequences longer than ``length`` inputs are cut at their
-    end. Raises `UserError` for an image that cannot be read, or that the cut would remove.
-    """
-
-    def __init__(self, processor: Any, length: int, answers_only: bool) -> None:
-        self._processor, self._length = processor, length
-        self._tokenizer = processor.tokenizer
-        if self._tokenizer.pad_token is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        image, begin = getattr(processor, "image_token", IMAGE), getattr(processor, "boi_token", None)
-        self._image = self._id(image)
-        # The mark of an image in the text: some templates write the token that begins images, and the processor
-        # puts the others after it.
-        self._marks = [self._image] if begin is None else [self._image, self._id(begin)]
-        self._template = ChatTemplate(self._tokenizer, answers_only)
-
-    def __call__(self, samples: Sequence[Sample]) -> Batch:
-        rendered = [self._template.render(sample["messages"], sample["where"]) for sample in samples]
-        images = []
-        for sample in samples:
-            parts = (part for message in sample["messages"] for part in message["content"] if part["type"] == "image")
-            images.append([read_image(part["image"], sample["where"]) for part in parts])
-        processed = self._process([each.text for each in rendered], images)
-        plain = self._template.documents(rendered)
-        rows = []
-        for number, sample in enumerate(samples):
-            ids = processed["input_ids"][number][processed["attention_mask"][number].bool()].numpy()
-            rows.append(Document(ids, self._counted(ids, plain[number], images[number], sample["where"])))
-        return self._batch(processed, rows, samples)
-
-    def _batch(self, processed: Mapping[str, Any], rows: list[Document], samples: Sequence[Sample]) -> Batch:
-        """Shift inputs and targets by one, cut and pad them, and cut every tensor of their shape likewise."""
-        width = min(self._length, max(len(row.ids) for row in rows) - 1)
-        for row, sample in zip(rows, samples, strict=True):
-            if (row.ids[min(len(row.ids) - 1, width) :] == self._image).any():
-                raise UserError(
-                    f"{sample['where']}: its images end beyond {width} of {len(row.ids)} tokens; raise "
-                    "train.sequence_length, or leave it out"
-                )
-        cut = [Document(row.ids[: width + 1], row.counted[: width + 1]) for row in rows]
-        made = pad_ends(self._tokenizer.pad_token_id, [each.sample() for each in cut])
-        padded = processed["input_ids"].shape
-        for key, value in processed.items():
-            if key not in made and isinstance(value, torch.Tensor):
-                made[key] = value[:, :width] if value.shape[:2] == padded else value
-        return made
-
-    def _counted(self, ids: Ids, plain: Document, images: list[Any], where: str) -> Ids:
-        """Map the targets of the text to the processor's tokens: bool [len(ids)]."""
-        mark = next((each for each in self._marks if (plain.ids == each).any()), self._image)
-        places = np.flatnonzero(plain.ids == mark)
-        if len(places) == 1:
-            grown = np.array([len(ids) - len(plain.ids)])
-        else:
-            text = self._tokenizer.convert_ids_to_tokens(mark)
-            sizes = [self._process([text], [[image]])["input_ids"].shape[1] for image in images]
-            grown = np.array(sizes, dtype=np.int64) - 1
-        if len(places) == len(images) == len(grown):
-            numbers = np.arange(len(plain.ids))
-            moved = numbers + np.concatenate([[0], np.cumsum(grown)])[np.searchsorted(places, numbers, side="left")]
-            words = plain.ids != mark
-            if moved[-1] == len(ids) - 1 and (ids[moved[words]] == plain.ids[words]).all():
-                result = np.zeros(len(ids), dtype=np.bool_)
-                result[moved[words]] = plain.counted[words]
-                return result
-        raise UserError(
-            f"{where}: the processor's tokens are not those of the text with its {len(images)} images; correct the "
-            "messages, or set tokenizer.chat_template to one that writes a token for each image"
-        )
-
-    def _id(self, token: Any) -> int:
-        return int(self._tokenizer.convert_tokens_to_ids(str(token)))
-
-    def _process(self, written: list[str], images: list[list[Any]]) -> Any:
-        return self._processor(
-            text=written,
-            images=images if any(images) else None,
-            padding=True,
-            padding_side="right",
-            add_special_tokens=False,
-            return_tensors="pt",
-        )
+CHAT = DataFormat(
+    noun="conversations",
+    layout=lambda section: "packed" if section.packing else "single",
+    open=open_chat,
+    texts=lambda section, record: texts(spoken(record)),
+)

@@ -18,19 +18,11 @@ from trueshard.errors import UserError
 from trueshard.files import making, replacing
 from trueshard.train.config import Config, SourceSection
 from trueshard.train.data import tokenizer as tokenizers
-from trueshard.train.data.formats import SourceStream, format_of, texts_of
+from trueshard.train.data.formats import FORMATS, format_of
 from trueshard.train.data.samples import Collate, Mixture, Samples, Stream, StreamMixture
 from trueshard.train.data.sources import DataSource, find, hash_of
 from trueshard.train.data.store import StoredSamples, Summary, build, read_summary
-
-NOUNS = {
-    "text": "text",
-    "chat": "conversations",
-    "preference": "preferences",
-    "vision": "conversations with images",
-    "prompt": "prompts",
-}
-"""Name of the data of each format, for messages."""
+from trueshard.train.data.streams import SourceStream
 
 
 @dataclass(frozen=True)
@@ -95,8 +87,9 @@ def _make(config: Config, sources: list[DataSource], held: list[DataSource], pro
     _announce(config, sources, tokenizer is None)
     if tokenizer is None:
         assert config.tokenizer.vocab_size is not None
-        said = (text for source in sources for record in source.records() for text in texts_of(config.data, record))
-        tokenizer = tokenizers.train_tokenizer(said, config.tokenizer.vocab_size, config.data.format)
+        texts_of = FORMATS[config.data.format].texts
+        texts = (text for source in sources for record in source.records() for text in texts_of(config.data, record))
+        tokenizer = tokenizers.train_tokenizer(texts, config.tokenizer.vocab_size, config.data.format)
     if config.data.format != "text":
         tokenizers.set_chat_template(config.tokenizer, tokenizer, processor)
     (processor or tokenizer).save_pretrained(str(folder / "tokenizer"))
@@ -183,7 +176,7 @@ def _fingerprint(config: Config, sources: list[DataSource]) -> str:
 
 
 def _announce(config: Config, sources: list[DataSource], trains: bool) -> None:
-    noun, doing = NOUNS[config.data.format], "training a tokenizer on it" if trains else "reading it"
+    noun, doing = FORMATS[config.data.format].noun, "training a tokenizer on it" if trains else "reading it"
     sizes = [source.size() for source in sources]
     known = sum(size for size in sizes if size is not None)
     shown = f"{known / 1e6:.1f} MB" if known >= 1e6 else f"{known / 1e3:.1f} kB"

@@ -24,6 +24,7 @@ The order of samples is a pure function of the seed and of the number of samples
 from __future__ import annotations
 
 import bisect
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,11 @@ class Document:
 def whole(ids: Ids) -> Document:
     """Return a document whose tokens are all targets."""
     return Document(ids, np.ones(len(ids), dtype=np.bool_))
+
+
+def json_document(value: Any) -> Document:
+    """Return a document of the bytes of a JSON value, for records that become tokens with their batch."""
+    return whole(np.frombuffer(json.dumps(value).encode(), dtype=np.uint8))
 
 
 def truncate(documents: Sequence[Document], length: int) -> tuple[Document, ...]:

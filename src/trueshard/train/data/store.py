@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trueshard.errors import UserError
-from trueshard.train.data.formats import Format
+from trueshard.train.data.data_format import Format
 from trueshard.train.data.samples import Document, Ids, Sample, pack, sequence, sequence_indices, span, truncate, whole
 from trueshard.train.data.sources import DataSource, Record, place
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from trueshard.errors import UserError
-from trueshard.train.data import chat
+from trueshard.train.data import chat, vision
 from trueshard.train.data.samples import IGNORED, Batch, Samples
 from trueshard.train.rl.samples import Prompt, Sample
 
@@ -112,7 +112,7 @@ class PromptEncoder:
     def _process(self, texts: list[str], conversations: Sequence[list[dict[str, Any]]], side: str) -> Any:
         images = [
             [
-                chat.read_image(part["image"], "a prompt")
+                vision.read_image(part["image"], "a prompt")
                 for message in each
                 for part in message["content"]
                 if isinstance(part, dict) and part["type"] == "image"

@@ -30,6 +30,7 @@ from trueshard.planner.report import summary
 from trueshard.planner.workload import StepPhase, Study
 from trueshard.plans import Plan
 from trueshard.train.config import Config
+from trueshard.train.data.formats import FORMATS
 from trueshard.train.data.samples import Batch
 from trueshard.train.losses import CausalLoss
 from trueshard.train.models.build import architecture, empty, quiet_transformers
@@ -248,14 +249,15 @@ def _feed(config: Config) -> Callable[[int, int], Batch] | None:
         return None
     if config.rl is not None:
         return lambda microbatch, sequence: rl_forecast.policy_batch(config, microbatch, sequence - 1)
-    rows = 2 if data.format == "preference" else 1
+    form = FORMATS[data.format]
+    rows, layout = form.rows, form.layout(data)
 
     def batch(microbatch: int, sequence: int) -> Batch:
         ids = torch.zeros(rows * microbatch, sequence, dtype=torch.int64)
         made = {"input_ids": ids, "targets": ids.clone()}
-        if data.format == "chat" and data.packing:
+        if layout == "packed":
             made["position_ids"] = torch.arange(sequence).expand(rows * microbatch, sequence).contiguous()
-        elif data.format in ("chat", "preference"):
+        elif layout == "single":
             made["attention_mask"] = torch.ones_like(ids)
         return made
 

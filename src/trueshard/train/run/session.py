@@ -20,8 +20,9 @@ from trueshard.model import names
 from trueshard.plans import precision_of
 from trueshard.sharding.engine import sharded
 from trueshard.train.config import Config, ShardSection
+from trueshard.train.data.formats import FORMATS
 from trueshard.train.data.loader import EvaluationLoader, Loader
-from trueshard.train.data.prepared import NOUNS, Prepared
+from trueshard.train.data.prepared import Prepared
 from trueshard.train.losses import CausalLoss, Loss, PreferenceLoss, logits_of
 from trueshard.train.metrics import metrics, report
 from trueshard.train.metrics.picture import draw_result
@@ -157,9 +158,9 @@ def sample(config: Config, trainer: Trainer, tokenizer: Any) -> str:
 def _described(data: Prepared, form: str) -> str:
     summary = data.summary
     if summary.documents is None:
-        return f"a stream of {NOUNS[form]}"
+        return f"a stream of {FORMATS[form].noun}"
     tokens = "" if summary.tokens is None else f"{summary.tokens:,} tokens of text in "
-    return f"{tokens}{summary.documents:,} {'documents' if form == 'text' else NOUNS[form]}"
+    return f"{tokens}{summary.documents:,} {'documents' if form == 'text' else FORMATS[form].noun}"
 
 
 # The parts of a run
@@ -234,7 +235,7 @@ def choose_loss(config: Config, settings: Any, model: nn.Module) -> Loss:
     if config.data.format == "preference":
         other = reference(config, settings, model)
         return PreferenceLoss(other, config.preference.beta, config.preference.label_smoothing, whole_logits)
-    if config.data.format == "chat" and config.data.packing:
+    if FORMATS[config.data.format].layout(config.data) == "packed":
         check_apart(model, device_of(sharded(model).mesh))
     return CausalLoss(whole_logits)
 
